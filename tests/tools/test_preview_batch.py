@@ -277,6 +277,7 @@ def compare(words: Sequence[str], folder: Path, first: int, count: int) -> list[
     for step in steps:
         batches = {rank: drawn[step.iteration - 1] for rank, drawn in theirs.items()}
         size = batches[0][0].tokens.size(0)
+        assert step.num_microbatches == len(batches[1])
         assert len(step.rows) == size * sum(map(len, batches.values()))
         for row in step.rows:
             assert_same(row, batches[row.dp_rank][row.microbatch])
@@ -317,7 +318,8 @@ def test_the_rows_are_those_of_a_run_on_a_blend(tmp_path: Path, more: str) -> No
     ).replace("cache ", f"{tmp_path / 'cache'} ")
     iterations = "--train-samples 28" if "rampup" in more else "--train-iters 4"
     words = [*MODEL, *flags.split(), *more.split(), *iterations.split()]
-    steps = compare(words, tmp_path, 2, 2)
+    steps = compare(words, tmp_path, 2, 3)
+    assert [step.consumed for step in steps] == ([4, 8, 16] if "rampup" in more else [8, 16, 24])
     for row in (row for step in steps for row in step.rows):
         high = bool((row.tokens[row.tokens < 500] >= 100).all())
         assert row.provenance.source == str(tmp_path / ("two" if high else "one"))

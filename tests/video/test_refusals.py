@@ -59,6 +59,13 @@ def test_a_shape_to_price_stands_alone(refused: Refused, clips: Path) -> None:
         "error: `--dry-run-shape` (60x64x18) must have a height and a width that 16 divides, and "
         "4k + 1 frames, for this codec and network; choose 64x64x17.\n"
     )
+    for size, choice in (
+        ("64x60x17", "64x64x17"),
+        ("4x100x17", "16x96x17"),
+        ("64x64x16", "64x64x13"),
+    ):
+        said = refused(None, f"--dry-run --dry-run-shape {size}")
+        assert f"({size}) must have" in said and said.endswith(f"choose {choice}.\n")
     assert "(64x64) must be height, width and number of" in refused(None, "--dry-run-shape 64x64")
     assert "needs `--dry-run`; give both" in refused(None, "--dry-run-shape 64x64x17")
     assert "`--video-data-path` has no effect beside" in refused(clips, shape)

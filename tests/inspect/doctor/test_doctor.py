@@ -81,6 +81,10 @@ UNUSABLE = {**H200, "usable": False, "gpus": []}
         (NO_CUDA, {}, "this torch was built without CUDA.", f"{REINSTALL}cu130"),
         ({**UNUSABLE, "driver_cuda": 12040}, {}, "the driver supports CUDA up to 12.4 and this "
          "torch was built for 13.0.", f"{REINSTALL}cu126"),
+        ({**UNUSABLE, "driver_cuda": 13010, "cuda": "14.0"}, {}, "the driver supports CUDA up to "
+         "13.1 and this torch was built for 14.0.", f"{REINSTALL}cu130"),
+        ({**UNUSABLE, "driver_cuda": 0}, {"CUDA_VISIBLE_DEVICES": " -1"}, "`CUDA_VISIBLE_DEVICES` "
+         "(' -1') hides them all.", "unset CUDA_VISIBLE_DEVICES"),
         (UNUSABLE, {"CUDA_VISIBLE_DEVICES": ""}, "`CUDA_VISIBLE_DEVICES` ('') hides them all.",
          "unset CUDA_VISIBLE_DEVICES"),
         (UNUSABLE, {}, "torch cannot use any; `python -c 'import torch; torch.cuda.init()'` says "
@@ -109,6 +113,21 @@ def test_missing_extras_say_what_they_cost_and_how_to_install_them() -> None:
     assert "`torch.compile` cannot make GPU kernels" in found.finding("triton").cost
     twelve = examine(Machine({**H200, "cuda": "12.6"}, transformer_engine=None))
     assert "core_cu12" in twelve.finding("Transformer Engine").install
+    # A torch for CPUs beside a driver: the engine is that of the driver's CUDA.
+    cpu = examine(Machine(NO_CUDA, transformer_engine=None))
+    assert cpu.finding("Transformer Engine").status == "missing"
+    assert "core_cu13" in cpu.finding("Transformer Engine").install
+
+
+def test_versions_are_judged_by_what_this_project_supports() -> None:
+    """A release candidate counts as its version."""
+    old = examine(Machine(transformer_engine="2.3.0"), measure=False).finding("Transformer Engine")
+    assert (old.status, old.detail) == ("broken", "This project supports >=2.4.")
+    for version, status in (("0.16.2rc1", "found"), ("0.16.1", "found"), ("0.17.0", "broken")):
+        found = examine(Machine(megatron_core=version), measure=False).finding("megatron-core")
+        assert found.status == status
+    engine = examine(Machine(transformer_engine="2.5.0.dev1"), measure=False)
+    assert engine.finding("Transformer Engine").status == "found"
 
 
 def test_an_extra_whose_import_crashes_is_broken() -> None:
@@ -163,6 +182,12 @@ def test_the_apex_of_pypi_is_told_from_nvidias(tmp_path: Path) -> None:
     finding = examine(machine).finding("apex")
     assert finding.status == "broken"
     assert finding.detail == "It was built without its extensions (`amp_C` is absent)."
+    failed = {"apex": Outcome(1, errors="ImportError: no\n")}
+    machine = Machine(folders={"apex": ours}, apex="0.1", broken=failed)
+    finding = examine(machine).finding("apex")
+    assert (finding.status, finding.detail) == ("broken", "Its import failed: ImportError: no.")
+    on_cpu = Machine(NO_CUDA, smi=None, folders={"apex": ours}, apex="0.1", broken=failed)
+    assert examine(on_cpu).finding("apex").status == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -196,6 +221,8 @@ def test_a_machine_without_torch() -> None:
     assert found.finding("GPU").detail == (
         "The driver shows NVIDIA H200. Torch, which would use it, does not work."
     )
+    machine = Machine(Outcome(1), smi=None)
+    assert examine(machine).finding("GPU").detail == "Torch, which would use it, does not work."
 
 
 @pytest.mark.parametrize(
@@ -203,8 +230,11 @@ def test_a_machine_without_torch() -> None:
                              ((7, 5), False), ((11, 0), False)],
 )  # fmt: skip
 def test_kernels_run_on_newer_minor_versions(capability: tuple[int, int], fits: bool) -> None:
-    machine = Machine({**H200, "gpus": [["GPU", *capability, 10**10]]})
-    assert examine(machine, measure=False).stops_runs is not fits
+    facts = {**H200, "gpus": [["GPU", *capability, 10**10]]}
+    assert examine(Machine(facts), measure=False).stops_runs is not fits
+    # Kernels for sm_90a run on 9.0 as those for sm_90.
+    archs = ["sm_80", "sm_90a", "sm_100f", "compute_120a"]
+    assert examine(Machine({**facts, "archs": archs}), measure=False).stops_runs is not fits
 
 
 @pytest.mark.parametrize(
@@ -274,7 +304,9 @@ def test_programs_and_imports_run_apart() -> None:
     assert crashed.reason == "it was ended by signal 11"
     assert run_python(here, "import time; time.sleep(60)", seconds=0.2).code is None
     assert run_python(here, "raise OSError('no')").reason == "OSError: no"
-    assert ask_python(here, "print('{\"a\": 1}')") == {"a": 1}
+    assert ask_python(here, "print('a note'); print('{\"a\": 1}')") == {"a": 1}
+    failed = Outcome(1, errors="Traceback\n  in line 1\nImportError: no\n\n")
+    assert failed.reason == "ImportError: no"
     assert here.run(["/nowhere/at/all"]).code == 127
     assert here.version("megatron-core") is not None
     assert here.version("no-such-distribution") is None

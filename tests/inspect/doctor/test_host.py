@@ -1,6 +1,7 @@
 """The doctor on what surrounds the GPUs: the host, their links, and what is tried on them."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from megatron_ext.device import host as host_module
 from megatron_ext.device.host import Host, this_host
 from megatron_ext.inspect.doctor.examine import examine
 from megatron_ext.inspect.doctor.gpus import parse_topology
-from megatron_ext.inspect.doctor.host import Outcome, ThisMachine
+from megatron_ext.inspect.doctor.host import Outcome, ThisMachine, report
 from tests.inspect.doctor.machines import H200, NO_CUDA, SERVER, Machine
 
 TWO = {**H200, "gpus": 2 * H200["gpus"]}
@@ -27,8 +28,12 @@ TOPOLOGY = (
         ("cores", 3.0, "host", "low", "2 ranks launch kernels from one core each"),
         ("cores", 4.0, "host", "found", "4 core(s), 2048.0 GiB of memory."),
         ("shared_memory", 64 * 2**20, "/dev/shm", "low", "--ipc=host, or --shm-size=16g"),
+        ("shared_memory", 2**30 - 1, "/dev/shm", "low", "It holds 1.00 GiB."),
+        ("shared_memory", 2**30, "/dev/shm", "found", "It holds 1.00 GiB."),
         ("shared_memory", None, "/dev/shm", "missing", "die of SIGBUS"),
         ("open_files", 1024, "open files", "low", "ulimit -n 65536"),
+        ("open_files", 4095, "open files", "low", "4,095 in a process"),
+        ("open_files", 4096, "open files", "found", "4,096 in a process"),
         ("open_files", None, "open files", "found", "without a limit"),
         ("rdma", (), "RDMA network", "missing", "between machines NCCL's messages go through TCP"),
         ("locked_memory", 2**16, "RDMA network", "low", "ulimit -l unlimited"),
@@ -94,6 +99,64 @@ def test_graphs_and_the_compiler_are_tried() -> None:
     machine = Machine()
     examine(machine, measure=False)
     assert not any("CUDAGraph" in code for code in machine.ran)
+
+
+def test_each_gpu_is_measured_and_told() -> None:
+    class Unequal(Machine):
+        def _python(self, code: str) -> Outcome:
+            for index in range(2):
+                if f'"--index", "{index}"' in code:
+                    return Outcome(0, f'{{"bf16": {index + 1}e14, "fp8": 9e14, "copy": 1e12}}')
+            return super()._python(code)
+
+    gpus = [["NVIDIA A100", 8, 0, 2 * 10**10], ["NVIDIA H200", 9, 0, 10**11]]
+    found = examine(Unequal({**H200, "gpus": gpus}))
+    assert [gpu.rates and gpu.rates.bf16 for gpu in found.gpus] == [1e14, 2e14]
+    shown = found.to_dict()["gpus"]
+    assert [bool(gpu["fp8_recipes"]["torch"]) for gpu in shown] == [False, True]
+    text = "\n".join(report(found))
+    assert "GPU 0: NVIDIA A100, compute capability 8.0, 18.6 GiB" in text
+    assert "GPU 1: NVIDIA H200, compute capability 9.0, 93.1 GiB" in text
+    assert "fp8 matrix product, measured: 900 TFLOP/s" in text
+    assert "--fp16" not in text and text.endswith("Runs compute on 2 GPU(s).")
+    old = examine(Machine({**H200, "gpus": [["V100", 7, 5, 10**10]]}), measure=False)
+    assert "bf16: its matrix units do not take it; `--fp16` is" in "\n".join(report(old))
+
+
+@pytest.mark.parametrize(
+    ("modes", "words"),
+    [
+        ("Disabled Disabled", "It supports CUDA up to 13.0."),
+        ("Enabled Disabled", "It supports CUDA up to 13.0. 1 device(s) are cut in parts (MIG)."),
+        ("[N/A] [N/A]", "It supports CUDA up to 13.0."),
+    ],
+)
+def test_gpus_that_are_cut_in_parts_are_counted(modes: str, words: str) -> None:
+    smi = "\n".join(f"NVIDIA H200, 580.65.06, {mode}" for mode in modes.split())
+    finding = examine(Machine(TWO, smi=smi), measure=False).finding("NVIDIA driver")
+    assert (finding.version, finding.detail) == ("580.65.06", words)
+
+
+def test_compilers_are_those_that_the_environment_names() -> None:
+    class Answering(Machine):
+        def program(self, *names: str) -> str | None:
+            self.asked = [*getattr(self, "asked", []), names]
+            return super().program(*names)
+
+        def run(self, command: Sequence[str], seconds: float = 30.0) -> Outcome:
+            outcome = super().run(command, seconds)
+            failed = Outcome(3, outcome.output) if "nvcc" in command[0] else outcome
+            return failed if self.environ.get("FAIL") else outcome
+
+    machine = Answering(environ={"CC": "icx", "CUDA_HOME": "/opt/cuda"}, programs=("icx", "gcc"))
+    found = examine(machine, measure=False)
+    assert found.finding("C compiler").detail == "/usr/bin/icx"
+    assert ("nvcc", "/opt/cuda/bin/nvcc", "/usr/local/cuda/bin/nvcc") in machine.asked
+    assert found.finding("nvcc").status == "missing"
+    broken = examine(Answering(environ={"FAIL": "1"}), measure=False).finding("nvcc")
+    assert (broken.status, broken.detail) == (
+        "broken", "`/usr/bin/nvcc` failed: it left with exit code 3.",
+    )  # fmt: skip
 
 
 def test_headers_of_python_are_asked_for_on_a_gpu_only() -> None:

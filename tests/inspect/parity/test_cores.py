@@ -1,20 +1,27 @@
 """Layouts compared across releases of megatron-core, and what is refused before anything runs."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
+from megatron_ext.inspect import cores
 from megatron_ext.inspect.cores import Environment, choose_environments, record_on
 from megatron_ext.inspect.layouts import parse_layout, refuse_random_draws, split_layouts
+from megatron_ext.inspect.parity import Recording
 from megatron_ext.text.task import TEXT
+from megatron_ext.train.launch import fork_ranks
 from tests.training_runs import ROOT, SAME_WEIGHTS, mock_data
 from tools.parity import main
 
@@ -119,6 +126,52 @@ def test_whoever_stops_reading_ends_the_process(tmp_path: Path) -> None:
     assert subprocess.run(["ps", "-p", pid], capture_output=True, check=False).returncode == 1
 
 
+def test_a_process_gets_the_flags_and_the_search_path_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    script = f'echo "$PYTHONPATH|$@" > {tmp_path}/called'
+    for path in (None, "/its own"):
+        environment = Environment("9.9", make_python(tmp_path, f"of {path}", script), path)
+        layouts = split_layouts("tp2,pp2[--a b,c]")
+        words = ["--lr", "1"]
+        list(record_on(environment, tmp_path / "x.py", words, layouts, 3, tmp_path))
+        assert (tmp_path / "called").read_text().strip() == (
+            f"{path or ''}|{tmp_path}/x.py --record-into {tmp_path} --steps 3 "
+            "--layouts tp2,pp2[--a b,c] -- --lr 1"
+        )
+
+
+def serve_made_up(folder: Path, out: int) -> None:
+    """Serve three layouts whose training is made up; what a run prints goes to stderr."""
+    os.dup2(out, 1)
+
+    def record(*given: Any) -> Recording:
+        _, words, layout, steps, own, _ = given
+        own.mkdir(parents=True)
+        print("output of the run", flush=True)
+        rows = [{"words": list(words), "steps": steps}]
+        return Recording(layout, own, rows, 100 + layout.ranks, f"no {layout.name}")
+
+    cores.record = record  # type: ignore[assignment]
+    cores.megatron.core.__version__ = "9.8+local"  # type: ignore[attr-defined]
+    layouts = split_layouts("tp2,pp4,tp2")
+    cores.serve(TEXT, ["--lr", "1"], layouts, 5, folder, select())
+
+
+def test_recordings_of_a_process_are_stored_and_named_when_they_are_whole(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    assert fork_ranks(partial(serve_made_up, tmp_path, writing), 1) == 0
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        assert stream.read() == "0\n1\n2\n"
+    for index, (name, ranks) in enumerate((("tp2", 2), ("pp4", 4), ("tp2", 2))):
+        assert json.loads((tmp_path / str(index) / "recording.json").read_text()) == {
+            "rows": [{"words": ["--lr", "1"], "steps": 5}], "padded_vocab_size": 100 + ranks,
+            "failure": f"no {name}", "core": "9.8",
+        }  # fmt: skip
+
+
 def refuse(layouts: str, words: Sequence[str], against: str = "dp1") -> None:
     named = split_layouts(layouts)
     refuse_random_draws(TEXT, [*FLAGS, *words], parse_layout(against), named, 2, select())
@@ -131,7 +184,7 @@ def refuse(layouts: str, words: Sequence[str], against: str = "dp1") -> None:
          " would change other elements in `tp2` than in `dp1`, since each rank draws from a "
          "generator of its own, so losses would differ; add `--deterministic-dropout`, or turn "
          "them off"),
-        ("mbs4", DROPOUT[:2], "dp1", r"^`--hidden-dropout` \(0.1\) would .* or turn it off"),
+        ("mbs4", DROPOUT[:2], "mbs2", r"^`--hidden-dropout` \(0.1\) would .* or turn it off"),
         ("pp2zbv", DROPOUT, "pp2vpp2", "`pp2zbv` than in `pp2vpp2`"),
         ("dp2", [*EXPERTS, "--moe-input-jitter-eps", "0.1"], "dp1", "-jitter-eps` .*add `--det"),
         ("tp2[--deterministic-dropout]", DROPOUT, "dp1", "`--hidden-dropout`"),
@@ -155,6 +208,7 @@ def test_layouts_with_dropout_of_their_own_are_refused(
         ("dp1,dp1do", DROPOUT, "dp1"),
         ("pp2zbh1,pp2core1f1b", DROPOUT, "pp2"),
         ("dp2", ["--moe-input-jitter-eps", "0.1"], "dp1"),
+        ("dp2", ["--lora-dropout", "0.1"], "dp1"),
         ("tp3", DROPOUT, "dp1"),  # which cannot be run, and says so in its row
     ],
 )

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect import parity
-from megatron_ext.inspect.layouts import parse_layout, split_layouts
+from megatron_ext.inspect.layouts import flags_of_run, parse_layout, split_layouts
 from tests.training_runs import SAME_WEIGHTS, mock_data
-from tools.parity import main
+from tools.parity import main, prove
 
 
 def recording(
@@ -76,6 +76,61 @@ def test_a_gradient_that_one_run_lacks_is_infinitely_far(tmp_path: Path) -> None
     assert (result.first.step, result.first.name, result.first.size) == (1, "v", math.inf)
 
 
+def test_each_kind_is_judged_by_its_own_tolerance(tmp_path: Path) -> None:
+    """Losses, norms and gradients differ by 0.2, 0.5 and 0.3 in the second step."""
+    truth = recording(tmp_path / "a", "dp1")
+    mine = recording(tmp_path / "b", "tp2", loss=2.4, gradient=1.6)
+    mine.rows[1]["grad_norm"] = 1.5
+    for rank, kept in enumerate([torch.tensor([1.6, 1.0]), torch.ones(2)]):
+        path = mine.folder / f"gradients_0002_{rank:04d}.pt"
+        torch.save([("w", (4,), (2 * rank,), kept)], path)
+    for loss, gradient, first in (
+        (1.0, 1.0, None), (0.6, 0.2, "w"), (0.4, 0.4, "grad_norm"), (0.51, 0.29, "w"),
+        (0.49, 0.31, "grad_norm"),
+    ):  # fmt: skip
+        result = parity.compare(mine, truth, parity.Tolerances(loss, gradient))
+        assert (None if result.first is None else result.first.name) == first
+        assert result.passed is (first is None)
+        kinds = (result.loss, result.grad_norm, result.gradient)
+        sizes = [0.0 if kind is None else kind.size for kind in kinds]
+        assert sizes == pytest.approx([0.2, 0.5, 0.3])
+    shown = io.StringIO()
+    tolerances = parity.Tolerances(0.25, 0.125)
+    Console(width=200, file=shown).print(parity.table([result], truth, tolerances))
+    (cells,) = [line.split("│") for line in shown.getvalue().splitlines() if line[:1] == "│"]
+    assert [cell.strip() for cell in cells[1:7]] == [
+        "tp2",
+        "2",
+        "2.0e-01",
+        "5.0e-01",
+        "3.0e-01",
+        "w",
+    ]
+    assert "over 2 steps (limits: 0.25, gradients 0.125)" in shown.getvalue()
+
+
+def test_differences_are_relative_to_the_reference() -> None:
+    assert parity.relative(3.0, 2.0) == 0.5
+    assert parity.relative(-1.0, 2.0) == 1.5
+    assert parity.relative(1.0, -2.0) == 1.5
+    assert parity.gradient_difference(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == 0.75
+
+
+def test_the_first_of_several_steps_that_diverge_is_named(tmp_path: Path) -> None:
+    truth, mine = recording(tmp_path / "a", "dp1"), recording(tmp_path / "b", "tp2", loss=9.0)
+    mine.rows[0]["lm loss"] = 3.3
+    result = parity.compare(mine, truth, parity.Tolerances())
+    assert (result.first.step, result.first.size) == (1, pytest.approx(0.1))
+    assert result.loss is not None and (result.loss.step, result.loss.size) == (2, 3.5)
+
+
+def test_a_loss_that_a_layout_lacks_is_infinitely_far(tmp_path: Path) -> None:
+    truth, mine = recording(tmp_path / "a", "dp1"), recording(tmp_path / "b", "tp2")
+    truth.rows[1]["mtp loss"] = 1.0
+    result = parity.compare(mine, truth, parity.Tolerances())
+    assert (result.first.step, result.first.name, result.first.size) == (2, "mtp loss", math.inf)
+
+
 def test_numbers_that_are_not_finite() -> None:
     assert parity.relative(math.nan, math.nan) == 0
     assert parity.relative(1.0, math.nan) == math.inf
@@ -94,6 +149,7 @@ def test_numbers_that_are_not_finite() -> None:
         ("cp2a2adp2", 4, "--context-parallel-size 2 --cp-comm-type a2a"),
         ("ep4", 4, "--expert-model-parallel-size 4"),
         ("ep2pp2", 4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+        ("etp2ep3", 6, "--expert-tensor-parallel-size 2 --expert-model-parallel-size 3"),
         ("ep2tp2dp2", 4, "--expert-model-parallel-size 2 --tensor-model-parallel-size 2"),
         ("mbs4", 1, "--micro-batch-size 4"),
         ("pp4zbh1", 4, "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1"),
@@ -103,6 +159,39 @@ def test_numbers_that_are_not_finite() -> None:
 def test_a_name_gives_ranks_and_flags(name: str, ranks: int, flags: str) -> None:
     layout = parse_layout(name)
     assert (layout.name, layout.ranks, list(layout.flags)) == (name, ranks, flags.split())
+
+
+def test_every_step_is_logged_and_nothing_is_evaluated() -> None:
+    flags = flags_of_run(["--lr", "1"], parse_layout("tp2"), 7)
+    assert (
+        flags
+        == (
+            "--lr 1 --tensor-model-parallel-size 2 --train-iters 7 --log-interval 1 --eval-iters 0 "
+            "--nproc-per-node 2"
+        ).split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("failing", "code"), [((), 0), ((0,), 1), ((1,), 1), ((2,), 1), ((0, 1, 2), 1)]
+)
+def test_one_layout_that_fails_decides_the_exit_code(
+    failing: tuple[int, ...], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table has the order of the layouts, and gradients of compared runs are removed."""
+    layouts = split_layouts("tp2,pp2,cp2")
+    losses = [2.2 if number in failing else 2.0 for number in range(3)]
+    found = [recording(tmp_path / "truth", "dp1")]
+    for layout, loss in reversed(list(zip(layouts, losses, strict=True))):
+        found.append(recording(tmp_path / layout.name, layout.name, loss=loss))
+    recordings: Any = (one for one in found)
+    assert prove(recordings, layouts, parity.Tolerances(0.01, 0.2)) == code
+    shown = capsys.readouterr().out
+    cells = [line.split("│")[1].strip() for line in shown.splitlines() if line[:1] == "│"]
+    assert cells == ["tp2", "pp2", "cp2"]
+    assert shown.count("FAIL") == 2 * len(failing)
+    left = {path.parent.name for path in tmp_path.glob("*/gradients_*")}
+    assert left == {"truth"}
 
 
 def test_commas_in_brackets_do_not_split_and_an_unknown_part_is_named() -> None:

@@ -2,22 +2,36 @@
 
 import dataclasses
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_ext.inspect.preview.rows import Provenance, Row, Step, documents_of
-from megatron_ext.inspect.preview.summary import cells, summarize, warnings_of
-from megatron_ext.inspect.preview.text import SpanSplitter, Terminal, grade, visible
+from megatron_ext.errors import ConfigError
+from megatron_ext.inspect.preview.collect import _columns
+from megatron_ext.inspect.preview.main import Options, Page, _notes, _show, parse_run
+from megatron_ext.inspect.preview.rows import Provenance, Row, Step, documents_of, target_exists
+from megatron_ext.inspect.preview.summary import cells, sentences, summarize, warnings_of
+from megatron_ext.inspect.preview.text import (
+    SpanSplitter,
+    Terminal,
+    describe,
+    describe_row,
+    grade,
+    visible,
+)
+from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers.base import ByteLevelTokenizer, NullTokenizer
 from megatron_ext.text.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_ext.text.tokenizers.models import SentencePieceTokenizer
 from tests.text import tiny
 from tests.text.sft.tiny import tokenizer
+from tests.training_runs import SAME_WEIGHTS, mock_data
 
 
 def packed(
@@ -290,3 +304,208 @@ def test_targets_and_attention_that_cross_documents(splitter: SpanSplitter) -> N
     joined = dataclasses.replace(packed([GOOD, GOOD], 8), reaches=np.arange(8) > 0)
     (sentence,) = found(splitter, joined)
     assert "crosses into another document" in sentence
+
+
+def test_rows_and_documents_are_described_by_their_numbers() -> None:
+    row = packed([([5, 6, 7], [0, 1]), ([8, 3, 4, 2], [0, 0.5, 1])], 8, cut=0)
+    row = dataclasses.replace(row, dp_rank=3, microbatch=1, number=4)
+    assert describe_row(row) == (
+        "data-parallel rank 3 · micro-batch 2 · row 5 · 5 of 8 positions filled, 3 padding"
+    )
+    row.sample_provenance[1] = Provenance(1, "b.jsonl", None, 6)
+    first, second = documents_of(row, EOD)
+    assert describe(first) == (
+        "document 1 · sample 0 · a.jsonl:1 · columns 0–1, positions 0–1 · 1 of 2 trained, weight 1"
+    )
+    assert describe(second) == (
+        "document 2 · sample 1 · b.jsonl · columns 2–4, positions 0–2 · 2 of 3 trained, weight 1.5 "
+        "· 6 tokens cut off"
+    )
+    _, last = documents_of(stream([5, EOD, 7], [1, 0.5]), EOD)
+    assert describe(last) == "document 2 · sample 4 · corpus · 1 of 1 trained, weight 0.5"
+
+
+def direct(documents: Sequence[int], weights: Sequence[float]) -> Row:
+    """Fill a row with whole documents that have no samples of their own."""
+    row = stream(range(10, 11 + len(documents)), weights)
+    return dataclasses.replace(row, documents=np.array(documents))
+
+
+def test_documents_of_packed_rows_begin_where_their_number_changes() -> None:
+    """The last label belongs to the last document if the row is full and the label has a weight."""
+    full = direct([0, 0, 0, 1, 1], [1, 1, 1, 1, 0.5])
+    first, second = documents_of(full, EOD)
+    assert (first.start, first.end, first.ids.tolist()) == (0, 3, [10, 11, 12])
+    assert (second.start, second.end, second.ids.tolist()) == (3, 5, [13, 14, 15])
+    np.testing.assert_array_equal(first.weights, [NAN, 1, 1])
+    assert second.weights.tolist() == [1, 1, 0.5]
+    assert not full.is_padding.any()
+    ended = direct([0, 0, 0, 1, 1], [1, 1, 1, 1, 0])
+    assert [one.ids.tolist() for one in documents_of(ended, EOD)] == [[10, 11, 12], [13, 14]]
+    padded = direct([0, 1, 1, -1, -1], [1, 1, 1, 1, 0.5])
+    assert [one.ids.tolist() for one in documents_of(padded, EOD)] == [[10], [11, 12]]
+    assert padded.is_padding.tolist() == [False] * 3 + [True] * 2
+    assert summarize([step_of(padded)], EOD).padding == 2
+
+
+def test_targets_of_depths_stay_in_a_sample_and_out_of_the_padding() -> None:
+    row = packed([([5, 6, 7, 8], [1] * 3), ([8, 3, 4, 2], [1] * 3)], 9)
+    # Attention may run over all columns; what padding holds is no target.
+    joined = dataclasses.replace(row, reaches=np.arange(9) > 0)
+    for depth, there in ((1, [0, 1, 3, 4]), (2, [0, 3]), (3, []), (9, []), (12, [])):
+        for one in (row, joined):
+            assert np.flatnonzero(target_exists(one, depth)).tolist() == there
+    cut = stream([5, 6, 7, 8, 9], [1] * 4)
+    assert target_exists(cut, 1).tolist() == [True, True, True, False]
+
+
+def test_totals_take_all_rows_into_account(splitter: SpanSplitter) -> None:
+    long, short = ([8, 3, 4, 2], [0, 0.5, 1]), ([5, 6, 7], [0, 2])
+    untrained = packed([([5, 6, 7, 8, 9], [0] * 4)], 8)
+    found = summarize([step_of(packed([long, short], 8)), step_of(untrained)], EOD)
+    assert found.lengths == (3, 5) and found.heaviest == 2
+    assert (found.rows, found.empty_rows) == (2, 0)
+    step = dataclasses.replace(step_of(untrained), iteration=7, mtp_weights=[1.5, 0.25])
+    lines = sentences(found, [step])
+    assert lines[1] == "documents of 3 to 5 tokens, as the rows cut them"
+    assert lines[2] == (
+        "step 7: N = 0 targets, D = 0 weight, 1 micro-batches on each rank; of the MTP depths 1.5, "
+        "0.25"
+    )
+    row = packed([GOOD, GOOD], 8)
+    row.sample_provenance.update({0: Provenance(0, "a", 1, 3), 1: Provenance(1, "b", 2, 5)})
+    (sentence,) = warnings_of([step_of(row)], splitter, eod=0)
+    assert sentence.startswith("2 conversations are cut to `--sft-max-length`, 8 tokens in all are")
+    other = dataclasses.replace(untrained, dp_rank=2, microbatch=1, number=4)
+    first = warnings_of([dataclasses.replace(step, rows=[other])], splitter, eod=0)[0]
+    assert "(the first: step 7, rank 2, micro-batch 2, row 5);" in first
+    (named,) = warnings_of([step_of(packed([([5, 6], [0]), GOOD], 8))], splitter, eod=0)
+    assert "(the first: a.jsonl, sample 0, conversation 1);" in named
+
+
+def test_targets_of_depths_are_the_labels_that_follow(splitter: SpanSplitter) -> None:
+    row = packed([([5, 6, 7, 8, 9], [1] * 4)], 4, depth_1=[(7, 1), (8, 1), (9, 1), (0, 0)])
+    assert not any("multi-token" in sentence for sentence in found(splitter, row))
+    wrong = packed([([5, 6, 7, 8, 9], [1] * 4)], 4, depth_1=[(7, 1), (7, 1), (9, 1), (0, 0)])
+    assert any("multi-token" in sentence for sentence in found(splitter, wrong))
+
+
+def test_weights_above_one_and_targets_of_depths_are_shown_in_place(tmp_path: Path) -> None:
+    assert printed(tmp_path, weights=(0, 2, 1, 1)) == ["      0 │ ab⟦2|c⟧⟦d<|im_end|>⟧"]
+    made, file = chatml(tmp_path), io.StringIO()
+    ids = made.tokenize("abcd")
+    row = packed([(ids[:3], [1, 1]), (ids, [1] * 3)], 5, depth_1=[
+        (-1, 0), (-1, 0), (ids[2], 0), (ids[3], 0.5), (-1, 0),
+    ])  # fmt: skip
+    Terminal(Console(file=file, width=80), SpanSplitter(made), made.eod, 1.0).row(row)
+    lines = [line.split("│ ")[1] for line in file.getvalue().splitlines() if "│" in line]
+    assert lines == ["a⟦bc⟧", "∅∅∅", "a⟦bcd⟧", "c⟦0.5|d⟧∅∅"]
+
+
+def test_context_parallel_ranks_keep_a_slice_of_each_half() -> None:
+    assert [x.tolist() for x in _columns(6, 1)] == [[0, 1, 2, 3, 4, 5]]
+    assert [x.tolist() for x in _columns(8, 2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    thirds = [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert [x.tolist() for x in _columns(12, 3)] == thirds
+    plain, means = (SimpleNamespace(calculate_per_token_loss=yes) for yes in (True, False))
+    none, own = SimpleNamespace(loss=None), SimpleNamespace(loss="mine.py:f")
+    training: Any = plain
+    loss: Any = none
+    assert _notes(training, loss, _columns(6, 1), crosses=False) == []
+    assert _notes(training, loss, _columns(12, 3), crosses=False) == [
+        "context-parallel rank 0 keeps columns 0–1 and 10–11 of each row",
+        "context-parallel rank 1 keeps columns 2–3 and 8–9 of each row",
+        "context-parallel rank 2 keeps columns 4–5 and 6–7 of each row",
+    ]
+    training, loss = means, own
+    crossed, mean, mine = _notes(training, loss, _columns(6, 1), crosses=True)
+    assert crossed.startswith("attention and multi-token targets run through the ends of documents")
+    assert mean.startswith("the loss is the mean of the micro-batches' own means")
+    assert mine.startswith("the weights are those of `--loss` (mine.py:f)")
+
+
+def rendered(folder: Path, row: Row, columns: list[Any]) -> list[dict[str, str]]:
+    """Return the tokens of a page of one row: classes, ids, position, tooltip and text."""
+    made = chatml(folder)
+    step = dataclasses.replace(step_of(row), cp_columns=columns)
+    summary = summarize([step], made.eod)
+    page = Page(SpanSplitter(made), made.eod, 1.0)
+    text = page.render("t", [(step, [row])], summary, notes=[], warnings=[])
+    pattern = (
+        r'(?:<span class="n">(?P<number>\d+) </span>)?<span class="(?P<kind>t[^"]*)" '
+        r'data-ids="(?P<ids>[^"]*)" data-weight="[^"]*" data-position="(?P<position>[^"]*)" '
+        r'title="(?P<title>[^"]*)">(?P<text>[^<]*)</span>'
+    )
+    return [found.groupdict(default="") for found in re.finditer(pattern, text)]
+
+
+def test_the_page_tells_which_context_parallel_rank_reads_a_token(tmp_path: Path) -> None:
+    made = chatml(tmp_path)
+    row = packed([(made.tokenize("abcdefgh!"), [1] * 8)], 8)
+    tokens = rendered(tmp_path, row, _columns(8, 2))
+    ranks = [re.findall(r"context-parallel rank (\d)", token["title"]) for token in tokens]
+    assert ranks == [[rank] for rank in "00111100"] + [[]]
+    cut = [place for place, token in enumerate(tokens) if "cut" in token["kind"].split()]
+    assert cut == [2, 6]
+    alone = rendered(tmp_path, row, _columns(8, 1))
+    assert not any("rank" in token["title"] or "cut" in token["kind"] for token in alone)
+    assert [token["position"] for token in alone] == [*"01234567", ""]
+
+
+def test_position_ids_begin_lines_and_stand_at_intervals(tmp_path: Path) -> None:
+    made = chatml(tmp_path)
+    text = "x" * 100 + "\n" + "y" * 10 + "\n\n" + "z" * 70
+    ids = made.tokenize(text)
+    row = packed([(ids, [1] * (len(ids) - 1))], len(ids) - 1)
+    numbers = [int(x["number"]) for x in rendered(tmp_path, row, []) if x["number"]]
+    assert numbers == [0, 64, 101, 112, 113, 177]
+
+
+def shown(folder: Path, reduction: str, **options: Any) -> tuple[list[str], str]:
+    """Return the lines of a console and the page of a step of two ranks."""
+    made, file = chatml(folder), io.StringIO()
+    rows = []
+    for rank in range(2):
+        for number in range(3):
+            row = packed([] if number == 1 else [([65, 66, 67], [0, 0.5])], 4)
+            rows.append(dataclasses.replace(row, dp_rank=rank, number=number))
+    console = Console(file=file, width=100, no_color=True)
+    asked = Options(step=5, html=folder / "page.html", **options)
+    step = dataclasses.replace(step_of(*rows), iteration=5, consumed=8)
+    said = _show([step], ["a note"], ["of the data"], asked, made, console, reduction)
+    assert said[0] == "of the data"
+    return file.getvalue().splitlines(), (folder / "page.html").read_text()
+
+
+def test_rows_of_the_chosen_rank_are_shown_without_empty_ones(tmp_path: Path) -> None:
+    lines, page = shown(tmp_path, "token", rank=1, max_rows=4)
+    heads = [line for line in lines if line.startswith("data-parallel rank")]
+    assert ["row" + head.partition(" · row")[2][:2] for head in heads] == ["row 1", "row 3"]
+    assert all(head.startswith("data-parallel rank 1 · micro-batch 1 · ") for head in heads)
+    assert lines[0] == "step 5, after 8 samples"
+    assert "2 of 6 rows are shown" in lines and "a note" in lines
+    assert "warning: of the data" in lines
+    assert page.count('<section class="row">') == 2
+    lines, _ = shown(tmp_path, "token", rank=0, max_rows=1)
+    assert sum(line.startswith("data-parallel rank 0 ") for line in lines) == 1
+    lines, _ = shown(tmp_path, "token", rank=0, max_rows=0)
+    assert "0 of 6 rows are shown" in lines
+
+
+def test_the_strongest_green_is_a_whole_token_or_the_heaviest_one(tmp_path: Path) -> None:
+    """Weights of other reductions are told apart only by their ratios."""
+    _, page = shown(tmp_path, "token")
+    assert " up to 1; grey" in page and 'class="t w4"' in page.partition("<h2>")[2]
+    _, page = shown(tmp_path, "sample")
+    assert " up to 0.5; grey" in page and 'class="t w8"' in page.partition("<h2>")[2]
+
+
+def test_the_number_of_ranks_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*SAME_WEIGHTS, *mock_data(), "--train-iters", "1"]
+    with pytest.raises(ConfigError, match=r"`--rank` \(1\) must be one of the 1 data-par"):
+        parse_run(TEXT, words, Options(rank=1), "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert parse_run(TEXT, words, Options(rank=1), "cpu").config.parallel.world_size == 2
+    assert parse_run(TEXT, words, Options(rank=3, world_size=4), "cpu")
+    with pytest.raises(ConfigError, match=r"`--rank` \(2\) must be one of the 2 data-par"):
+        parse_run(TEXT, words, Options(rank=2), "cpu")

@@ -5,15 +5,33 @@ import io
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from megatron_ext.inspect.preview.main import Options
+from megatron_ext.inspect.preview.videos import (
+    ShownClip,
+    _clips_of,
+    _frames_of_file,
+    _never_whole,
+    _notes,
+)
+from megatron_ext.video.config.run import MODES, ConditionConfig
+from megatron_ext.video.data.conditions import draw_modes, frame_masks
 from megatron_ext.video.data.dataset import ShardedVideos
+from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.preprocess import main as preprocess
-from tests.video.clips import FLAGS
+from megatron_ext.video.data.randomness import draw_uniforms
+from megatron_ext.video.data.sampler import BucketSteps, Members
+from megatron_ext.video.data.setup import open_split
+from megatron_ext.video.task import VIDEO
+from tests.training_runs import prepared
+from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, write_clips
+from tests.video.clips import clip as clip_of
 from tests.video.data import making
 from tools.preview_batch import main
 
@@ -94,6 +112,92 @@ def test_frames_of_the_files_where_the_codec_is_missing(data: Path, tmp_path: Pa
     (other / "clips.jsonl").unlink()
     main(["--html", str(html), *words_of(other)])
     assert "the dataset does not say which file the clip was" in html.read_text()
+
+
+def test_samples_are_numbered_and_conditioned_as_in_the_run(tmp_path: Path) -> None:
+    """Steps of pictures take 4 clips and those of videos 8, shared by two ranks."""
+    folder = write_clips(tmp_path / "clips", {IMAGE: 8, SHORT: 16}, {IMAGE: 1})
+    words = "--nproc-per-node 2 --reference-loss all --i2v-loop-weight 5 --text-dropout 0.7"
+    flags = [*FLAGS, *words.split(), "--video-data-path", str(folder)]
+    config = prepared(flags, VIDEO)[1]
+    split = open_split(config)
+    conditions = config.section(ConditionConfig)
+    consumed, modes, notes = 0, Counter[str](), Counter[str]()
+    for step in range(split.plan.steps_per_epoch + 2):
+        shown = [
+            list(_clips_of(config, split, None, Options(rank=rank, max_rows=9), step))
+            for rank in range(2)
+        ]
+        count = split.plan.steps.num_samples(step)
+        numbers = sorted(clip.sample_number for of_rank in shown for clip in of_rank)
+        assert numbers == list(range(consumed, consumed + count))
+        consumed += count
+        for rank, of_rank in enumerate(shown):
+            planned = split.plan.steps.microbatches(step, rank)
+            assert [clip.number for clip in of_rank] == [x for _, clips in planned for x in clips]
+            for clip in of_rank:
+                t = clip.sample.latents.size(1)
+                samples = [clip.sample_number]
+                drawn = draw_modes(conditions, t, draw_uniforms(1234, samples, "condition"))
+                assert clip.mode == MODES[int(drawn)]
+                given = frame_masks(drawn, t, conditions)[0].tolist()
+                assert clip.strip == "".join("r" if x else "." for x in given)
+                dropped = draw_uniforms(1234, samples, "text dropout") < 0.7
+                assert any("(words" in note for note in clip.notes) is bool(dropped)
+                modes[clip.mode] += 1
+                notes[str(clip).split(": ")[1].partition(", latents")[0]] += 1
+    assert len(modes) > 2 and set(notes) == {
+        "64px 1x64x64, a picture", "64px 9x64x64, 24 FPS",
+    }  # fmt: skip
+    few = list(_clips_of(config, split, None, Options(max_rows=3), 0))
+    assert len(few) == 3 or len(few) == split.plan.steps.num_samples(0) / 2 < 3
+
+
+def test_letters_and_words_of_a_clip() -> None:
+    sample = clip_of(SHORT, 3)
+    shown = ShownClip(7, 9, "b", "t2v", sample, None, [True, True, False, False], [False, True] * 2)
+    assert shown.strip == "Rr-."
+    assert str(shown) == "clip 7, sample 9: b, 24 FPS, latents 4x3x8x8, t2v"
+    empty = "the empty caption takes the place of this one"
+    for words, pooled, said in (
+        (True, False, f"{empty} (words)"), (False, True, f"{empty} (pooled)"),
+        (True, True, f"{empty} (words and pooled)"),
+    ):  # fmt: skip
+        assert _notes(sample, words, pooled)[1:] == [said]
+    assert _notes(sample, False, False) == [
+        "8 of 8 rows of text are filled, so that the end of the caption may be cut"
+    ]
+    sample.text[5:] = 0
+    assert _notes(sample, False, False) == ["5 of 8 rows of text are filled"]
+    members = {IMAGE: Members(range(3), 4), SHORT: Members(range(7), 2), LONG: Members(range(4), 2)}
+    assert list(_never_whole(BucketSteps(members, 1, 1, 0))) == [
+        "3 of 3 clips of 64px 1x64x64 are left out of an epoch, all of them in each",
+        "1 of 7 clips of 64px 9x64x64 are left out of an epoch, other ones in each",
+    ]
+
+
+def test_frames_of_a_file_are_its_first_middle_and_last(tmp_path: Path) -> None:
+    made = making.pictures(9)
+    folder = making.write_folder(tmp_path / "frames", made)
+    gif = making.write_gif(tmp_path / "a.gif", made)
+    still = making.write_gif(tmp_path / "b.gif", made[:1])
+    bucket = Bucket("32px", 5, 32, 32)
+    for path, places in ((folder, [0, 4, 8]), (gif, [0, 4, 8]), (still, [0])):
+        frames, why = _frames_of_file(str(path), bucket)
+        assert why is None and frames is not None
+        assert np.abs(frames.astype(int) - made[places]).max() <= 1
+    (tmp_path / "c.mp4").write_bytes(b"")
+    for name, said in ((None, "does not say which file"), ("none.gif", "not on this machine"),
+                       ("c.mp4", "cannot be read (")):  # fmt: skip
+        frames, why = _frames_of_file(name and str(tmp_path / name), bucket)
+        assert frames is None and why is not None and said in why
+
+
+def test_a_later_step_is_shown_alone(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--step", "2", "--max-rows", "2", *words_of(data)]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"^step (\d+)$", shown, re.MULTILINE) == ["2"]
+    assert shown.count("    frames ") == 2
 
 
 def test_a_rank_and_a_task_without_clips_are_refused(

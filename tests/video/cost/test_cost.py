@@ -142,6 +142,13 @@ def test_a_shape_is_priced_as_data_of_this_shape(network: str, long: Path) -> No
     assert memory(networks[0]) == memory(networks[1])
 
 
+def test_a_shape_that_is_wider_than_high_is_priced_so() -> None:
+    words = "--dry-run --dry-run-shape 64x96x17 --codec-spatial 8 --text-length 5"
+    (clip,) = planned_clips(configuration([*COMMON, *words.split()], VIDEO))
+    assert (clip.name, clip.frames, clip.rows, clip.columns) == ("64x96x17", 5, 4, 6)
+    assert (clip.num_text, clip.micro_batch_size) == (5, 2)
+
+
 @pytest.mark.parametrize("name", DIT_SIZES)
 def test_parameters_of_video_dits_in_any_layout(name: str) -> None:
     """Compare with the sizes' own count, which tests of the model compare with its modules."""

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import sys
 import tarfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.data import archives
 from megatron_ext.video.data.clips import Clip, read_list
 from megatron_ext.video.data.frames import decode, probe
 from tests.video.data import making
@@ -28,6 +30,7 @@ def test_lists_and_folders_of_clips_beside_captions(tmp_path: Path) -> None:
         {"path": "/b.mp4", "caption": "a dog", "fps": 12, "motion_score": "3.5"},
         {"path": "c.mp4", "text": None, "caption": "a fox"},
         {"path": "d.mp4"},
+        {"path": "e.mp4", "fps": 0, "motion": 0, "motion_score": 5},
     ]
     path = write(tmp_path / "l.jsonl", "".join(f"{json.dumps(row)}\n\n" for row in rows))
     wanted = [
@@ -35,6 +38,7 @@ def test_lists_and_folders_of_clips_beside_captions(tmp_path: Path) -> None:
         Clip("/b.mp4", "a dog", 12.0, 3.5),
         Clip(str(tmp_path / "c.mp4"), "a fox"),
         Clip(str(tmp_path / "d.mp4"), ""),
+        Clip(str(tmp_path / "e.mp4"), "", 0.0, 0.0),
     ]
     assert read_list(path) == wanted
     names = "\ufeffpath,text,fps,motion_score"
@@ -57,6 +61,12 @@ def test_folders_of_folders_are_read_and_no_folder_twice(tmp_path: Path) -> None
     write(tmp_path / "day" / "pictures" / "000.txt", "a picture")
     write(tmp_path / "day" / "night" / "12:30:00.mp4", "")
     write(tmp_path / "day" / "night" / "12:30:00.txt", "a cat at noon")
+    # A folder of pictures and folders is no clip of frames, unless the folders are hidden.
+    making.write_folder(tmp_path / "day" / "trip", making.pictures(1))
+    making.write_folder(tmp_path / "day" / "trip" / "later", making.pictures(1))
+    making.write_folder(tmp_path / "day" / "no_caption" / ".small", making.pictures(1))
+    for name in (".DS_Store", ".hidden.mp4"):
+        write(tmp_path / "day" / name, "")
     (tmp_path / "day" / "night" / "above").symlink_to(tmp_path / "day")
     (tmp_path / "linked").symlink_to(tmp_path / "day")
     found = [(str(Path(c.path).relative_to(tmp_path)), c.caption) for c in read_list(tmp_path)]
@@ -66,6 +76,8 @@ def test_folders_of_folders_are_read_and_no_folder_twice(tmp_path: Path) -> None
         ("day/no_caption", ""),
         ("day/pictures/000.png", "a picture"),
         ("day/pictures/001.png", ""),
+        ("day/trip/000.png", ""),
+        ("day/trip/later", ""),
     ]
 
 
@@ -147,6 +159,11 @@ def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path: Path) ->
             "path,text,text\na,b,c\n",
             r"l.csv has the column `text` 2 times in its first line; rename all but one",
         ),
+        (
+            "l.csv",
+            "path,text,fps,fps\na,b,1,2\n",
+            r"has the column `fps` 2 times in its first line",
+        ),
         ("l.csv", "", r"holds no clip"),
         ("l.csv", "path,text\n", r"holds no clip"),
     ],
@@ -162,7 +179,9 @@ WORLD = [
     ("l.csv", "fps|caption|path\n12|a cat, a dog|a.mp4\n"),
     ("l.tsv", "video\tcaption\tfps\na.mp4\ta cat, a dog\t12\n"),
     ("l.json", '[{"file_name": "a.mp4", "prompt": "a cat, a dog", "fps": 12}]'),
+    ("l.json", '\ufeff \n[{"file_name": "a.mp4", "prompt": "a cat, a dog", "fps": 12}]'),
     ("l.txt", '{"video": "a.mp4", "caption": "a cat, a dog", "fps": 12}\n'),
+    ("l.jsonl", '\ufeff{"path": "a.mp4", "text": "a cat, a dog", "fps": 12}\n  \n'),
     ("metadata.csv", 'file_name,text,fps\na.mp4,"a cat, a dog",12\n'),
     ("metadata.jsonl", '{"file_name": "a.mp4", "text": "a cat, a dog", "fps": 12}\n'),
 ]
@@ -193,6 +212,12 @@ def test_parquet_is_read_or_says_what_is_missing(
     assert said == [
         f"Columns of {path} that are not used, with the rows that have them: `seed` (1)."
     ]
+    unnamed = tmp_path / "list"
+    unnamed.write_bytes(path.read_bytes())
+    assert read_list(unnamed) == wanted
+    parquet.write_table(pa.table({"path": ["a", None], "text": ["b", "c"]}), unnamed)
+    with pytest.raises(DataError, match=r"list row 2 has no path: it has text, but needs path, fi"):
+        read_list(unnamed)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"cannot be read \(it is no whole parquet file: "):
         read_list(path)
@@ -278,6 +303,49 @@ def test_members_of_a_sample_may_lie_apart_and_be_links(tmp_path: Path) -> None:
     assert contents == [b"a", b"a", b"a"]
 
 
+def test_a_sample_is_of_one_folder_and_takes_the_first_of_each_kind(tmp_path: Path) -> None:
+    """Its text takes precedence over its JSON, as for clips in a folder."""
+    archive = write_tar(
+        tmp_path / "0.tar",
+        {
+            "x/1.mp4": b"a", "x/1.gif": b"b", "x/1.txt": b"a cat", "x/1.en.txt": b"a dog",
+            "x/1.json": b'{"text": "a fox", "file_name": "z", "fps": 4}',
+            "x/1.b.json": b'{"fps": 9}',
+            "y/1.mp4": b"c", "y/1.txt": b"a hen",
+        },
+    )  # fmt: skip
+    with tarfile.open(archive, "a") as tar:
+        member = tarfile.TarInfo("y/2.mp4")
+        member.type = tarfile.SYMTYPE
+        member.linkname = "../x/1.mp4"
+        tar.addfile(member)
+    said: list[str] = []
+    clips = read_list(archive, said.append)
+    found = [(clip.path.removeprefix(f"{archive}/"), clip.caption, clip.fps) for clip in clips]
+    assert found == [("x/1.mp4", "a cat", 4.0), ("y/1.mp4", "a hen", None), ("y/2.mp4", "", None)]
+    members = [clip.member for clip in clips if clip.member is not None]
+    assert [member.opened().readall() for member in members] == [b"a", b"c", b"a"]
+    # Not the time of the archive, which changes when a file is appended.
+    assert {member.modified for member in members} == {7.0}
+    assert said[0].endswith(": `file_name` (1), `.gif` (1), `.txt` (1), `.json` (1).")
+
+
+def test_a_member_is_read_like_a_file_of_its_own(tmp_path: Path) -> None:
+    archive = write_tar(tmp_path / "0.tar", {"a": b"before", "b.mp4": b"0123456789", "c": b"after"})
+    (clip,) = read_list(archive)
+    assert clip.member is not None
+    stream = clip.member.opened()
+    (tmp_path / "b").write_bytes(b"0123456789")
+    with open(tmp_path / "b", "rb", buffering=0) as truth:
+        for offset, whence, count in (
+            (3, os.SEEK_SET, 4), (1, os.SEEK_CUR, 1), (-2, os.SEEK_CUR, 3), (-3, os.SEEK_END, 2),
+            (0, os.SEEK_CUR, 9), (5, os.SEEK_END, 4), (10, os.SEEK_SET, 1), (0, os.SEEK_SET, 99),
+        ):  # fmt: skip
+            assert stream.seek(offset, whence) == truth.seek(offset, whence)
+            assert stream.read(count) == truth.read(count)
+            assert stream.tell() == truth.tell()
+
+
 def test_captions_of_windows_are_read(tmp_path: Path) -> None:
     """A file may begin with a byte-order mark, and have an ending in capitals."""
     write(tmp_path / "a.mp4", "")
@@ -287,7 +355,7 @@ def test_captions_of_windows_are_read(tmp_path: Path) -> None:
     assert [clip.caption for clip in read_list(tmp_path)] == ["a cat", "a dog"]
 
 
-def test_bad_tar_files(tmp_path: Path) -> None:
+def test_bad_tar_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = write_tar(tmp_path / "0.tar", {"a.mp4": b"no video", "a.txt": b"a cat"})
     with pytest.raises(DataError, match=r"The clip .*0.tar/a.mp4 cannot be read \("):
         probe(read_list(archive)[0])
@@ -308,6 +376,16 @@ def test_bad_tar_files(tmp_path: Path) -> None:
         write_tar(archive, {"a.mp4": b"", name: content})
         with pytest.raises(DataError, match=why):
             read_list(archive)
+    monkeypatch.setattr(archives, "MAX_LINE_BYTES", 30)
+    for name in ("a.json", "a.txt"):
+        for size in (30, 31):
+            files = {"a.mp4": bytes(99), name: b'{"text": "a cat"}'.ljust(size)}
+            write_tar(archive, files)
+            if size == 30:
+                assert len(read_list(archive)) == 1
+                continue
+            with pytest.raises(DataError, match=rf"{name} has more than 30 bytes"):
+                read_list(archive)
 
 
 @pytest.mark.parametrize(

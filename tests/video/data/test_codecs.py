@@ -1,6 +1,8 @@
 """The patch codec, VAEs of diffusers, and latents decoded part by part."""
 
+import itertools
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from megatron_ext.video.data.codec import (
     DiffusersCodec,
     PatchCodec,
     VideoCodec,
+    band_order,
     cosine_basis,
     rotation,
 )
@@ -69,6 +72,15 @@ def test_fewer_channels_keep_constant_pictures_and_are_a_projection() -> None:
     torch.testing.assert_close(again, once, atol=1e-5, rtol=1e-5)
 
 
+def test_the_lowest_frequencies_are_kept() -> None:
+    """Sort by the distance from zero, in waves of the patch; of equals the first axes vary last."""
+    found = band_order(4, 2).tolist()
+    axes = [range(3), range(4), range(2), range(2)]
+    radius = [(t / 4) ** 2 + (y / 2) ** 2 + (x / 2) ** 2 for _, t, y, x in itertools.product(*axes)]
+    assert found == sorted(range(48), key=radius.__getitem__)
+    assert found[:6] == [0, 16, 32, 4, 20, 36]
+
+
 ROTATION_OF_THREE = [
     [0.908295984389481, 0.418197189555119, -0.010464960111879],
     [-0.033019571207838, 0.046733290007737, -0.998361511438769],
@@ -105,8 +117,18 @@ def test_options_of_no_use(wrong: dict[str, Any], sentence: str) -> None:
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
     codec = codecs.build_codec(CodecConfig())
-    with pytest.raises(ConfigError, match=r"frames \(16\) must be .* choose 13"):
-        codec.latent_shape(16, 16, 16)
+    for frames, choice in ((16, 13), (12, 9), (8, 5), (0, 1)):
+        with pytest.raises(ConfigError, match=rf"frames \({frames}\) must be .* choose {choice}\."):
+            codec.latent_shape(frames, 16, 16)
+    single = codecs.build_codec(CodecConfig(codec_temporal=1, codec_spatial=2))
+    assert single.latent_shape(2, 2, 4)[1:] == (2, 1, 2)
+    for size, said in (
+        ((0, 2, 2), "frames (0)"),
+        ((1, 0, 2), "height (0)"),
+        ((1, 2, 0), "width (0)"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            single.latent_shape(*size)
     with pytest.raises(ConfigError, match=r"width \(20\) must be a multiple .* \(8\)"):
         codec.latent_shape(17, 16, 20)
     for decode in (codec.decode, codecs.block_decoder(codec)):
@@ -145,6 +167,8 @@ def test_the_vae_of_wan_is_exact_whatever_else_it_does(folders: dict[str, Path])
     latents = latents_of(codec)
     decoder, other = codecs.block_decoder(codec), codecs.block_decoder(codec)
     assert isinstance(decoder, codecs.FeatureCacheDecoder)
+    with pytest.raises(DataError, match=r"have 5 channels, but the codec has 4"):
+        decoder(torch.zeros(1, 5, 1, 4, 6))
     parts = []
     for part in latents.split(list(STRETCHES), dim=2):
         parts.append(decoder(part))
@@ -153,6 +177,11 @@ def test_the_vae_of_wan_is_exact_whatever_else_it_does(folders: dict[str, Path])
         codec.encode(torch.zeros(1, 3, 5, 32, 48))
     assert [x.size(2) for x in parts] == [9, 12, 4, 20]
     torch.testing.assert_close(torch.cat(parts, dim=2), codec.decode(latents), atol=1e-5, rtol=0)
+    # Pixels stay within the range of a screen.
+    codec.vae.decoder.conv_out.weight.mul_(100)
+    bright = codecs.block_decoder(codec)(latents[:, :, :1])
+    assert float(bright.abs().max()) == 1.0
+    torch.testing.assert_close(bright, codec.decode(latents[:, :, :1]), atol=1e-5, rtol=0)
 
 
 def test_the_vae_of_wan_2_2_is_exact_too(tmp_path: Path) -> None:
@@ -280,6 +309,12 @@ def test_vae_settings_are_taken_as_by_diffusers(folders: dict[str, Path], tmp_pa
     mean, std = codec._statistics()
     torch.testing.assert_close(mean.flatten(), torch.tensor([0.1, -0.2, 0.3, 0.0]))
     torch.testing.assert_close(std.flatten(), torch.tensor([2.0, 4.0, 1.0, 6.0]))
+    # And with a shift, as for Flux and CogVideoX.
+    shifted = load(folders["AutoencoderKLHunyuanVideo"])
+    shifted.vae.register_to_config(shift_factor=0.3)
+    mean, std = shifted._statistics()
+    torch.testing.assert_close(mean.flatten(), torch.full((4,), 0.3))
+    torch.testing.assert_close(std.flatten(), torch.full((4,), 1 / 0.476986))
 
 
 def test_from_a_manifest(folders: dict[str, Path], tmp_path: Path) -> None:

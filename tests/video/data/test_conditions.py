@@ -4,6 +4,7 @@ import dataclasses
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from megatron_ext.video.data.randomness import (
     draw_noise,
     draw_normals,
     draw_uniforms,
+    generator,
     sample_numbers,
 )
 from tests.ranks import on_ranks
@@ -136,6 +138,26 @@ def test_references_stand_where_the_mode_has_them() -> None:
             place_references([(Section(start, 2), piece)], (4, 5, 2, 2), torch.float32)
 
 
+def test_a_condition_holds_what_the_masks_show_and_nothing_else() -> None:
+    references = torch.randn(2, 4, 3, 2, 5)
+    masks = torch.tensor([[True, False, False], [False, True, True]])
+    found = condition(references, masks)
+    assert found.shape == (2, 5, 3, 2, 5)
+    for b in range(2):
+        for t in range(3):
+            given = float(masks[b, t])
+            assert torch.equal(found[b, 0, t], torch.full((2, 5), given))
+            assert torch.equal(found[b, 1:, t], references[b, :, t] * given)
+
+
+def test_a_clip_just_long_enough_takes_a_mode() -> None:
+    for mode, least in (("t2v", 1), ("i2v_head", 2), ("i2v_loop", 2), ("v2v_tail_easy", 4)):
+        assert sections(mode, least, SHORT_V2V) == {
+            "t2v": (), "i2v_head": (Section(0, 1),), "i2v_loop": (Section(0, 1), Section(1, 1)),
+            "v2v_tail_easy": (Section(1, 3),),
+        }[mode]  # fmt: skip
+
+
 def test_modes_that_cannot_be_are_refused() -> None:
     zero = {f"{mode}_weight": 0.0 for mode in MODES}
     only = ConditionConfig(**{**zero, "v2v_head_weight": 1.0})  # type: ignore[arg-type]
@@ -175,6 +197,13 @@ def test_only_what_is_dropped_is_replaced() -> None:
             want = torch.stack([NULL.sequence[0, min(k, 2)] for k in range(8)])
         assert torch.equal(kept.sequence[i], want)
         assert torch.equal(kept.pooled[i], NULL.pooled[0] if pooled[i] else text.pooled[i])
+    # The empty captions of a batch may differ, as negative prompts do.
+    nulls = Text(torch.randn(5, 3, 4), torch.randn(5, 6))
+    every = torch.ones(5, dtype=torch.bool)
+    kept = drop_text(text, nulls, every, every)
+    for i in range(5):
+        want = torch.stack([nulls.sequence[i, min(k, 2)] for k in range(8)])
+        assert torch.equal(kept.sequence[i], want) and torch.equal(kept.pooled[i], nulls.pooled[i])
     half = Text(text.sequence.bfloat16(), text.pooled.bfloat16())
     kept = drop_text(half, NULL, sequence, pooled)
     assert kept.sequence.dtype == kept.pooled.dtype == torch.bfloat16
@@ -256,6 +285,19 @@ def test_draws_differ_by_sample_purpose_and_seed_alone() -> None:
     torch.rand(5)
     assert torch.equal(drawn_in_step(0, 1, 2, consumed=28), whole[2:])
     assert torch.equal(flat(draws(range(5, 9)))[2], flat(draws(range(7, 8)))[0])
+
+
+def test_the_numbers_of_a_sample_are_fixed() -> None:
+    """Other numbers would change the noise of a run that is resumed by another version."""
+    raw = generator(7, 3, "noise").bit_generator.random_raw(2)
+    assert [int(x) for x in raw] == [12068487855653168946, 14840744999015460438]
+    want = generator(7, 3, "noise").standard_normal(SHAPE, dtype=np.float32)
+    assert np.array_equal(draw_noise(7, [3], SHAPE)[0].numpy(), want)
+    want = generator(7, 3, "timestep").standard_normal(2)
+    found = draw_normals(7, [3], "timestep", 2)
+    assert torch.equal(found, torch.from_numpy(want)[None].float())
+    assert torch.equal(draw_normals(7, [3], "timestep"), found[:, 0])
+    assert float(draw_uniforms(7, [3], "condition")) == generator(7, 3, "condition").random()
 
 
 def test_numbers_are_standard_normal() -> None:

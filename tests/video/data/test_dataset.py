@@ -11,12 +11,30 @@ from torch.utils.data import DataLoader
 
 from megatron_ext.errors import DataError
 from megatron_ext.video.config.encoding import EncodeConfig
-from megatron_ext.video.data.dataset import OnlineVideos, ShardedVideos, collate, pad_text
+from megatron_ext.video.data.dataset import (
+    OnlineVideos,
+    ShardedVideos,
+    VideoBatch,
+    collate,
+    open_online,
+    pad_text,
+)
 from megatron_ext.video.data.encode import VideoSample
 from megatron_ext.video.data.geometry import Bucket, parse_plan
+from megatron_ext.video.data.manifest import VideoPreprocessOptions
 from megatron_ext.video.data.preprocess import main
 from megatron_ext.video.data.sampler import BucketSteps, Members, must_mix
-from tests.video.data.making import FLAGS, PLAN, encoder, pictures, planned, write_folder, write_gif
+from tests.video.data.making import (
+    CODEC,
+    FLAGS,
+    PLAN,
+    TEXT,
+    encoder,
+    pictures,
+    planned,
+    write_folder,
+    write_gif,
+)
 
 VIDEO, IMAGE = Bucket("32px", 5, 32, 32), Bucket("32px", 1, 32, 32)
 
@@ -118,6 +136,38 @@ def test_damaged_clips_are_replaced(source: Path, caplog: pytest.LogCaptureFixtu
         only[0]
 
 
+def test_a_list_is_opened_as_it_would_be_preprocessed(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fingerprint tells datasets apart, also by their windows; what is left out is told."""
+    flags = EncodeConfig(video_windows="all", video_window_frames=5, video_fps=16.0)
+    rows = [json.loads(row) for row in source.read_text().splitlines()]
+    for row in rows:
+        row["path"] = str(source.parent / row["path"])
+    rows[4]["text"] = ""
+    path = tmp_path / "l.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = "--video-windows=all --video-window-frames=5 --video-fps=16".split()
+    sharded = shards(path, tmp_path / "out", *more)
+    said = capsys.readouterr().err.splitlines()[:-1]
+    options = VideoPreprocessOptions(str(path), "", PLAN, CODEC, TEXT, flags)
+    online = open_online(options, flag="--input", tell=True)
+    told = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("> ") for line in told] == said[-2:]
+    assert "1 of 9 clips dropped: the clip has no caption" in told[0]
+    assert "are slower than `--video-fps` (16)" in told[1]
+    assert len(online) == len(sharded) > 8
+    for number in range(len(online)):
+        equal(online[number], sharded[number])
+        assert online.latent_shape(number) == sharded.latent_shape(number)
+        assert online.file_of(number) == sharded.file_of(number)
+    kept = ("fps", "buckets", "references", "text_width", "pooled_width", "encode", "fingerprint")
+    stored = json.loads(json.dumps(online.manifest))
+    assert {name: stored[name] for name in kept} == {name: sharded.manifest[name] for name in kept}
+    open_online(options, flag="--input", tell=False)
+    assert capsys.readouterr().err == ""
+
+
 def sample(frames: int = 3, **other: Any) -> VideoSample:
     made = VideoSample(
         latents=torch.randn(4, frames, 4, 6), text=torch.randn(8, 5), pooled=torch.randn(3),
@@ -142,7 +192,10 @@ def test_batches_of_clips_and_captions_by_themselves() -> None:
     batch = collate(samples, patch=1)
     assert torch.equal(batch.latents, torch.stack([s.latents for s in samples]))
     assert torch.equal(batch.pooled, torch.stack([s.pooled for s in samples]))
-    assert batch.references["head1"].shape == (2, 4, 1, 4, 6)
+    pieces = torch.stack([s.references["head1"] for s in samples])
+    assert torch.equal(batch.references["head1"], pieces)
+    again = VideoBatch.from_tensors(batch.tensors())
+    assert torch.equal(again.references["head1"], pieces) and torch.equal(again.text, batch.text)
     text = torch.arange(6.0).reshape(3, 2)
     assert pad_text(text, 5, 4) is not None and pad_text(text, 5, 4).shape == (3, 2)
     padded = pad_text(text, 4, 5)
@@ -154,6 +207,7 @@ def test_batches_of_clips_and_captions_by_themselves() -> None:
     [
         ({"latents": torch.zeros(4, 5, 4, 6)}, 2, r"shapes \[.*, \(4, 5, 4, 6\)\], but must"),
         ({}, 4, r"Latents of 4 × 6 do not divide into patches of 4 × 4; choose another"),
+        ({}, 3, r"Latents of 4 × 6 do not divide into patches of 3 × 3; choose another"),
         ({"references": {}}, 2, r"the same references, but have .*head1.* and \[\];"),
         ({"text": torch.zeros(7, 5)}, 2, r"the same text embeddings, .*\(7, 5\)"),
         ({"pooled": torch.zeros(2)}, 2, r"the same text embeddings, .*\(2,\)"),
@@ -283,6 +337,20 @@ def test_epochs_leave_out_other_clips_and_seeds_and_order_of_buckets_differ() ->
     members = {SMALL: Members(range(50), 4), LONG: Members(range(50, 77), 2)}
     turned = BucketSteps(dict(reversed(members.items())), 2, 3, 7)
     assert all(turned.microbatches(s, 0) == steps().microbatches(s, 0) for s in range(10))
+
+
+def test_the_order_of_a_run_is_fixed() -> None:
+    """A run that is resumed by another version goes on with the clips that are due."""
+    members = {LONG: Members(range(7, 12), 2), SMALL: Members(range(7), 2)}
+    plan = BucketSteps(members, 1, 1, 7)
+    assert plan.steps_per_epoch == 5
+    # Also in an epoch before one that was asked for.
+    order = [plan.microbatches(step, 0) for step in (*range(5, 10), *range(5))]
+    assert [clips for ((_, clips),) in order] == [
+        [4, 1], [9, 11], [5, 0], [10, 8], [2, 6], [7, 10], [8, 11], [5, 1], [4, 0], [2, 6],
+    ]  # fmt: skip
+    for ((bucket, clips),) in order:
+        assert set(clips) <= set(members[bucket].clips)
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -16,6 +16,8 @@ from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.encode import (
     PlannedClip,
     VideoSample,
+    _most_frames,
+    _windows,
     caption_for,
     check_codec,
     plan_clips,
@@ -23,9 +25,10 @@ from megatron_ext.video.data.encode import (
     reference_names,
     report,
 )
-from megatron_ext.video.data.frames import fit
+from megatron_ext.video.data.frames import fit, probe, scene_starts
 from megatron_ext.video.data.geometry import (
     Bucket,
+    BucketPlan,
     BucketRule,
     ClipShape,
     Drop,
@@ -33,6 +36,7 @@ from megatron_ext.video.data.geometry import (
     available_frames,
     first_frame,
     parse_plan,
+    pixel_budget,
     sizes,
     subsampling,
 )
@@ -51,7 +55,19 @@ def make_clips(folder: Path) -> list[Clip]:
 
 
 def test_every_clip_is_planned_or_dropped_with_its_reason(tmp_path: Path) -> None:
-    clips, seen = make_clips(tmp_path), []
+    clips = make_clips(tmp_path)
+    seen: list[int] = []
+    # Of more clips than one process takes at a time, several processes read the headers.
+    planned, dropped = plan_clips(3 * clips, PLAN, EncodeConfig(), workers=3, tick=seen.append)
+    assert seen == list(range(1, 22))
+    assert [(p.number, p.clip) for p in planned] == [
+        (7 * i + j, clips[j]) for i in range(3) for j in (0, 1)
+    ]
+    assert [drop.number for drop in dropped] == [7 * i + j for i in range(3) for j in range(2, 7)]
+    # A list that grows gives its rows numbers that are not their places.
+    numbers, seen = [9, 8, 12, 11, 3, 1, 20], []
+    _, others = plan_clips(clips, PLAN, EncodeConfig(), numbers=numbers, workers=3)
+    assert [drop.number for drop in others] == numbers[2:]
     planned, dropped = plan_clips(clips, PLAN, EncodeConfig(), workers=3, tick=seen.append)
     buckets = [(p.number, str(p.bucket)) for p in planned]
     assert buckets == [(0, "32px 5x32x32"), (1, "32px 1x32x32")]
@@ -128,6 +144,7 @@ def test_an_exact_rate_takes_frames_by_time_and_is_told(tmp_path: Path) -> None:
     write_folder(tmp_path / "a", pictures(12))
     shape = ClipShape(12, 32, 32, 30.0)
     assert available_frames(shape, 24, 16) == 7 and available_frames(shape, 24) == 6
+    assert subsampling(30, 24, 7.5) == (4, 7.5) and subsampling(0, 24, 7.5) == (1, 0)
     clip = Clip(str(tmp_path / "a"), "a bar", 30.0)
     chosen = PlannedClip(0, clip, shape, Bucket("32px", 5, 32, 32))
     made = encoder(EncodeConfig(video_fps=16, temporal_crop="start"))
@@ -159,8 +176,10 @@ def test_clips_slower_than_the_rate_are_named() -> None:
 
     clips = [planned_at(fps) for fps in (16, 15.99, 12.5, 8)]
     assert rate_report(clips, EncodeConfig()) == []
-    assert rate_report(clips, EncodeConfig(video_fps=16)) == [
-        "2 of 4 clips are slower than `--video-fps` (16), so that frames repeat. First: 12.5.mp4, "
+    # A picture, which has no rate, is none of the slower clips.
+    still = PlannedClip(1, Clip("a.png", "x"), ClipShape(1, 32, 32, 0.0), Bucket("32px", 1, 32, 32))
+    assert rate_report([still, *clips], EncodeConfig(video_fps=16)) == [
+        "2 of 5 clips are slower than `--video-fps` (16), so that frames repeat. First: 12.5.mp4, "
         "with 12.5."
     ]
     speeds = zip(clips, (1, 1.001, 2, 0.5), strict=True)
@@ -211,6 +230,8 @@ def test_plans_that_the_codec_cannot_encode_are_refused() -> None:
         (parse_plan({"32px": {"37": 1}}), (1, 9)),
     ):
         check_codec(plan, codec, lengths)
+    with pytest.raises(ConfigError, match=r"`reference_lengths` \(2\) must be .* bucket \(2\), or"):
+        check_codec(PLAN, codec, (1, 2))
     with pytest.raises(ConfigError, match=r"frames \(6\) must be a multiple .* choose 5"):
         check_codec(parse_plan({"32px": {"1": 1, "6": 1}}), codec)
     with pytest.raises(ConfigError, match=r"height \(32\) must be a multiple .* \(24\)"):
@@ -241,8 +262,14 @@ def test_codecs_are_told_clip_and_piece(tmp_path: Path, monkeypatch: pytest.Monk
         return encode(codec, pixels, **which)
 
     monkeypatch.setattr(type(made.codec), "encode", noted)
-    made.sample(planned_folder(tmp_path / "a", 5))
+    chosen = planned_folder(tmp_path / "a", 5)
+    made.sample(chosen)
     assert asked == [(4, "clip", 5), (4, "head1", 1), (4, "tail1", 1)]
+    asked.clear()
+    made.sample(replace(chosen, window=(2, 0)))
+    assert asked == [
+        (4, "clip of window 2", 5), (4, "head1 of window 2", 1), (4, "tail1 of window 2", 1),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -288,6 +315,36 @@ def test_the_longest_bucket_that_a_clip_fills_or_why_it_has_none() -> None:
     assert drawn == [assign(ClipShape(9, 256, 256, 24), rare, i, seed=1) for i in range(2000)]
 
 
+def test_a_larger_resolution_in_the_plan_changes_no_draw_and_the_seed_does() -> None:
+    """The reason of a clip without a bucket is that of its largest resolution."""
+    one = parse_plan({"64px": {"5": 0.5}})
+    two = parse_plan({"64px": {"5": 0.5}, "32px": {"5": 1}, "512px": {"5": 0.5}})
+
+    def taken(plan: BucketPlan, seed: int) -> list[bool]:
+        shape = ClipShape(9, 64, 64, 24)
+        found = [assign(shape, plan, number, seed=seed) for number in range(60)]
+        return [isinstance(x, Bucket) and x.resolution == "64px" for x in found]
+
+    draws = np.random.Generator(np.random.PCG64((3, 0, 7))).random(2)
+    assert taken(one, 3)[7] == (draws[0] < 0.5) and taken(two, 3)[7] == (draws[1] < 0.5)
+    closed = parse_plan({"512px": {"5": 0}, "64px": {"5": 0.5}})
+    assert taken(closed, 3) == taken(two, 3)
+    assert taken(one, 3) != taken(one, 4)
+    shape = ClipShape(9, 256, 256, 24)
+    for lengths, reason in (({"5": 0}, Drop.NOT_DRAWN), ({"17": 1}, Drop.TOO_SHORT)):
+        plan = parse_plan({"512px": {"5": 1}, "256px": lengths, "128px": {"33": 1}})
+        assert assign(shape, plan, 0, seed=1) is reason
+
+
+@pytest.mark.parametrize(("name", "pixels"), [("16px", 256), ("16p", 455), ("720p", 1280 * 720)])
+def test_names_of_resolutions(name: str, pixels: int) -> None:
+    assert pixel_budget(name) == pixels
+    with pytest.raises(
+        ConfigError, match=r"The resolution \(15p\w*\) must be a number of at least 16"
+    ):
+        pixel_budget(name.replace("16", "15").replace("720", "15"))
+
+
 @pytest.mark.parametrize("rule", [0.5, [0.5], [0.5, None]])
 def test_rules_without_a_micro_batch_size(rule: Any) -> None:
     for given in ({"32px": {"5": rule}}, json.dumps({"32px": {"5": rule}})):
@@ -329,6 +386,7 @@ def test_sizes_of_resolutions() -> None:
                 ([1, 2, 3], r"\(\[1, 2, 3\] holds more than a probability and a micro-batch siz"),
                 ([], "must be JSON such as"),
                 ("1.0", "the probability '1.0' is no number"),
+                ([True, 2], "the probability True is no number"),
                 (None, "must be JSON such as"),
             )
         ),
@@ -373,6 +431,26 @@ def test_windows_of_a_long_clip(tmp_path: Path, windows: EncodeConfig, begins: l
         assert encoded.latents.equal(build_codec(making.CODEC).encode(truth)[0])
 
 
+def test_windows_are_limited_by_the_longest_scene_and_by_default() -> None:
+    """A clip whose scenes have one frame each is no picture."""
+    scenes = [range(3), range(3, 12), range(12, 14)]
+    config = EncodeConfig(video_windows="scenes")
+    assert _most_frames(config, scenes) == 9
+    assert _most_frames(config, [range(1), range(1, 2), range(2, 3)]) == 2
+    assert _most_frames(config, [range(1)]) is None
+    assert _most_frames(EncodeConfig(), None) is None
+    for frames, least in ((5, 5), (20, 9)):
+        limited = replace(config, video_window_frames=frames)
+        assert _most_frames(limited, scenes) == least
+    shape = ClipShape(200, 32, 32, 24.0)
+    chosen = PlannedClip(0, Clip("a.mp4", "x"), shape, Bucket("32px", 5, 32, 32))
+    uniform = _windows(chosen, EncodeConfig(video_windows="uniform"), None)
+    assert [sample.window for sample in uniform] == [(0, 0), (1, 65), (2, 130), (3, 195)]
+    assert len(_windows(chosen, EncodeConfig(video_windows="all"), None)) == 40
+    many = [range(start, start + 6) for start in range(0, 60, 6)]
+    assert len(_windows(chosen, config, many)) == 10
+
+
 def test_scenes_give_a_window_each(tmp_path: Path) -> None:
     """Each scene of at least 5 frames gives a window: three of those of 12, 3, 7 and 6 frames."""
     lengths, random = (12, 3, 7, 6), np.random.default_rng(0)
@@ -399,6 +477,15 @@ def test_scenes_give_a_window_each(tmp_path: Path) -> None:
     ]  # fmt: skip
     few = replace(scenes, video_window_count=2)
     assert [x.window for x in making.planned(tmp_path, few)] == [(0, 0), (1, 15), (0, 0)]
+    # The rate of a row changes how fast the clip is, and not at which frames its scenes begin.
+    path = str(tmp_path / "long.mp4")
+    for clip in (Clip(path, "x"), Clip(path, "x", fps=4.0)):
+        starts = scene_starts(clip, probe(clip), 0.3)
+        assert starts == pytest.approx([0, 12, 15, 22], abs=1e-6)
+    # Above a threshold of 0, some frames of the moving bar begin scenes too.
+    every = replace(scenes, video_scene_threshold=0.0)
+    assert len(scene_starts(clip, probe(clip), 0.0)) > 4
+    assert [x.window for x in making.planned(tmp_path, every)][:2] != [(0, 0), (1, 15)]
     # Where nothing counts as a change, the clip is one scene.
     blind = replace(scenes, video_scene_threshold=1.0)
     assert [x.window for x in making.planned(tmp_path, blind)] == [(0, 0), (0, 0)]

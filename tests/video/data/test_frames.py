@@ -1,7 +1,9 @@
 """Files of clips of every kind, read as players show them, and the sentences about bad ones."""
 
+import struct
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -164,6 +166,8 @@ def test_fit_covers_and_cuts_the_middle() -> None:
     wide = torch.zeros(1, 20, 60, 3, dtype=torch.uint8)
     wide[:, :, 20:40] = 255
     torch.testing.assert_close(fit(wide, (20, 20)), torch.ones(3, 1, 20, 20))
+    tall = wide.transpose(1, 2).contiguous()
+    torch.testing.assert_close(fit(tall, (20, 20)), torch.ones(3, 1, 20, 20))
     grey = torch.full((2, 31, 47, 3), 100, dtype=torch.uint8)
     for size in ((16, 16), (64, 48), (16, 96)):
         wanted = torch.full((3, 2, *size), 100 / 127.5 - 1)
@@ -352,6 +356,75 @@ def test_the_rate_of_a_row_changes_the_speed_and_no_index(tmp_path: Path) -> Non
     torch.testing.assert_close(found, torch.tensor([3, 5, 7, 9, 11]) * 3 / 127.5 - 1)
 
 
+def test_the_default_or_else_the_largest_stream_is_the_video(tmp_path: Path) -> None:
+    """Files of cameras also hold a small preview."""
+    for default, size in ((None, 64), (0, 32), (2, 48)):
+        path = tmp_path / f"{default}.mkv"
+        with av.open(str(path), "w") as container:
+            streams = []
+            for number, side in enumerate((32, 64, 48)):
+                stream = container.add_stream("ffv1", rate=8)
+                stream.height, stream.width, stream.pix_fmt = side, side, "yuv420p"
+                chosen = av.stream.Disposition.default if number == default else 0
+                stream.disposition = chosen or av.stream.Disposition.dub
+                streams.append((stream, making.pictures(2, side, side)))
+            for stream, made in streams:
+                for picture in made:
+                    frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+                    container.mux(stream.encode(frame.reformat(format="yuv420p")))
+                container.mux(stream.encode())
+        assert probe(Clip(str(path), "x")).height == size
+
+
+class TurnedFrame:
+    """A frame that a display matrix or EXIF data turn by degrees counterclockwise."""
+
+    def __init__(self, degrees: float, kind: str) -> None:
+        self.rotation = degrees
+        self.kind = kind
+
+    @property
+    def side_data(self) -> list[Any]:
+        if self.kind == "exif":
+            raise ValueError("PyAV does not know this kind")
+        turn = np.deg2rad(self.rotation)
+        a, b = round(65536 * np.cos(turn)), round(65536 * np.sin(turn))
+        matrix = struct.pack("=9i", a, -b, 0, b, a, 0, 0, 0, 1 << 30)
+
+        class Matrix(bytes):
+            type = SimpleNamespace(name="DISPLAYMATRIX")
+
+        return [Matrix(matrix)]
+
+
+@pytest.mark.parametrize("kind", ["matrix", "exif"])
+@pytest.mark.parametrize(
+    ("degrees", "steps"),
+    [
+        (0, []), (90, [("transpose", "cclock")]), (-90, [("transpose", "clock")]),
+        (90.5, [("transpose", "cclock")]), (180, [("hflip", ""), ("vflip", "")]),
+        (30, "counterclockwise"), (-30, "clockwise"),
+    ],
+)  # fmt: skip
+def test_turns_by_any_angle_are_those_of_the_matrix(degrees: float, steps: Any, kind: str) -> None:
+    found = video_files._upright(TurnedFrame(degrees, kind))
+    if isinstance(steps, list):
+        assert found == steps
+        return
+    ((name, angle),) = found
+    # FFmpeg's filter rotate turns clockwise.
+    assert name == "rotate" and float(angle) == pytest.approx(-np.deg2rad(degrees), abs=1e-3)
+
+
+def test_damaged_frames_are_named_by_their_time() -> None:
+    renderer: Any = SimpleNamespace(picture=lambda frame: "pixels")
+    frame: Any = SimpleNamespace(is_corrupt=False, key_frame=True, time=1.25)
+    assert video_files.LazyFrame(renderer, frame).picture() == "pixels"
+    frame.is_corrupt = True
+    with pytest.raises(ValueError, match=r"its frame at 1.25 s is damaged"):
+        video_files.LazyFrame(renderer, frame).picture()
+
+
 MATRICES = [(1, 0, 0, 1), (-1, 0, 0, 1), (1, 0, 0, -1), (-1, 0, 0, -1), (0, 1, 1, 0), (0, 1, -1, 0),
             (0, -1, 1, 0), (0, -1, -1, 0)]  # fmt: skip
 
@@ -535,6 +608,32 @@ def test_animated_pictures_are_clips_by_their_durations(tmp_path: Path) -> None:
     assert probe(clip) == ClipShape(6, 32, 32, 10.0)
     wanted = as_pixels(making.pictures(4)[[0, 1, 2, 2, 2, 3]])
     torch.testing.assert_close(decode(clip, 0, 1, 6, (32, 32)), wanted)
+    # The rate of the row changes the speed, and no frame.
+    slow = Clip(str(path), "x", fps=5.0)
+    assert probe(slow) == ClipShape(6, 32, 32, 5.0, 0.5)
+    torch.testing.assert_close(decode(slow, 0, 1, 6, (32, 32)), wanted)
+    torch.testing.assert_close(decode(slow, 1, 2, 3, (32, 32)), wanted[:, 1::2])
+    # A last frame that stays counts several times.
+    images[0].save(path, duration=[100, 300, 100, 300], **many)
+    assert probe(clip) == ClipShape(8, 32, 32, 10.0)
+    wanted = as_pixels(making.pictures(4)[[0, 1, 1, 1, 2, 3, 3, 3]])
+    torch.testing.assert_close(decode(clip, 0, 1, 8, (32, 32)), wanted)
+
+
+def test_too_little_memory_is_no_damage_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else clips would be left out of a dataset where memory runs out."""
+    path = making.write_folder(tmp_path / "a", making.pictures(1)) / "000.png"
+
+    def fail(*given: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(pictures, "picture_size", fail)
+    monkeypatch.setattr(pictures, "read_picture", fail)
+    for read in (probe, lambda clip: decode(clip, 0, 1, 1, (32, 32), shape=ClipShape(1, 9, 9, 0))):
+        with pytest.raises(MemoryError):
+            read(Clip(str(path), "x"))
 
 
 def write_sound(path: Path, cover: bool) -> Path:

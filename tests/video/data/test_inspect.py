@@ -1,10 +1,16 @@
 """tools/inspect_dataset.py counts and judges folders of encoded clips."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_ext.video.data.dataset import ShardedVideos
+from megatron_ext.video.data.encode import VideoSample
+from megatron_ext.video.data.geometry import Bucket
 from tests.video import clips as tiny
 from tools.inspect_dataset import main
 
@@ -48,3 +54,51 @@ def test_figures_of_a_set_and_what_is_wrong_with_it(
     latents.unlink()
     assert main([str(folder)]) == 1
     assert "error: " in capsys.readouterr().err
+
+
+def test_captions_numbers_and_copies_are_counted_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clips 4 and 5 are clip 1 again; clip 2 is clip 0, a little brighter; clip 3 stands alone."""
+    captions = ["a b c d e f", "a", "", "a b", "", "a b c"]
+    own = tiny.clip
+
+    def clip(bucket: Bucket, number: int, lengths: Sequence[int] = (1,)) -> VideoSample:
+        original = {2: 0, 4: 1, 5: 1}.get(number, number)
+        sample = own(bucket, original, lengths)
+        latents = (sample.latents + original) * (1.01 if number == 2 else 1)
+        fps = (24, 8, 8, 24, 8, 8)[number]
+        return replace(sample, latents=latents, caption=captions[number], fps=fps)
+
+    monkeypatch.setattr(tiny, "clip", clip)
+    folder = tiny.write_clips(tmp_path / "a", {tiny.SHORT: 6}, {tiny.SHORT: 2})
+    assert main([str(folder), "--micro-batch-size=1", "--global-batch-size=4"]) == 0
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    size = sum(path.stat().st_size for path in folder.glob("shard_*"))
+    assert lines[0].endswith(f": 6 samples in 1 shards, {size / 1e6:.1f} MB as float32")
+    assert "rates      frames per second (samples): 8 (4), 24 (2)" in lines
+    assert "words      of a caption: 0 to 6, half have 2 or more" in lines
+    latents = torch.stack([sample.latents for sample in ShardedVideos(folder)]).double()
+    mean, deviation = float(latents.mean()), float(latents.std(correction=0))
+    assert f"numbers    of latents: mean {mean:.4g}, deviation {deviation:.4g}" in lines
+    assert "repeated   2 samples have the latents of another one" in lines
+    assert "alike      1 more look like another one" in lines
+    # A step takes four micro-batches, of two clips each.
+    few, alike, twice, bare = said.err.splitlines()
+    assert few.startswith("warning: 64px 9x64x64 has 6 clips, but a step of its own takes 8; give")
+    assert alike == "warning: 1 samples look like another one. First: 2 as 0: ''"
+    assert twice == "warning: 1 samples have the latents of another one. First: 4: ''"
+    assert bare == "warning: 2 samples have no caption. First: 2: ''; 4: ''"
+
+
+def test_a_damaged_set_is_told_by_the_exit_code_wherever_it_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = tiny.write_clips(tmp_path / "a", {tiny.SHORT: 1})
+    damaged = tiny.write_clips(tmp_path / "b", {tiny.SHORT: 1})
+    next(damaged.glob("shard_*_text.bin")).unlink()
+    for order in ([whole, damaged], [damaged, whole]):
+        assert main([*map(str, order), "--no-scan"]) == 1
+        said = capsys.readouterr()
+        assert f"{whole}: 1 samples" in said.out and "_text.bin is missing" in said.err

@@ -32,6 +32,15 @@ def test_a_joined_dataset_holds_the_clips_of_all(tmp_path: Path) -> None:
         assert (sample.fps, sample.caption) == (truth.fps, truth.caption)
     assert [sample.number for sample in merged] == list(range(8))
     assert all(map(torch.equal, merged.null_text, ShardedVideos(a).null_text))
+    # A set of several shards is joined too; clips that were left out were so of other lists.
+    c = write_clips(tmp_path / "c", {LONG: 2}, storage="bfloat16", dropped={"is bad": 2})
+    assert merge_videos([c, tmp_path / "all"], tmp_path / "more") == 10
+    more = ShardedVideos(tmp_path / "more")
+    assert [len(shard) for shard in more.shards] == [2, 5, 3]
+    assert more.of_buckets == {LONG: [0, 1, 5, 6, 9], SHORT: [2, 3, 4], IMAGE: [7, 8]}
+    for sample, truth in zip(more, [*ShardedVideos(c), *merged], strict=True):
+        assert torch.equal(sample.latents, truth.latents) and sample.caption == truth.caption
+    assert "dropped" not in more.manifest
 
 
 def test_datasets_that_cannot_be_joined(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from megatron_ext.video.data.pictures import (
     composited,
     durations,
     is_animated,
+    is_picture,
     picture_size,
     read_animation,
     read_picture,
@@ -53,6 +54,10 @@ def test_transparency_shows_the_background(tmp_path: Path) -> None:
             )
         found = read_picture(tmp_path / "a.png", (255, 0, 0)).astype(int)
         assert np.abs(found - wanted[..., :3]).max() <= 1, mode
+    # Halves are rounded to the nearest value: (200 * 128 + 50 * 127) / 255 is 125.3.
+    half = np.full((1, 1, 4), (200, 201, 0, 128), np.uint8)
+    assert composited(half, (50, 50, 255)).tolist() == [[[125, 126, 127]]]
+    assert composited(half, (51, 49, 254)).tolist() == [[[126, 125, 127]]]
     opaque = np.dstack([marked(), np.full((16, 32), 255, np.uint8)])
     assert np.array_equal(composited(opaque, (1, 2, 3)), marked())
 
@@ -107,6 +112,20 @@ def test_animated_pictures_are_clips(tmp_path: Path, kind: str) -> None:
         assert np.array_equal(found, still)
     images[0].save(tmp_path / f"b.{kind}", **options)
     assert not is_animated(tmp_path / f"b.{kind}")
+
+
+def test_frames_without_a_duration_are_shown_as_browsers_do(tmp_path: Path) -> None:
+    images = [Image.fromarray(np.roll(marked(), 3 * number, axis=1)) for number in range(3)]
+    path = tmp_path / "a.webp"
+    images[0].save(path, save_all=True, append_images=images[1:], duration=[0, 40, 0])
+    assert durations(path) == [0.1, 0.04, 0.1]
+
+
+def test_films_of_jpegs_are_no_pictures(tmp_path: Path) -> None:
+    """Their first bytes are those of a JPEG."""
+    for name, is_one in (("a.jpg", True), ("a.mjpeg", False), ("a.MJPG", False), ("a", True)):
+        Image.fromarray(marked()).save(tmp_path / name, "JPEG")
+        assert is_picture(tmp_path / name) is is_one
 
 
 def test_a_picture_beside_an_animation_and_pages_are_no_frames(tmp_path: Path) -> None:

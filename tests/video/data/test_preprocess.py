@@ -19,11 +19,16 @@ from PIL import Image
 
 from megatron_ext.data.part_pool import PartPool
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data import preprocess as run_module
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.geometry import Bucket
-from megatron_ext.video.data.manifest import VideoPreprocessOptions
+from megatron_ext.video.data.manifest import (
+    VideoPreprocessOptions,
+    make_manifest,
+    weights_stamp,
+)
 from megatron_ext.video.data.preprocess import main
 from megatron_ext.video.data.shards import ShardWriter
 from tests.video.data import making
@@ -180,14 +185,18 @@ def damage(kind: str, output: Path) -> None:
     victim, marker = output / "shard_00001_tail1.bin", output / "shard_00001.json"
     if kind == "cut":
         victim.write_bytes(victim.read_bytes()[:-8])
-    elif kind == "no clips":
+    elif kind in ("no clips", "other options"):
         found = json.loads(marker.read_text())
-        marker.write_text(json.dumps({k: v for k, v in found.items() if k != "clips"}))
+        if kind == "other options":
+            found["fingerprint"] = "of a run with other options"
+        else:
+            del found["clips"]
+        marker.write_text(json.dumps(found))
     else:
         (victim if kind == "missing" else marker).unlink()
 
 
-@pytest.mark.parametrize("kind", ["cut", "missing", "marker", "no clips"])
+@pytest.mark.parametrize("kind", ["cut", "missing", "marker", "no clips", "other options"])
 def test_shards_are_remade(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = make_clips(tmp_path), tmp_path / "out"
     assert run(source, output, "--clips-per-shard=2") == 0
@@ -256,6 +265,12 @@ def test_a_set_grows_by_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixtur
     # The same list once more: nothing to do, and nothing changes.
     assert run(source, output, "--clips-per-shard=3") == 0
     assert "nothing to encode" in capsys.readouterr().err and contents(output) == after
+    # A row that was never encoded leaves no trace when it leaves the list.
+    write_rows(source, [row for row in rows_of(source) if row != missing])
+    assert run(source, output, "--clips-per-shard=3") == 0
+    assert "none.gif" in (before_of := after["clips.jsonl"].decode())
+    entries = (output / "clips.jsonl").read_text().splitlines()
+    assert [row for row in before_of.splitlines() if "none.gif" not in row] == entries
 
 
 def test_rows_that_went_are_named_and_taken_out_on_request(
@@ -356,6 +371,12 @@ def test_damaged_clips_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture
     dropped = [json.loads(line) for line in (output / "dropped.jsonl").read_text().splitlines()]
     assert [d["number"] for d in dropped] == [3, 4, 5]
     assert "cut cannot be read (" in dropped[0]["detail"]
+    # They are tried once: the same command encodes nothing and tells the same.
+    before = contents(output)
+    assert run(source, output, "--temporal-crop=start") == 0
+    said = capsys.readouterr().err
+    assert "4 of 6 clips were encoded before." in said and "3 dropped" in said
+    assert "nothing to encode" in said and contents(output) == before
 
 
 def test_no_decodable_clip_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -422,6 +443,7 @@ def test_manifest_says_what_made_the_data(tmp_path: Path) -> None:
     assert manifest["plan"] == {"32px": {"5": [1.0, None]}}
     assert manifest["buckets"][0]["micro_batch_size"] is None
     assert manifest["references"] == ["head1", "tail1"] and manifest["storage"] == "bfloat16"
+    assert manifest["encode"]["reference_lengths"] == [1]
     assert manifest["codec"]["codec_spatial"] == making.CODEC.codec_spatial
     assert manifest["text_encoder"]["length"] == making.TEXT.text_length == manifest["text_length"]
     assert videos[0].latents.dtype == torch.bfloat16 == videos.null_text[0].dtype
@@ -452,6 +474,73 @@ def test_bad_flags_end_before_anything_is_written(
     assert run(source, tmp_path / "out", *more) == (1 if "None of" in sentence else 2)
     assert re.search(sentence, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+VAE = CodecConfig("/vae")
+T5 = TextEncoderConfig("t5-clip", "/t5", "/clip")
+
+
+@pytest.mark.parametrize(
+    ("sections", "device", "method"),
+    [
+        ({}, "cpu", "fork"),
+        ({}, "cuda", "spawn"),
+        ({"codec": VAE}, "cpu", "spawn"),
+        ({"text_encoder": T5}, "cpu", "spawn"),
+        ({"codec": VAE, "text_encoder": T5}, "cpu", "spawn"),
+    ],
+)
+def test_workers_are_forked_only_without_models_and_gpus(
+    sections: dict[str, Any], device: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = VideoPreprocessOptions("in", "out", making.PLAN, device=device, **sections)
+    assert run_module._method(options) == method
+
+
+def test_workers_take_the_gpus_in_turn_and_the_seed_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(run_module, "build_codec", lambda *given: built.append(given))
+    monkeypatch.setattr(run_module, "build_text_encoder", lambda *given: built.append(given))
+    encode = EncodeConfig(clip_seed=77)
+    options = VideoPreprocessOptions(
+        "in", "out", making.PLAN, VAE, T5, encode, device="cuda", workers=3
+    )
+    for worker in range(3):
+        run_module._start_encoding(options, "f", worker)
+    devices = [torch.device("cuda", number) for number in (0, 1, 0)]
+    assert built == [x for device in devices for x in ((VAE, device, 77), (T5, device))]
+
+
+@pytest.mark.parametrize("changed", ["vae", "t5", "clip"])
+def test_other_weights_of_a_model_make_another_dataset(changed: str, tmp_path: Path) -> None:
+    """Their stamp is one of the options of a dataset."""
+    for name in ("vae", "t5", "clip"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+        (tmp_path / name / "inner" / "weights").write_bytes(b"abc")
+    paths = [str(tmp_path / name) for name in ("vae", "t5", "clip")]
+    codec, encoder = CodecConfig(paths[0]), TextEncoderConfig("t5-clip", *paths[1:])
+    options = VideoPreprocessOptions("in", "out", making.PLAN, codec, encoder)
+    before = weights_stamp(options)
+    assert weights_stamp(options) == before
+    os.utime(tmp_path / changed / "inner" / "weights", (3, 3))
+    assert weights_stamp(options) != before
+
+
+def test_the_rate_of_a_set_is_that_of_most_videos() -> None:
+    """Pictures, which have none, do not count; without videos it is 24."""
+    bucket = Bucket("32px", 5, 32, 32)
+    for rates, wanted in (
+        ([0, 0, 0, 12, 8, 8], 8), ([12, 8, 8, 0, 0, 0], 8), ([7.5], 7.5), ([0, 0], 24), ([], 24),
+    ):  # fmt: skip
+        keys = [f"key {i}" for i in range(len(rates))]
+        assert make_manifest({}, making.PLAN, [bucket], rates, keys)["fps"] == wanted
+    one, two = (make_manifest({}, making.PLAN, [bucket], [8], [key]) for key in ("a", "b"))
+    assert one["fingerprint"] != two["fingerprint"]
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

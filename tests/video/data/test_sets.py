@@ -13,6 +13,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.geometry import parse_plan
+from megatron_ext.video.data.register import Entry, Register, write_register
 from megatron_ext.video.data.sampler import BucketSteps, Members
 from megatron_ext.video.data.sets import JoinedVideos, blend_of, check_not_empty
 from tests.video import clips as tiny
@@ -83,6 +84,28 @@ def test_epochs_take_the_shares_of_sets_and_each_clip_as_often(tmp_path: Path) -
     assert again.microbatches(40, 0) == steps.microbatches(40, 0)
     table = videos.table().splitlines()
     assert table[1].endswith("a: 6 clips, 1.17 times an epoch, 50.0% of the samples")
+    table = joined(tmp_path, "3 a 1 b").table().splitlines()
+    assert table[1].endswith("a: 6 clips, 3.5 times an epoch, 75.0% of the samples")
+    assert table[2].endswith("b: 7 clips, 1 times an epoch, 25.0% of the samples")
+    # Half a clip more or less is rounded.
+    members = joined(tmp_path, "8 a 7 b").members(1)
+    assert [count for _, count in members[tiny.SHORT].shares] == [8, 4]
+    # What decides about the samples decides about the fingerprint.
+    words = ("1 a 1 b", "3 a 1 b", "a b", "a b b", "a a b", "b a")
+    prints = [joined(tmp_path, x).manifest["fingerprint"] for x in words]
+    assert len(set(prints)) == len(words)
+    assert joined(tmp_path, "a b").manifest["fingerprint"] == prints[2]
+
+
+def test_files_are_those_of_the_clips_of_each_set(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder = tiny.write_clips(tmp_path / name, {tiny.SHORT: 3})
+        entries = [Entry(f"{name}{i}", i, f"/{name}/{i}", "shard_00000") for i in range(3)]
+        write_register(folder, Register({}, [], entries))
+    videos = joined(tmp_path, "a b")
+    assert [videos.file_of(number) for number in range(6)] == [
+        "/a/0", "/a/1", "/a/2", "/b/0", "/b/1", "/b/2",
+    ]  # fmt: skip
 
 
 def test_epochs_that_take_a_part_of_a_set_take_all_its_clips_in_turn() -> None:
@@ -114,9 +137,11 @@ def test_sets_that_do_not_belong_together(tmp_path: Path) -> None:
         joined(tmp_path, "a sizes")
     own = joined(tmp_path, "a sizes", '{"64px": {"9": [1, 3]}}')
     assert own.members(1)[tiny.SHORT].micro_batch_size == 3
-    tiny.write_clips(tmp_path / "crop", {tiny.SHORT: 2}, {tiny.SHORT: 2}, encode={"fps_cap": 12})
+    tiny.write_clips(
+        tmp_path / "crop", {tiny.SHORT: 2}, {tiny.SHORT: 2}, encode={"fps_cap": 12, "clip_seed": 3}
+    )
     other = (
-        r"crop was encoded with other `fps_cap`, `reference_lengths` than .*a, which sampling fo"
+        r"crop was encoded with other `fps_cap`, `reference_lengths`, `clip_seed` than .*a, which s"
     )
     assert any(map(re.compile(other).search, joined(tmp_path, "a crop").table().splitlines()))
     tiny.write_clips(tmp_path / "none", {tiny.SHORT: 0})

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.data.geometry import Bucket
-from megatron_ext.video.data.setup import open_split
+from megatron_ext.video.data.setup import bucket_table, open_split, planned_clips
 from megatron_ext.video.task import VIDEO
 from tests.training_runs import prepared
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, write_clips
@@ -69,6 +69,61 @@ def test_the_default_depends_on_the_clips_alone(tmp_path: Path) -> None:
         assert (train.plan.steps.mixed, valid.plan.steps.mixed) == (mixed, True)
         assert train.plan.steps.left_out == {IMAGE: 0, SHORT: 1}
         assert valid.plan.steps.left_out == {IMAGE: 0, SHORT: 0}
+
+
+def test_what_decides_about_the_clips_of_a_step_decides_about_its_identity(tmp_path: Path) -> None:
+    """A run goes on only where it would take the same clips; its layout may change."""
+    counts = {IMAGE: 8, SHORT: 9}
+    data = write_clips(tmp_path / "clips", counts)
+    other = write_clips(tmp_path / "other", counts, fps=8)
+    flags = ["--video-data-path", str(data)]
+
+    def identity(*words: str) -> str:
+        return open_split(prepared([*FLAGS, *words], VIDEO)[1]).plan.identity
+
+    found = [
+        identity(*flags),
+        identity(*flags, "--seed", "7"),
+        identity(*flags, "--global-batch-size", "4"),
+        identity(*flags, "--mixed-buckets"),
+        identity("--video-data-path", str(other)),
+        identity("--video-data-path", str(data), str(other)),
+    ]
+    assert len(set(found)) == len(found)
+    assert identity(*flags, *PP2.split()) == identity(*flags, "--nproc-per-node", "2") == found[0]
+
+
+def test_buckets_are_counted_in_the_table_and_in_the_costs(tmp_path: Path) -> None:
+    """A step of pictures takes 4 clips, one of videos 8; so 12 and 4 micro-batches are trained."""
+    data = write_clips(tmp_path / "clips", {IMAGE: 13, SHORT: 9}, {IMAGE: 1})
+    flags = [*FLAGS, "--video-data-path", str(data)]
+    config = prepared(flags, VIDEO)[1]
+    rest = "left out of each epoch, sequences of"
+    assert bucket_table(open_split(config)).splitlines() == [
+        TABLE.format(mixed="", steps=4),
+        f"  {IMAGE!s:28}       13 clips, micro-batches of 1, 1 {rest} 24 tokens",
+        f"  {SHORT!s:28}        9 clips, micro-batches of 2, 1 {rest} 56 tokens",
+    ]
+    image, short = planned_clips(config)
+    assert (image.share, short.share) == (0.75, 0.25)
+    assert (image.micro_batch_size, short.micro_batch_size) == (1, 2)
+    assert (image.num_text + image.num_image, short.num_text + short.num_image) == (24, 56)
+    assert config.model.seq_length == 56
+    assert config.training.micro_batch_range == (1, 2)
+    valid = ["--video-valid-path", str(data), "--eval-iters"]
+    for words, iterations in (([], 0), ([*valid, "0"], 0), ([*valid, "3"], 3)):
+        training = prepared([*flags, *words], VIDEO)[1].training
+        assert training.full_validation is (iterations > 0)
+        assert (training.eval_iters > 0) is (iterations > 0)
+
+
+def test_the_first_rank_of_all_nodes_tells_the_buckets(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, local_rank, lines in (("0", "0", 1), ("8", "0", 0), ("0", "1", 1)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert len(said_of(tmp_path, capfd, {SHORT: 8})) == lines
 
 
 def refusal(data: Path, valid: Path, words: str = "") -> str:

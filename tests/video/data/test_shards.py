@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 import re
 from dataclasses import asdict
@@ -77,6 +78,8 @@ def test_round_trip(tmp_path: Path, storage: str) -> None:
     for reader in (shard, pickle.loads(pickle.dumps(shard))):
         for row, one in enumerate(SAMPLES):
             same(reader.sample(row), one, dtype)
+            assert reader.number_of(row) == one.number
+            assert reader.latent_shape(row) == one.latents.shape
     latents = sum(one.latents.numel() for one in SAMPLES)
     assert (tmp_path / "shard_00000_latents.bin").stat().st_size == latents * dtype.itemsize
     shard.sample(0).latents.zero_()  # what is read may be changed in place
@@ -94,6 +97,38 @@ def test_megatron_core_reads_the_fields_and_no_file_stays_open(tmp_path: Path) -
     dataset = IndexedDataset(str(tmp_path / "shard_00000_latents"))
     for row, one in enumerate(SAMPLES):
         assert np.array_equal(dataset[row], one.latents.numpy().reshape(-1))
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_marks_data_as_whole_is_on_the_disk_after_it(
+    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a shard is written again nothing marks it as finished."""
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        events.append(f"sync {name.partition('.writing')[0]}")
+
+    def renamed(source: str | Path, target: str | Path) -> None:
+        replace(source, target)
+        events.append(f"name {Path(target).name}")
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", renamed)
+    marker = tmp_path / "shard_00000.json"
+    write_json(marker, {}, durable=durable)
+    synced = ["sync shard_00000.json"] if durable else []
+    assert events == [*synced, "name shard_00000.json"]
+    events.clear()
+    with ShardWriter(tmp_path, "shard_00000", [], "float32", durable=durable) as writer:
+        assert not marker.exists()
+        writer.add(SAMPLES[1], 0)
+    fields = ("latents", "text", "pooled", "geometry", "caption")
+    assert {f"name shard_00000_{name}.idx" for name in fields} <= set(events)
+    assert any(event.startswith("sync shard_00000_latents") for event in events) == durable
 
 
 def test_shards_that_fail_leave_nothing_and_may_be_empty(tmp_path: Path) -> None:
@@ -154,6 +189,18 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     few = Shard(tmp_path, "shard_00000", manifest | {"buckets": [0, 1]}, 3)
     with pytest.raises(DataError, match=r"holds the bucket numbers 0 to 2, but the manifest has 2"):
         few.buckets()
+    path = tmp_path / "shard_00000_geometry.bin"
+    numbers = np.fromfile(path, np.int32)
+    np.where(np.arange(18) == 6, -1, numbers).astype(np.int32).tofile(path)
+    damaged = Shard(tmp_path, "shard_00000", manifest, 3)
+    with pytest.raises(
+        DataError, match=r"holds the bucket numbers -1 to 2, but the manifest has 3"
+    ):
+        damaged.buckets()
+    numbers.tofile(path)
+    caption = tmp_path / "shard_00000_caption.bin"
+    caption.write_bytes(b"\xff" + caption.read_bytes()[1:])
+    assert damaged.sample(0).caption == "\ufffd" + SAMPLES[0].caption[1:]
     other = Shard(tmp_path, "shard_00000", manifest | {"text_width": 7}, 3)
     with pytest.raises(DataError, match=r"text.bin has 20 numbers for clip 1, .* shape \(4, 7\)"):
         other.sample(1)

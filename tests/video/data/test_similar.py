@@ -39,6 +39,39 @@ def test_copies_are_found_and_nothing_else() -> None:
     assert sorted(looks.pairs()) == [(0, 1000), (0, 1001), (0, 1002), (0, 1003)]
 
 
+def test_beginning_middle_and_end_must_be_alike() -> None:
+    """A group has the first of its clips, although it resembles another one alone."""
+    first, other = scene(0), scene(1)
+    looks = NearDuplicates()
+    for number in range(20, 40):
+        looks.add(number, scene(number))
+    looks.add(0, first)
+    for number, part in enumerate((slice(0, 1), slice(4, 5), slice(8, 9)), 1):
+        changed = first.clone()
+        changed[:, part] = other[:, part]
+        looks.add(number, changed)
+    # Frames between these are not compared.
+    between = first.clone()
+    between[:, 2:3] = other[:, 2:3]
+    looks.add(4, between)
+    assert list(looks.pairs()) == [(0, 4)]
+
+
+def test_a_chain_of_likenesses_is_one_group() -> None:
+    """The ends of a chain may look different; all belong to its first clip, in whatever order."""
+    base, step = scene(0), scene(1)
+    # Colours are compared too, so change none.
+    step -= step[:, ::4].mean(dim=(1, 2, 3), keepdim=True)
+    chain = {number: base + 0.05 * number * step for number in range(5)}
+    for order in ((0, 1, 2, 3, 4), (4, 2, 0, 1, 3), (2, 3, 1, 4, 0)):
+        looks = NearDuplicates()
+        for number in order:
+            looks.add(number, chain[number])
+        for number in range(20, 40):
+            looks.add(number, scene(number))
+        assert sorted(looks.pairs()) == sorted((order[0], number) for number in order[1:])
+
+
 def test_a_picture_is_a_clip_of_one_frame() -> None:
     looks = NearDuplicates()
     for number, clip in ((3, scene(0)[:, :1]), (5, scene(1)[:, :1]), (8, scene(1)[:, :1] * 0.99)):

@@ -19,6 +19,7 @@ from megatron_ext.video.data.dataset import ShardedVideos, collate
 from megatron_ext.video.data.preprocess import main
 from megatron_ext.video.data.text_encoders import (
     build_text_encoder,
+    encoder_checks,
     text_encoder_from_manifest,
     width_of,
 )
@@ -42,6 +43,17 @@ def test_hashed_words() -> None:
     # Rows are cut at the length, what is pooled is not.
     rows, pooled = encoder.encode(["a b c d e f", "a b c d e"])
     assert torch.equal(rows[0], rows[1]) and not torch.equal(pooled[0], pooled[1])
+    assert encoder.cuts("a b c d e f") and not encoder.cuts("a b c d e.")
+
+
+def test_the_vectors_of_words_are_fixed() -> None:
+    """Other vectors would make every stored caption useless."""
+    rows, pooled = build_text_encoder(HASHED).encode(["red", "red circle", "red circle red"])
+    assert rows[0, 0].tolist() == [1, 1, -1, -1, 1, 1, 1, -1, -1, -1, 1, -1]
+    assert pooled[0].tolist() == [1, 1, 1, 1, 1, 1, 1]
+    circle = torch.tensor([1.0, -1, 1, 1, -1, -1, -1])
+    torch.testing.assert_close(pooled[1], (1 + circle) / 2**0.5)
+    torch.testing.assert_close(pooled[2], (2 + circle) / 3**0.5)
 
 
 def test_hashed_words_have_no_common_direction_and_are_the_same_in_every_process() -> None:
@@ -107,6 +119,8 @@ def test_t5_and_clip(folders: tuple[Path, Path]) -> None:
             torch.testing.assert_close(one[0], many[i])
     assert rows.shape == (3, 11, 16) and pooled.shape == (3, 20)
     assert (encoder.length, encoder.width, encoder.pooled_width) == (11, 16, 20)
+    # With the end, eleven tokens fit.
+    assert not encoder.cuts("a " * 10) and encoder.cuts("a " * 11)
     # a red square: 4, 5, 7; end 2; T5 pads with 0 and attends to the padding.
     t5 = transformers.T5EncoderModel.from_pretrained(folders[0]).eval()
     ids = torch.tensor([[4, 5, 7, 2, *[0] * 7], [2, *[0] * 10], [*[4] * 10, 2]])
@@ -133,6 +147,12 @@ def test_from_a_manifest(folders: tuple[Path, Path], tmp_path: Path) -> None:
         text_encoder_from_manifest(manifest, "/none", str(folders[1]))
     manifest["text_encoder"]["t5"]["d_ff"] = 64
     with pytest.raises(DataError, match=r"not encoded with the models .*: `d_ff` was 64, but is 3"):
+        text_encoder_from_manifest(manifest, str(folders[0]), str(folders[1]))
+    manifest = json.loads(json.dumps({"text_encoder": made.identity}))
+    manifest["text_encoder"]["clip"]["num_hidden_layers"] = 3
+    with pytest.raises(
+        DataError, match=r"`t5_path` \(.*\) and `clip_path` \(.*\): `num_hidden_lay"
+    ):
         text_encoder_from_manifest(manifest, str(folders[0]), str(folders[1]))
 
 
@@ -258,6 +278,8 @@ def test_umt5_is_run_as_by_hand(umt5: Path) -> None:
     # Three words and the end; the end alone; seven and the end; cut; an unknown word and the end.
     assert (rows != 0).any(-1).sum(1).tolist() == [4, 1, 8, LENGTH, 2]
     assert float(rows.abs().max()) > 0.1
+    # With the end, nine tokens fit; a caption is measured as it is encoded.
+    assert not encoder.cuts("a\t" * (LENGTH - 1)) and encoder.cuts("a\t" * LENGTH)
     # Pad tokens are masked in the encoder.
     longer = TextEncoderConfig("umt5", str(umt5), text_length=2 * LENGTH)
     long = build_text_encoder(longer).encode(CAPTIONS[:1])[0]
@@ -333,3 +355,14 @@ def test_the_width_of_t5_is_known_without_its_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ConfigError, match="whose `d_model` is None, but must be the width of T5"):
         width_of(t5)
+
+
+def test_both_folders_of_an_encoder_are_checked_before_a_run(tmp_path: Path) -> None:
+    paths = [tmp_path / "t5", tmp_path / "clip"]
+    checks = encoder_checks(TextEncoderConfig("t5-clip", *map(str, paths)))
+    for check, name in zip(checks, ("t5_path", "clip_path"), strict=True):
+        with pytest.raises(
+            ConfigError, match=rf"`{name}` \(.*{name[:-5]}\) must be a local folder"
+        ):
+            check()
+    assert encoder_checks(HASHED) == []

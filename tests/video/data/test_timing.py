@@ -55,6 +55,15 @@ def test_frames_that_stand_still_are_repeated_and_the_last_one_ends() -> None:
     assert chosen([0.0, 1.0, 1.0, 2.0], [0.0, 1.0, 2.0], 1.0) == [0, 1, 3]
 
 
+def test_a_last_frame_without_a_duration_lasts_one_frame() -> None:
+    """Some formats store no durations; others store that of a picture which stays."""
+    for duration, end in ((0.0, 2.0), (1.0, 2.0), (2.5, 3.5)):
+        frames = [(0.0, 1.0, "a"), (1.0, duration, "b")]
+        places = [0.5 * number for number in range(9)]
+        found = [mixed[0][0] for mixed in frames_at(frames, places, step=1.0)]
+        assert found == ["a" if place < 0.5 else "b" for place in places if place < end]
+
+
 def test_blending_mixes_by_distance_and_holds_what_stands_still() -> None:
     frames = [(float(time), 1.0, name) for time, name in zip((0, 1, 2, 8), "abcd", strict=True)]
     places = [0.0, 1.25, 2.5, 6.5, 7.25]
