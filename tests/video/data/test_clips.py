@@ -304,7 +304,7 @@ def test_members_of_a_sample_may_lie_apart_and_be_links(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_of_one_folder_and_takes_the_first_of_each_kind(tmp_path: Path) -> None:
-    """Its text takes precedence over its JSON, as for clips in a folder."""
+    """The text takes precedence over the JSON, as for clips in a folder."""
     archive = write_tar(
         tmp_path / "0.tar",
         {

@@ -122,7 +122,7 @@ def test_frames_without_a_duration_are_shown_as_browsers_do(tmp_path: Path) -> N
 
 
 def test_films_of_jpegs_are_no_pictures(tmp_path: Path) -> None:
-    """Their first bytes are those of a JPEG."""
+    """The first bytes of such a film are those of a JPEG."""
     for name, is_one in (("a.jpg", True), ("a.mjpeg", False), ("a.MJPG", False), ("a", True)):
         Image.fromarray(marked()).save(tmp_path / name, "JPEG")
         assert is_picture(tmp_path / name) is is_one

@@ -518,7 +518,7 @@ def test_workers_take_the_gpus_in_turn_and_the_seed_of_the_run(
 
 @pytest.mark.parametrize("changed", ["vae", "t5", "clip"])
 def test_other_weights_of_a_model_make_another_dataset(changed: str, tmp_path: Path) -> None:
-    """Their stamp is one of the options of a dataset."""
+    """The options of a dataset include sizes and times of these files."""
     for name in ("vae", "t5", "clip"):
         (tmp_path / name / "inner").mkdir(parents=True)
         (tmp_path / name / "inner" / "weights").write_bytes(b"abc")
