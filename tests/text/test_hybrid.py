@@ -27,7 +27,13 @@ def test_a_pattern_is_read_as_pairs() -> None:
     assert read_pattern("*E*E").moe_layer_freq() is None
 
 
-@HAS
+@pytest.fixture
+def _has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read flags as with a release of megatron-core that has HybridModel."""
+    monkeypatch.setattr(core, "HAS_HYBRID_MODEL", True)
+
+
+@pytest.mark.usefixtures("_has")
 def test_a_pattern_sets_the_flags_of_its_gpt() -> None:
     words = [*BASE, "--hybrid-layer-pattern", "*-*E|*-*E", *EXPERTS.split()]
     run = config_of([*words, "--pipeline-model-parallel-size", "2"], ranks=2)
@@ -39,6 +45,36 @@ def test_a_pattern_sets_the_flags_of_its_gpt() -> None:
     assert run.section(HybridConfig).hybrid_layer_pattern == "*-*-/*-/*-"
     # Megatron-LM counts each letter.
     assert config_of([*BASE, *"--hybrid-layer-pattern *-*- --num-layers 4".split()]).model
+
+
+@pytest.mark.usefixtures("_has")
+@pytest.mark.parametrize(
+    ("pattern", "layout", "chunks", "more"),
+    [
+        ("*-|*-|*-|*-", "Et|t|t|tL", 2, ""),
+        ("*-|*-|*-|*-/*-/*-", "Et|t|t|tmmL", 2, "--position-embedding-type rope"),
+        ("|*-*-*-", "E|tttL", None, ""),
+        ("*-|*-*-", "Et|ttL", None, "--pipeline-model-parallel-layout Et|ttL"),
+    ],
+)
+def test_the_stages_of_a_pattern_are_those_of_a_layout(
+    pattern: str, layout: str, chunks: int | None, more: str
+) -> None:
+    words = [*BASE, "--hybrid-layer-pattern", pattern, *more.split()]
+    run = config_of([*words, "--pipeline-model-parallel-size", "2"], ranks=2)
+    assert run.parallel.pipeline_model_parallel_layout == layout
+    assert run.parallel.virtual_pipeline_model_parallel_size == chunks
+    assert (run.model.num_layers, run.model.mtp_num_layers or 0) == (
+        pattern.split("/")[0].count("*"),
+        pattern.count("/"),
+    )
+
+
+@pytest.mark.usefixtures("_has")
+def test_the_same_experts_may_be_given_twice() -> None:
+    words = [*BASE, "--hybrid-layer-pattern", "*-*E", *EXPERTS.split()]
+    run = config_of([*words, "--moe-layer-freq", "[0,1]"])
+    assert run.section(MoEConfig).moe_layer_freq == "[0,1]"
 
 
 @pytest.mark.skipif(core.HAS_HYBRID_MODEL, reason="this release of megatron-core has HybridModel")
@@ -56,6 +92,7 @@ def test_a_release_without_hybrid_model_is_named() -> None:
         ("D-D-", "has D, but sparse attention of DeepSeek has kernels for GPUs only;"),
         ("+-+-", "has +, but multi-latent attention is not among the layers of a pattern;"),
         ("*-x", "has x, which is no layer; use *, -, E, | and /."),
+        ("*-x --num-layers 2 --pipeline-model-parallel-size 2", "has x, which is no layer;"),
         ("**--", "must be pairs of *- or *E in each stage, which are the layers of a GPT;"),
         ("*|-*-", "must be pairs of *- or *E in each stage"),
         ("*-*-/*E", "must have depths of multi-token prediction like its last layers (*-);"),

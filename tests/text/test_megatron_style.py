@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,16 +17,26 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import section_of
 from megatron_ext.errors import ConfigError
+from megatron_ext.losses.contract import StepCounts
+from megatron_ext.text import megatron_style
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.megatron_style import (
     GPTFIMDataset,
     SFTDataset,
+    _of_contract,
+    _preflight,
+    _scale_mtp_losses,
     core_transformer_config_from_yaml,
     get_args,
+    get_batch_on_this_tp_rank,
     get_tokenizer,
+    is_first_or_last_pipeline_stage,
     megatron_task,
     pretrain,
+    print_rank_0,
 )
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.reporting.files import read_metrics
@@ -221,6 +232,120 @@ def nothing(*_: Any, **__: Any) -> Any:
     return None
 
 
+def config_with_sft() -> RunConfig:
+    """Return a configuration whose only fault is ``--sft``."""
+    return runs.config_of(RUN).with_section(SftConfig(sft=True))
+
+
+def test_a_loss_without_a_count_is_the_mean_of_all_context_parallel_ranks() -> None:
+    """The step divides by a count on each rank, of which those of a sequence are to count once."""
+    output = torch.tensor([3.0])
+    report = {"lm loss": torch.tensor([5.0]), "kept": torch.tensor([1.0, 2.0]), "number": 7.0}
+    loss, count, entries = _of_contract(lambda x: (x.sum(), report), 4)(output)
+    assert (float(loss), int(count)) == (12.0, 1)
+    assert {name: value.tolist() for name, value in entries.items()} == {
+        "lm loss": [5.0, 1.0],
+        "kept": [1.0, 2.0],
+        "number": [7.0, 1.0],
+    }
+    alone = _of_contract(lambda x: x.sum(), 2)(output)
+    assert (float(alone[0]), alone[2]["loss"].tolist()) == (6.0, [3.0, 1.0])
+    # A loss with a count of its own is a sum, which needs no factor.
+    counted = _of_contract(lambda x: (x.sum(), torch.tensor(9), report), 4)(output)
+    assert (float(counted[0]), int(counted[1])) == (3.0, 9)
+    four = (1, 2, 3, 4)
+    assert _of_contract(lambda x: four, 4)(output) is four
+
+
+@pytest.mark.parametrize(
+    ("words", "evaluates", "scale"),
+    [
+        ("--no-calculate-per-token-loss", False, 8 * 2 / 3),
+        ("--calculate-per-token-loss", False, 8),
+        ("--no-calculate-per-token-loss", True, 8),
+    ],
+)
+def test_mtp_losses_of_core_get_the_share_of_their_micro_batch(
+    words: str, evaluates: bool, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales: list[float] = []
+    monkeypatch.setattr(megatron_style.core, "scale_mtp_losses", lambda x: scales.append(float(x)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    core_config = SimpleNamespace(grad_scale_func=lambda x: 8 * x)
+    monkeypatch.setattr(megatron_style._current, "transformer_config", core_config)
+    more = "--context-parallel-size 2 --attention-dropout 0"
+    config = runs.config_of([*RUN, *more.split(), words], ranks=2)
+    one = torch.ones(())
+    counts = None if evaluates else StepCounts(one, one, one[None], num_microbatches=3)
+    _scale_mtp_losses(config, counts)
+    assert scales == [pytest.approx(scale)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "found"),
+    [(None, [(0, None), (2, None)]), (2, [(0, 0), (2, 1)]), (3, [(0, 0), (2, 2)])],
+)
+def test_the_first_and_the_last_chunk_of_the_model(
+    chunks: int | None, found: list[tuple[int, int | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=chunks)
+    monkeypatch.setattr(megatron_style._current, "transformer_config", config)
+    ends = []
+    for rank in range(3):
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 3)
+        monkeypatch.setattr(megatron_style._current, "pp_group", group)
+        for chunk in range(chunks) if chunks else (None,):
+            if is_first_or_last_pipeline_stage(chunk):
+                ends.append((rank, chunk))
+    assert ends == found
+
+
+def test_a_micro_batch_has_all_of_megatrons_keys() -> None:
+    missing = dict.fromkeys(("tokens", "labels", "loss_mask", "attention_mask", "position_ids"))
+    assert get_batch_on_this_tp_rank(None) == missing
+    rows = iter([{"tokens": 1, "own": 2}, {"labels": 3}])
+    assert get_batch_on_this_tp_rank(rows) == {**missing, "tokens": 1, "own": 2}
+    assert get_batch_on_this_tp_rank(rows) == {**missing, "labels": 3}
+
+
+def test_only_rank_0_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        print_rank_0(f"from {rank}")
+    assert capsys.readouterr().out == "from 0\n"
+
+
+def test_functions_of_non_loss_data_and_defaults_reach_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
+
+    def run(task: Task, argv: list[str], *, defaults: dict[str, Any]) -> int:
+        given.extend([task, argv, defaults])
+        return 0
+
+    def process(*_: Any) -> None: ...
+    def collect(*_: Any) -> None: ...
+
+    monkeypatch.setattr(megatron_style, "main", run)
+    monkeypatch.setattr(sys, "argv", ["program", "--lr", "1"])
+    kind = ModelType.encoder_or_decoder
+    own = {"process_non_loss_data_func": process, "non_loss_data_func": collect}
+    pretrain(
+        nothing, nothing, kind, nothing, **own,
+        extra_args_provider=with_own, args_defaults={"seed": 3, "width": 5},
+    )  # fmt: skip
+    task, argv, defaults = given
+    assert (task.process_non_loss_data, task.non_loss_data) == (process, collect)
+    assert (argv, defaults) == (["--lr", "1"], {"seed": 3, "width": 5})
+    monkeypatch.setattr(megatron_style, "main", lambda *_, **__: 4)
+    with pytest.raises(SystemExit) as left:
+        pretrain(nothing, nothing, kind, nothing)
+    assert left.value.code == 4
+
+
 def test_what_the_adapter_cannot_run_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     kind = ModelType.encoder_or_decoder
     with pytest.raises(SystemExit) as left:
@@ -240,6 +365,8 @@ def test_globals_are_there_only_in_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_flags_that_only_gpts_step_honours_are_refused(program: Path, tmp_path: Path) -> None:
     page = runpy.run_path(str(program))
     names = ("train_valid_test_datasets_provider", "model_provider", "forward_step")
+    with pytest.raises(ConfigError, match="`--sft` does nothing in a program whose datasets and"):
+        _preflight(config_with_sft())
     task: Task = megatron_task(*(page[name] for name in names))
     with pytest.raises(ConfigError, match="`--loss-reduction` does nothing in a program whose"):
         runs.train_on_ranks([*RUN, "--loss-reduction", "sample"], save=tmp_path, task=task)

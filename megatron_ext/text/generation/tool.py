@@ -278,7 +278,7 @@ def write_texts(run: Run) -> None:
     requests = _requests(config, encode, prompts[0])
     streams = generation.stream and context.layout.data_parallel_size == 1
     to_terminal = generation.output_file is None
-    shown = Terminal(prompts[0], streams=streams) if to_terminal else None
+    shown = Terminal(prompts[0]) if to_terminal else None
     completions = writer(requests, shown.show if shown and streams else lambda *_: None)
     if not context.is_reporting_rank:
         return
@@ -295,22 +295,18 @@ def write_texts(run: Run) -> None:
 
 
 class Terminal:
-    """Prints texts in order; the first incomplete text is printed while it is written."""
+    """Prints texts in order; the first one may be printed while it is written."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, streams: bool) -> None:
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
-        self._streams = streams
-        self._pieces: dict[int, list[str]] = {}
         self._current = -1
 
     def show(self, number: int, piece: str) -> None:
-        """Print a piece of a text, or keep the piece until all earlier texts are complete."""
+        """Print a piece of the first text; pieces of later texts are left to `finish`."""
         if self._current < 0:
             self._begin(0)
-        if number == self._current:
+        if number == 0:
             print(piece, end="", flush=True)
-        else:
-            self._pieces.setdefault(number, []).append(piece)
 
     def finish(self, completions: Sequence[Completion]) -> None:
         """Print the texts that have not been printed."""

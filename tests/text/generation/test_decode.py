@@ -1,4 +1,4 @@
-"""The length of texts, with a model that counts in the place of a real one."""
+"""Lengths, ends and pieces of texts, with a model that counts in the place of a real one."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.text.generation.decode import Completion, Decoder, Request
+from megatron_ext.text.generation import decode
+from megatron_ext.text.generation.decode import Completion, Decoder, PartialText, Request
 from megatron_ext.text.generation.forward import NewTokens
 from megatron_ext.text.generation.sampling import Sampling
-from megatron_ext.text.tokenizers.base import NullTokenizer
+from megatron_ext.text.tokenizers.base import ByteLevelTokenizer, NullTokenizer
 
 POSITIONS, VOCABULARY = 8, 50
 
@@ -21,16 +22,18 @@ class Counting:
 
     Attributes:
         positions: of all tokens that it has seen, in their order.
+        passes: the prompts' or texts' new tokens in each forward pass.
     """
 
     decides = True
     max_length = POSITIONS
-    short_length = None
+    short_length: int | None = None
     device = torch.device("cpu")
     context = SimpleNamespace(pgs=SimpleNamespace(mp=SimpleNamespace(size=lambda: 1)))
 
     def __init__(self) -> None:
         self.positions: list[int] = []
+        self.passes: list[list[tuple[int, ...]]] = []
 
     @contextmanager
     def ready(self, slots: int, length: int) -> Iterator[None]:
@@ -42,6 +45,7 @@ class Counting:
 
     def next_logits(self, texts: Sequence[NewTokens]) -> dict[int, torch.Tensor]:
         logits = {}
+        self.passes.append([tuple(text.ids) for text in texts])
         for text in texts:
             start = text.segment.start
             self.positions += range(start, start + len(text.ids))
@@ -75,3 +79,87 @@ def test_an_end_token_at_the_last_position_ends_the_text() -> None:
     completion, _ = completion_of(5, new=100, ends=[POSITIONS - 1])
     assert (completion.ids, completion.finish_reason) == ((5, 6, 7), "eos")
     assert completion.text == " 5 6"
+
+
+def passes_of(lengths: Sequence[int], batch_size: int) -> list[list[tuple[int, ...]]]:
+    """Return the new tokens of each forward pass over prompts that begin with 20, 21 and so on."""
+    forward: Any = Counting()
+    decoder = Decoder(forward, NullTokenizer(VOCABULARY - 1), (), batch_size=batch_size)
+    one = Sampling(max_new_tokens=1)
+    prompts = [(number, *[0] * (length - 1)) for number, length in enumerate(lengths, start=20)]
+    requests = [Request(number, ids, one) for number, ids in enumerate(prompts)]
+    completions = decoder.complete(requests)
+    assert sorted(completion.number for completion in completions) == list(range(len(lengths)))
+    return list(forward.passes)
+
+
+def test_a_pass_takes_as_many_prompts_as_fit_and_a_longer_one_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode, "PROMPT_TOKENS", 5)
+    admitted = passes_of([3, 2, 1, 4, 2, 3, 7, 1], batch_size=4)
+    assert [[ids[0] for ids in one] for one in admitted] == [
+        [20, 21],
+        [22, 23],
+        [24, 25],
+        [26],
+        [27],
+    ]
+    # Without the limit, the number of texts decides.
+    monkeypatch.setattr(decode, "PROMPT_TOKENS", 100)
+    assert [len(one) for one in passes_of([3, 2, 1, 4, 2], batch_size=3)] == [3, 2]
+
+
+def test_a_text_past_the_short_length_is_run_again_from_its_beginning() -> None:
+    """LongRoPE rotates all positions of a text differently when it exceeds the short length."""
+    forward: Any = Counting()
+    forward.short_length = 4
+    decoder = Decoder(forward, NullTokenizer(VOCABULARY - 1), (), batch_size=2)
+    decoder.complete([Request(0, (7, 8, 9), Sampling(max_new_tokens=4))])
+    assert forward.passes == [[(7, 8, 9)], [(10,)], [(7, 8, 9, 10, 11)], [(12,)]]
+
+
+def test_pieces_are_told_by_the_numbers_of_their_requests() -> None:
+    """The second text takes the slot of the first; the requests begin at another number than 0."""
+    forward: Any = Counting()
+    decoder = Decoder(forward, NullTokenizer(VOCABULARY - 1), (), batch_size=1)
+    requests = [Request(number, (number,), Sampling(max_new_tokens=2)) for number in (5, 9)]
+    pieces: dict[int, str] = {}
+
+    def collect(number: int, piece: str) -> None:
+        pieces[number] = pieces.get(number, "") + piece
+
+    completions = decoder.complete(requests, collect)
+    assert pieces == {5: " 6 7", 9: " 10 11"}
+    assert [(each.number, each.text) for each in completions] == [*pieces.items()]
+
+
+def written(prompt: bytes, text: bytes, *stops: str) -> tuple[PartialText, list[str]]:
+    """Return a text whose tokens are bytes, and its pieces; stop at its end."""
+    sampling = Sampling(max_new_tokens=100, stop_strings=stops)
+    writing = PartialText(Request(0, tuple(prompt), sampling), ByteLevelTokenizer(), ())
+    ids = list(prompt)
+    pieces = []
+    for byte in text:
+        logits = torch.zeros(512).scatter(0, torch.tensor([byte]), 1.0)
+        ids.append(writing.choose(logits, ids))
+        pieces.append(writing.further_text())
+        if writing.reason:
+            break
+    return writing, pieces
+
+
+def test_the_first_of_several_stop_strings_ends_a_text_and_the_beginning_of_any_is_held_back() -> (
+    None
+):
+    writing, pieces = written(b"a", b"one two", "xyz", "wo", "ne tw")
+    assert (writing.text, writing.reason) == ("o", "stop")
+    # From "n" on, the text may become the third one.
+    assert pieces == ["o", "", "", "", "", ""]
+    assert written(b"a", b"two", "w", "tw")[0].text == ""
+
+
+def test_a_prompt_that_ends_within_a_character_is_not_repeated() -> None:
+    writing, _ = written(b"ab\xc3", b"\xa9c")
+    assert writing.text == "\ufffdc"
+    assert written(b"ab\xc3\xa9", b"c")[0].text == "c"

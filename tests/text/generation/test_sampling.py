@@ -1,5 +1,6 @@
 """Sampling equals transformers' own processors of logits, and draws what it should."""
 
+import pytest
 import torch
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -66,3 +67,38 @@ def test_seed_and_number_decide_the_draws() -> None:
 
     assert drawn(1, 0) == drawn(1, 0)
     assert len({tuple(drawn(seed, number)) for seed in (1, 2) for number in (0, 1)}) == 4
+
+
+@pytest.mark.parametrize("penalty", [0.8, 1.4])
+@pytest.mark.parametrize("top_k", [None, 12, 1000])
+@pytest.mark.parametrize("top_p", [None, 0.6])
+def test_a_chooser_applies_all_options_as_transformers_does(
+    penalty: float, top_k: int | None, top_p: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The temperature changes which tokens belong to the nucleus."""
+    drawn_from: list[torch.Tensor] = []
+
+    def draw(_: Chooser, scores: torch.Tensor) -> int:
+        drawn_from.append(scores)
+        return 0
+
+    monkeypatch.setattr(Chooser, "_draw", draw)
+    options = Sampling(
+        do_sample=True, temperature=2.5, top_k=top_k, top_p=top_p, repetition_penalty=penalty
+    )
+    theirs = [RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(2.5)]
+    theirs += [] if top_k is None else [TopKLogitsWarper(top_k)]
+    theirs += [] if top_p is None else [TopPLogitsWarper(top_p)]
+    for seed in range(5):
+        Chooser(options, 0).choose(logits(seed), IDS)
+        expected = LogitsProcessorList(theirs)(torch.tensor([IDS]), logits(seed)[None])[0]
+        torch.testing.assert_close(drawn_from[-1], expected, rtol=0, atol=0)
+    greedy = Sampling(repetition_penalty=penalty, temperature=2.5, top_k=1)
+    penalized = theirs[0](torch.tensor([IDS]), logits(7)[None])[0]
+    assert Chooser(greedy, 0).choose(logits(7), IDS) == int(penalized.argmax())
+
+
+def test_tokens_of_the_vocabularys_padding_get_no_penalty() -> None:
+    plain = logits()
+    assert torch.equal(sampling.penalized(plain, [64, 700], 1.4), plain)
+    assert torch.equal(sampling.penalized(plain, [3, 64], 1.4), sampling.penalized(plain, [3], 1.4))

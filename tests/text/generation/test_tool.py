@@ -1,9 +1,11 @@
 """The program tools/generate_text.py: jsonl in and out, chats, typed prompts, and bad input."""
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.generation import tool
-from megatron_ext.text.generation.decode import PartialText, Request
-from megatron_ext.text.generation.requests import check_vocabulary
+from megatron_ext.text.generation.config import GenerationConfig
+from megatron_ext.text.generation.decode import Completion, PartialText, Request
+from megatron_ext.text.generation.requests import Prompt, check_vocabulary
 from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.generation.tool import generate_text
 from megatron_ext.text.tokenizers.base import ByteLevelTokenizer
@@ -21,6 +24,7 @@ from megatron_ext.train.launch import fork_ranks
 from tests.text.convert.models import imported
 from tests.text.generation.tiny import speaking_model
 from tests.text.tiny import ROOT, sentences, write_jsonl
+from tests.training_runs import SMALL, config_of
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -73,21 +77,33 @@ def test_rows_of_a_file_get_completions_in_their_order(
 
 
 def test_messages_go_through_the_chat_template_and_stop_strings_end_texts(
-    source: Path, root: Path, tmp_path: Path
+    source: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = [{"role": "user", "content": sentences()[3]}]
     templated = f"user: {sentences()[3]}\nassistant:"
     whole = expected(source, templated, 10)
     stop = whole[4:7]
-    file = write_jsonl(tmp_path / "in.jsonl", [{"messages": said}, {"prompt": sentences()[3]}])
+    rows = [{"messages": said}, {"prompt": sentences()[3]}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    words = ["--load", str(root), "--prompt-file", str(file), "--max-new-tokens", "10", "--chat"]
+    words = ["--load", str(root), "--prompt-file", "-", "--max-new-tokens", "10", "--chat"]
     words += ["--chat-template", str(tmp_path / "template.jinja")]
     words += ["--output-file", str(tmp_path / "out.jsonl"), "--stop-strings", stop]
     assert run(words) == 0
-    for row in rows_of(tmp_path / "out.jsonl"):
-        assert row["completion"] == whole[: whole.index(stop)]
-        assert row["finish_reason"] == "stop"
+    found = rows_of(tmp_path / "out.jsonl")
+    assert found == [
+        {**row, "completion": whole[: whole.index(stop)], "finish_reason": "stop"} for row in rows
+    ]
+
+
+def test_texts_of_prompts_are_shown_on_the_terminal(
+    source: Path, root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    texts = sentences()[:2]
+    assert run(["--load", str(root), "--max-new-tokens", "6", "--prompt", *texts]) == 0
+    told = [f"\n[{i}] {x}\n→ {expected(source, x, 6)}" for i, x in enumerate(texts, start=1)]
+    assert "\n".join(told) in capfd.readouterr().out
 
 
 def test_typed_prompts_are_answered_one_after_the_other(source: Path, root: Path) -> None:
@@ -190,6 +206,14 @@ BAD = {
         ["--load", "ROOT", "--interactive", "--output-file", "x"],
         "`--output-file` (x) does not go with `--interactive`",
     ),
+    "two models": (
+        ["--load", "ROOT", "--load-hf", "x", "--prompt", "a"],
+        "and `--load-hf` (x) both give a model; leave one out.",
+    ),
+    "output that cannot be written": (
+        ["--load", "ROOT", "--prompt", "a", "--output-file", "/proc/x/y"],
+        "`--output-file` (/proc/x/y) cannot be written",
+    ),
     "empty stop string": (
         ["--load", "ROOT", "--prompt", "a", "--stop-strings", ""],
         "`--stop-strings` () must not be empty, as it is where a variable of the script is not set",
@@ -213,6 +237,81 @@ def test_bad_input_is_told_in_one_sentence(
     told = capfd.readouterr().err.strip()
     assert sentence in told
     assert len(told.splitlines()) == 1, told
+
+
+@pytest.mark.parametrize(
+    ("date", "origin"), [("2024-07-26", {"model_type": "llama"}), ("July", None), (None, None)]
+)
+def test_a_checkpoint_gives_the_flags_of_its_model(
+    date: str | None, origin: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = "--fp16 --mtp-num-layers 1 --position-embedding-type rope --rotary-base 500"
+    stored = config_of([*SMALL, *flags.split()]).to_dict()
+    stored["sft"]["written_date"] = date
+    stored["hugging_face"] = None if origin is None else {"origin": origin}
+    asked = []
+
+    def read(*given: Any) -> dict[str, Any]:
+        asked.append(given)
+        return stored
+
+    monkeypatch.setattr(tool, "read_run_config", read)
+    words = ["--load", "run", "--ckpt-step", "7"]
+    defaults, notes = tool.model_defaults(words, tool.inference_task(), "the test")
+    assert (asked, notes) == ([(Path("run"), 7)], [])
+    assert (defaults["fp16"], defaults["bf16"]) == (True, False)
+    assert (defaults["num_layers"], defaults["rotary_base"]) == (2, 500)
+    assert (defaults["tokenizer_type"], defaults["vocab_size"]) == ("NullTokenizer", 127)
+    assert defaults["trained_date"] == (date if date == "2024-07-26" else None)
+    assert defaults["origin"] == origin
+    assert defaults["finetune"] and "mtp_num_layers" not in defaults
+
+
+def test_ranks_wait_for_a_user_who_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def run_model(*arguments: Any) -> int:
+        given.append(arguments[-1])
+        return 0
+
+    monkeypatch.setattr(tool, "run_model", run_model)
+    assert generate_text(["--interactive"]) == generate_text(["--prompt", "a"]) == 0
+    assert given == [{"distributed_timeout_minutes": 1440.0}, {}]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_conversation_keeps_what_was_asked_and_answered(
+    chat: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that cannot be continued is told, and does not stay in the conversation."""
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntoo long\ntwo\n"))
+    seen: list[Any] = []
+
+    def encode(prompt: Prompt) -> list[int]:
+        seen.append(prompt.content)
+        last = prompt.content if isinstance(prompt.content, str) else prompt.content[-1]["content"]
+        return [1] * (99 if last == "too long" else 3)
+
+    def write(requests: Any, on_text: Any) -> list[Completion]:
+        on_text(0, f"text {len(seen)}")
+        return [Completion(0, f"text {len(seen)}", (), "eos")]
+
+    writer: Any = write
+    writer.context = SimpleNamespace(is_reporting_rank=True, reporting_rank=0)
+    config = config_of(SMALL).with_section(GenerationConfig(interactive=True, chat=chat))
+    encoder: Any = encode
+    tool._converse(config, encoder, writer)
+    if chat:
+        one = {"role": "user", "content": "one"}
+        answered = [one, {"role": "assistant", "content": "text 1"}]
+        two = [*answered, {"role": "user", "content": "two"}]
+        assert seen == [[one], [*answered, {"role": "user", "content": "too long"}], two]
+    else:
+        assert seen == ["one", "too long", "two"]
+    shown = capsys.readouterr().out
+    assert "> text 1\n> The prompt has 99 tokens, but must have" in shown
+    assert shown.endswith("> text 3\n> ")
 
 
 def test_a_checkpoint_of_another_program_is_refused(

@@ -1,0 +1,252 @@
+"""Over which links and how often the messages of a step go, and which layouts a search tries."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.device.gpus import GPUS
+from megatron_ext.errors import ConfigError
+from megatron_ext.planning import step_time
+from megatron_ext.planning.hardware import DEFAULT, Rates
+from megatron_ext.planning.memory import memory
+from megatron_ext.planning.muon import muon_volume, muon_work
+from megatron_ext.planning.network import Volume
+from megatron_ext.planning.stages import Ranks
+from megatron_ext.planning.state import Weight
+from megatron_ext.planning.step_time import (
+    Candidate,
+    Clock,
+    candidates,
+    estimate,
+    search,
+    step_volume,
+)
+from megatron_ext.text.cost.network import GPT_COST, GptNetwork
+from megatron_ext.text.task import GPT
+from tests.planning.measure import configuration
+from tests.text.cost import layouts
+from tests.text.cost.layouts import llama, llama_network
+
+SHARED = "--use-distributed-optimizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spans(Rates):
+    """Rates of a GPU whose links send one byte a second over one rank, 1 / span over more."""
+
+    def link(self, span: int) -> float:
+        return 1 / span
+
+
+def clock_of(more: str) -> Clock:
+    return Clock(llama_network(more), Spans(GPUS["H100"]))
+
+
+def test_messages_go_over_the_ranks_between_their_ends() -> None:
+    """Neighbouring ranks share tensors, then come those of a sequence, replicas and stages."""
+    four = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    clock = clock_of(four)
+    assert clock.exchange(Volume(tensor=1)) == 2
+    assert clock.exchange(Volume(context=1)) == 4
+    assert clock.exchange(Volume(data=1, pipeline=1, embedding=1)) == 0
+    experts = dataclasses.replace(clock.network.sizes, ep=4, etp=3)
+    network: Any = SimpleNamespace(sizes=experts)
+    assert Clock(network, clock.rates).exchange(Volume(expert=1)) == 12
+    assert clock.replicas(Volume(data=1)) == 8
+    assert clock.latency() == 0
+    stages = clock_of("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
+    assert stages.latency() == 8 * stages.network.boundary
+    assert stages.replicas(Volume(embedding=1)) == 8
+    # With stages before replicas, stages are neighbours of tensor-parallel ranks.
+    mapped = clock_of(
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+    )
+    assert mapped.latency() == 4 * mapped.network.boundary
+    alone = clock_of("--pipeline-model-parallel-size 8")
+    assert alone.replicas(Volume(data=1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "hidden"),
+    [
+        ("", 0),
+        (SHARED, 0),
+        ("--overlap-grad-reduce", 1),
+        (f"{SHARED} --overlap-grad-reduce", 0.5),
+        (f"{SHARED} --overlap-grad-reduce --overlap-param-gather", 1),
+    ],
+)
+def test_overlap_hides_gradients_and_parameters_each_by_its_flag(more: str, hidden: float) -> None:
+    shown = 1 - DEFAULT.hidden * hidden
+    assert clock_of(more).replicas(Volume(data=1)) == pytest.approx(8 * shown)
+
+
+def test_a_pass_sends_half_of_the_messages() -> None:
+    clock = clock_of("--tensor-model-parallel-size 2")
+    (stage,) = clock.network.stages()
+    passes = clock.durations(stage)
+    silent = Clock(clock.network, dataclasses.replace(clock.rates))
+    object.__setattr__(silent, "exchange", lambda _: 0.0)
+    without = silent.durations(stage)
+    half = clock.exchange(clock.network.traffic(stage)) / 2
+    assert passes.forward - without.forward == pytest.approx(half)
+    assert passes.input_gradient - without.input_gradient == pytest.approx(half)
+    assert passes.weight_gradient == without.weight_gradient
+
+
+def test_a_rank_with_two_chunks_takes_their_mean_and_the_slowest_decides() -> None:
+    network = GptNetwork.of(configuration(layouts.flags_of("pp2vpp2")))
+    clock = Clock(network, Rates(GPUS["H100"]))
+    first, second = (clock.durations(stage).forward for stage in network.stages_of(1))
+    assert first != second
+    assert clock.rank_durations(1).forward == pytest.approx((first + second) / 2)
+    # The second rank of the other run has three of four layers, and the head.
+    uneven = GptNetwork.of(configuration(layouts.flags_of("uneven")))
+    assert Clock(uneven, clock.rates).slowest() == 1
+
+
+def test_the_step_ends_with_the_rank_that_updates_longest() -> None:
+    more = "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2"
+    found = estimate(llama_network(more), GPUS["H100"])
+    clock = Clock(found.network, found.rates)
+    after = [clock.after(rank) for rank in found.ranks]
+    assert after[0] < max(after)
+    assert found.seconds == pytest.approx(found.price.makespan + max(after))
+
+
+def test_tokens_of_a_step_are_those_of_all_replicas() -> None:
+    """The batch of 128 has one sample for each token of 8192, however it is cut."""
+    for more in ("--micro-batch-size 2", "--tensor-model-parallel-size 2 --micro-batch-size 4"):
+        found = estimate(llama_network(more), GPUS["H100"])
+        assert found.tokens_per_second == pytest.approx(128 * 8192 / found.seconds)
+
+
+def test_frozen_weights_are_not_sent_and_sharded_gradients_are_sent_each_time() -> None:
+    """Adapters are sent as gradients and weights; the frozen weights stay where they are."""
+    network = llama_network(f"{SHARED} --lora-rank 16")
+    (rank,) = memory(network)
+    state = rank.state
+    trained = state.parameters - state.frozen
+    assert 0 < trained < state.frozen / 50
+    sent = step_volume(network, rank, 4)
+    assert sent.data == pytest.approx(7 / 8 * (state.reduced + trained))
+    sharded = llama_network(f"{SHARED} --data-parallel-sharding-strategy optim_grads")
+    (rank,) = memory(sharded)
+    state = rank.state
+    often = step_volume(sharded, rank, 4).data
+    assert often == pytest.approx(7 / 8 * (4 * state.reduced + state.parameters))
+
+
+@pytest.mark.parametrize(("more", "width"), [("", 4), ("--grad-reduce-in-bf16", 2)])
+def test_copies_of_the_embedding_send_their_gradients(more: str, width: int) -> None:
+    flags = "--pipeline-model-parallel-size 2 --no-untie-embeddings-and-output-weights"
+    network = llama_network(f"{flags} {more}")
+    for rank in memory(network):
+        assert step_volume(network, rank, 4).embedding == width * 128256 * 4096
+
+
+def test_experts_have_replicas_of_their_own() -> None:
+    """A quarter of the weights are experts, of which 8 ranks hold two replicas."""
+    network = llama_network(SHARED)
+    (rank,) = memory(network)
+    network = dataclasses.replace(network, sizes=dataclasses.replace(network.sizes, expert_dp=2))
+    weights = ((Weight("a", 300), Weight("e", 100, expert=True)),)
+    rank = dataclasses.replace(rank, weights=weights)
+    sent = rank.state.reduced + rank.state.parameters
+    assert step_volume(network, rank, 1).data == pytest.approx(sent * (7 / 8 * 3 / 4 + 1 / 2 / 4))
+
+
+def test_muon_deals_the_matrices_of_experts_to_their_replicas() -> None:
+    """A matrix [4, 6] of a layer is dealt to 8 replicas, one of an expert to 2."""
+    ranks = dataclasses.replace(Ranks.of(llama()), expert_dp=2)
+    flags = llama(f"--optimizer muon {SHARED}").optimizer
+    one = 4 * 16 * 6 + 2 * 64
+    steps = flags.muon_num_ns_steps
+    dense = Weight("a", 24, matrix=(4, 6))
+    expert = dataclasses.replace(dense, expert=True)
+    frozen = dataclasses.replace(dense, frozen=True)
+    for weight, dealt in ((dense, 8), (expert, 2)):
+        (work,) = muon_work(flags, ranks, [weight, frozen, Weight("b", 7)])
+        assert work.flops == pytest.approx(steps * one / dealt)
+        assert work.kernels == pytest.approx(3 * steps / dealt)
+        sent = muon_volume(flags, ranks, [weight, frozen])
+        assert (sent.data, sent.tensor) == (pytest.approx(2 * 2 * (1 - 1 / dealt) / dealt * 24), 0)
+    assert muon_work(flags, ranks, [frozen]) == []
+    exact = dataclasses.replace(flags, muon_fp32_matmul_prec="highest")
+    (work,) = muon_work(exact, ranks, [dense])
+    assert work.width == 4
+    assert muon_volume(exact, ranks, [dense]).data == 2 * muon_volume(flags, ranks, [dense]).data
+    (work,) = muon_work(flags, ranks, [dense])
+    assert work.width == 2
+    # Two tensor-parallel ranks sum the small Gram matrix [4, 4] of their halves in each step.
+    halves = dataclasses.replace(flags, muon_tp_mode="distributed")
+    split = dataclasses.replace(dense, numel=12)
+    sent = muon_volume(halves, ranks, [split])
+    assert sent.tensor == pytest.approx(2 * 2 * 1 / 2 * steps * 16 / 8)
+
+
+def test_candidates_have_every_size_that_divides_ranks_layers_and_experts() -> None:
+    config = llama("--num-layers 12 --micro-batch-size 4")
+    found = [*candidates(config, 4, GPUS["H100"], GPT_COST)]
+    assert {x.recompute for x in found} == {*GPT_COST.modes}
+    assert {x.micro_batch for x in found} == {1, 2, 4}
+    assert {(x.tp, x.pp, x.cp) for x in found} == {
+        (tp, pp, cp)
+        for tp in (1, 2, 4) for pp in (1, 2, 4) for cp in (1, 2, 4) if tp * pp * cp <= 4
+    }  # fmt: skip
+    assert {x.ep for x in found} == {1}
+    # 12 layers in 2 stages have up to 3 chunks of equal length, and none of 4; in 4 stages 1 and 3.
+    assert {(x.pp, x.chunks) for x in found} == {(1, 1), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3)}
+    deep = [*candidates(llama("--num-layers 16"), 2, GPUS["H100"], GPT_COST)]
+    assert {x.chunks for x in deep if x.pp == 2} == {1, 2, 4}
+    experts = dataclasses.replace(GPT_COST, num_experts=lambda _: 6)
+    found = [*candidates(config, 4, GPUS["H100"], experts)]
+    assert {(x.pp, x.ep) for x in found} == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)}
+
+
+def test_a_candidate_is_a_run_with_its_flags() -> None:
+    config = llama("--use-tp-pp-dp-mapping")
+    layout = Candidate(tp=2, pp=2, cp=1, ep=1, chunks=2, micro_batch=4, recompute="full")
+    run = layout.of(config, GPT, 8, GPT_COST)
+    sizes = Ranks.of(run)
+    assert (sizes.tp, sizes.pp, sizes.dp, sizes.b, sizes.sequence_parallel) == (2, 2, 2, 4, True)
+    assert run.parallel.virtual_pipeline_model_parallel_size == 2
+    assert run.model.recompute_granularity == "full"
+    assert run.optimizer.use_distributed_optimizer
+    plain = dataclasses.replace(layout, tp=1, chunks=1, recompute="none").of(
+        config, GPT, 8, GPT_COST
+    )
+    assert not plain.parallel.sequence_parallel
+    assert plain.parallel.virtual_pipeline_model_parallel_size is None
+    sgd = layout.of(llama("--optimizer sgd"), GPT, 8, GPT_COST)
+    assert not sgd.optimizer.use_distributed_optimizer
+
+
+def test_a_search_takes_the_first_mode_that_fits_and_counts_layouts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        step_time,
+        "candidates",
+        lambda *_: [
+            Candidate(tp, 1, 1, 1, 1, batch, mode)
+            for tp, batch in ((8, 1), (7, 1), (4, 1), (1, 16))
+            for mode in GPT_COST.modes
+        ],
+    )
+    found = search(llama(), GPT, 8, GPUS["H100"], GPT_COST, count=1)
+    # 7 ranks are impossible; a micro-batch of 16 fits in no mode.
+    assert (found.tried, found.fitting, len(found.best)) == (5, 2, 1)
+    several = search(llama(), GPT, 8, GPUS["H100"], GPT_COST)
+    assert [candidate.recompute for candidate, _ in several.best] == ["none"] * 2
+    seconds = [cost.seconds for _, cost in several.best]
+    assert seconds == sorted(seconds) and found.best[0][1].seconds == seconds[0]
+    monkeypatch.setattr(
+        step_time, "candidates", lambda *_: [Candidate(3, 1, 1, 1, 1, 1, x) for x in GPT_COST.modes]
+    )
+    with pytest.raises(ConfigError) as caught:
+        search(llama(), GPT, 8, GPUS["H100"], GPT_COST)
+    assert caught.value.messages[0] == "No layout of 8 ranks can run this model."
+    assert 1 < len(caught.value.messages) == len(set(caught.value.messages)) <= 6

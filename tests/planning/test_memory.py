@@ -1,0 +1,230 @@
+"""The memory of ranks and hosts: what counts at the peak, and which flags would fit."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.device.host import this_host
+from megatron_ext.errors import ConfigError
+from megatron_ext.planning.hardware import size
+from megatron_ext.planning.memory import check_host_memory, fullest, memory, walk, worst_case
+from megatron_ext.planning.network import Case, TaskCost, fp8_bytes, step_plan
+from megatron_ext.planning.stages import LayerBytes, Stage, in_order, recomputed
+from megatron_ext.planning.state import Weight, _filled, _share, buckets
+from megatron_ext.schedules.orders import build_plan
+from megatron_ext.text.cost.network import GPT_COST, GptNetwork, with_recomputation
+from megatron_ext.text.task import GPT
+from tests.planning.measure import configuration
+from tests.text.cost import layouts
+from tests.text.cost.layouts import llama_network
+from tests.training_runs import config_of
+
+
+def test_the_peak_is_the_largest_sum_of_what_is_kept_and_what_lasts_a_moment() -> None:
+    """The first stage keeps little and needs much for a moment, the second the other way round."""
+    plan = build_plan("interleaved", pipeline_size=1, num_microbatches=1, num_chunks=2)
+    costs = [LayerBytes(5, 100), LayerBytes(30, 1)]
+    # Forward of both stages: 5 + 100 at the first, 35 + 1 at the second; going back, 5 + 100.
+    assert walk(plan, 0, costs) == (5, 100, 1)
+    assert walk(plan, 0, [LayerBytes(5, 20), LayerBytes(30, 1)]) == (35, 1, 2)
+
+
+def test_what_runs_after_another_is_freed_first() -> None:
+    """Going back, the last part is freed before the first one needs its moment."""
+    assert in_order(LayerBytes(10, 7), LayerBytes(20, 3)) == LayerBytes(30, 3)
+    assert in_order(LayerBytes(10, 40), LayerBytes(20, 3)) == LayerBytes(30, 20)
+    assert in_order() == LayerBytes(0, 0)
+
+
+def test_groups_of_recomputed_layers_keep_their_inputs() -> None:
+    layers = [LayerBytes(10 + i, 3) for i in range(5)]
+    found = recomputed(layers, 2, size=2, limit=5)
+    assert found == [LayerBytes(2, 10 + 11 + 3), LayerBytes(2, 12 + 13 + 3), LayerBytes(2, 14 + 3)]
+    assert recomputed(layers, 2, size=1, limit=2) == [
+        LayerBytes(2, 13), LayerBytes(2, 14), *layers[2:],
+    ]  # fmt: skip
+    assert recomputed(layers, 2, size=1, limit=0) == layers
+
+
+def test_a_bucket_ends_when_it_is_full_and_at_what_replicas_share() -> None:
+    weights = [Weight(name, 128) for name in "abcde"]
+    full = buckets(weights, distributed=True, replicas=2, bucket_size=256)
+    assert [(x.start, x.end, len(x.spans)) for x in full] == [
+        (0, 256, 2),
+        (256, 512, 2),
+        (512, 640, 1),
+    ]
+    # 3 replicas share multiples of 3 and of 128; 256 replicas multiples of 256.
+    for replicas, end in ((3, 768), (4, 640), (256, 768)):
+        (one,) = buckets(weights, distributed=True, replicas=replicas, bucket_size=None)
+        assert one.end == end
+    plain = buckets(
+        [Weight("a", 100), Weight("b", 56)], distributed=False, replicas=4, bucket_size=56
+    )
+    assert [(x.start, x.end) for x in plain] == [(0, 56), (56, 156)]
+    (bucket,) = buckets(
+        [Weight("a", 100, matrix=(10, 10)), Weight("b", 60)],
+        distributed=True, replicas=2, bucket_size=None,
+    )  # fmt: skip
+    # b lies at 0 to 60 and a at 64 to 164 of 256; the halves end at 128.
+    assert [_share(bucket, replica, 2) for replica in (0, 1)] == [(124, 2, 64), (36, 1, 36)]
+    assert _share(bucket, 0, 1) == (160, 2, 100)
+
+
+def test_buckets_of_sharded_gradients_that_are_in_memory_at_a_time() -> None:
+    """The last bucket and the two, or with overlap three, largest neighbours before it."""
+    ends = [10, 14, 34, 41, 50, 57]
+    laid: list[Any] = [
+        SimpleNamespace(start=start, end=end) for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    assert _filled(laid, overlap=False) == 7 + 27
+    assert _filled(laid, overlap=True) == 7 + 36
+    assert _filled(laid[:1], overlap=True) == 10
+
+
+def test_the_state_of_an_optimizer_has_its_moments_and_formats() -> None:
+    """Bytes of state per weight, and of averages, on one rank."""
+    per_weight = {
+        "--bf16": (12, 0),
+        "": (8, 0),
+        "--bf16 --ema-decay 0.9": (12, 4),
+        "--bf16 --ema-decay 0": (12, 0),
+        "--bf16 --optimizer sgd": (8, 0),
+        "--optimizer sgd": (4, 0),
+        "--optimizer sgd --sgd-momentum 0": (0, 0),
+        "--bf16 --optimizer sgd --sgd-momentum 0": (4, 0),
+    }
+    for flags, (state, average) in per_weight.items():
+        config = config_of([*layouts.MODEL, *flags.split()])
+        model = dataclasses.replace(config.model, padded_vocab_size=512)
+        (rank,) = memory(GptNetwork.of(dataclasses.replace(config, model=model)))
+        count = rank.state.count
+        counters = 4 * len(rank.all_weights) if "sgd" not in flags else 0
+        assert rank.state.optimizer == state * count + counters, flags
+        assert rank.state.average == average * count, flags
+
+
+def test_weights_in_8_bits_have_a_transposed_copy() -> None:
+    weights = [Weight("decoder.layers.0.mlp.linear_fc1.weight", 10), Weight("a.linear_fc1.bias", 5)]
+    weights += [Weight("output_layer.weight", 3), Weight("x.linear_q_up_proj.weight", 20)]
+    fp8 = layouts.llama().fp8
+    assert fp8_bytes(fp8, weights) == 2 * 30
+    assert fp8_bytes(dataclasses.replace(fp8, fp8_param_gather=True), weights) == 30
+
+
+def test_a_rank_sends_to_both_neighbours_of_each_of_its_stages() -> None:
+    """Of four stages on two ranks, the first and the last have one neighbour."""
+    network = GptNetwork.of(configuration(layouts.flags_of("pp2vpp2")))
+    boundary = network.boundary
+    assert boundary == 128 * 2 * 64 * 4
+    assert [network.messages(stage) / boundary for stage in network.stages()] == [1, 2, 2, 1]
+    assert [stage.index for stage in network.stages_of(1)] == [1, 3]
+    assert [stage.chunk for stage in network.stages_of(0)] == [0, 1]
+    alone = GptNetwork.of(configuration(layouts.MODEL))
+    assert alone.messages(alone.stages()[0]) == 0
+
+
+def test_graphs_allow_no_recomputation() -> None:
+    graphs = layouts.llama().cuda_graphs
+    assert GPT_COST.modes_with(graphs) == ("none", "selective", "full")
+    local = dataclasses.replace(graphs, cuda_graph_impl="local")
+    assert GPT_COST.modes_with(local) == ("none",)
+
+
+def test_the_kind_of_batch_with_the_highest_peak_decides() -> None:
+    small, large = (llama_network(f"--micro-batch-size {x}") for x in (1, 2))
+    for cases in ((small, large), (large, small)):
+        network, ranks = worst_case([Case(x) for x in cases])
+        assert network is large
+        assert fullest(ranks).total == max(rank.total for rank in memory(large))
+
+
+def test_a_step_has_at_least_one_micro_batch() -> None:
+    config = layouts.llama("--global-batch-size 16 --micro-batch-size 2")
+    assert step_plan(config.parallel, config.training).num_microbatches == 1
+    four = layouts.llama("--global-batch-size 64 --micro-batch-size 2")
+    assert step_plan(four.parallel, four.training).num_microbatches == 4
+
+
+HOST = "megatron_ext.planning.memory.this_host"
+WORDS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 512 "
+    "--max-position-embeddings 512 --micro-batch-size 12 --global-batch-size 24 --lr 1e-3 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --padded-vocab-size 128 "
+    "--train-iters 1 --attention-dropout 0 --hidden-dropout 0"
+)
+
+
+def least(config: Any) -> int:
+    """Return the bytes of one pipeline's state and of one micro-batch's activations."""
+    network = GptNetwork.of(config)
+    kept = sum(network.activations(stage).kept for stage in network.stages())
+    return kept + sum(rank.state.total for rank in memory(network))
+
+
+def refusal(config: Any, bytes_of_host: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    host = dataclasses.replace(this_host(), memory=bytes_of_host)
+    monkeypatch.setattr(HOST, lambda: host)
+    try:
+        check_host_memory(config, GPT.cost)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_the_first_flags_that_fit_a_host_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(WORDS)
+
+    def needed(micro_batch: int, mode: str = "none") -> int:
+        training = dataclasses.replace(config.training, micro_batch_size=micro_batch)
+        return least(with_recomputation(dataclasses.replace(config, training=training), mode))
+
+    full = "`--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`"
+    assert refusal(config, needed(12), monkeypatch) is None
+    told = refusal(config, needed(12) - 1, monkeypatch)
+    assert told is not None and f"at least {size(needed(12))} on this machine for 1 rank(s)" in told
+    # Micro-batches must divide the given one: 12 has none between 6 and 12.
+    assert told.endswith(f"; `--micro-batch-size 6` needs at least {size(needed(6))}.")
+    told = refusal(config, needed(6) - 1, monkeypatch)
+    assert told is not None and "; `--micro-batch-size 4` needs" in told
+    assert needed(1) > needed(4, "full")
+    told = refusal(config, needed(1) - 1, monkeypatch)
+    assert told is not None and (
+        f"; {full} needs" in told or f"` and {full} needs at least" in told
+    )
+    told = refusal(config, needed(1, "full") - 1, monkeypatch)
+    assert told is not None and told.endswith("; no smaller micro-batch alone would fit.")
+
+
+def test_a_host_holds_its_own_ranks_of_each_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks in two pipelines of two stages, two may be on another machine."""
+    config = config_of([*WORDS.split(), *"--pipeline-model-parallel-size 2".split()], ranks=4)
+    whole = least(config)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert refusal(config, 2 * whole, monkeypatch) is None
+    told = refusal(config, 2 * whole - 1, monkeypatch)
+    assert told is not None and "on this machine for 4 rank(s)" in told
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert refusal(config, whole, monkeypatch) is None
+    assert "for 2 rank(s)" in str(refusal(config, whole - 1, monkeypatch))
+
+
+def test_only_runs_on_cpus_with_a_cost_of_their_flags_are_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of(WORDS)
+    assert refusal(config, 1, monkeypatch) is not None
+    check_host_memory(config, None)
+    check_host_memory(config, dataclasses.replace(GPT_COST, from_flags=False))
+    check_host_memory(config, TaskCost())
+    assert refusal(config_of(WORDS, device="cuda"), 1, monkeypatch) is None
+
+
+def test_ends_of_a_model_without_depths() -> None:
+    stages = [Stage.of_layers([index], index, 3) for index in range(3)]
+    assert [stage.embedding for stage in stages] == [True, False, False]
+    assert [(stage.final_norm, stage.head) for stage in stages] == [(False, False)] * 2 + [
+        (True, True)
+    ]

@@ -1,0 +1,310 @@
+"""Tables and pictures of a plan: what stands in which cell, in which unit."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.table import Table
+
+from megatron_ext.config.precision import Fp8Config
+from megatron_ext.device.gpus import GB, GPUS, Measured
+from megatron_ext.planning import budget, report
+from megatron_ext.planning.budget import Line, budget_table
+from megatron_ext.planning.hardware import FLASH_3, size
+from megatron_ext.planning.memory import fullest, memory
+from megatron_ext.planning.network import Case
+from megatron_ext.planning.report import (
+    assumption_table,
+    bucket_table,
+    headline,
+    memory_table,
+    parameter_table,
+    recomputation_table,
+    report_cases,
+    reserve_table,
+    save_pictures,
+    search_table,
+    time_lines,
+    volume_table,
+)
+from megatron_ext.planning.step_time import Candidate, SearchResult, estimate
+from megatron_ext.text.cost.network import GPT_COST, GptNetwork
+from tests.planning.measure import configuration
+from tests.text.cost import layouts
+from tests.text.cost.layouts import llama_network
+
+H100 = GPUS["H100"]
+SHARED = "--use-distributed-optimizer"
+
+
+def network_of(name: str = "", more: str = "") -> GptNetwork:
+    flags = [*(layouts.flags_of(name) if name else layouts.MODEL), *more.split()]
+    return GptNetwork.of(configuration(flags))
+
+
+def rows_of(table: Table) -> list[dict[str, str]]:
+    """Return the cells of each row by the heading of their column."""
+    headings = [str(column.header) for column in table.columns]
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    return [dict(zip(headings, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def test_the_headline_names_layout_size_and_numbers() -> None:
+    shared = llama_network("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
+    assert headline(shared, memory(shared)) == (
+        "plan: 8 ranks (tp 2 × pp 2 × dp 2), 8,030.3 M parameters, 64 micro-batches of 1 × 8192 "
+        "tokens, bf16"
+    )
+    for flags, numbers in (("", "fp32"), ("--fp16", "fp16"), ("--bf16", "bf16")):
+        small = network_of(more=flags)
+        assert headline(small, memory(small)) == (
+            "plan: 1 ranks (1 rank), 0.3 M parameters, 4 micro-batches of 2 × 128 tokens, "
+            f"{numbers}"
+        )
+    config = dataclasses.replace(
+        layouts.llama(), fp8=Fp8Config(fp8_format="hybrid", fp8_recipe="rowwise")
+    )
+    eight = GptNetwork.of(config)
+    assert headline(eight, memory(eight)).endswith("bf16, layers in fp8 (hybrid, rowwise)")
+
+
+LAYER = (4 + 2 * 2) * 16 * 64 + 64 * 64 + 3 * 64 * 192 + 2 * 64
+TABLE = 512 * 64
+
+
+def test_stages_hold_their_layers_and_parameters_in_the_order_of_the_model() -> None:
+    stages = rows_of(parameter_table(memory(network_of("pp2vpp2"))))
+    assert [tuple(row.values()) for row in stages] == [
+        ("0", "0", "embedding, layer 0", f"{TABLE + LAYER:,}"),
+        ("1", "1", "layer 1", f"{LAYER:,}"),
+        ("2", "0", "layer 2", f"{LAYER:,}"),
+        ("3", "1", "layer 3, output", f"{LAYER + 64 + TABLE:,}"),
+    ]
+    depth = rows_of(parameter_table(memory(network_of("mtp1 pp2"))))
+    assert [row["holds"] for row in depth] == ["embedding, layers 0-1", "layers 2-3, 1 MTP, output"]
+
+
+def test_the_memory_of_each_rank_is_in_its_column() -> None:
+    """A bf16 weight of Llama 3 8B has a gradient and, with its fp32 copy, 12 bytes of state."""
+    network = llama_network("--ema-decay 0.9")
+    (row,) = rows_of(memory_table(network, ranks := memory(network)))
+    billion = 8_030_261_248 / GB
+    assert [row[name] for name in ("weights", "gradients", "optimizer", "EMA")] == [
+        f"{count * billion:,.2f} GB" for count in (2, 4, 12, 4)
+    ]
+    moving = [row[name] for name in ("fp8 weights", "activations", "for a moment", "peak")]
+    counts = (0, ranks[0].activations, ranks[0].transient, ranks[0].total)
+    assert moving == [size(count) for count in counts]
+    assert row["in flight"] == "1"
+    stages = llama_network("--pipeline-model-parallel-size 4")
+    found = rows_of(memory_table(stages, memory(stages)))
+    assert [row["in flight"] for row in found] == ["4", "3", "2", "1"]
+
+
+def test_a_caption_says_what_sharding_the_state_would_leave() -> None:
+    def caption(more: str) -> str | None:
+        network = llama_network(more)
+        text = memory_table(network, memory(network)).caption
+        return None if text is None else str(text)
+
+    eighth = f"{12 * 8_030_261_248 / 8 / GB:,.2f} GB"
+    for more in ("", "--context-parallel-size 8"):
+        assert caption(more) == f"with --use-distributed-optimizer: optimizer {eighth}"
+    # The last stage has as many layers as the first and, like it, a table of the vocabulary.
+    last = (16 * 218_112_000 + 128256 * 4096 + 4096) * 12 / 4 / GB
+    assert caption("--pipeline-model-parallel-size 2") == (
+        f"with --use-distributed-optimizer: optimizer {last:,.2f} GB"
+    )
+    sharded = layouts.llama_network(f"{SHARED} --data-parallel-sharding-strategy optim_grads")
+    gradients = memory(sharded)[0].state.gradients
+    assert caption(SHARED) == (
+        f"with --data-parallel-sharding-strategy optim_grads: gradients {size(gradients)}"
+    )
+    assert caption(f"{SHARED} --data-parallel-sharding-strategy optim_grads") is None
+    assert caption("--tensor-model-parallel-size 8") is None
+
+
+def test_recomputation_keeps_less_of_a_layer_and_its_input_at_least() -> None:
+    network = llama_network(SHARED)
+    none, selective, full = rows_of(recomputation_table(network, GPT_COST))
+    assert [row["recomputation"] for row in (none, selective, full)] == [*GPT_COST.modes]
+    assert none["a layer keeps"] == size(network.layer().kept)
+    assert full["a layer keeps"] == size(8192 * 4096 * 2)
+    (rank,) = memory(network)
+    assert none["fullest rank: activations"] == size(rank.activations + rank.transient)
+    assert none["peak"] == size(rank.total)
+    graphed = llama_network(f"{SHARED} --cuda-graph-impl local")
+    assert len(rows_of(recomputation_table(graphed, GPT_COST))) == 1
+
+
+def test_bytes_are_those_of_a_whole_step() -> None:
+    """Two stages of four replicas: 32 micro-batches, each of a bf16 tensor [8192, 4096]."""
+    network = llama_network("--pipeline-model-parallel-size 2")
+    ranks = memory(network)
+    rows = rows_of(volume_table(network, ranks))
+    for row, rank in zip(rows, ranks, strict=True):
+        assert row["pipeline"] == size(32 * 8192 * 4096 * 2)
+        assert row["data"] == size(2 * 3 / 4 * rank.state.gradients)
+        assert row["tensor"] == row["context"] == row["expert"] == "–"
+
+
+def test_lines_of_time_and_memory_name_the_same_step() -> None:
+    gpu = GPUS["H200"]
+    found = estimate(llama_network(SHARED), gpu)
+    time, fits = time_lines(found, GPT_COST)
+    assert f"estimated on {gpu.name}: {found.seconds:.3g} s a step" in time
+    assert f"{128 * 8192 / found.seconds:,.0f} tokens/s" in time
+    assert f"MFU {found.mfu:.1%} of {gpu.bf16 / 1e12:.0f} TFLOP/s, bubble 0.0%" in time
+    reserve = sum(found.reserve.values())
+    assert fits == (
+        f"fits: {size(found.peak)} and a reserve of {size(reserve)} make "
+        f"{size(found.peak + reserve)} of {size(gpu.memory)}"
+    )
+    kept = {row["reserve (assumed)"]: row["bytes"] for row in rows_of(reserve_table(found))}
+    assert kept == {name: size(count) for name, count in found.reserve.items()}
+
+
+DISTRIBUTED = "--use-distributed-optimizer"
+SELECTIVE, FULL = "selective recomputation", "full recomputation"
+NOTHING = "neither the distributed optimizer nor recomputation suffices; use more ranks (--search)"
+
+
+@pytest.mark.parametrize(
+    ("more", "fitting", "spare", "remedy"),
+    [
+        ("", DISTRIBUTED, 0, f"it would fit with {DISTRIBUTED}"),
+        (SHARED, SELECTIVE, 0, f"it would fit with {SELECTIVE}"),
+        (SHARED, SELECTIVE, -1, f"it would fit with {FULL}"),
+        (SHARED, FULL, -1, NOTHING),
+        (f"{SHARED} --cuda-graph-impl local", SELECTIVE, 0,
+         f"it would fit with {SELECTIVE} in place of --cuda-graph-impl"),
+    ],
+)  # fmt: skip
+def test_a_run_that_does_not_fit_gets_the_first_remedy(
+    more: str, fitting: str, spare: int, remedy: str
+) -> None:
+    """The GPU has as much memory as one of the remedies needs, or a byte less."""
+    network = llama_network(more)
+    config = network.config
+    runs = {
+        DISTRIBUTED: layouts.llama(f"{more} {SHARED}"),
+        SELECTIVE: GPT_COST.recompute(config, "selective"),
+        FULL: GPT_COST.recompute(config, "full"),
+    }
+    needed = fullest(memory(network.with_config(runs[fitting]))).total
+    needed += sum(estimate(network, H100).reserve.values())
+    gpu = dataclasses.replace(H100, memory=needed + spare)
+    *_, last = time_lines(estimate(network, gpu), GPT_COST)
+    assert last == remedy
+
+
+def test_exactly_enough_memory_fits() -> None:
+    network = llama_network(SHARED)
+    found = estimate(network, H100)
+    needed = found.peak + sum(found.reserve.values())
+    for spare, fits in ((0, True), (-1, False)):
+        gpu = dataclasses.replace(H100, memory=needed + spare)
+        assert estimate(network, gpu).fits is fits
+        assert report_cases([Case(network)], gpu, GPT_COST)[1] is fits
+
+
+def test_rows_of_the_budget_have_units_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = estimate(llama_network(SHARED), GPUS["H200"])
+    lines = [
+        Line("linear", found.seconds / 4, "500 TFLOP/s", 3e15, 5e9, 1234.0),
+        Line("waiting", found.seconds / 2, "for others"),
+    ]
+    monkeypatch.setattr(budget, "budget", lambda _: lines)
+    table = budget_table(found)
+    first, second = rows_of(table)
+    assert (first["TFLOP"], first["GB"], first["kernels"]) == ("3,000.0", "5.0", "1,234")
+    assert (first["ms"], first["share"]) == (f"{250 * found.seconds:.1f}", "25.0%")
+    assert (second["TFLOP"], second["GB"], second["kernels"], second["share"]) == (
+        "",
+        "",
+        "",
+        "50.0%",
+    )
+    other = estimate(llama_network(SHARED), GPUS["H200"], FLASH_3)
+    assert str(table.caption).endswith(
+        f"; where flash attention 3 is installed, {other.matrix_share:.1%} of "
+        f"{1e3 * other.seconds:.1f} ms"
+    )
+
+
+def test_measured_rates_are_marked() -> None:
+    measured = Measured(8e14, 1.4e15, 4.2e12, "machine.json")
+    gpu = dataclasses.replace(H100, measured=measured)
+    table = assumption_table(gpu)
+    shares = {row["assumed"]: row["share"] for row in rows_of(table)}
+    assert {name for name, share in shares.items() if share == "measured"} == {
+        "products", "fp8_products", "copies",
+    }  # fmt: skip
+    assert str(table.caption) == (
+        "measured (machine.json): bf16 800 TFLOP/s, fp8 1400 TFLOP/s, copy 4.20 TB/s; links are "
+        "the datasheet's"
+    )
+    assert "measured" not in {row["share"] for row in rows_of(assumption_table(H100))}
+
+
+def test_the_best_layouts_are_listed_with_their_figures() -> None:
+    cost: Any = SimpleNamespace(
+        network=SimpleNamespace(sizes=SimpleNamespace(dp=3)),
+        seconds=1.234567,
+        tokens_per_second=98765.4,
+        mfu=0.4321,
+        price=SimpleNamespace(bubble_share=0.0625),
+        peak=70 * GB,
+    )
+    layout = Candidate(tp=2, pp=4, cp=1, ep=1, chunks=2, micro_batch=5, recompute="full")
+    table = search_table(SearchResult([(layout, cost)], tried=9, fitting=4))
+    assert str(table.title) == "best of 4 layouts that fit (9 tried)"
+    (row,) = rows_of(table)
+    assert [*row.values()] == [
+        "tp2pp4vpp2", "3", "5", "full", "1.23", "98,765", "43.2%", "6.2%", "70.00 GB",
+    ]  # fmt: skip
+
+
+def test_the_worst_and_the_most_frequent_kind_of_batch_are_marked() -> None:
+    small, large = (llama_network(f"{SHARED} --micro-batch-size {x}") for x in (1, 2))
+    columns: Mapping[str, str] = {"length": "9"}
+    cases = [
+        Case(small, "rare", 0.1, columns),
+        Case(large, "wide", 0.3, columns),
+        Case(small, "usual", 0.6, columns),
+    ]
+    rows = rows_of(bucket_table(cases, H100))
+    assert [(row["bucket"], row["share of steps"], row[""]) for row in rows] == [
+        ("rare", "10.0%", ""),
+        ("wide", "30.0%", "worst"),
+        ("usual", "60.0%", "typical"),
+    ]
+    peaks = [size(fullest(memory(case.network)).total) for case in cases]
+    assert [row["peak"] for row in rows] == peaks
+    assert rows[1]["step (s)"] == f"{estimate(large, H100).seconds:.3g}"
+    assert [row["step (s)"] for row in rows_of(bucket_table(cases, None))] == ["", "", ""]
+    parts, _ = report_cases(cases, None, GPT_COST)
+    assert parts[0] == headline(large, memory(large))
+
+
+def test_bars_of_the_picture_stand_on_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(report, "write_figure", lambda figure, path: figures.append((figure, path)))
+    monkeypatch.setattr(report, "save_schedule", lambda *_: None)
+    network = llama_network("--pipeline-model-parallel-size 2")
+    paths = save_pictures(network, tmp_path / "plan.svg", H100)
+    assert paths == [tmp_path / "plan.svg", tmp_path / "plan_memory.svg"]
+    ((figure, path),) = figures
+    assert path == paths[1]
+    (axes,) = figure.axes
+    tops = [0.0, 0.0]
+    for bars in axes.containers:
+        for index, bar in enumerate(bars):
+            assert bar.get_y() == pytest.approx(tops[index])
+            tops[index] += bar.get_height()
+    assert tops == pytest.approx([rank.total / GB for rank in memory(network)])

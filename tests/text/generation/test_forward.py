@@ -1,0 +1,86 @@
+"""Forward passes over packed texts: formats, vocabularies, and layouts without a cache."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.chunks import build_chunks, wrap_chunks
+from megatron_ext.layers.kv_cache import Segment
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.text.convert.training import HuggingFaceConfig
+from megatron_ext.text.generation.forward import NewTokens, PackedForward, check_model
+from megatron_ext.text.generation.tool import build_frozen_chunk
+from tests.ranks import ParallelContext, ranks
+from tests.text.convert.models import SIZES
+from tests.training_runs import SMALL, config_of
+
+VOCABULARY = 40
+IDS = (3, 1, 4, 1, 5)
+
+
+def forward_of(context: ParallelContext, *words: str) -> PackedForward:
+    """Return the forward passes of a small random model, whose vocabulary has padding."""
+    config = config_of([*SMALL, "--padded-vocab-size", "64", *words])
+    model = dataclasses.replace(config.model, unpadded_vocab_size=VOCABULARY)
+    config = dataclasses.replace(config, model=model)
+    transformer_config = build_transformer_config(config)
+    torch.manual_seed(3)
+    chunks = build_chunks(build_frozen_chunk, config, transformer_config, context, VOCABULARY)
+    device = torch.device("cpu")
+    wrapped = wrap_chunks(chunks, config, transformer_config, context, device)
+    assert not any(p.requires_grad for chunk in wrapped for p in chunk.parameters())
+    return PackedForward(wrapped, transformer_config, config, context, device)
+
+
+def next_logits(forward: PackedForward) -> Tensor:
+    """Return the logits after a text whose first tokens are cached before the last ones."""
+    with forward.ready(1, len(IDS)):
+        forward.next_logits([NewTokens(Segment(0, 0, 3), IDS[:3])])
+        return forward.next_logits([NewTokens(Segment(0, 3, 2), IDS[3:])])[0]
+
+
+@ranks()
+def test_models_in_16_bits_write_as_those_in_32(context: ParallelContext) -> None:
+    exact = next_logits(forward_of(context))
+    assert exact.shape == (VOCABULARY,) and exact.dtype == torch.float32
+    for flag, near in (("--bf16", 2e-2), ("--fp16", 3e-3)):
+        found = next_logits(forward_of(context, flag))
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, exact, rtol=0, atol=near * float(exact.abs().max()))
+
+
+@ranks()
+def test_scores_take_the_vocabulary_of_the_model_from_which_the_weights_come(
+    context: ParallelContext, tmp_path: Path
+) -> None:
+    """lm-eval's own class normalizes over all of the model's rows, texts over the tokenizer's."""
+    forward = forward_of(context)
+    states = torch.randn(3, 1, forward._config.hidden_size)
+    assert forward.model_vocab_size == VOCABULARY
+    assert forward.logits(states).shape == (3, VOCABULARY)
+    assert forward.logits(states, 50).shape == (3, 50)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    for given in (HuggingFaceConfig(load_hf=str(tmp_path)), HuggingFaceConfig()):
+        config = forward._run_config.with_section(given)
+        other: Any = SimpleNamespace(_run_config=config)
+        size = PackedForward.model_vocab_size.func(other)  # type: ignore[attr-defined]
+        assert size == (VOCABULARY if given.load_hf is None else 300)
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    config = config_of(SMALL)
+    check_model(config)
+    model = dataclasses.replace(config.model, transformer_impl="transformer_engine")
+    parallel = dataclasses.replace(config.parallel, context_parallel_size=4)
+    with pytest.raises(ConfigError) as caught:
+        check_model(dataclasses.replace(config, model=model, parallel=parallel))
+    first, second = caught.value.messages
+    assert first.startswith("`--context-parallel-size` (4) must be 1 where text is generated")
+    assert second.startswith("`--transformer-impl` (transformer_engine) has no cache of keys and")
