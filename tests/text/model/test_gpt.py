@@ -1,6 +1,5 @@
 """A chunk of a GPT is built with every flag of its own, and runs as its flags say."""
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,33 +127,39 @@ def test_depths_are_recomputed_one_by_one_and_marked_as_embeddings(
     assert chunk.embedding.word_embeddings.weight.is_embedding_or_output_parameter
 
 
-@ranks()
+@pytest.mark.parametrize(
+    ("post_process", "mtp_process", "entering", "leaving"),
+    [
+        (True, False, [torch.bfloat16], torch.bfloat16),
+        (False, True, [torch.bfloat16], torch.float32),
+        (True, True, [torch.bfloat16] * 2, torch.bfloat16),
+        (False, False, [], torch.float32),
+    ],
+)
 def test_a_residual_stream_in_float32_ends_before_depths_and_head(
-    context: ParallelContext,
+    post_process: bool, mtp_process: bool, entering: list[torch.dtype], leaving: torch.dtype
 ) -> None:
     """A stage with depths of multi-token prediction but no head ends it too."""
-    chunk = built(context, "--bf16", "--fp32-residual-connection")
-    tokens = torch.arange(16)[None] % 7
-    seen = []
-    chunk.decoder.register_forward_hook(lambda *given: seen.append(given[-1].dtype))
-    for post_process, mtp_process, dtype in (
-        (True, False, torch.bfloat16),
-        (False, True, torch.bfloat16),
-        (False, False, torch.float32),
-    ):
-        chunk.post_process = post_process
-        chunk.mtp_process = mtp_process
-        chunk.config = dataclasses.replace(chunk.config, pipeline_dtype=torch.float32)
-        entering: list[torch.dtype] = []
-        chunk.before_head = lambda hidden, into=entering: into.append(hidden.dtype) or hidden
-        chunk.mtp = lambda hidden_states, into=entering, **_: (
-            into.append(hidden_states.dtype) or hidden_states
-        )
-        chunk._has_depths = lambda _, has=mtp_process: has
-        found = chunk(tokens, torch.arange(16)[None], None, hidden_states_only=True)
-        assert seen[-1] == torch.float32
-        assert entering == ([] if dtype == torch.float32 else [dtype])
-        assert found.dtype == (torch.bfloat16 if post_process else torch.float32)
+    seen: list[torch.dtype] = []
+
+    def enter(hidden: Tensor) -> Tensor:
+        seen.append(hidden.dtype)
+        return hidden
+
+    stage: Any = SimpleNamespace(
+        post_process=post_process,
+        mtp_process=mtp_process,
+        config=SimpleNamespace(params_dtype=torch.bfloat16, pipeline_dtype=torch.float32),
+        embedding=None,
+        _preprocess=lambda **_: (None,) * 6,
+        decoder=lambda **_: torch.ones(4, 1, 2),
+        _has_depths=lambda _: mtp_process,
+        mtp=lambda hidden_states, **_: enter(hidden_states),
+        before_head=enter,
+    )
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    found = gpt.TextModel.forward(stage, ids, ids, None, hidden_states_only=True)
+    assert (seen, found.dtype) == (entering, leaving)
 
 
 def test_a_stage_of_depths_alone_runs_them_while_it_trains() -> None:
