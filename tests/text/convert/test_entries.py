@@ -1,0 +1,332 @@
+"""Entries of each family's config.json: the fields that they become, the way back, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.text.convert.config import (
+    HuggingFaceModel,
+    config_json,
+    disagreements,
+    is_block_scaled,
+    read_model,
+    tokenizer_files,
+)
+from megatron_ext.text.convert.families import FAMILIES
+from megatron_ext.text.convert.family import Gpt, architecture_of, differences, words_of
+from tests.text.convert.models import MODELS, SIZES
+
+
+def read(folder: Path, name: str = "llama", **changed: Any) -> HuggingFaceModel:
+    content = {**SIZES, **MODELS.get(name, {"model_type": name}), **changed}
+    (folder / "config.json").write_text(json.dumps(content))
+    return read_model(folder)
+
+
+def written(model: HuggingFaceModel) -> dict[str, Any]:
+    return model.family.settings(model.sections())
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {"attention_bias": True},
+     {"add_qkv_bias": True, "add_proj_bias": True, "add_mlp_bias": False}),
+    ("llama", {"mlp_bias": True},
+     {"add_qkv_bias": False, "add_proj_bias": False, "add_mlp_bias": True}),
+    ("llama", {"num_key_value_heads": 4},
+     {"num_query_groups": None, "group_query_attention": False}),
+    ("llama", {"num_key_value_heads": 1}, {"num_query_groups": 1, "group_query_attention": True}),
+    ("llama", {"head_dim": 24}, {"kv_channels": 24}),
+    ("llama", {"tie_word_embeddings": True}, {"untie_embeddings_and_output_weights": False}),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+     {"rotary_seq_len_interpolation_factor": 4}),
+    ("mistral", {"sliding_window": 63}, {"window_size": (62, 0)}),
+    ("phi3 partly rotary", {}, {"rotary_percent": 0.5}),
+    ("mixtral", {}, {"moe_router_pre_softmax": False, "moe_ffn_hidden_size": 112}),
+    ("qwen2_moe", {"mlp_only_layers": [], "num_hidden_layers": 4, "decoder_sparse_step": 2},
+     {"moe_layer_freq": "[0,1,0,1]"}),
+    ("qwen2_moe", {"mlp_only_layers": [1], "num_hidden_layers": 3},
+     {"moe_layer_freq": "[1,0,1]", "moe_shared_expert_intermediate_size": 40}),
+    ("qwen3", {"attention_bias": True}, {"add_qkv_bias": True, "add_proj_bias": True}),
+    ("qwen3", {}, {"add_qkv_bias": False, "add_proj_bias": False}),
+    ("qwen3_moe", {"norm_topk_prob": False}, {"moe_router_pre_softmax": True}),
+    ("gpt2", {"n_inner": None}, {"ffn_hidden_size": 256}),
+    ("gpt2", {"activation_function": "gelu_new"}, {"openai_gelu": True}),
+    ("gpt_oss", {"swiglu_limit": 0.25}, {"activation_func_clamp_value": 0.25}),
+    ("gemma2", {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 10.0,
+                "query_pre_attn_scalar": 25},
+     {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 10.0, "softmax_scale": 0.2,
+      "embedding_multiplier": 8.0}),
+    ("gemma3", {"rope_local_base_freq": 20000.0},
+     {"rotary_base": 1e6, "rope_local_base_freq": 20000.0}),
+    ("glm4_moe", {"use_qk_norm": False, "attention_bias": False},
+     {"qk_layernorm": False, "add_qkv_bias": False}),
+    ("glm4_moe", {"num_nextn_predict_layers": 2}, {"mtp_num_layers": 2}),
+    ("deepseek_v2 with groups", {}, {"moe_router_num_groups": 4, "moe_router_group_topk": 2,
+                                     "moe_router_group_scores": 1}),
+    ("deepseek_v2 with groups", {"topk_method": "greedy"}, {"moe_router_num_groups": None,
+                                                            "moe_router_group_topk": None}),
+    ("deepseek_v3", {"n_shared_experts": 3}, {"moe_shared_expert_intermediate_size": 72}),
+    ("deepseek_v3", {"n_shared_experts": 0}, {"moe_shared_expert_intermediate_size": None}),
+    ("deepseek_v3", {"first_k_dense_replace": 2}, {"moe_layer_freq": "[0,0]"}),
+    ("deepseek_v3", {"first_k_dense_replace": 0}, {"moe_layer_freq": "1"}),
+    ("deepseek_v3", {"routed_scaling_factor": 2.5}, {"moe_router_topk_scaling_factor": 2.5}),
+    ("deepseek_v3", {"num_nextn_predict_layers": 0}, {"mtp_num_layers": None}),
+]  # fmt: skip
+"""Model, entries of its config.json, and the fields that they must become."""
+
+
+@pytest.mark.parametrize(
+    "case", range(len(CASES)), ids=[f"{name} {[*changed]}" for name, changed, _ in CASES]
+)
+def test_an_entry_becomes_its_fields_and_comes_back(case: int, tmp_path: Path) -> None:
+    name, changed, fields = CASES[case]
+    model = read(tmp_path, name, **changed)
+    assert {field: model.fields.get(field) for field in fields} == fields
+    (tmp_path / "config.json").write_text(json.dumps({**written(model), "vocab_size": 300}))
+    again = read_model(tmp_path)
+    assert {field: again.fields.get(field) for field in fields} == fields
+    assert architecture_of(again.sections()) == architecture_of(model.sections())
+
+
+def test_dropout_is_that_of_each_place(tmp_path: Path) -> None:
+    assert read(tmp_path, "llama", attention_dropout=0.25).fields["attention_dropout"] == 0.25
+    gpt2 = read(tmp_path, "gpt2", attn_pdrop=0.2, resid_pdrop=0.3).fields
+    assert (gpt2["attention_dropout"], gpt2["hidden_dropout"]) == (0.2, 0.3)
+
+
+def test_a_window_as_long_as_the_positions_hides_nothing(tmp_path: Path) -> None:
+    assert "window_size" not in read(tmp_path, "mistral", sliding_window=64).fields
+    assert written(read(tmp_path, "mistral", sliding_window=None))["sliding_window"] is None
+    assert written(read(tmp_path, "mistral", sliding_window=8))["sliding_window"] == 8
+    unused = written(read(tmp_path, "qwen2 tied"))
+    assert unused["use_sliding_window"] is False and "sliding_window" not in unused
+
+
+def test_scalings_of_positions_keep_their_numbers(tmp_path: Path) -> None:
+    linear = read(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.5})
+    assert "rotary_seq_len_interpolation_factor" not in linear.fields
+    assert written(linear)["rope_scaling"] == {"rope_type": "linear", "factor": 2.5}
+    whole = read(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    assert written(whole)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+def test_the_growth_of_scores_needs_both_of_its_entries(tmp_path: Path) -> None:
+    """transformers ignores `mscale` without `mscale_all_dim`."""
+    yarn = MODELS["deepseek_v3"]["rope_scaling"]
+    both = read(tmp_path, "deepseek_v3", rope_scaling={**yarn, "mscale": 0.5}).fields
+    assert (both["mscale"], both["mscale_all_dim"]) == (0.5, 0.7)
+    alone = {name: value for name, value in yarn.items() if name != "mscale_all_dim"}
+    one = read(tmp_path, "deepseek_v3", rope_scaling={**alone, "mscale": 0.5}).fields
+    assert (one["mscale"], one["mscale_all_dim"]) == (1.0, 0.0)
+
+
+def test_the_scale_of_scores_is_that_of_the_heads_by_default(tmp_path: Path) -> None:
+    gpt = Gpt.of_fields({**read(tmp_path, "gemma2").fields, "softmax_scale": None})
+    assert FAMILIES["gemma2"].settings(gpt)["query_pre_attn_scalar"] == 18
+
+
+def test_each_depth_has_a_copy_of_the_embedding_and_the_head(tmp_path: Path) -> None:
+    table = read(tmp_path, "deepseek_v3", num_nextn_predict_layers=2).table()
+    assert table.copies == {
+        f"model.layers.{layer}.{name}": original
+        for layer in (2, 3)
+        for name, original in (
+            ("embed_tokens.weight", "model.embed_tokens.weight"),
+            ("shared_head.head.weight", "lm_head.weight"),
+        )
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx` Tr"),
+        ("gpt2", {"scale_attn_weights": False}, "`scale_attn_weights` False"),
+        ("gpt2", {"add_cross_attention": True}, "`add_cross_attention` True"),
+        ("qwen2_moe", {"qkv_bias": False}, "`qkv_bias` False"),
+        ("gpt_oss", {"swiglu_alpha": 2.0}, "`swiglu_alpha` 2.0"),
+        ("gemma2", {"attention_bias": True}, "`attention_bias` True"),
+        ("gemma2", {"hidden_activation": "gelu"}, "`hidden_activation` 'gelu'"),
+        ("glm4_moe", {"norm_topk_prob": False}, "`norm_topk_prob` False"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "`topk_method` 'noaux_tc'"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "`norm_topk_prob` True"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "`norm_topk_prob` False"),
+        ("deepseek_v3", {"rope_interleave": False}, "`rope_interleave` False"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-7}, "`rms_norm_eps` 1e-07"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "`quantization_config` {'quant",
+        ),
+        ("llama", {"num_hidden_layers": 10_001}, "`num_hidden_layers` as 10001, but 10,000 is"),
+        ("llama", {"hidden_size": 1 << 49}, "`hidden_size` as 562949953421312, but"),
+        ("llama", {"vocab_size": -(1 << 49)}, "`vocab_size` as -562949953421312, but"),
+    ],
+)
+def test_an_entry_that_our_model_would_not_have_is_refused(
+    name: str, changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path, name, **changed)
+    assert said in str(caught.value)
+
+
+def test_scaled_positions_in_windows_are_refused(tmp_path: Path) -> None:
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    full = {"rope_type": "default", "rope_theta": 1e6}
+    with pytest.raises(CheckpointError, match="`rope_parameters` "):
+        read(
+            tmp_path,
+            "gemma3",
+            rope_parameters={"full_attention": full, "sliding_attention": scaled},
+        )
+    fields = read(
+        tmp_path, "gemma3", rope_parameters={"full_attention": scaled, "sliding_attention": full}
+    ).fields
+    assert (fields["rotary_base"], fields["rope_local_base_freq"]) == (1e4, 1e6)
+    assert fields["rotary_seq_len_interpolation_factor"] == 2
+
+
+def test_entries_at_their_limits_are_read(tmp_path: Path) -> None:
+    """An unset token has the id -1 in some files."""
+    assert read(tmp_path, pad_token_id=-1).fields["hidden_size"] == 64
+    assert read(tmp_path, num_hidden_layers=10_000).fields["num_layers"] == 10_000
+
+
+@pytest.mark.parametrize(
+    ("changed", "ignored"),
+    [
+        ({}, ()),
+        ({"use_cache": True}, ()),
+        ({"pretraining_tp": 2}, ("pretraining_tp",)),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+         ("rope_theta",)),
+        ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, ("rope_scaling.factor",)),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8],
+                                  "activation_scheme": "dynamic"}},
+         ("quantization_config.activation_scheme",)),
+    ],
+)  # fmt: skip
+def test_entries_without_effect_are_named(
+    changed: dict[str, Any], ignored: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = read(tmp_path, **changed)
+    assert set(model.ignored) == set(ignored)
+    assert (model.notes() == []) == (not ignored)
+    assert all(f"`{name}`" in model.notes()[0] for name in ignored)
+
+
+def test_of_an_entry_given_twice_the_lost_one_is_named(tmp_path: Path) -> None:
+    same = read(tmp_path, "gpt2", hidden_size=64)
+    other = read(tmp_path, "gpt2", hidden_size=48)
+    assert not {"hidden_size", "n_embd"} & {*same.ignored}
+    (lost,) = {*other.ignored} - {*same.ignored}
+    kept = {"hidden_size": 48, "n_embd": 64}
+    del kept[lost]
+    assert [*kept.values()] == [other.fields["hidden_size"]]
+
+
+def test_only_scales_for_blocks_can_be_read() -> None:
+    assert is_block_scaled({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert not is_block_scaled({"quant_method": "fp8"})
+    assert not is_block_scaled({"quant_method": "fp8", "weight_block_size": None})
+    assert not is_block_scaled({"quant_method": "int8", "weight_block_size": [8, 8]})
+
+
+def test_an_export_like_its_source_keeps_what_flags_do_not_determine(tmp_path: Path) -> None:
+    eight = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    like = read(tmp_path, quantization_config=eight, dtype="bfloat16", bos_token_id=7)
+    options: dict[str, Any] = {"vocab_size": 299, "dtype": torch.float16, "like": like}
+    content = config_json(like.sections(), **options)
+    assert (content["torch_dtype"], content["vocab_size"], content["bos_token_id"]) == (
+        "float16",
+        299,
+        7,
+    )
+    assert not {"quantization_config", "dtype", "rope_parameters"} & content.keys()
+    # A model may have been trained with fewer positions than it has, or with more.
+    for positions, want in ((32, 64), (64, 64), (128, 128)):
+        gpt = Gpt.of_fields({**like.fields, "max_position_embeddings": positions})
+        assert config_json(gpt, **options)["max_position_embeddings"] == want
+    own = config_json(
+        like.sections(), vocab_size=300, dtype=torch.float32, like=None,
+        special_tokens={"eos_token_id": 3},
+    )  # fmt: skip
+    assert (own["bos_token_id"], own["eos_token_id"]) == (None, 3)
+
+
+def test_depths_need_a_family_that_has_them(tmp_path: Path) -> None:
+    fields = read(tmp_path, "deepseek_v3").fields
+    gpt = Gpt.of_fields({**fields, "mtp_num_layers": 1})
+    content = config_json(gpt, vocab_size=300, dtype=torch.float32, like=None)
+    assert (content["model_type"], content["num_nextn_predict_layers"]) == ("deepseek_v3", 1)
+    dense = Gpt.of_fields({**read(tmp_path).fields, "mtp_num_layers": 1})
+    with pytest.raises(CheckpointError, match=r"`--mtp-num-layers` is 1, not None, so it cannot"):
+        config_json(dense, vocab_size=300, dtype=torch.float32, like=None)
+
+
+def test_what_makes_two_models_the_same(tmp_path: Path) -> None:
+    """Fields that may be left out count with the values that they then have."""
+
+    def differ(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> set[str]:
+        fields = read(tmp_path, name).fields
+        both = [architecture_of(Gpt.of_fields({**fields, **own})) for own in (ours, theirs)]
+        return {field for field, *_ in differences(*both)}
+
+    alone = {"num_query_groups": None, "group_query_attention": False}
+    assert differ("llama", alone, {"num_query_groups": 4}) == set()
+    assert differ("llama", {"num_query_groups": 4}, {}) == {"num_query_groups"}
+    assert differ("mistral with a window", {"window_size": [7, 0]}, {}) == set()
+    assert differ("mistral with a window", {"window_size": (6, 0)}, {}) == {"window_size"}
+    assert differ("gpt2", {"max_position_embeddings": 32}, {}) == {"max_position_embeddings"}
+    assert differ("llama", {"max_position_embeddings": 32}, {}) == set()
+    width = {"moe_ffn_hidden_size": None, "ffn_hidden_size": 24}
+    assert differ("qwen3_moe", width, {}) == set()
+    assert differ("qwen3_moe", {"ffn_hidden_size": 48}, {}) == set()
+    # The first layer has a dense MLP, whose width matters.
+    assert differ("qwen2_moe", {"ffn_hidden_size": 48}, {}) == {"ffn_hidden_size"}
+    assert differ("qwen2_moe", {"moe_layer_freq": "1"}, {}) >= {"moe_layer_freq"}
+
+
+def test_each_flag_that_contradicts_the_folder_is_told(tmp_path: Path) -> None:
+    model = read(tmp_path)
+    other = Gpt.of_fields({**model.fields, "ffn_hidden_size": 48, "rotary_base": 9.0})
+    told = [str(error) for error in disagreements(other, model)]
+    assert [text.split("`")[1] for text in told] == ["--ffn-hidden-size", "--rotary-base"]
+    assert all(str(tmp_path) in text and text.endswith("leave the flag out.") for text in told)
+    assert disagreements(model.sections(), model) == []
+
+
+def test_words_of_flags_have_all_numbers_of_a_window(tmp_path: Path) -> None:
+    words = " ".join(words_of(read(tmp_path, "mistral with a window").fields))
+    assert "--window-size 7 0" in words
+
+
+def test_files_of_tokenizer_and_generation_are_those_to_copy(tmp_path: Path) -> None:
+    names = {"tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"}
+    names |= {"generation_config.json", "special_tokens_map.json", "added_tokens.json"}
+    for name in (*names, "config.json", "model.safetensors", "README.md"):
+        (tmp_path / name).touch()
+    (tmp_path / "tokenizer_folder").mkdir()
+    assert [path.name for path in tokenizer_files(tmp_path)] == sorted(names)
+
+
+def test_a_foreign_file_is_compared_with_the_nearest_family(tmp_path: Path) -> None:
+    """A file that shares fewer than four entries with every family is compared with none."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1}
+    for extra, compared in (({}, False), ({"num_attention_heads": 1}, True)):
+        content = {"model_type": "own", **sizes, **extra}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        with pytest.raises(CheckpointError) as caught:
+            read_model(tmp_path)
+        assert ("the nearest is" in str(caught.value)) == compared
+
+
+def test_the_family_with_the_fewest_differences_is_the_nearest(tmp_path: Path) -> None:
+    gpt = Gpt.of_fields({**read(tmp_path, "gpt2").fields, "add_qkv_bias": True, "swiglu": True})
+    with pytest.raises(CheckpointError, match="the nearest is gpt2, but"):
+        config_json(gpt, vocab_size=300, dtype=torch.float32, like=None)
