@@ -9,11 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect import parity
+from megatron_ext.inspect.cores import Environment
 from megatron_ext.inspect.layouts import flags_of_run, parse_layout, split_layouts
 from tests.training_runs import SAME_WEIGHTS, mock_data
-from tools.parity import main, prove
+from tools.parity import main, prove, train
 
 
 def recording(
@@ -192,6 +194,38 @@ def test_one_layout_that_fails_decides_the_exit_code(
     assert shown.count("FAIL") == 2 * len(failing)
     left = {path.parent.name for path in tmp_path.glob("*/gradients_*")}
     assert left == {"truth"}
+
+
+def test_tolerances_are_those_of_their_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[parity.Tolerances] = []
+
+    def noted(recordings: Any, layouts: Any, tolerances: parity.Tolerances) -> int:
+        seen.append(tolerances)
+        return 0
+
+    monkeypatch.setattr("tools.parity.prove", noted)
+    words = ["--layouts", "tp2", "--loss-tolerance", "0.5", "--gradient-tolerance", "0.25"]
+    assert main([*words, "--", *FLAGS]) == main([*words[:2], "--", *FLAGS]) == 0
+    assert seen == [parity.Tolerances(0.5, 0.25), parity.Tolerances(1e-6, 1e-5)]
+
+
+def test_each_core_trains_the_reference_layout_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first core also trains it again where it is one of the layouts to compare."""
+    trained: list[tuple[str, ...]] = []
+
+    def noted(core: Environment, script: Path, words: Any, layouts: Any, *rest: Any) -> list[Any]:
+        trained.append((core.core, *(layout.name for layout in layouts)))
+        assert rest == (3, tmp_path / core.core) and script.name == "parity.py"
+        return []
+
+    monkeypatch.setattr("tools.parity.record_on", noted)
+    environments = [Environment(name, Path(name)) for name in ("1", "2")]
+    layouts = split_layouts("tp2,dp1,pp2")
+    given: list[Any] = [[], parse_layout("dp1"), layouts, 3, environments, tmp_path, select()]
+    assert list(train(*given)) == []
+    assert trained == [("1", "dp1", "tp2", "dp1", "pp2"), ("2", "dp1", "tp2", "pp2")]
 
 
 def test_commas_in_brackets_do_not_split_and_an_unknown_part_is_named() -> None:

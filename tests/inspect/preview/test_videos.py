@@ -200,6 +200,16 @@ def test_a_later_step_is_shown_alone(data: Path, capsys: pytest.CaptureFixture[s
     assert shown.count("    frames ") == 2
 
 
+def test_a_warning_fails_if_strict_however_the_data_is_given(data: Path) -> None:
+    """Without steps that leave clips out there is no warning."""
+    path = str(data)
+    flags = [word for word in words_of(data) if word not in ("--video-data-path", path)]
+    for given in ([f"--video-data-path={path}"], ["--video_data_path", path]):
+        assert main(["--strict", *flags, *given]) == 1
+    whole = ["--micro-batch-size", "1", "--global-batch-size", "1"]
+    assert main(["--strict", "--max-rows", "1", *words_of(data, *whole)]) == 0
+
+
 def test_a_rank_and_a_task_without_clips_are_refused(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

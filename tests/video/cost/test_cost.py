@@ -147,6 +147,14 @@ def test_a_shape_that_is_wider_than_high_is_priced_so() -> None:
     (clip,) = planned_clips(configuration([*COMMON, *words.split()], VIDEO))
     assert (clip.name, clip.frames, clip.rows, clip.columns) == ("64x96x17", 5, 4, 6)
     assert (clip.num_text, clip.micro_batch_size) == (5, 2)
+    # Text is padded until the whole sequence divides among ranks.
+    for frames, image in ((13, 60), (17, 75)):
+        words = f"--dry-run --dry-run-shape 48x80x{frames} --codec-spatial 8 --text-length 6 {CP2}"
+        config = configuration([*COMMON, *words.split()], VIDEO)
+        (clip,) = planned_clips(config)
+        multiple = network_of(config).sequence_multiple
+        assert clip.num_image == image and multiple > 1
+        assert clip.num_text == 6 + -(6 + image) % multiple
 
 
 @pytest.mark.parametrize("name", DIT_SIZES)

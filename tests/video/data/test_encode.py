@@ -478,8 +478,13 @@ def test_scenes_give_a_window_each(tmp_path: Path) -> None:
     few = replace(scenes, video_window_count=2)
     assert [x.window for x in making.planned(tmp_path, few)] == [(0, 0), (1, 15), (0, 0)]
     # The rate of a row changes how fast the clip is, and not at which frames its scenes begin.
+    # A recording does not begin at 0, and a raw stream has no times.
+    (tmp_path / "more").mkdir()
+    for kind in ("ts", "h264"):
+        making.write_video(tmp_path / "more" / f"long.{kind}", made)
     path = str(tmp_path / "long.mp4")
-    for clip in (Clip(path, "x"), Clip(path, "x", fps=4.0)):
+    others = [Clip(str(path), "x") for path in sorted((tmp_path / "more").iterdir())]
+    for clip in (*others, Clip(path, "x"), Clip(path, "x", fps=4.0)):
         starts = scene_starts(clip, probe(clip), 0.3)
         assert starts == pytest.approx([0, 12, 15, 22], abs=1e-6)
     # Above a threshold of 0, some frames of the moving bar begin scenes too.

@@ -12,6 +12,7 @@ from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.merge import merge_videos
 from tests.text.tiny import ROOT
 from tests.video.clips import IMAGE, LONG, SHORT, write_clips
+from tools.merge_datasets import video_sets_in
 
 
 def test_a_joined_dataset_holds_the_clips_of_all(tmp_path: Path) -> None:
@@ -41,6 +42,23 @@ def test_a_joined_dataset_holds_the_clips_of_all(tmp_path: Path) -> None:
     for sample, truth in zip(more, [*ShardedVideos(c), *merged], strict=True):
         assert torch.equal(sample.latents, truth.latents) and sample.caption == truth.caption
     assert "dropped" not in more.manifest
+
+
+def test_datasets_of_a_folder_are_joined_in_sorted_order(tmp_path: Path) -> None:
+    """Other folders and files beside them are passed over, but no datasets of another kind."""
+    for name in ("c", "a", "b"):
+        write_clips(tmp_path / name, {SHORT: 1})
+    (tmp_path / "b" / "manifest.json").unlink()
+    (tmp_path / "notes.txt").write_text("no dataset")
+    assert video_sets_in(tmp_path) == [tmp_path / "a", tmp_path / "c"]
+    assert video_sets_in(tmp_path / "notes.txt") == video_sets_in(tmp_path / "b") == []
+    (tmp_path / "text.idx").write_bytes(b"")
+    for name in ("a", "c"):
+        said = rf"holds datasets of clips \({name}\) and others \(text.idx\);"
+        with pytest.raises(DataError, match=said):
+            video_sets_in(tmp_path)
+        (tmp_path / name / "manifest.json").unlink()
+    assert video_sets_in(tmp_path) == []
 
 
 def test_datasets_that_cannot_be_joined(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Pictures as viewers show them, compared with Pillow and with arithmetic."""
 
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,36 @@ def test_colours_are_those_of_the_profile(tmp_path: Path) -> None:
         image.save(tmp_path / "a.png", icc_profile=bytes(content))
         found = read_picture(tmp_path / "a.png", WHITE).astype(int)
         assert np.abs(found - marked()[..., order]).max() <= 2
+
+
+def linear_grey() -> bytes:
+    """Return an ICC profile (version 2.1) of greys that are proportional to light."""
+    d50 = struct.pack(">3i", 63190, 65536, 54061)
+    tags = {
+        b"wtpt": b"XYZ " + bytes(4) + d50,
+        b"kTRC": b"curv" + bytes(4) + struct.pack(">IH2x", 1, 256),
+    }
+    table, body, begin = b"", b"", 128 + 4 + 12 * len(tags)
+    for name, content in tags.items():
+        table += name + struct.pack(">2I", begin + len(body), len(content))
+        body += content
+    head = struct.pack(
+        ">I4xI4s4s4s12x4s24xI12s48x", begin + len(body), 0x02100000, b"mntr", b"GRAY", b"XYZ ",
+        b"acsp", 0, d50,
+    )  # fmt: skip
+    return head + struct.pack(">I", len(tags)) + table + body
+
+
+def test_greys_are_those_of_the_profile(tmp_path: Path) -> None:
+    """Compare with the curve of sRGB (IEC 61966-2-1)."""
+    ramp = np.arange(10, 256, 5, dtype=np.uint8)[None].repeat(4, 0)
+    Image.fromarray(ramp).save(tmp_path / "a.png", icc_profile=linear_grey())
+    light = ramp[0] / 255
+    wanted = 255 * np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
+    found = read_picture(tmp_path / "a.png", WHITE)
+    assert np.abs(found - wanted[None, :, None]).max() < 2
+    Image.fromarray(ramp).save(tmp_path / "b.png")
+    assert np.array_equal(read_picture(tmp_path / "b.png", WHITE)[..., 1], ramp)
 
 
 @pytest.mark.parametrize("kind", ["webp", "png"])

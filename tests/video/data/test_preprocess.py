@@ -27,10 +27,12 @@ from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.manifest import (
     VideoPreprocessOptions,
     make_manifest,
+    sample_options,
     weights_stamp,
 )
 from megatron_ext.video.data.preprocess import main
 from megatron_ext.video.data.shards import ShardWriter
+from megatron_ext.video.data.text_encoders import build_text_encoder
 from tests.video.data import making
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -541,6 +543,16 @@ def test_the_rate_of_a_set_is_that_of_most_videos() -> None:
         assert make_manifest({}, making.PLAN, [bucket], rates, keys)["fps"] == wanted
     one, two = (make_manifest({}, making.PLAN, [bucket], [8], [key]) for key in ("a", "b"))
     assert one["fingerprint"] != two["fingerprint"]
+
+
+def test_the_manifest_names_the_references_of_all_lengths() -> None:
+    encode = EncodeConfig(reference_lengths=(1, 9))
+    options = VideoPreprocessOptions("in", "out", making.PLAN, making.CODEC, encode=encode)
+    encoder = build_text_encoder(TextEncoderConfig(text_length=3, text_width=5, pooled_width=7))
+    found = sample_options(options, build_codec(making.CODEC), encoder)
+    assert found["references"] == ["head1", "tail1", "head9", "tail9"]
+    sizes = ("latent_channels", "text_length", "text_width", "pooled_width")
+    assert [found[name] for name in sizes] == [24, 3, 5, 7]
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
