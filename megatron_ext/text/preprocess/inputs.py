@@ -137,23 +137,26 @@ def identity_of(path: str) -> list[Any]:
     return [os.path.abspath(path), status.st_size, *times, status.st_ino, digest.hexdigest()]
 
 
-def needs_spool(files: Sequence[str], workers: int) -> list[str]:
+def needs_spool(
+    files: Sequence[str], workers: int, columns: Sequence[str] | None = None
+) -> list[str]:
     """Return the inputs that must be copied or unpacked before they are cut.
 
     These are all streams. If there are more workers than files, they are also packed files and
-    tables of one group, which could not be cut otherwise.
+    tables of one group, which could not be cut otherwise. ``columns`` are the columns of tables
+    that will be read; None means all.
     """
     streams = [path for path in files if is_stream(path)]
     if len(files) >= workers:
         return streams
-    packed = [path for path in files if path not in streams and _is_one_piece(path)]
+    packed = [path for path in files if path not in streams and _is_one_piece(path, columns)]
     return [*streams, *packed]
 
 
-def _is_one_piece(path: str) -> bool:
+def _is_one_piece(path: str, columns: Sequence[str] | None) -> bool:
     packing = packing_of(path)
     if is_table(packing):
-        return len(group_sizes(path, packing, None)) == 1
+        return len(group_sizes(path, packing, columns)) == 1
     return packing in ("gzip", "zstd")
 
 

@@ -205,7 +205,7 @@ def _sources(
     same files. Copies and lists are written to ``folder``.
     """
     workers = options.all_workers
-    copied = inputs.needs_spool(files, workers)
+    copied = inputs.needs_spool(files, workers, options.columns)
     sources = []
     unread: Counter[str] = Counter()
     for i, path in enumerate(files):

@@ -69,11 +69,18 @@ def test_every_kind_of_input_gives_the_bytes_of_jsonl(tmp_path: Path, workers: i
     assert left_in(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
 
 
-def test_parts_are_row_groups_and_read_the_named_columns_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", ["parquet", "arrow file", "arrow stream"])
+def test_parts_are_row_groups_and_read_the_named_columns_alone(
+    packing: str, tmp_path: Path
+) -> None:
     documents = tiny.corpus(40)
-    path = tmp_path / "a.parquet"
-    parquet.write_table(table_of(documents), path, row_group_size=10)
-    source = inputs.Source(str(path), "a", "parquet")
+    path = tmp_path / "a"
+    if packing == "parquet":
+        parquet.write_table(table_of(documents), path, row_group_size=10)
+    else:
+        write = write_file if packing == "arrow file" else write_stream
+        write(path, table_of(documents), 10)
+    source = inputs.Source(str(path), "a", packing)
     parts = inputs.cut([source], 1, 1e-6, columns=["title"])
     assert [(part.start, part.end) for part in parts] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     rows = [json.loads(line) for block, _ in inputs.blocks(parts[2]) for line in block.splitlines()]
@@ -228,3 +235,46 @@ def test_a_folder_that_cannot_be_read_is_named(
     monkeypatch.setattr(folders.os, "scandir", scandir)
     with pytest.raises(DataError, match=r"in/000 in `--input` cannot be read \(Permission denied"):
         folders.files_of(str(tmp_path / "in"))
+
+
+def test_a_column_twice_matters_only_if_it_is_read(tmp_path: Path) -> None:
+    columns = [pyarrow.array([text]) for text in ("one", "a", "b")]
+    table = pyarrow.Table.from_arrays(columns, names=["text", "id", "id"])
+    path = str(write_stream(tmp_path / "a", table, 1))
+    assert len(tables.group_sizes(path, "arrow stream", ["text"])) == 1
+    assert tables.unread_columns(path, "arrow stream", ["text"]) == ["id"]
+    run(tmp_path, path)
+    check_pair(tmp_path, ["one"])
+    for columns_read in (["id"], ["text", "id"], None):
+        with pytest.raises(
+            DataError, match="has 2 columns of the name id, so that it is not known"
+        ):
+            tables.group_sizes(path, "arrow stream", columns_read)
+
+
+def test_texts_are_those_of_the_folder_itself(tmp_path: Path) -> None:
+    """Neither hidden ones nor those behind links, which may lead anywhere, or around."""
+    write_texts(tmp_path / "in", ["one"])
+    write_texts(tmp_path / "elsewhere", ["two"])
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "around").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "a.txt").symlink_to(tmp_path / "elsewhere" / "000" / "00000.txt")
+    (tmp_path / "in" / ".git").mkdir()
+    (tmp_path / "in" / ".git" / "x").write_text("x")
+    found = [
+        Path(path).relative_to(tmp_path / "in") for path, _ in folders.texts_below(f"{tmp_path}/in")
+    ]
+    assert found == [Path("000/00000.txt"), Path("a.txt")]
+    (tmp_path / "in" / "b.WARC").write_bytes(b"WARC")
+    with pytest.raises(DataError, match=r"in/b.WARC is none; name such files by a glob"):
+        folders.files_of(str(tmp_path / "in"))
+
+
+def test_a_dataset_that_selects_rows_is_refused(tmp_path: Path) -> None:
+    folder = write_dataset(tmp_path / "in", table_of(tiny.corpus(9)))
+    assert len(folders.files_of(str(folder))) == 2
+    state = json.loads((folder / "state.json").read_text())
+    state["_indices_data_files"] = [{"filename": "indices.arrow"}]
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match=r"it selects rows by indices, which flatten_indices\(\)"):
+        folders.files_of(str(folder))
