@@ -2,6 +2,7 @@
 
 import math
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from megatron_ext.data.batch import (
     Batch,
+    MappingLoader,
     StepLoader,
     documents_of_positions,
     reduced_weights,
@@ -16,7 +18,7 @@ from megatron_ext.data.batch import (
     with_mtp_targets,
     with_reduced_weights,
 )
-from megatron_ext.data.samplers import RandomSampler, SequentialSampler
+from megatron_ext.data.samplers import Announced, RandomSampler, SequentialSampler
 from megatron_ext.errors import DataError
 from megatron_ext.parallel.context import ParallelContext
 from tests.losses.dense_cross_entropy import Watch
@@ -67,6 +69,8 @@ def test_rows_fractional_weights_and_padding() -> None:
     assert torch.allclose(whole.sum(dim=1), torch.ones(2))
     parts = reduced_weights(0.5 * WEIGHTS, documents(), "sample")  # They are parts of targets.
     assert torch.allclose(parts, reduced_weights(WEIGHTS, documents(), "sample"))
+    every = torch.arange(8)[None].expand(2, -1)  # Each position is a document, as in padding.
+    assert torch.equal(reduced_weights(0.5 * WEIGHTS, every, "sample"), WEIGHTS)
     padded = documents().masked_fill(WEIGHTS == 0, -1)  # It belongs to no sample.
     found = reduced_weights(WEIGHTS, padded, "square")
     assert float(found.sum()) == pytest.approx(DENOMINATORS["square"], rel=1e-6)
@@ -111,6 +115,40 @@ def test_context_parallel_ranks_know_the_documents_of_all_keys(context: Parallel
     (batch,) = StepLoader(given, context, (1, 16), torch.device("cpu"), **how).next_step(1)
     assert batch.tokens.shape == (1, 8)
     assert batch.attention_mask.tolist() == [[0] * 5 + [1] * 5 + [2] * 5 + [3]]
+
+
+@ranks()
+def test_documents_that_the_data_numbers_need_no_end_token(context: ParallelContext) -> None:
+    numbers = torch.tensor([[4, 4, 4, 7, 7, -1]])
+    (given,) = samples(6, 3, 1)
+    how: dict[str, Any] = {"mask_documents_at": 2, "with_sample_ids": True, "mtp_depths": 1}
+    named = iter([{**given, "sample_ids": numbers}])
+    (batch,) = StepLoader(named, context, (1, 6), torch.device("cpu"), **how).next_step(1)
+    assert batch.attention_mask.tolist() == batch.sample_ids.tolist() == numbers.tolist()
+    assert batch.mtp_loss_weights[0].tolist() == [[1, 1, 0, 1, 0, 0]]
+
+
+@ranks(tp=2, cp=2)
+def test_peers_receive_steps_of_any_length_and_weigh_their_own_part(
+    context: ParallelContext,
+) -> None:
+    """Only the first tensor-parallel rank has the data; its first step is half as long."""
+    reads = context.tp_rank == 0
+    given = [*samples(8, 5, 2), *samples(16, 5, 1)]
+    loader = StepLoader(iter(given) if reads else None, context, (1, 16), torch.device("cpu"))
+    assert [batch.tokens.shape for batch in loader.next_step(2, 8)] == [(1, 4), (1, 4)]
+    (batch,) = loader.next_step(1)
+    cut = batch.labels[0].tolist()
+    part = context.pgs.cp.rank()
+    assert cut == [*range(4 * part, 4 * part + 4), *range(12 - 4 * part, 16 - 4 * part)]
+
+    mask = torch.tensor([[1.0, 1, 0, 1], [0.0, 1, 0, 0]])
+    named = [{"loss_mask": mask, "name": "a"}, {"pixels": torch.zeros(3, 2)}]
+    own = MappingLoader(iter(named) if reads else None, context, torch.device("cpu"))
+    first, second = own.next_step(2)
+    assert first["name"] == "a"
+    assert first.loss_weights.tolist() == mask[:, 2 * part : 2 * part + 2].tolist()
+    assert second.loss_weights.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("reduction", ["token", "sample"])
@@ -166,3 +204,30 @@ def test_random_covers_each_epoch_once_and_resumes(sharded: bool) -> None:
     assert micro_batches(6, 3) == [rank[1:] for rank in four]
     with pytest.raises(DataError, match=r"holds 5 samples, but one micro-batch .* takes 6"):
         RandomSampler(5, 0, 2, 0, 3, data_sharding=True)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_random_leaves_out_what_fills_no_step_of_all_ranks(sharded: bool) -> None:
+    """Of 17 samples an epoch has two steps of 6; the run goes on after any of its steps."""
+    whole = [
+        list(islice(RandomSampler(17, 0, 2, r, 3, data_sharding=sharded), 8)) for r in range(3)
+    ]
+    for epoch in range(4):
+        seen = [i for rank in whole for batch in rank[2 * epoch : 2 * epoch + 2] for i in batch]
+        assert len(set(seen)) == 12 and max(seen) < (12 if sharded else 16)
+    for rank, wanted in enumerate(whole):
+        if sharded:
+            assert {i // 4 for batch in wanted for i in batch} == {rank}
+        for step in range(8):
+            rest = RandomSampler(17, 6 * step, 2, rank, 3, data_sharding=sharded)
+            assert list(islice(rest, 8 - step)) == wanted[step:]
+
+
+def test_batches_are_announced_before_they_are_read_and_none_is_lost() -> None:
+    batches = [[number] for number in range(9)]
+    expected: list[list[int]] = []
+    seen = []
+    for batch in Announced(batches, lambda numbers: expected.append(list(numbers)), ahead=2):
+        seen.append(batch)
+        assert expected == batches[: len(seen) + 2]
+    assert seen == batches

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ def test_pages_are_found_until_others_take_their_place_and_the_disk_use_is_bound
     short = b"end"
     cache.put(8, 5, _content(4) + short)
     assert _found(cache, 8, [5, 6])[6][:3] == short
+    cache.put(8, 5, _content(3))
+    assert _found(cache, 8, [5]) == {5: _content(3)}
 
 
 def test_the_page_that_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
@@ -127,6 +130,10 @@ def test_after_a_restart_of_the_machine_or_with_another_limit_the_cache_begins_e
     assert [in_a_process(64 * PAGE) for _ in range(2)] == [0, 1]
     assert [in_a_process(32 * PAGE) for _ in range(2)] == [0, 1]
     assert _disk(tmp_path) <= 32 * PAGE
+    boot = tmp_path.with_name("boot_id")
+    boot.write_text("of another start")
+    monkeypatch.setattr(block_cache, "Path", lambda name: boot)
+    assert [in_a_process(32 * PAGE) for _ in range(2)] == [0, 1]
     monkeypatch.setattr(block_cache.platform, "node", lambda: "another")
     assert [in_a_process(32 * PAGE) for _ in range(2)] == [0, 1]
 
@@ -134,18 +141,29 @@ def test_after_a_restart_of_the_machine_or_with_another_limit_the_cache_begins_e
 def test_a_full_disk_loses_pages_and_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Space or quota ends before or within a page; any other error is none of space."""
     cache = BlockCache(tmp_path, 64 * PAGE)
     cache.put(1, 0, _content(0))
 
-    def full(*what: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(number: int) -> Callable[..., int]:
+        def write(*what: Any) -> int:
+            if not number:
+                return PAGE // 2
+            raise OSError(number, os.strerror(number))
 
+        return write
+
+    for number in (errno.ENOSPC, errno.EDQUOT, 0):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full(number))
+            cache.put(1, 0, _content(1))
+            cache.put(1, 1, _content(1))
+        assert _found(cache, 1, [0, 1]) == {}
+    assert cache.counts()["not_kept"] == 6
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        cache.put(1, 0, _content(1))
-        cache.put(1, 1, _content(1))
-    assert _found(cache, 1, [0, 1]) == {}
-    assert cache.counts()["not_kept"] == 2
+        patch.setattr(os, "pwrite", full(errno.EIO))
+        with pytest.raises(OSError, match="Input/output"):
+            cache.put(1, 0, _content(1))
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(DataError, match=r"^`--object-storage-cache-path` \(.*/x\) cannot be used"):

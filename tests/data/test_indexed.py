@@ -1,16 +1,30 @@
 """Reading and checking: megatron-core's files are accepted, each kind of damage is named."""
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.indexed import check_indexed_dataset, optimal_dtype, read_index
-from megatron_ext.data.indexed_writer import IndexedWriter, append_file, merge_indexed, narrow
+from megatron_ext.data import indexed
+from megatron_ext.data.indexed import (
+    check_cached_indices,
+    check_indexed_dataset,
+    optimal_dtype,
+    read_index,
+)
+from megatron_ext.data.indexed_writer import (
+    IndexedWriter,
+    append_file,
+    merge_indexed,
+    narrow,
+    publish,
+)
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.inspect import id_range
 
@@ -86,8 +100,13 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("chunk", [indexed.SCAN_ITEMS, 1, 2])
 @pytest.mark.parametrize("number", range(len(DAMAGE)))
-def test_damage_is_named(tmp_path: Path, number: int) -> None:
+def test_damage_is_named(
+    tmp_path: Path, number: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the chunks end in which an index is looked through."""
+    monkeypatch.setattr(indexed, "SCAN_ITEMS", chunk)
     damage, sentence = DAMAGE[number]
     prefix = core_dataset(tmp_path / "d")
     damage(prefix)
@@ -95,6 +114,15 @@ def test_damage_is_named(tmp_path: Path, number: int) -> None:
         check_indexed_dataset(prefix)
     assert str(caught.value).startswith(sentence.format(p=prefix))
     assert len(caught.value.messages) == 1
+
+
+def test_an_index_of_nothing_has_one_boundary(tmp_path: Path) -> None:
+    prefix = write_ours(tmp_path / "d", [])
+    assert check_indexed_dataset(prefix).num_documents == 0
+    header = Path(f"{prefix}.idx").read_bytes()[:34]
+    Path(f"{prefix}.idx").write_bytes(header[:26] + bytes(8))
+    with pytest.raises(DataError, match="its 0 sequences and 0 document boundaries need 34"):
+        check_indexed_dataset(prefix)
 
 
 Documents = list[list[list[int]]]
@@ -159,10 +187,12 @@ def test_core_reads_modes_back(tmp_path: Path) -> None:
 
 
 @EXAMPLES
-@given(parts=st.lists(DOCUMENTS.filter(bool), min_size=1, max_size=3))
-def test_merging_is_writing_all_in_one(tmp_path: Path, parts: list[Documents]) -> None:
+@given(parts=st.lists(DOCUMENTS.filter(bool), min_size=1, max_size=3), chunk=st.integers(1, 5))
+def test_merging_is_writing_all_in_one(tmp_path: Path, parts: list[Documents], chunk: int) -> None:
     prefixes = [write_ours(tmp_path / f"p{i}", part) for i, part in enumerate(parts)]
-    merge_indexed(prefixes, tmp_path / "merged")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexed, "SCAN_ITEMS", chunk)
+        merge_indexed(prefixes, tmp_path / "merged")
     whole = write_core(tmp_path / "whole", [document for part in parts for document in part])
     assert pair(tmp_path / "merged") == pair(whole)
 
@@ -194,12 +224,29 @@ def test_failed_writer_leaves_the_old_dataset(tmp_path: Path) -> None:
         IndexedWriter(prefix, np.dtype(np.uint16)) as writer,
     ):
         writer.add_document(np.asarray([1]), [2])
+    with (
+        pytest.raises(
+            DataError, match=r"lengths \[1\] and modes \[0, 1\]; the lengths must add up"
+        ),
+        IndexedWriter(prefix, np.dtype(np.uint16), multimodal=True) as writer,
+    ):
+        writer.add_document(np.asarray([1]), [1], [0, 1])
     assert pair(prefix) == before
     assert len(list(tmp_path.iterdir())) == 2
     check_indexed_dataset(prefix)
 
 
-def test_append_copies_ranges(tmp_path: Path) -> None:
+def _unsupported(*_: object, **__: object) -> int:
+    raise OSError(95, "Operation not supported")
+
+
+@pytest.mark.parametrize("refused", [(), ("copy_file_range",), ("copy_file_range", "sendfile")])
+def test_append_copies_ranges(
+    tmp_path: Path, refused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on file systems on which the kernel does not copy."""
+    for name in refused:
+        monkeypatch.setattr(os, name, _unsupported)
     source = tmp_path / "source"
     source.write_bytes(bytes(range(256)) * 100)
     with open(tmp_path / "out", "wb") as out:
@@ -208,3 +255,67 @@ def test_append_copies_ranges(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"source ended 5 bytes early while it was joined"):
             append_file(out, source, 25_595, 25_605)
     assert (tmp_path / "out").read_bytes()[:20] == bytes(range(10, 20)) + bytes(range(246, 256))
+
+
+def test_a_dataset_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power loss must not leave a name without its content, nor an index of other tokens."""
+    order: list[str] = []
+
+    def note(word: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first: Any, *rest: Any, **options: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{first}") if word == "sync" else str(first)
+            order.append(f"{word} {Path(path).suffix}")
+            return real(first, *rest, **options)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", note("sync", os.fsync))
+    monkeypatch.setattr(os, "replace", note("name", os.replace))
+    monkeypatch.setattr(Path, "unlink", note("drop", Path.unlink))
+    named = ["drop .idx", "name .bin", "name .idx"]
+    prefix = write_ours(tmp_path / "d", [[[1, 2]]])
+    assert order == ["sync .bin", "sync .idx", *named]
+    order.clear()
+    merge_indexed([prefix], tmp_path / "m")
+    assert order[:5] == ["sync .bin", "sync .idx", *named]
+    order.clear()
+    with IndexedWriter(prefix, np.dtype(np.uint16), durable=False) as writer:
+        writer.add_document(np.asarray([1]), [1])
+    assert order == named
+    monkeypatch.undo()
+    ends = [(tmp_path / f"n.{kind}", tmp_path / f"d.{kind}") for kind in ("idx", "bin")]
+    with pytest.raises(FileNotFoundError):
+        publish(ends)
+    assert not (tmp_path / "d.idx").exists(), "it would belong to other tokens"
+
+
+def test_folders_of_cached_indices_hold_arrays_and_no_links(tmp_path: Path) -> None:
+    own = tmp_path / "docs" / "cache" / "GPT_indices"
+    own.mkdir(parents=True)
+    np.save(own / "a.npy", np.arange(5))
+    (own / "b.npy").touch()
+    prefix = str(tmp_path / "docs")
+    check_cached_indices([prefix, prefix], None, "GPT")
+    check_cached_indices(["elsewhere"], str(own), "GPT")
+    (tmp_path / "file").write_text("")
+    told = r"file/cache \(.*file is no folder\); give a folder that can"
+    with pytest.raises(DataError, match=told):
+        check_cached_indices([], str(tmp_path / "file" / "cache"), "GPT")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexed, "why_not_writable", lambda folder: "it is read-only")
+        check_cached_indices([prefix], None, "GPT")  # It is full already.
+        with pytest.raises(DataError, match=r"other.cache.GPT_indices \(it is read-only\)"):
+            check_cached_indices([prefix, str(tmp_path / "other")], None, "GPT")
+    for name in ("c.txt", "c.dsc", "c.npy"):
+        (own / name).symlink_to(own / "a.npy")
+        with pytest.raises(DataError, match=rf"{name} is a link, through which an index could"):
+            check_cached_indices([prefix], None, "GPT")
+        (own / name).unlink()
+    (own / "c.npy").write_bytes((own / "a.npy").read_bytes()[:-1])
+    with pytest.raises(DataError, match="c.npy is cut, as by a run that was killed"):
+        check_cached_indices([prefix], None, "GPT")
+    np.save(own / "c.npy", np.array([{}], dtype=object))
+    with pytest.raises(DataError, match="c.npy holds objects instead of numbers, and could run"):
+        check_cached_indices([], str(own), "GPT")

@@ -122,3 +122,24 @@ def test_a_limit_can_end_the_run_and_the_last_source_always_does() -> None:
 def test_limits_that_are_not_reached_change_nothing() -> None:
     order = _order([Stage(0, 8, _weights(a=1, b=1))])
     assert limited(order, {"a": Fraction(5)}, 900, stops=True) == (order, 900, [])
+
+
+def test_a_ramp_shorter_than_its_steps_has_a_mixture_for_each_sample() -> None:
+    first = Planned(_weights(a=1), 8, samples=4)
+    ramp = Planned(_weights(b=1), 8, samples=10, ramp=True)
+    stages = stages_of([first, ramp, Planned(_weights(b=1), 8)])
+    assert [stage.start for stage in stages] == [0, *range(4, 15)]
+    used = _order(stages).tokens_used(14)
+    assert (used["a"], used["b"]) == (8 * 9, 8 * 5)
+
+
+def test_a_limit_that_ends_with_the_run_is_not_reached() -> None:
+    order = _order([Stage(0, 8, _weights(a=1, b=1))])
+    assert limited(order, {"a": Fraction(1)}, 2000, stops=True) == (order, 2000, [])
+    assert limited(order, {"a": Fraction(1)}, 2001, stops=True)[1] == 2000
+
+
+def test_sources_of_weight_zero_cannot_take_over() -> None:
+    order = _order([Stage(0, 8, _weights(a=1, b=0))])
+    _, total, exhausted = limited(order, {"a": Fraction(1)}, 9000, stops=False)
+    assert (total, [each.name for each in exhausted]) == (1000, ["a"])

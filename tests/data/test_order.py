@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_ext.data import windows
-from megatron_ext.data.order import SampleOrder, Stage
+from megatron_ext.data.order import SampleOrder, Stage, check_recorded
+from megatron_ext.errors import DataError
 
 
 def _stage(start: int, length: int, **weights: int) -> Stage:
@@ -125,3 +127,52 @@ def test_the_order_takes_little_memory_and_time_for_a_trillion_tokens() -> None:
     pieces = order.locate(2 * 10**8, 2 * 10**8 + 8)
     assert (pieces.begins < 10**12).all()
     assert sum(order.tokens_used(10**9).values()) == 4096 * 10**9
+
+
+def test_samples_are_those_of_earlier_versions() -> None:
+    """A run that was begun by an earlier version goes on in its order."""
+    stages = [_stage(0, 64, a=2, b=1), _stage(5000, 16, a=1, b=1)]
+    order = SampleOrder({"a": 64 * 5000 + 7, "b": 64 * 9000}, stages, 64, 3)
+    found = [int(order.locate(n, n + 1).begins[0]) for n in (0, 1, 4999, 5000, 7000, 50_000)]
+    assert found == [111_563, 133_771, 304_523, 186_539, 267_899, 156_214]
+
+
+RECORDED = SampleOrder({"a": 80, "b": 8, "c": 3}, [_stage(0, 8, a=1), _stage(9, 4, b=1)], 8, 1)
+
+
+def _changed(**values: Any) -> dict[str, Any]:
+    return {**RECORDED.to_dict(), **values}
+
+
+def _stages(*changes: dict[str, Any]) -> list[dict[str, Any]]:
+    own = RECORDED.to_dict()["stages"]
+    return [{**stage, **change} for stage, change in zip(own, changes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"stages": [*_stages({}, {}), {**_stages({}, {})[1], "start": 8}]},
+        {"stages": _stages({"start": 10}, {})},
+        {"stages": _stages({"start": 1}, {})},
+        {"stages": []},
+        {"stages": _stages({"weights": {"a": "0"}}, {"weights": {"b": 0}})},
+        {"stages": _stages({}, {"weights": {"b": "1", "c": "1/2"}})},
+        {"stages": _stages({}, {"weights": {"b": "-1"}})},
+        {"stages": _stages({}, {"weights": {"b": "1/0"}})},
+        {"stages": _stages({}, {"weights": {"d": "1"}})},
+        {"stages": _stages({}, {"weights": {}})},
+        {"stages": _stages({}, {"seq_length": 0})},
+        {"stages": _stages({}, {"seq_length": 2.0})},
+        {"tokens": {"a": 80, "b": 7}},
+        {"window": 0},
+        {"window": True},
+        {"seed": 1.5},
+        {"seed": True},
+    ],
+)
+def test_a_damaged_record_of_an_order_is_refused(changed: dict[str, Any]) -> None:
+    check_recorded(_changed(), "progress.json")
+    check_recorded(_changed(stages=_stages({}, {"weights": {"b": "1", "c": "0"}})), "progress.json")
+    with pytest.raises(DataError, match=r"^progress.json holds a damaged order of samples \("):
+        check_recorded(_changed(**changed), "progress.json")

@@ -168,3 +168,33 @@ def test_a_trillion_tokens_take_as_little_time_and_memory_as_a_million(
         order.locate(at, at + 512)
     assert tracemalloc.get_traced_memory()[0] < 4e6
     tracemalloc.stop()
+
+
+def test_samples_are_those_of_earlier_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was begun by an earlier version goes on in its order."""
+    monkeypatch.undo()
+
+    def starts(begin: int, end: int) -> Ints:
+        return np.arange(-(-begin // 700) * 700, end, 700)
+
+    found = []
+    for window, first in ((2048, 0), (16_384, 0), (16_384, 2999), (16_384, 3000), (65_536, 0)):
+        stage = Stage(0, window, {"a": Fraction(1)})
+        order = PackedOrder({"a": 16_384 * 3000}, [stage], window, 3, {"a": starts})
+        found.append((order.block_samples, int(order.locate(first, first + 1).begins[0])))
+    assert found == [
+        (1024, 40_078_500),
+        (256, 39_591_300),
+        (256, 29_439_900),
+        (256, 27_606_600),
+        (128, 35_760_200),
+    ]
+
+
+def test_documents_that_begin_before_the_counted_blocks_are_not_counted() -> None:
+    """The whole circle is one document, which begins at token 0 and is cut wherever it is read."""
+    whole = {"a": starts_in(np.array([0]))}
+    order = PackedOrder({"a": 90 * WINDOW}, [_stage(0, a=1)], WINDOW, 1, whole)
+    assert 0 < _shift(order) < 90 * WINDOW
+    cuts = order.cuts(0, 3)
+    assert (cuts.documents, cuts.longer, cuts.packed, cuts.concatenated) == (1, 1, 1, 1)

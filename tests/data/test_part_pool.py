@@ -23,18 +23,34 @@ def work(folder: Path, worker: int, part: str, advance: Advance) -> None:
         out.write(f"{worker}\n")
     if part.startswith("bad"):
         raise DataError("This part is bad.")
-    if part.startswith("deadly") and len(tries.read_text().split()) < 3 + part.count("!"):
+    if part.startswith("late"):
+        advance(2, 1)  # as far as a worker has come that dies at the end of its part
+    if part.startswith(("deadly", "late")) and len(tries.read_text().split()) < 3 + part.count("!"):
         os._exit(9)
-    advance(2, 1)
+    if not part.startswith("late"):
+        advance(2, 1)
     (folder / part).write_text("done")
 
 
-def run(folder: Path, parts: list[str], method: str = "fork") -> tuple[list[str], list[int]]:
+class Shown(Progress):
+    """A progress that keeps what it has shown."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total, 0, "clips")
+        self.last = (0, 0)
+
+    def show(self, done: int, items: int) -> None:
+        self.last = done, items
+
+
+def run(
+    folder: Path, parts: list[str], method: str = "fork", *, workers: int = 2
+) -> tuple[list[str], list[int]]:
     def unfinished(numbers: Iterable[int]) -> list[int]:
         return [number for number in numbers if not (folder / parts[number]).exists()]
 
     pool = PartPool(
-        workers=2,
+        workers=workers,
         start=partial(start, folder),
         name_of=lambda number: f"part {parts[number]}",
         part_of=lambda number: parts[number],
@@ -44,11 +60,13 @@ def run(folder: Path, parts: list[str], method: str = "fork") -> tuple[list[str]
     )
     said: list[str] = []
     done: list[int] = []
-    progress = Progress(2 * len(parts), 0, "clips")
+    progress = Shown(2 * len(parts))
     try:
         pool.run(range(len(parts)), progress, said.append, done.append)
     finally:
         progress.close()
+    # An amount of 2 and one item in each part, however often its worker has died.
+    assert progress.last == (2 * len(parts), len(parts))
     return said, done
 
 
@@ -66,5 +84,14 @@ def test_errors_and_deaths_of_workers(tmp_path: Path) -> None:
     said, done = run(tmp_path, ["deadly", "d"])
     assert sorted(done) == [0, 1] and len(said) == 2
     assert said[0].endswith("ended (9) in part deadly; it is encoded again, alone (attempt 2).")
+    # A worker has done other parts before, which are reported once.
+    own = tmp_path / "own"
+    own.mkdir()
+    said, done = run(own, ["a", "b", "late", "c"], workers=1)
+    assert sorted(done) == [0, 1, 2, 3] and all("in part late" in line for line in said)
+    assert [len((own / f"{name}.tries").read_text().split()) for name in ("late", "c")] == [
+        3,
+        1,
+    ]
     with pytest.raises(MachineFault, match=r"ended \(9\) in part deadly!; if memory ran out use"):
         run(tmp_path, ["deadly!"])

@@ -144,3 +144,13 @@ def test_neighbouring_epochs_share_nothing() -> None:
     orders = [permute(np.arange(size), size, int(key)) for key in keys]
     equal = [int((a == b).sum()) for a, b in itertools.pairwise(orders)]
     assert 0.5 < np.mean(equal) < 1.6 and max(equal) < 10
+
+
+def test_keys_are_those_of_earlier_versions() -> None:
+    assert key_of("fim", 1234, "train") == 16132112186157090788
+    assert len({key_of("a", "b c"), key_of("a b", "c"), key_of("a b c"), key_of("ab", " c")}) == 4
+    for key, number, purpose in ((5, 0, 3), (5, 7, 3), (5, 7, 0), (2**64 - 1, 10**12, 1)):
+        word = number * 0x9E3779B97F4A7C15 + purpose & MASK
+        wanted = _mixed(key + _mixed(word + 0x9E3779B97F4A7C15 & MASK) & MASK)
+        found = derived(np.array([key], dtype=np.uint64), np.array([number]), purpose)
+        assert found.tolist() == [wanted]

@@ -38,3 +38,25 @@ def test_a_log_gets_a_line_at_times_and_a_terminal_a_bar(monkeypatch: pytest.Mon
     # Ten documents take 1.25 s, and in these 10 s a line comes every 5 at most.
     assert len(log.getvalue().splitlines()) == 2
     assert "6.00M" in terminal.getvalue() and "\n" not in terminal.getvalue()
+
+
+def test_a_line_comes_after_as_many_items_and_a_bar_begins_where_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    log = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log)
+    progress = Progress(100, 40, "clips", log_interval=10)
+    lines = []
+    for items in (9, 10, 10, 19, 20):
+        now[0] += 5.0
+        progress.show(items, items)
+        lines.append(len(log.getvalue().splitlines()))
+    assert lines == [0, 1, 1, 1, 2]
+    assert log.getvalue().splitlines()[0].startswith(" 50%  10 clips  1.0 clips/s  ETA 0:50")
+    monkeypatch.setattr("sys.stderr", Terminal())
+    bar = Progress(100, 40, "clips")
+    for done in (10, 25):
+        bar.show(done, done)
+        assert bar._bar.n == 40 + done

@@ -44,6 +44,19 @@ def test_ranges_are_those_of_the_file_and_go_on_at_the_splits_beginning(
         assert found.tolist() == [[int(x) for x in row] for row in wanted]
 
 
+def test_a_read_that_gives_less_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may give fewer bytes than asked for, as when a signal comes in between."""
+    tokens = _write(tmp_path / "docs")
+    span = open_span(str(tmp_path / "docs"), 0, None, mapped=False)
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, rows, at: real(file, [rows[0][:6]], at))
+    assert span.gather(np.array([7, 985]), 15).tolist() == [
+        tokens[7:22].tolist(), tokens[985:1000].tolist(),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_span_reads_in_other_processes(mapped: bool, tmp_path: Path) -> None:
     tokens = _write(tmp_path / "docs")
@@ -164,6 +177,13 @@ def test_damaged_files_are_told_in_a_sentence(tmp_path: Path) -> None:
             DataError, match=r"docs.bin has 2002 bytes, but .* \(2000 bytes\); copy"
         ):
             open_span(str(prefix), 0, None, mapped=mapped)
+    os.truncate(f"{prefix}.bin", 2000)
+    shifted = bytearray(Path(f"{prefix}.idx").read_bytes())
+    shifted[34 + 4 * 40] = 2  # the first byte of the first sequence
+    Path(f"{prefix}x.idx").write_bytes(shifted)
+    os.symlink(f"{prefix}.bin", f"{prefix}x.bin")
+    with pytest.raises(DataError, match=r"docsx.bin has 2000 bytes, but its index counts 1000 tok"):
+        open_span(f"{prefix}x", 0, None)
     os.truncate(f"{prefix}.bin", 1000)
     with pytest.raises(DataError, match=r"docs.bin has 1000 bytes, but its index counts 1000 tok"):
         open_span(str(prefix), 0, None)

@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,15 @@ from megatron_ext.limits import SHARED_MEMORY
 from tests.training_runs import SMALL, documents, train_on_ranks
 
 SIZE = 64 * mmap.PAGESIZE
+
+
+@pytest.fixture(autouse=True)
+def _files_of_other_tests() -> Iterator[None]:
+    """Forget the files that a test cuts, which a later test must not be told of."""
+    before = dict(bus.mapped_sizes)
+    yield
+    bus.mapped_sizes.clear()
+    bus.mapped_sizes.update(before)
 
 
 def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
@@ -244,3 +253,41 @@ def test_garbage_out_of_a_cut_file_is_told_as_that(tmp_path: Path, error: Except
     _, told = in_child(work)
     assert isinstance(told, DataError)
     assert str(told).startswith(f"{path} was cut while it was in use: it has {SIZE - 1} bytes")
+
+
+def test_a_file_that_was_cut_is_told_once_and_one_of_the_run_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = tmp_path / "host"
+    host.mkdir()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(host))
+    monkeypatch.setattr(bus, "mapped_sizes", {})
+    for path in (made(host / "snapshot"), made(tmp_path / "docs.bin")):
+        bus.remember_size(path, SIZE)
+        os.truncate(path, SIZE - 1)
+    told = [str(error) for _ in range(3) if (error := bus.cut_file()) is not None]
+    assert [text.partition(" ")[0] for text in told] == [f"{tmp_path}/docs.bin"]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_the_missing_page_of_a_part_of_a_file_is_that_of_the_file(
+    tmp_path: Path, gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The map begins in the middle of the file, which may have lost its name since."""
+    path = made(tmp_path / "docs.bin")
+    monkeypatch.setattr(bus, "mapped_sizes", {})
+    bus.remember_size(path, SIZE)
+    half = SIZE // 2
+
+    def work() -> Any:
+        with open(path, "r+b") as file:
+            content = mmap.mmap(file.fileno(), half, offset=half)
+            os.truncate(file.fileno(), half)
+            if gone:
+                path.unlink()
+            return content[0]
+
+    _, error = in_child(work)
+    assert str(error).startswith(f"{path} ")
+    if not gone:  # Whether the file behind a name that is gone can be seen depends on rights.
+        assert f"was cut while it was in use: it has {half} bytes, but had {SIZE}" in str(error)

@@ -1,5 +1,6 @@
 """The list of faults: whole lines from several processes, strict JSON, readable after a crash."""
 
+import errno
 import json
 import math
 import os
@@ -48,3 +49,22 @@ def test_a_torn_line_is_left_out_and_the_next_one_is_not(torn: str, tmp_path: Pa
 def test_a_run_without_a_save_folder_writes_nothing(tmp_path: Path) -> None:
     append_event(None, "restart")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line is printed instead; whatever is not of JSON is written as text."""
+    append_event(tmp_path, "saved", path=tmp_path / "a", steps={3: {1}})
+    assert read_events(tmp_path)[0]["path"] == f"{tmp_path}/a"
+    assert read_events(tmp_path)[0]["steps"] == {"3": "{1}"}
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    append_event(tmp_path, "fault", rank=3)
+    shown = capsys.readouterr().out
+    assert shown.startswith("note: faults.jsonl cannot be written (") and '"rank": 3' in shown
+    monkeypatch.undo()
+    assert [event["kind"] for event in read_events(tmp_path)] == ["saved"]

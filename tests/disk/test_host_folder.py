@@ -17,8 +17,10 @@ import pytest
 
 from megatron_ext.disk import host_folder as host
 from megatron_ext.disk.host_folder import (
+    exit_codes_left,
     generation,
     host_folder,
+    leave_exit_code,
     leave_host_folder,
     shared_host_folder,
 )
@@ -179,3 +181,66 @@ def _listen() -> None:
     listener = multiprocessing.connection.Listener()
     assert listener.address
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_failed_rank_leaves_the_folder_of_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(host.FOLDER_VARIABLE, str(tmp_path))
+    leave_host_folder()
+    assert tmp_path.is_dir()
+
+
+def test_exit_codes_are_those_of_the_newest_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert exit_codes_left(tmp_path) == []
+    leave_exit_code(7)  # There is no folder to write it into.
+    monkeypatch.setenv(host.FOLDER_VARIABLE, str(tmp_path))
+    for restart, rank, code in ((0, 0, 3), (0, 1, 4), (0, 2, 5), (1, 1, 9), (1, 2, 2)):
+        monkeypatch.setenv(host.GENERATION_VARIABLE, str(restart))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        leave_exit_code(code)
+        if (restart, rank) == (0, 2):
+            assert sorted(exit_codes_left(tmp_path)) == [3, 4, 5]
+    (tmp_path / "exit_code_3").write_text("1")  # cut short
+    assert sorted(exit_codes_left(tmp_path)) == [2, 9]
+
+
+def test_the_first_rank_of_a_machine_alone_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = str(tmp_path / "save")
+    left = left_behind(tmp_path, save, "left")
+    own = tmp_path / f"{host._PREFIX}own"
+    own.mkdir()
+    for rank in ("1", "0"):
+        assert left.exists() and not (own / "snapshots").exists()
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        host._take_over(own, save)
+    assert not left.exists() and (own / "snapshots" / "own_0.0").read_text() == "left"
+
+
+def test_a_folder_of_another_user_is_not_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    host._check_private(tmp_path)
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="must be a folder that only this user may open"):
+        host._check_private(tmp_path)
+
+
+def test_workers_of_the_caller_outlive_the_folder() -> None:
+    """Data workers that were begun within it end with it, since their sockets are gone."""
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=time.sleep, args=(60,), daemon=x) for x in (True, True)]
+    before, within = children
+    before.start()
+    try:
+        with shared_host_folder():
+            within.start()
+        assert before.is_alive() and not within.is_alive()
+    finally:
+        before.kill()
+        before.join()

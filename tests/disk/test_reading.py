@@ -13,6 +13,7 @@ from megatron_ext.disk import reading
 from megatron_ext.disk.reading import (
     MAX_DEPTH,
     UnreadableFile,
+    is_count,
     lines_of,
     parse_json,
     parse_yaml,
@@ -212,6 +213,7 @@ def test_a_line_that_is_too_long_is_passed_over_in_bounded_memory(tmp_path: Path
     path = tmp_path / "faults.jsonl"
     path.write_bytes(b'{"a": 1}\n' + b"x" * (1 << 20) + b'\n{"a": 2}\n' + b"y" * 5000)
     assert [*lines_of(path, line_bytes=1000)] == [b'{"a": 1}\n', None, b'{"a": 2}\n', None]
+    assert [*lines_of(path, line_bytes=9)] == [b'{"a": 1}\n', None, b'{"a": 2}\n', None]
     os.truncate(path, 1 << 30)
     tracemalloc.start()
     assert [*lines_of(path)][-1] is None
@@ -231,3 +233,27 @@ def test_a_line_that_is_no_row_is_none(line: bytes | None) -> None:
 def test_a_row_may_have_bare_nans_of_old_files() -> None:
     row = row_of(b'{"kind": "train", "grad_norm": NaN}')
     assert row is not None and row["grad_norm"] != row["grad_norm"]
+
+
+def test_limits_are_the_largest_that_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("[12]\n")
+    assert read_bytes(path, 5) == b"[12]\n" and [*lines_of(path, limit=5)] == [b"[12]\n"]
+    for read in (lambda: read_bytes(path, 4), lambda: [*lines_of(path, limit=4)]):
+        with pytest.raises(UnreadableFile, match="it is larger than 4 bytes"):
+            read()
+    largest = 2**128 - 1
+    for number in (largest, -largest):
+        assert parse_json(f"[{number}]", "x") == [number]
+        beyond = number + (1 if number > 0 else -1)
+        with pytest.raises(UnreadableFile, match="integer of more than 128 bits"):
+            parse_json(f"[{beyond}]", "x")
+    for key in (2**63 - 1, 1 - 2**63):
+        assert parse_yaml(f"{key}: a", "x") == {key: "a"}
+        with pytest.raises(UnreadableFile, match="integer of more than 64 bits as a key"):
+            parse_yaml(f"{key + (1 if key > 0 else -1)}: a", "x")
+
+
+def test_counts_are_integers_from_zero_on() -> None:
+    assert all(map(is_count, (0, 1, 2**53)))
+    assert not any(map(is_count, (-1, 2**53 + 1, 1.0, True, False, "1", None)))

@@ -18,7 +18,9 @@ from megatron_ext.disk.writing import (
     open_to_append,
     own_folder,
     remove,
+    why_not_writable,
     write_bytes,
+    write_error,
     write_text,
 )
 
@@ -93,6 +95,7 @@ def test_a_file_with_two_names_is_copied_before_it_is_appended_to(
     os.link(secret, path)
     with pytest.raises(NotRegular, match="a hard link to a file with another name"):
         _cut(path)
+    os.close(open_descriptor(path, os.O_RDONLY))
     _append(path)
     assert secret.read_text() == "secret" and path.read_text() == "secretmore"
 
@@ -122,6 +125,11 @@ def test_a_folder_takes_the_place_of_a_link(tmp_path: Path) -> None:
     (link / "own").touch()
     assert [path.name for path in target.iterdir()] == ["kept"]
     assert own_folder(link) == link and (link / "own").exists()
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(FileExistsError):
+        own_folder(file)
+    assert file.read_text() == "mine"
 
 
 def test_removing_a_link_leaves_its_target(tmp_path: Path, secret: Path) -> None:
@@ -178,3 +186,20 @@ def test_a_lock_that_is_a_link_is_replaced(tmp_path: Path, secret: Path) -> None
     path.touch()
     assert lock_path(path) == str(path) and path.exists()
     assert secret.read_text() == "secret"
+
+
+def test_what_can_be_written_is_known_before_it_is_there(tmp_path: Path) -> None:
+    """Missing folders will be made; the folder of a file counts, not the file itself."""
+    deep = tmp_path / "a" / "b" / "c"
+    assert why_not_writable(tmp_path) is None and why_not_writable(deep) is None
+    assert list(tmp_path.iterdir()) == []
+    file = tmp_path / "loss.png"
+    file.write_text("old")
+    assert write_error("--picture", str(file), is_file=True) is None
+    assert file.read_text() == "old"
+    for given, is_file in ((file, False), (file / "a", False), (file / "a", True)):
+        told = str(write_error("--save", str(given), is_file=is_file))
+        assert told.startswith(
+            f"`--save` ({given}) cannot be written ({file} is no folder); give a "
+        )
+        assert told.endswith(f"{'file' if is_file else 'folder'} that can.")

@@ -18,6 +18,7 @@ import pytest
 from megatron_ext.data import indexed, indexed_writer
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
+from megatron_ext.text.data import inspect as inspect_module
 from megatron_ext.text.data.inspect import inspect_dataset
 from megatron_ext.text.preprocess.cli import main as preprocess_main
 from megatron_ext.text.sft.store import SftStore
@@ -264,3 +265,80 @@ def test_full_disks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(DataError, match=r"all.bin is a folder, but a dataset must go there; move"):
         indexed_writer.merge_indexed(inputs, tmp_path / "all")
     assert (tmp_path / "all.idx").exists()
+
+
+def test_large_datasets_are_looked_through_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids are smallest and largest in the middle; documents have several sequences or none."""
+    tokens = np.array([50, 51, 52, 7, 99, 60, 61, 62, 63, 64], dtype=np.int32)
+    lengths = [[2, 1], [], [1, 0, 2], [4]]
+    start = 0
+    with IndexedWriter(tmp_path / "d", np.dtype(np.int32)) as writer:
+        for each in lengths:
+            writer.add_document(tokens[start : start + sum(each)], each)
+            start += sum(each)
+    index = indexed.read_index(tmp_path / "d")
+    whole = inspect_dataset(str(tmp_path / "d"), None)
+    assert "ids        7 to 99" in whole.lines
+    for items in (1, 2, 3):
+        monkeypatch.setattr(inspect_module, "SCAN_ITEMS", items)
+        found = [int(x) for part in inspect_module.document_lengths(index) for x in part]
+        assert found == [3, 0, 3, 4]
+        assert inspect_dataset(str(tmp_path / "d"), None) == whole
+        assert (
+            inspect_module.id_range(tmp_path / "d", 2) == ((50, 51), (50, 51), (50, 52))[items - 1]
+        )
+
+
+def test_shown_documents_are_those_of_the_seed_with_their_own_ids(tmp_path: Path) -> None:
+    prefix = tmp_path / "d"
+    with IndexedWriter(prefix, np.dtype(np.int32)) as writer:
+        for number in range(40):
+            ids = np.array([100 * number, 100 * number + 1])
+            writer.add_document(ids, [1, 1] if number % 2 else [2])
+
+    def shown(*more: str) -> list[int]:
+        done = run("inspect_dataset.py", prefix, *more)
+        assert done.returncode == 0
+        chosen = [int(x) for x in re.findall(r"^document (\d+): ", done.stdout, re.MULTILINE)]
+        ids = [
+            list(map(int, x.split()))
+            for x in re.findall(r"^  ids   (.*)$", done.stdout, re.MULTILINE)
+        ]
+        assert ids == [[100 * number, 100 * number + 1] for number in chosen]
+        assert ("\nids        0 to 3901\n" in done.stdout) == ("--no-scan" not in more)
+        return chosen
+
+    assert shown() == shown("--seed", "0", "--no-scan") and len(shown()) == 3
+    assert shown("--seed", "1") != shown()
+    assert shown("--samples", "40") == list(range(40)) and shown("--samples", "0") == []
+
+
+def test_negative_ids_are_warned_of(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "d", np.dtype(np.int32)) as writer:
+        writer.add_document(np.array([3, -2]), [2])
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100))
+    found = inspect_dataset(str(tmp_path / "d"), tokenizer)
+    assert found.warnings[0].startswith(
+        "Token id -2 is beyond the tokenizer's vocabulary (0 to 100)"
+    )
+
+
+def test_merge_keeps_modes_and_needs_a_folder_for_its_output(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    with IndexedWriter(folder / "a", np.dtype(np.uint16), multimodal=True) as writer:
+        writer.add_document(np.arange(5), [2, 3], [0, 1])
+    words = ["--input", folder, "--output-prefix"]
+    done = run("merge_datasets.py", *words, tmp_path / "all", "--multimodal")
+    assert (done.returncode, done.stderr) == (0, "")
+    modes = indexed.read_index(tmp_path / "all").modes
+    assert modes is not None and modes.tolist() == [0, 1]
+    done = run("merge_datasets.py", *words, tmp_path / "none" / "all", "--multimodal")
+    assert done.returncode == 1 and "lies in no folder; make it first." in done.stderr
+    (folder / "clips").mkdir()
+    (folder / "clips" / "manifest.json").write_text("{}")
+    done = run("merge_datasets.py", *words, tmp_path / "all")
+    assert done.returncode == 1
+    assert "holds datasets of clips (clips) and others (" in done.stderr

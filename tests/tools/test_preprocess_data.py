@@ -230,8 +230,13 @@ def test_flags_that_cannot_be_honoured(more: list[str], sentences: list[str]) ->
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     assert main(["--output-prefix", "x"]) == 2
     said = "error: The following arguments are required: --input; see --help.\n"
     assert capsys.readouterr().err == said
     assert main(["--input", "none.jsonl", "--output-prefix", "x"]) == 2
     assert "error: `--tokenizer-type` is missing; give one of" in capsys.readouterr().err
+    words = ["--input", "none.jsonl", "--output-prefix", "x", "--tokenizer-type", "NullTokenizer"]
+    assert main([*words, "--vocab-size", "9"]) == 1
+    assert "`--input` (none.jsonl) matches no file" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before

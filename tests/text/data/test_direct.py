@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,23 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import DataLoader
 
 from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.data.object_store import RemoteSpan
+from megatron_ext.data.order import SampleOrder
 from megatron_ext.data.samplers import SequentialSampler
 from megatron_ext.errors import DataError
 from megatron_ext.text.data import checked, gpt
+from megatron_ext.text.data import plan as planning
 from megatron_ext.text.data.blend import BlendSpec, read_blend
 from megatron_ext.text.data.config import DataConfig
-from megatron_ext.text.data.direct import DirectDataset
+from megatron_ext.text.data.direct import DirectDataset, EveryWindow
 from megatron_ext.text.data.plan import RunPlan, plan_run
-from megatron_ext.text.data.splits import _check_lengths, build_direct, marks_of
+from megatron_ext.text.data.splits import (
+    _check_lengths,
+    _shortened,
+    build_direct,
+    build_held_out,
+    marks_of,
+)
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.training_runs import TINY, check_refused, config_of, prepared, without
 
@@ -305,3 +315,129 @@ def test_ids_that_only_training_meets_are_told_with_their_file(tmp_path: Path) -
 def test_flags_that_do_not_go_together_are_refused(more: str, sentence: str) -> None:
     words = [*TINY, *"--train-iters 2 --tokenizer-type NullTokenizer --vocab-size 90".split()]
     check_refused([*words, *more.split()], sentence)
+
+
+def test_one_pass_reads_all_windows_of_each_dataset_in_turn() -> None:
+    """A dataset of 9 tokens has one window of 8 and its last label; one of 8 has none."""
+    spans: list[Any] = [SimpleNamespace(tokens=count) for count in (9, 8, 0, 24, 25)]
+    order = EveryWindow(spans, 8)
+    pieces = order.locate(0, len(order))
+    found = list(zip(pieces.sources.tolist(), pieces.begins.tolist(), strict=True))
+    assert found == [(0, 0), (3, 0), (3, 8), (4, 0), (4, 8), (4, 16)]
+    assert order.locate(2, 4).begins.tolist() == [8, 0]
+
+
+def test_the_label_after_a_sample_is_fetched_ahead_and_must_be_in_the_vocabulary(
+    tmp_path: Path,
+) -> None:
+    prefix = _numbered(tmp_path / "docs", 0, 50)
+    _, dataset = _plan(_config("--data-path", prefix, vocabulary=20_000))
+    last = int(dataset.batch(3, 4)["labels"].max())
+    dataset.marks = dataclasses.replace(dataset.marks, vocab_size=last + 1)
+    dataset.batch(3, 4)
+    dataset.marks = dataclasses.replace(dataset.marks, vocab_size=last)
+    with pytest.raises(DataError, match=f"docs.bin holds the token id {last}, but the vocabulary"):
+        dataset.batch(3, 4)
+
+    class Remote(RemoteSpan):
+        def __init__(self) -> None:
+            self.asked: list[tuple[list[int], list[int]]] = []
+
+        def expect(self, begins: Any, lengths: Any) -> None:
+            self.asked.append((begins.tolist(), lengths.tolist()))
+
+    span = Remote()
+    remote = DirectDataset(dataset.order, {0: span}, dataset.marks, len(dataset))
+    assert dataset.expect is None and remote.expect is not None
+    remote.expect([3, 4])
+    begins = dataset.order.locate(3, 5).begins.tolist()
+    assert span.asked == [(begins, [17, 17])]
+
+
+def test_a_dataset_that_is_named_twice_has_the_sum_of_its_weights(tmp_path: Path) -> None:
+    a, b = (_numbered(tmp_path / name, 0, 30) for name in "ab")
+    config = _config("--data-path", "1", a, "2", b, "4", a)
+    weights = planning.weights_of(([a, b, a], [1.0, 2.0, 4.0]), config, 0)
+    assert weights == {a: 5, b: 2}
+    assert planning.weights_of(([a, b, a], None), config, 0) == {a: 2 * 1920, b: 1920}
+
+
+def test_a_dataset_of_exactly_one_sample_is_enough(tmp_path: Path) -> None:
+    for tokens in (16, 15):
+        with IndexedWriter(str(tmp_path / "docs"), np.dtype(np.uint16)) as writer:
+            writer.add_document(np.arange(tokens), [tokens])
+        config = _config("--data-path", str(tmp_path / "docs"))
+        if tokens == 16:
+            _, dataset = _plan(config)
+            assert sorted(dataset.batch(3, 4)["tokens"][0].tolist()) == list(range(16))
+        else:
+            with pytest.raises(
+                DataError, match=r"docs holds 15 tokens, but a sample of the direct"
+            ):
+                _plan(config)
+
+
+def test_a_run_whose_earlier_steps_were_larger_takes_as_many_more(tmp_path: Path) -> None:
+    config = _config("--data-path", _numbered(tmp_path / "docs", 0, 50), "--train-iters", "30")
+    history = _plan(config)[0].to_dict()
+    assert _plan(config)[0].total == 720
+    assert plan_run(config, history, 960, 10).total == 960 + 20 * 24
+    assert plan_run(config, history, 240, 10).total == 720
+    assert plan_run(config, history, 960).total == 720
+
+
+def test_sources_that_have_moved_are_known_by_file_name_and_length() -> None:
+    past = {
+        "seed": 1,
+        "tokens": {"x/a": 10, "y/a": 10, "x/b": 5, "x/c": 7},
+        "stages": [{"start": 0, "weights": {"x/a": "1", "y/a": "2", "x/b": "3", "x/c": "4"}}],
+    }
+    spans: dict[str, Any] = {
+        name: SimpleNamespace(tokens=count)
+        for name, count in (("n/a", 10), ("n/b", 6), ("x/c", 7), ("n/c", 7))
+    }
+    found = planning._with_new_names(past, spans)
+    # One of two equal sources, none of another length, and none that is still there.
+    assert found["tokens"] == {"n/a": 10, "y/a": 10, "x/b": 5, "x/c": 7}
+    assert found["stages"][0]["weights"] == {"n/a": "1", "y/a": "2", "x/b": "3", "x/c": "4"}
+    spans["m/a"] = SimpleNamespace(tokens=10)
+    assert planning._with_new_names(past, spans)["tokens"] == past["tokens"], "either may be meant"
+
+
+def test_a_run_that_its_data_ends_has_the_whole_steps_that_are_left(tmp_path: Path) -> None:
+    prefix = _numbered(tmp_path / "docs", 0, 50)
+    ends: Any = SimpleNamespace(total=100, requested=240)
+    config = _config("--data-path", prefix, "--train-iters", "10")
+    # Of the steps so far some were larger: 48 samples in 3 steps, and 52 are left.
+    assert _shortened(config, ends, 48, 3, tell=False).training.train_iters == 5
+    assert _shortened(config, ends, 0, 0, tell=False).training.train_iters == 4
+    whole: Any = SimpleNamespace(total=240, requested=240)
+    assert _shortened(config, whole, 48, 3, tell=False) is config
+    with pytest.raises(DataError, match="ends the run at sample 23, before its first step is full"):
+        _shortened(config, SimpleNamespace(total=23, requested=240), 0, 0, tell=False)  # type: ignore[arg-type]
+    training = dataclasses.replace(config.training, train_iters=None, train_samples=240)
+    by_samples = dataclasses.replace(config, training=training)
+    found = _shortened(by_samples, ends, 48, 2, tell=False).training
+    assert (found.train_iters, found.train_samples) == (None, 100)
+
+
+def test_held_out_data_has_the_first_mixture_and_an_order_of_its_own(tmp_path: Path) -> None:
+    a, b, c = (_numbered(tmp_path / name, 0, 100) for name in "abc")
+    words = _schedule(
+        tmp_path / "mixture.yaml", f"samples: 20, weights: {{{a}: 1, {b}: 3, {c}: 0}}",
+        f"weights: {{{c}: 1}}",
+    )  # fmt: skip
+    words += ["--split", "60,20,20", "--eval-iters", "1"]
+    config = _config(*words, vocabulary=20_000)
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    valid, test = build_held_out(config, tokenizer)
+    for name, dataset in (("valid", valid), ("test", test)):
+        assert isinstance(dataset, DirectDataset) and isinstance(dataset.order, SampleOrder)
+        assert [source.name for source in dataset.order.sources] == [f"{name} {a}", f"{name} {b}"]
+        assert dataset.order.stages[0].weights == {f"{name} {a}": 1, f"{name} {b}": 3}
+    several = ["--full-validation", "--multiple-validation-sets", "--data-path", "1", a, "2", b]
+    config = _config(*several, "--split", "60,20,20", "--eval-iters", "1", vocabulary=20_000)
+    sets, test = build_held_out(config, tokenizer)
+    assert isinstance(sets, list)
+    assert [each.spans[0].name for each in sets] == [a, b]  # type: ignore[attr-defined]
+    assert not isinstance(test, list)

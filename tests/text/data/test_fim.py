@@ -208,3 +208,19 @@ def test_tokens_that_the_vocabulary_lacks_are_told(prefix: str) -> None:
 )
 def test_flags_that_do_not_go_together_are_refused(more: str, sentence: str) -> None:
     check_refused([*WORDS, *more.split()], sentence)
+
+
+def test_splits_have_numbers_of_their_own_and_the_end_of_a_document_may_be_named(
+    prefix: str,
+) -> None:
+    config: Any = config_of([*WORDS, "--data-path", prefix, "--fim-data"])
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    splits = [fim_of(config, tokenizer, split) for split in range(3)]
+    names = ("train", "valid", "test")
+    assert [each._key for each in splits if each] == [key_of("fim", 1234, x) for x in names]
+    tokens = _dataset("--data-path", prefix, "--fim-data", "--fim-rate", "1",
+                      "--fim-eod-token", "<file_sep>").batch(0, 40)["tokens"]  # fmt: skip
+    parts = [part for row in tokens.tolist() for part in _parts(row, FILE)[:-1] if part != [FILE]]
+    # Each text between two such tokens is moved as a whole, ends of documents included.
+    assert all((part[0], part.count(MIDDLE)) == (PREFIX, 1) for part in parts)
+    assert len(parts) > 40

@@ -1,7 +1,9 @@
 """Datasets: every token once, caches that notice a changed file, blends by their weights."""
 
 import dataclasses
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,10 @@ from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.text.data import checked, gpt
-from megatron_ext.text.data.blend import BlendSpec, read_blend
-from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.data.blend import BlendSpec, given_lengths, read_blend, source_options
+from megatron_ext.text.data.config import DEFAULT_SPLIT, DataConfig
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
-from tests.training_runs import TINY, config_of, train_steps
+from tests.training_runs import TINY, check_refused, config_of, train_steps, without
 
 SEQUENCE = 8
 
@@ -69,9 +71,12 @@ def test_a_replaced_file_rebuilds_the_cache(tmp_path: Path) -> None:
     assert len(list(cache.glob("*.npy"))) == 3
     again = _dataset(prefix, cache, samples=6)
     assert again.unique_description_hash == first.unique_description_hash
+    _write(prefix, 33, start=3)  # as large as before
+    other = _dataset(prefix, cache, samples=6)
     _write(prefix, 20, start=3)
     changed = _dataset(prefix, cache, samples=6)
-    assert changed.unique_description_hash != first.unique_description_hash
+    hashes = {x.unique_description_hash for x in (first, other, changed)}
+    assert len(hashes) == 3
     assert max(changed.document_index) < 20
 
 
@@ -124,6 +129,14 @@ def test_datasets_without_weights_hold_what_is_asked_of_them(tmp_path: Path) -> 
         checked.check_inputs(*_inputs(docs, docs), [25, 0, 0])
     with pytest.raises(DataError, match=r"train split of .*short holds 5 tokens, but `--seq-len"):
         checked.check_inputs(*_inputs(docs, short), [4, 0, 0])
+    exact = str(tmp_path / "exact")
+    for tokens in (SEQUENCE, SEQUENCE + 1):
+        with IndexedWriter(exact, optimal_dtype(90)) as writer:
+            writer.add_document(np.arange(tokens), [tokens])
+        if tokens == SEQUENCE:
+            with pytest.raises(DataError, match=r"exact holds 8 tokens, but `--seq-length` \+ 1"):
+                checked.check_inputs(*_inputs(docs, exact), [4, 0, 0])
+    checked.check_inputs(*_inputs(docs, exact), [13, 0, 0])  # 12 samples and one
 
 
 def _inputs(*words: str) -> tuple[DataConfig, Any, BlendSpec, Any]:
@@ -207,3 +220,126 @@ def test_megatrons_order_is_megatron_cores_own(seed: int, tmp_path: Path) -> Non
     for index in range(sizes[0]):
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             assert ours[index][name].tolist() == theirs[index][name].tolist()
+
+
+def test_blends_that_cannot_be_meant_are_refused() -> None:
+    for words, rule in (
+        ("0.3 a b", r"`--data-path` \(0.3 a b\) mixes weights and prefixes; give only prefixes"),
+        ("0.3 a 0.7", "mixes weights and prefixes"),
+        ("a 3 b 7", "mixes weights and prefixes"),
+        ("-1 a 3 b", r"has the weights \[-1.0, 3.0\]; they must be finite, at least 0 and not all"),
+        ("0 a 0 b", r"has the weights \[0.0, 0.0\]; they must be finite"),
+        ("inf a 1 b", r"has the weights \[inf, 1.0\]; they must be finite"),
+    ):
+        with pytest.raises(DataError, match=rule):
+            read_blend(DataConfig(data_path=words.split()))
+
+
+def test_each_dataset_of_several_splits_is_named_once() -> None:
+    data = DataConfig(train_data_path=["b", "file:///a"], test_data_path=["1", "/a", "2", "c"])
+    spec = read_blend(data)
+    assert spec.per_split == [(["b", "/a"], None), None, (["/a", "c"], [1.0, 2.0])]
+    assert spec.prefixes() == ["b", "/a", "c"]
+
+
+def test_lengths_of_datasets_are_two_counts_for_each(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    data = DataConfig(data_path=["a", "b"], per_dataset_sequences_path=str(path))
+    spec = read_blend(data)
+    assert given_lengths(DataConfig(), spec) is None
+    path.write_text('{"a": [3, 4], "b": [0, 1], "c": 7}')
+    assert (given_lengths(data, spec) or {})["b"] == [0, 1]
+    for bad in ("[3]", "[3, 4, 5]", "[3, -1]", "[3, 1.5]", "[true, 1]"):
+        path.write_text(f'{{"a": [3, 4], "b": {bad}}}')
+        with pytest.raises(DataError, match=r"must give two counts, .* for b\."):
+            given_lengths(data, spec)
+    for bad in ('{"a": [3, 4]}', "[1]", '{"a": 1, "b": 2}'):
+        path.write_text(bad)
+        with pytest.raises(DataError, match="must be a JSON object from each prefix to"):
+            given_lengths(data, spec)
+    with pytest.raises(DataError, match=r"cannot be read \(No such file"):
+        given_lengths(dataclasses.replace(data, per_dataset_sequences_path="none"), spec)
+
+
+def test_flags_of_loading_reach_the_loader_and_megatron_core() -> None:
+    words = "--dataloader-type cyclic --no-data-sharding --reset-attention-mask --data-path a"
+    data = _config(*words.split()).section(DataConfig)
+    assert source_options(data, 7) == {
+        "mask_documents_at": 7, "cyclic": True, "data_sharding": False
+    }  # fmt: skip
+    assert source_options(DataConfig(), 7) == {
+        "mask_documents_at": None, "cyclic": False, "data_sharding": True
+    }  # fmt: skip
+    words = "--data-path a --no-mmap-bin-files --mid-level-dataset-surplus 0.25"
+    words += " --num-dataset-builder-threads 3 --allow-ambiguous-pad-tokens --reset-position-ids"
+    config = _config(*words.split())
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    made = gpt.dataset_config(config, BlendSpec((["a"], None), None), tokenizer, "")
+    assert (made.mmap_bin_files, made.mid_level_dataset_surplus) == (False, 0.25)
+    assert (made.num_dataset_builder_threads, made.allow_ambiguous_pad_tokens) == (3, True)
+    assert (made.reset_position_ids, made.eod_mask_loss) == (True, False)
+
+
+def test_the_first_id_beyond_the_vocabulary_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "docs")
+    _write(prefix, 33)
+    dataset = _dataset(prefix, tmp_path / "cache")
+    dataset.config.vocab_size = 80
+    largest = [int(dataset[i]["tokens"].max()) for i in range(len(dataset))]
+    dataset.config.vocab_size = max(largest)
+    with pytest.raises(DataError, match=f"docs.bin holds the token id {max(largest)}, but the voc"):
+        [dataset[i] for i in range(len(dataset))]
+
+
+def test_indices_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bytes for each sample, and again for each document in a sample: here three."""
+    for memory, fits in ((16 * 4 * 110, True), (16 * 4 * 110 - 1, False)):
+        monkeypatch.setattr(gpt, "this_host", lambda memory=memory: SimpleNamespace(memory=memory))
+        gpt.check_index_memory(10.0, 30, [None, None, None])
+        if fits:
+            gpt.check_index_memory(10.0, 30, [100, None, 10])
+        else:
+            with pytest.raises(DataError, match=r"\(train 100, valid 0, test 10\) need indices of"):
+                gpt.check_index_memory(10.0, 30, [100, None, 10])
+
+
+def test_warnings_of_megatron_core_come_again_after_a_build(tmp_path: Path) -> None:
+    logger = logging.getLogger("megatron.core.datasets.gpt_dataset")
+    before = list(logger.filters)
+    prefix = str(tmp_path / "docs")
+    _write(prefix, 20)
+    config = _config("--data-path", prefix, "--data-cache-path", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    with pytest.raises(DataError, match="The indices of samples cannot be written or read"):
+        checked.build_checked_datasets(config, tokenizer, [4, 0, 0], lambda: True)
+    assert logger.filters == before
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("--split 1,2,3,4", "must be one to three shares that are finite and not negative"),
+        ("--split 1,-2", "must be one to three shares"),
+        ("--split 0,0", "must be one to three shares"),
+        ("--split x", "must be one to three shares"),
+        ("--multiple-validation-sets", "`--multiple-validation-sets` needs `--full-validation`"),
+        ("--valid-data-path b", "`--data-path` and `--valid-data-path` exclude each other, since"),
+        ("--test-data-path b", "`--data-path` and `--test-data-path` exclude each other, since"),
+        ("--mock-data", "`--data-path` and `--mock-data` exclude each other"),
+    ],
+)
+def test_flags_of_data_that_cannot_be_meant_are_refused(words: str, rule: str) -> None:
+    own = without(TINY, "--split")
+    null = "--train-iters 1 --tokenizer-type NullTokenizer --vocab-size 90 --data-path a".split()
+    check_refused([*own, *null, *words.split()], rule)
+
+
+def test_shares_of_splits_may_be_written_in_several_ways() -> None:
+    own = without(TINY, "--split")
+    null = "--train-iters 1 --tokenizer-type NullTokenizer --vocab-size 90".split()
+    for given, kept in (("8/1/1", "8/1/1"), ("'7,3'", "7,3"), (None, DEFAULT_SPLIT), ("1", "1")):
+        words = [] if given is None else ["--split", given]
+        config = config_of([*own, *null, "--data-path", "a", *words])
+        assert config.section(DataConfig).split == kept
+    assert config_of([*own, *null, "--train-data-path", "a"]).section(DataConfig).split is None

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from torch.utils.data import DataLoader
 from megatron_ext.data import packed_order
 from megatron_ext.data.indexed import read_index
 from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.data.packed_order import Cuts
 from megatron_ext.data.samplers import SequentialSampler
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.direct import DirectDataset
-from megatron_ext.text.data.plan import RunPlan, plan_run
+from megatron_ext.text.data.plan import RunPlan, packing_table, plan_run
 from megatron_ext.text.data.splits import build_direct, marks_of
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.training_runs import TINY, check_refused, config_of, prepared, without
@@ -209,3 +211,17 @@ def test_the_share_of_cut_documents_is_printed_before_training(
 def test_packing_needs_the_direct_order(more: str, sentence: str) -> None:
     words = [*TINY, *"--train-iters 2 --tokenizer-type NullTokenizer --vocab-size 90".split()]
     check_refused([*words, *more.split()], sentence)
+
+
+def test_the_table_of_packing_has_the_shares_of_each_source() -> None:
+    sources = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
+    plan: Any = SimpleNamespace(order=SimpleNamespace(sources=sources))
+    table = packing_table(plan, {1: Cuts(200, 1, 20, 50), 0: Cuts(0, 0, 0, 0)})
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert cells == {
+        "source": ["b", "a"],
+        "documents counted": ["200", "0"],
+        "longer than a sample": ["0.50%", "0.00%"],
+        "cut by best-fit packing": ["10.00%", "0.00%"],
+        "cut by concatenation": ["25.00%", "0.00%"],
+    }

@@ -78,5 +78,9 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 
 
 def test_counts_may_have_suffixes(tmp_path: Path) -> None:
-    found = _read(tmp_path, "stages: [{weights: {a: 1}, tokens: 1.5M}, {weights: {a: 1}}]")
-    assert found.stages[0].tokens == 1_500_000
+    for text, count in (
+        ("1.5M", 1_500_000), ("2k", 2000), ("3K", 3000), ("1b", 10**9), ("1.25T", 1_250 * 10**9),
+        ("1_000", 1000), ("7", 7),
+    ):  # fmt: skip
+        stage = f"stages: [{{weights: {{a: 1}}, tokens: {text}}}, {{weights: {{a: 1}}}}]"
+        assert _read(tmp_path, stage).stages[0].tokens == count

@@ -3,6 +3,7 @@
 import json
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,19 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.text.data.blend import BlendSpec
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import dataset_config
-from megatron_ext.text.data.separators import document_ends, first_endings, padding_id
+from megatron_ext.text.data.separators import (
+    document_ends,
+    ending_warnings,
+    endings_of,
+    first_endings,
+    padding_id,
+    spelled,
+)
 from megatron_ext.text.data.splits import build_direct
 from megatron_ext.text.preprocess.cli import main
 from megatron_ext.text.task import prepare_gpt
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.text.tokenizers.base import NullTokenizer
 from tests.text import tiny
 from tests.training_runs import TINY, config_of, without
 from tools import inspect_dataset, preview_batch
@@ -162,3 +171,42 @@ def test_an_end_of_document_token_must_be_known(tmp_path: Path) -> None:
         TextEncoding(options)
     with pytest.raises(ConfigError, match=r"`--eod-token` \(x\) has an effect only with `--app"):
         PreprocessOptions(["in"], str(tmp_path / "out"), settings, eod_token="x")
+
+
+class Named(NullTokenizer):
+    """Ids with special tokens of given numbers; 7 is spelled as white space."""
+
+    def __init__(self, eod: int, bos: int) -> None:
+        super().__init__(90)
+        self.eos, self.bos = eod, bos
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return " " if list(ids) == [7] else super().detokenize(ids)
+
+
+def test_documents_are_warned_of_if_less_than_half_of_them_end_as_the_run_expects() -> None:
+    tokenizer = Named(eod=5, bos=6)
+
+    def warned(*last: int) -> list[str]:
+        endings = endings_of(np.array(last), np.arange(len(last)))
+        return ending_warnings("docs", endings, tokenizer, -1)
+
+    assert warned(5, 6) == warned(5, 5, 6, 6) == warned() == []
+    (sentence,) = warned(5, 5, 6, 6, 6)
+    assert sentence.startswith(
+        "3 of the first 5 documents of docs end with 6 (`6`), but the run's e"
+    )
+    # Half of the documents with another special token are enough, less are not.
+    assert warned(6, 6, 1, 2)[0].startswith("2 of the first 4 documents of docs end with 6")
+    assert warned(6, 6, 1, 2, 3) == warned(1, 1, 1) == []
+
+
+def test_ids_are_spelled_where_there_is_something_to_see() -> None:
+    tokenizer = Named(eod=5, bos=6)
+    assert [spelled(tokenizer, n) for n in (6, 7, -1, 90, 91)] == [
+        "6 (`6`)",
+        "7",
+        "-1",
+        "90 (`90`)",
+        "91",
+    ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -14,7 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from megatron_ext.config.output import user_cache
 from megatron_ext.data import requests
+from megatron_ext.data.block_cache import COUNTS
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.extras.ledger.ledger import Ledger
@@ -23,7 +26,7 @@ from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.direct import DirectDataset
 from megatron_ext.text.data.plan import plan_run
 from megatron_ext.text.data.splits import marks_of
-from megatron_ext.text.data.storage import note_of, store_of
+from megatron_ext.text.data.storage import StorageNotes, note_of, store_of
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.data.flaky_storage import FlakyStorage, install
 from tests.training_runs import (
@@ -305,3 +308,30 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     told = r"^gone://b/a.idx needs the package gone_fs, which is not installed; run `pip install g"
     with pytest.raises(DataError, match=told):
         _dataset("gone://b", "--object-storage-cache-path", str(tmp_path))
+
+
+def test_requests_are_reported_at_intervals_since_the_run_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, said = [0.0], list[str]()
+    counts = dict.fromkeys(COUNTS, 0) | {"requests": 70, "bytes": 5 << 20}
+    store: Any = SimpleNamespace(counts=lambda: counts, is_used=True)
+    run: Any = SimpleNamespace(reporters=SimpleNamespace(say=said.append))
+    monkeypatch.setattr(storage.time, "monotonic", lambda: now[0])
+    notes = StorageNotes(run, store)
+    for seconds in (599, 600, 601, 602, 1201, 1202):
+        now[0] = float(seconds)
+        counts["requests"] += 1
+        notes.after_step()
+    assert [text.partition(", ")[0] for text in said] == [
+        f"object storage on this machine: {count} requests" for count in (3, 6)
+    ]
+    notes.on_train_end()
+    assert len(said) == 3 and ", 0.0 MiB; " in said[-1]
+
+
+def test_the_cache_has_the_size_and_the_folder_of_the_flags(tmp_path: Path) -> None:
+    data = DataConfig(object_storage_cache_path=str(tmp_path), object_storage_cache_size=1.5)
+    assert (store_of(data).folder, store_of(data).limit) == (tmp_path, 3 << 29)
+    assert store_of(data) is store_of(DataConfig(**vars(data)))
+    assert store_of(DataConfig()).folder == user_cache() / "data"

@@ -4,7 +4,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError, MachineFault
@@ -12,8 +14,16 @@ from megatron_ext.text.preprocess import cluster as cluster_module
 from megatron_ext.text.preprocess import run as run_module
 from megatron_ext.text.preprocess import task
 from megatron_ext.text.preprocess.cluster import Watch, numbers_of, ranges, save_job
+from megatron_ext.text.preprocess.inputs import Part
 from megatron_ext.text.preprocess.jobs import Job, Say
-from megatron_ext.text.preprocess.parts import Failure, read_plan, write_failure
+from megatron_ext.text.preprocess.parts import (
+    Failure,
+    PartWriter,
+    failure_of,
+    failure_paths,
+    read_plan,
+    write_failure,
+)
 from megatron_ext.text.tokenizers.fast import InexactEngine
 from tests.text import tiny
 from tests.text.preprocess.runs import check_pair, left_in, run, texts_of
@@ -97,6 +107,12 @@ def test_a_part_that_always_dies_ends_the_run_and_the_next_one_goes_on(
         run(tmp_path, path)
     assert here.closed and len(here.attempts) == 3
     folder = tmp_path / "out.parts"
+    # A process that still has a task of an earlier plan encodes nothing.
+    assert task.encode_by_ray(str(folder), "former", 1) == ""
+    (path_of_failure,) = failure_paths(folder)
+    failure = failure_of(path_of_failure)
+    assert (failure.key, failure.kind) == ("former", "refused")
+    assert "were cut anew after this job had been submitted" in failure.messages[0]
     write_failure(folder, Failure("refused", ["of the earlier run"], read_plan(folder).key))
     here.deaths = {}
     assert run(tmp_path, path)[0].resumed_parts > 0
@@ -131,3 +147,44 @@ def test_numbers_of_parts_are_written_short() -> None:
         ConfigError, match=r"^The parts of a task \(3,x\) must be numbers, such as "
     ):
         numbers_of("3,x")
+
+
+def test_the_progress_of_a_cluster_is_that_of_the_finished_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = (10, 200, 3000, 40_000)
+    parts = [Part("/in", "in", 0, size, "plain", size) for size in sizes]
+    options = SimpleNamespace(log_interval=1)
+    job: Any = SimpleNamespace(folder=tmp_path, key="key", parts=parts, options=options)
+    watch = Watch(job, [1, 2, 3])
+    shown: list[tuple[int, int]] = []
+    monkeypatch.setattr(watch.progress, "show", lambda *amounts: shown.append(amounts))
+    assert watch.look() == [1, 2, 3]
+    for number in (0, 2, 1):
+        writer = PartWriter(tmp_path, "key", number, 1, [np.dtype("uint16")])
+        writer.count(9, 5 + number)
+        writer.finish()
+        watch.look()
+    assert watch.look() == [3]
+    assert shown == [(0, 0), (0, 0), (3000, 7), (3200, 13), (3200, 13)]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InexactEngine("differ"), "inexact"),
+        (DataError("bad line"), "refused"),
+        (ConfigError("bad flag"), "refused"),
+        (MachineFault("disk"), None),
+    ],
+)
+def test_an_error_that_another_attempt_would_meet_ends_the_run(
+    error: Exception, kind: str | None, tmp_path: Path
+) -> None:
+    def work() -> None:
+        raise error
+
+    assert list(task.attempt(tmp_path, "k", work)) == [str(error)]
+    failures = [failure_of(path) for path in failure_paths(tmp_path)]
+    assert failures == ([] if kind is None else [Failure(kind, [str(error)], "k")])
+    assert list(task.attempt(tmp_path, "k", lambda: None)) == []

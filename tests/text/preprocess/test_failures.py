@@ -266,3 +266,53 @@ def test_a_run_resumed_in_another_folder_reads_the_same_files(
     report, _ = run(tmp_path, "../a/in.jsonl")
     assert report.resumed_parts == 4
     check_pair(tmp_path, texts_of(tiny.corpus(300, seed=ord("a"))))
+
+
+def test_refused_lines_of_a_file_with_any_name_are_written(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"in\xff.jsonl")
+    path.write_bytes(b'{"text": 3}\n{"text": "ba"}\n')
+    report, _ = run(tmp_path, path, on_bad_line="quarantine")
+    assert report.rejected_path is not None
+    (record,) = map(json.loads, report.rejected_path.read_text().splitlines())
+    assert record["line"] == 1 and "in" in record["file"]
+
+
+def test_a_marker_with_values_of_other_types_is_none(tmp_path: Path) -> None:
+    writer = PartWriter(tmp_path, "key", 0, 1, [np.dtype("uint16")])
+    writer.tally({"a": {"b": 1}})
+    writer.finish()
+    path = next(tmp_path.glob("*.json"))
+    good = json.loads(path.read_text())
+    assert read_marker(tmp_path, "key", 0) is not None
+    for change in (
+        {"host": 3}, {"stem": None}, {"key": 3}, {"lines": True}, {"tokens": -1},
+        {"seconds": "1"}, {"ended": None}, {"tally": {"a": {"b": -1}}}, {"tally": {"a": 1}},
+        {"more": 1}, {"sizes": {}} | {"documents": 1.5},
+    ):  # fmt: skip
+        path.write_text(json.dumps({**good, **change}))
+        assert read_marker(tmp_path, "key", 0) is None, change
+    path.write_text(json.dumps(good))
+    assert read_marker(tmp_path, "key", 0) is not None
+
+
+def test_blank_lines_at_the_end_of_a_file_are_lines_of_it(tmp_path: Path) -> None:
+    """They keep their turn in the dealing to partitions, and later files their own numbers."""
+    texts = texts_of(tiny.corpus(8))
+    first = tiny.write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in texts[:3]], end="\n \n")
+    second = tiny.write_jsonl(tmp_path / "b.jsonl", [{"text": t} for t in texts[3:]])
+    run(tmp_path, first, second, partitions=2)
+    # Line 3 of the whole input is blank, and line 4 is the first of the second file.
+    check_pair(tmp_path, [texts[n] for n in (0, 2, 3, 5, 7)], "0_text_document")
+    check_pair(tmp_path, [texts[n] for n in (1, 4, 6)], "1_text_document")
+
+
+def test_a_run_that_failed_leaves_its_logs(tmp_path: Path) -> None:
+    for name, is_kept in (("slurm_1_0.log", True), ("p000000.k.json", True), ("plan.json", False)):
+        with pytest.raises(KeyError), WorkDirectory(str(tmp_path / name)) as work:
+            (work.folder / name).touch()
+            raise KeyError
+        assert work.folder.exists() == is_kept
+    with pytest.raises(KeyError), WorkDirectory(str(tmp_path / "s"), resumable=False) as work:
+        (work.folder / "slurm_1_0.log").touch()
+        raise KeyError
+    assert not work.folder.exists()

@@ -3,7 +3,9 @@
 import gzip
 import json
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -15,6 +17,7 @@ from megatron_ext.text.preprocess import inputs, packed
 from megatron_ext.text.preprocess.encode import (
     LANGUAGES,
     BadLine,
+    TextEncoder,
     parse_line,
     sentence_splitter,
 )
@@ -28,6 +31,7 @@ from megatron_ext.text.preprocess.inputs import (
     spool,
 )
 from megatron_ext.text.preprocess.packed import packing_of
+from megatron_ext.text.preprocess.texts import _samples
 
 
 @pytest.mark.parametrize(
@@ -133,6 +137,26 @@ def test_inputs_are_expanded_and_lone_packed_ones_shared(tmp_path: Path) -> None
     assert needs_spool([path], 1) == []
     assert needs_spool([path, path], 2) == []
     assert needs_spool(["-"], 1) == ["-"]
+    assert [packed.is_stream(name) for name in ("-", "/dev/null", path, str(tmp_path))] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    assert expand([f"{tmp_path}/*s/"]) == [f"{tmp_path}/texts"]
+
+
+def test_workers_get_parts_of_a_size_that_keeps_them_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """About four parts for each worker, not too small, and not so large that a kill loses much."""
+    path = tmp_path / "f"
+    path.write_bytes(b"0123456789abcde\n" * 1000)
+    source = [Source(str(path), "f", "plain")]
+    assert [len(cut(source, workers, None, 160)) for workers in (1, 5, 25)] == [4, 20, 100]
+    assert [len(cut(source, workers, None, 4000)) for workers in (1, 5)] == [4, 4]
+    assert [len(cut(source, 5, size, 4000)) for size in (0.0016, 1.0)] == [10, 1]
+    monkeypatch.setattr(inputs, "_LARGEST_PART", 1600)
+    assert len(cut(source, 1, None, 160)) == 10
 
 
 def test_other_formats_are_named(tmp_path: Path) -> None:
@@ -160,6 +184,10 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         ("english", ""),
         ("english", " \n "),
         ("german", "Am 3. Mai kam z.B. Anna.| Sie blieb."),
+        ("german", "Er kam 1999.| Dann blieb er.| Am 12. Mai."),
+        ("english", "On page 3.| Then 12.| Next."),
+        ("english", "Ask the Dr.|\n\nNext one.|\n\nlower case.|\n\n and more"),
+        ("english", "He (Mr.)| Smith came."),
         ("french", "M. Dupont est l\u00e0.| Bien."),
     ],
 )
@@ -223,3 +251,40 @@ def test_a_line_of_the_greatest_length_is_read(
     size = path.stat().st_size
     part = Part(str(path), str(path), 0, size, "plain", size)
     assert b"".join(block for block, _ in blocks(part)) == path.read_bytes()
+
+
+def test_one_text_of_each_batch_is_compared_and_none_that_is_long() -> None:
+    class Fast:
+        def __init__(self) -> None:
+            self.compared: list[str] = []
+
+        def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+            return [[1] * len(text) for text in texts]
+
+        def compare_ids(self, text: str, ids: Sequence[int]) -> None:
+            assert len(text) == len(ids)
+            self.compared.append(text)
+
+    fast: Any = Fast()
+    encoder = TextEncoder(None, fast, ["text"], 1, None, None)  # type: ignore[arg-type]
+    for _ in range(20):
+        encoder._encode([[letter] for letter in "abcdefghij"])
+    assert len(fast.compared) == 20 and len(set(fast.compared)) == 10
+    encoder._encode([["x" * 20_000, "y" * 17_000], ["z" * 18_000]])
+    assert fast.compared[-1] == "y" * 17_000
+    encoder._encode([[]])
+    assert len(fast.compared) == 21
+
+
+def test_samples_come_from_all_over_the_input(tmp_path: Path) -> None:
+    parts = []
+    for name in "abc":
+        path = tmp_path / name
+        texts = [f"{name}{number}" for number in range(2000)]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        size = path.stat().st_size
+        parts.append(Part(str(path), name, 0, size, "plain", size))
+    samples = set(_samples(parts, ["text"]))
+    assert {"a0"} <= samples and {text[0] for text in samples} == set("abc")
+    numbers = sorted(int(text[1:]) for text in samples)
+    assert numbers[-1] > 1500 and len(numbers) > 500

@@ -4,12 +4,14 @@ import importlib.util
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError, MachineFault
+from megatron_ext.text.preprocess import ray_tasks
 from megatron_ext.text.preprocess.inputs import Part
-from megatron_ext.text.preprocess.ray_tasks import _connect, _fault
+from megatron_ext.text.preprocess.ray_tasks import RayTasks, _connect, _fault
 from tests.text import tiny
 from tests.text.preprocess.faults import deaths, plant_deaths
 from tests.text.preprocess.runs import check_pair, left_in, run, texts_of
@@ -96,6 +98,105 @@ def test_a_fault_of_a_disk_is_told() -> None:
         "bytes 0 to 9, as where"
     )
     assert _fault(ray, "", part) == ""
+
+
+class Ray:
+    """The functions of ray that are used, without a cluster; tasks end in the order of starting."""
+
+    def __init__(self, **answers: str) -> None:
+        self.answers = answers
+        self.options: dict[str, Any] = {}
+        self.started: list[int] = []
+        self.most = 0
+        self.open: list[int] = []
+        self.cancelled: list[int] = []
+        self.is_shut = False
+        kinds = {name: type(name, (Exception,), {}) for name in ("RayTaskError", "RayError")}
+        self.exceptions = SimpleNamespace(**kinds)
+
+    def remote(self, **options: Any) -> Any:
+        self.options = options
+        return lambda function: SimpleNamespace(remote=self._start)
+
+    def _start(self, folder: str, key: str, number: int) -> int:
+        assert (folder, key) == ("/parts", "k")
+        self.started.append(number)
+        self.open.append(number)
+        self.most = max(self.most, len(self.open))
+        return number
+
+    def wait(
+        self, references: list[int], *, timeout: float, num_returns: int = 1
+    ) -> tuple[list[int], list[int]]:
+        ended = references[:num_returns]
+        for number in ended:
+            self.open.remove(number)
+        return ended, references[num_returns:]
+
+    def get(self, reference: int) -> str:
+        answer = self.answers.get(f"p{reference}", "")
+        if answer.startswith("died"):
+            raise self.exceptions.RayError(answer)
+        return answer
+
+    def cancel(self, reference: int, *, force: bool) -> None:
+        assert force
+        self.cancelled.append(reference)
+
+    def shutdown(self) -> None:
+        self.is_shut = True
+
+
+def tasks_on(ray: Ray, monkeypatch: pytest.MonkeyPatch, *, ours: bool = True) -> RayTasks:
+    monkeypatch.setattr(ray_tasks, "save_job", lambda job: None)
+    monkeypatch.setattr(ray_tasks, "_connect", lambda workers, say: (ray, ours))
+    parts = [Part("/in", "in", n, n + 1, "plain", 1) for n in range(6)]
+    options = SimpleNamespace(workers=2)
+    job: Any = SimpleNamespace(options=options, folder=Path("/parts"), key="k", parts=parts)
+    return RayTasks(job, range(6), print)
+
+
+def test_as_many_tasks_run_as_there_are_workers_and_faults_are_those_of_an_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = Ray(p1="disk full", p4="died of memory")
+    tasks = tasks_on(ray, monkeypatch)
+    assert ray.options == {"num_cpus": 1, "max_retries": 0}
+    tasks.submit(range(6))
+    while tasks.running([]):
+        pass
+    assert ray.started == list(range(6)) and ray.most == 2
+    clauses, may_be_late = tasks.faults([1, 4])
+    assert clauses[0].startswith(
+        "A Ray process could not write or read (disk full) for in, bytes 1"
+    )
+    assert clauses[1] == "A Ray process died at in, bytes 4 to 5 (died of memory)"
+    assert not may_be_late
+    # A task without a fault may have left a marker that is not seen yet.
+    clauses, may_be_late = tasks.faults([1, 3])
+    assert clauses[1] == "A Ray process has left no marker for in, bytes 3 to 4" and may_be_late
+    ray.answers.clear()
+    tasks.submit([1])
+    assert tasks.faults([1]) == (["A Ray process has left no marker for in, bytes 1 to 2"], True)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_run_that_ends_leaves_no_task_and_the_cluster_of_its_caller(
+    ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = Ray()
+    tasks = tasks_on(ray, monkeypatch, ours=ours)
+    now = iter([0.0, 0.0, 9.0])
+    monkeypatch.setattr(ray_tasks.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(ray, "wait", lambda references, **how: ([], references))
+    tasks.submit([3, 5, 2])
+    assert tasks.running([3, 5, 2])
+    waited: list[Any] = []
+    monkeypatch.setattr(ray, "wait", lambda references, **how: waited.append((references, how)))
+    tasks.close()
+    assert ray.cancelled == [3, 5]
+    assert waited == [([3, 5], {"num_returns": 2, "timeout": ray_tasks._SECONDS_TO_CANCEL})]
+    assert ray.is_shut == ours
 
 
 def test_without_ray_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

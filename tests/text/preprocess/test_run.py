@@ -19,6 +19,8 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess import packed
 from megatron_ext.text.preprocess.encode import sentence_splitter
 from megatron_ext.text.preprocess.options import PreprocessOptions
+from megatron_ext.text.preprocess.run import planned
+from megatron_ext.text.preprocess.texts import TextEncoding
 from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.fast import FastEncoder
 from tests.reference import REFERENCE, corpus
@@ -199,8 +201,9 @@ def test_a_late_difference_starts_over(tmp_path: Path, monkeypatch: pytest.Monke
 
     main = os.getpid()
     monkeypatch.setattr(FastEncoder, "encode_batch", wrong)
-    _, said = run(tmp_path, path)
+    report, said = run(tmp_path, path)
     assert said[1].startswith("Starting over with SentencePieceTokenizer's own library: gigatoken ")
+    assert report.resumed_parts == 0
     check_pair(tmp_path, ["ba"] * 300 + texts_of(tiny.corpus(100)))
 
 
@@ -239,6 +242,11 @@ def test_documents_longer_than_the_samples_are_compared_too(tmp_path: Path) -> N
         ({"output_prefix": "/no/folder/x"}, "output-prefix` (/no/folder/x) lies in /no/folder,"),
         ({"split_sentences": True, "lang": "klingon"}, "lang` (klingon) has no sentence rules;"),
         ({"keep_newlines": True}, "keep-newlines` has an effect only with `--split-sentences`"),
+        *(
+            ({name: value}, f"{name.replace('_', '-')}` has an effect only with `--executor slurm`")
+            for name, value in (("slurm_tasks", 2), ("slurm_args", "-p x"), ("slurm_script", "a"))
+        ),
+        ({"executor": "slurm", "slurm_args": "'"}, "slurm-args` (') cannot be read (No closing q"),
     ],
 )
 def test_bad_options(change: dict[str, Any], sentence: str) -> None:
@@ -275,3 +283,76 @@ def test_hashes_are_those_recorded_from_megatrons_own_tool(tmp_path: Path, name:
     # Megatron-LM's tool forgets this index of several keys.
     if name == "sp_keys":
         assert check_indexed_dataset(tmp_path / "sp_keys_text_document").num_documents == 2400
+
+
+def test_an_array_has_the_workers_of_all_its_tasks() -> None:
+    good: dict[str, Any] = {"inputs": ["a"], "output_prefix": "x", "tokenizer": sentencepiece()}
+    assert PreprocessOptions(**good, workers=3).all_workers == 3
+    array = PreprocessOptions(**good, workers=3, executor="slurm", slurm_tasks=4)
+    assert array.all_workers == 12
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"append_eod": True}, {"append_eod": True, "eod_token": "<s>"}, {"json_keys": ("title",)},
+    {"partitions": 2}, {"split_sentences": True}, {"split_sentences": True, "lang": "german"},
+    {"split_sentences": True, "keep_newlines": True}, {"on_bad_line": "quarantine"},
+    {"tokenizer": huggingface()},
+]  # fmt: skip
+
+
+def test_parts_are_taken_over_from_a_run_of_the_same_settings_alone(tmp_path: Path) -> None:
+    """Other workers, and another cut into sequential partitions, change no part."""
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
+    good: dict[str, Any] = {
+        "inputs": [str(path)], "output_prefix": str(tmp_path / "out"), "tokenizer": sentencepiece(),
+    }  # fmt: skip
+
+    def key_of(**more: Any) -> str:
+        options = PreprocessOptions(**{**good, **more})
+        with planned(options, TextEncoding(options).identity, print) as (work, _, _):
+            work.keep = True
+            return work.key
+
+    for change in CHANGES:
+        first = key_of()
+        same = {"workers": 7, "log_interval": 3, "keep_sequential_samples": True, "partitions": 4}
+        assert key_of() == key_of(**same) == first
+        assert key_of(**change) != first
+    assert len({repr(sorted(change.items(), key=str)) for change in CHANGES}) == len(CHANGES)
+
+
+def test_tokens_are_on_the_disk_before_the_dataset_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    sync, name = os.fsync, os.replace
+
+    def synced(number: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{number}")).name)
+        sync(number)
+
+    def named(old: Any, new: Any) -> None:
+        order.append(Path(new).name)
+        name(old, new)
+
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
+    run(tmp_path, path)
+    own = [entry for entry in order if entry.startswith("out_")]
+    bin_, idx = (f"out_text_document.{kind}" for kind in ("bin", "idx"))
+    assert own == [f"{bin_}.joining", f"{idx}.joining", bin_, idx]
+
+
+@pytest.mark.parametrize("given", ["true", None])
+def test_threads_of_tokenizers_are_as_before_after_a_run(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TOKENIZERS_PARALLELISM"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", [])
+    with pytest.raises(DataError, match="gives no token"):
+        run(tmp_path, path)
+    assert os.environ.get(name) == given

@@ -65,6 +65,7 @@ def test_shards_of_an_earlier_run_are_removed_and_the_way_to_use_them_is_said(
 
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(60))
     of_others = ["out_00090_sub_text_document.bin", "out_00090_title_document.bin"]
+    of_others += ["out_77_text_document.bin", "out_987654_text_document.idx"]  # of partitions
     for name in of_others:
         (tmp_path / name).touch()
     report, _ = run(tmp_path, path, shard_tokens=150)
@@ -77,6 +78,10 @@ def test_shards_of_an_earlier_run_are_removed_and_the_way_to_use_them_is_said(
     last = f"{tmp_path}/out_{{00000..{count - 1:05}}}_text_document"
     said = capsys.readouterr().err
     assert f"-> {last}\n" in said
+    one, _ = run(tmp_path, path, shard_tokens=10**9)
+    assert one.shown == one.prefixes == [f"{tmp_path}/out_00000_text_document"]
+    assert run_or_explain(lambda: one) == 0
+    assert "Train on the shards" not in capsys.readouterr().err
     assert f"Train on the shards with `--data-path {last}`; bash writes them out." in said
 
 

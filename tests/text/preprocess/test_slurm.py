@@ -12,10 +12,11 @@ import pytest
 
 from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.text.preprocess import cluster as cluster_module
+from megatron_ext.text.preprocess import slurm as slurm_module
 from megatron_ext.text.preprocess import task
 from megatron_ext.text.preprocess.cli import _run, main, parse_options
 from megatron_ext.text.preprocess.cluster import numbers_of
-from megatron_ext.text.preprocess.slurm import write_script
+from megatron_ext.text.preprocess.slurm import SlurmArrays, write_script
 from tests.text import tiny
 from tests.text.preprocess.faults import deaths, plant_deaths
 from tests.text.preprocess.runs import check_pair, left_in, run, texts_of
@@ -162,9 +163,9 @@ def test_the_job_of_a_killed_run_is_cancelled_and_its_tasks_encode_nothing_of_th
     with pytest.raises(DataError, match="were cut anew after this job had been submitted; submit"):
         task.encode(folder, {**saved, "key": "former"}, [0])
     with pytest.raises(
-        DataError, match=r"^The job names part 7, but the parts in .* are 0 to 0; n"
+        DataError, match=r"^The job names part 1, but the parts in .* are 0 to 0; n"
     ):
-        task.encode(folder, saved, [0, 7])
+        task.encode(folder, saved, [0, 1])
     (folder / "slurm_job").write_text("100")
     before = slurm.cancelled()
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))  # and so another plan
@@ -195,3 +196,85 @@ def test_a_task_that_cannot_begin_says_why(
         rf"^error: {gone}/job.json cannot be read \(No such file .*\): the run in {gone} has ended"
     )
     assert re.match(said, capsys.readouterr().err)
+
+
+@pytest.fixture
+def arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SlurmArrays, list[list[str]]]:
+    """Return arrays whose programs only note their words, and the words."""
+    called: list[list[str]] = []
+
+    def call(*words: str) -> Any:
+        called.append(list(words))
+        return SimpleNamespace(returncode=0, stdout="7;cluster\n", stderr="")
+
+    monkeypatch.setattr(slurm_module, "_call", call)
+    monkeypatch.setattr(slurm_module.shutil, "which", lambda program: program)
+    monkeypatch.setattr(slurm_module, "write_script", lambda *what: None)
+    options = SimpleNamespace(slurm_tasks=3)
+    job: Any = SimpleNamespace(options=options, folder=tmp_path)
+    return SlurmArrays(job, range(10), lambda _: None), called
+
+
+def test_parts_that_are_left_have_tasks_of_their_own(
+    arrays: tuple[SlurmArrays, list[list[str]]], tmp_path: Path
+) -> None:
+    made, called = arrays
+    made.submit(range(10))
+    made.submit(range(4, 10))
+    made.submit(range(150))
+    script = str(tmp_path / "slurm.sh")
+    assert called[0] == ["sbatch", "--parsable", "--array=0-2", script, "0-2", "3-5", "6-9"]
+    assert called[1][2:] == ["--array=0-5", script, *"456789"]
+    assert called[2][2] == "--array=0-99" and called[2][4:6] == ["0", "1-2"]
+    assert (tmp_path / "slurm_job").read_text() == "7"
+
+
+def test_the_job_of_an_earlier_run_is_cancelled_once(
+    arrays: tuple[SlurmArrays, list[list[str]]], tmp_path: Path
+) -> None:
+    made, called = arrays
+    assert called == []
+    made.submit([1])
+    for _ in range(2):
+        made.close()
+    assert called[1:] == [["scancel", "7"]]
+    (tmp_path / "slurm_job").write_text("7 --user=all")
+    made.close()
+    assert len(called) == 2 and not (tmp_path / "slurm_job").exists()
+
+
+def test_a_task_that_slurm_calls_complete_may_have_left_files_that_are_late(
+    arrays: tuple[SlurmArrays, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = arrays
+    made.submit(range(10))  # as parts 0 to 2, 3 to 5 and 6 to 9
+    for states, late in (
+        ({0: "FAILED", 2: "COMPLETED"}, True),
+        ({0: "FAILED", 2: "TIMEOUT"}, False),
+        ({0: "FAILED", 1: "COMPLETED", 2: "TIMEOUT"}, False),
+        ({0: "FAILED"}, True),
+        ({}, True),
+    ):
+        monkeypatch.setattr(made, "_states", lambda states=states: states)
+        clauses, may_be_late = made.faults([2, 9])
+        assert [clause.split(",")[0].split(" ended ")[0] for clause in clauses] == [
+            "Slurm task 7_0", "Slurm task 7_2",
+        ]  # fmt: skip
+        assert may_be_late == late
+    assert made.faults([]) == ([], False)
+    monkeypatch.setattr(made, "_states", lambda: {1: "CANCELLED"})
+    with pytest.raises(DataError, match="Slurm job 7 was cancelled"):
+        made.faults([4])
+
+
+def test_the_queue_is_asked_more_seldom_but_not_ever_more_seldom(
+    arrays: tuple[SlurmArrays, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = arrays
+    pauses: list[float] = []
+    monkeypatch.setattr(slurm_module.time, "sleep", pauses.append)
+    monkeypatch.setattr(made, "_queued", lambda: {"RUNNING": 1})
+    for _ in range(2):
+        made.submit([1])
+        assert all(made.running([1]) for _ in range(12))
+    assert pauses[:3] == [0.5, 0.75, 1.125] and pauses[11] == 15 and pauses[12] == 0.5

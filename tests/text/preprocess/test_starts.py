@@ -53,7 +53,8 @@ def test_an_array_larger_than_what_is_read_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starts, "BLOCK_BYTES", 7)
-    rows = [{"text": "x" * n, "more": [n, {"a": "]},{"}]} for n in range(40)]
+    more = [{"a": "]},{"}, True, False, None, -1.5e-7, "\u00e9\U0001f600"]
+    rows = [{"text": "x" * n, "more": [n, *more]} for n in range(40)]
     for number, indent in enumerate((None, 2)):
         path = tmp_path / f"{number}"
         path.write_text(json.dumps(rows, indent=indent), encoding="utf-8")
@@ -76,6 +77,9 @@ def test_an_array_larger_than_what_is_read_at_once(
         (b'{"text": ""}\n{"text": []}\n', r"gives no token, with 2 empty documents and 0 refused"),
         (b"\n".join(LINES).decode().encode("utf-16"), "is text in UTF-16, but UTF-8 is needed; co"),
         (LINES[0].decode().encode("utf-16-be"), "is text in UTF-16BE, but UTF-8 is needed; conv"),
+        (LINES[0].decode().encode("utf-16-le"), "is text in UTF-16LE, but UTF-8 is needed; conv"),
+        (f"[{LINES[0].decode()}]".encode("utf-16-be"), "is text in UTF-16BE, but UTF-8 is needed"),
+        (f"[{LINES[0].decode()}]".encode("utf-16-le"), "is text in UTF-16LE, but UTF-8 is needed"),
         (LINES[0].decode().encode("utf-32"), "is text in UTF-32, but UTF-8 is needed; convert it"),
         (gzip.compress(LINES[0].decode().encode("utf-16"), mtime=0), "is text in UTF-16, but"),
     ],

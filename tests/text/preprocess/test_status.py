@@ -2,11 +2,13 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,6 +17,8 @@ from megatron_ext.data.indexed import check_indexed_dataset
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess import status
 from megatron_ext.text.preprocess.cli import main
+from megatron_ext.text.preprocess.inputs import Part
+from megatron_ext.text.preprocess.parts import PartMarker
 from tests.text import tiny
 from tests.text.preprocess.runs import run
 
@@ -98,3 +102,58 @@ def test_the_command_needs_only_the_prefix(
         status.show_status(str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="has neither a run in "):
         status.show_status(str(tmp_path / "elsewhere"))
+
+
+def marker(number: int, **more: Any) -> PartMarker:
+    facts = {"lines": 9, "documents": 8, "tokens": 100, "rejected": 1, "skipped": 0, "sizes": {}}
+    own = {"host": "a", "seconds": 2.0, "ended": 1020.0, **facts, **more}
+    return PartMarker(f"p{number:06}.x", "key", **own)
+
+
+PARTS = [Part("/in", "in", 0, 1, "plain", size * 10**6) for size in (1, 2, 3, 4)]
+MARKERS = [
+    marker(0, ended=999.0, tokens=10**6, seconds=50.0, host="of yesterday"),
+    marker(1, ended=1020.0, seconds=3.0, tokens=200, documents=5),
+    marker(2, ended=1050.0, seconds=5.0, tokens=300, host="b", rejected=4),
+    None,
+]
+
+
+def test_speed_and_time_left_are_those_of_this_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10 MB, 5 were read since this start and 4 are left; the run stands still or goes on."""
+    monkeypatch.setattr(status.time, "time", lambda: 1100.0)
+    (tmp_path / "started").write_text("1000")
+    assert list(status._lines(tmp_path, PARTS, MARKERS)) == [
+        "The run is not running; the same command goes on with it; 0 parts are being encoded; "
+        "a part was last finished 50 s ago.",
+        "Since this start: 0.1 MB/s, 10 tokens/s, 2 machines, 4.0 s for a part; ETA 00:40.",
+    ]
+    for name, age in (("000003.a", 59), ("000003.b", 99), ("000002.c", 1), ("000009.d", 1)):
+        path = tmp_path / f"p{name}.k0.s0.bin"
+        path.touch()
+        os.utime(path, (1100 - age, 1100 - age))
+    assert list(status._lines(tmp_path, PARTS, MARKERS)) == [
+        "The run is running; 1 parts are being encoded; a part was last finished 50 s ago.",
+        "Since this start: 0.1 MB/s, 5 tokens/s, 2 machines, 4.0 s for a part; ETA 01:20.",
+    ]
+    (tmp_path / "started").write_text("1060")
+    os.utime(tmp_path / "p000003.a.k0.s0.bin", (1040, 1040))
+    assert list(status._lines(tmp_path, PARTS, MARKERS)) == [
+        "The run is not running; the same command goes on with it; 0 parts are being encoded; "
+        "no part was finished since this start."
+    ]
+
+
+def test_a_row_sums_up_its_finished_parts() -> None:
+    row = status._Row("[in]", PARTS, MARKERS)
+    assert row.cells() == ["\\[in]", "3/4", "6.0/10.0", "21", "1000500", "6", "0.1"]
+    assert status._Row("in", PARTS[3:], [None]).cells()[1:] == [
+        "0/1",
+        "0.0/4.0",
+        "0",
+        "0",
+        "0",
+        "n/a",
+    ]

@@ -183,6 +183,14 @@ def test_prompts_and_completions_are_texts_or_messages() -> None:
             assert read.messages == (USER, ASSISTANT) and read.trained == (False, True)
     row = {"prompt": [USER, ASSISTANT, {**USER, "content": "[x"}], "completion": "Hello"}
     assert read_conversation(row, PLACE, COMPLETIONS).trained == (False, False, False, True)
+    for mask, trained in ((1, True), (0, False)):
+        masked = {**row, "prompt": [USER, {**ASSISTANT, "loss_mask": mask}]}
+        read = read_conversation(masked, PLACE, COMPLETIONS)
+        assert read.trained == (False, trained, True)
+        assert read.intake.counts == {
+            "rows": 1, "messages": 3, "assistant turns": 2,
+            "turns with loss mask 0": int(not mask), "tools": 0, "tool calls": 0,
+        }  # fmt: skip
     assert read_conversation({**row, "prompt": "[INST] x"}, PLACE, COMPLETIONS).messages[0] == {
         "role": "user", "content": "[INST] x",
     }  # fmt: skip
@@ -200,7 +208,11 @@ def test_alpaca() -> None:
     ]  # fmt: skip
     assert read.trained == (False, False, True, False, True)
     for empty in ({"input": "", "history": []}, {"input": None, "history": None}):
-        assert len(read_conversation({**row, **empty}, PLACE, ALPACA).messages) == 2
+        read = read_conversation({**row, **empty, "a": "", "b": [], "c": {}, "d": 0}, PLACE, ALPACA)
+        assert [message["content"] for message in read.messages] == ["Add", "2"]
+        assert read.intake.ignored == {"column `d`": 1}
+    read = read_conversation({**row, "instruction": "", "history": None}, PLACE, ALPACA)
+    assert read.messages[0]["content"] == "1+1"
     with pytest.raises(DataError, match=r"`history\[0\]` must be a pair of texts: instruction and"):
         read_conversation({**row, "history": [["Hi"]]}, PLACE, ALPACA)
     with pytest.raises(DataError, match="`history` must be a list of pairs of texts"):
@@ -230,7 +242,7 @@ def test_nothing_of_a_sharegpt_call_is_lost() -> None:
         read_conversation({"conversations": [{**turns[0], "role": "user"}]}, PLACE, SHAREGPT)
 
 
-@pytest.mark.parametrize("tools", [None, [], "", "[]", "null"])
+@pytest.mark.parametrize("tools", [None, [], "", " \n", "[]", "null"])
 def test_no_tools(tools: Any) -> None:
     assert read_conversation({"messages": [USER, ASSISTANT], "tools": tools}, PLACE).tools is None
 

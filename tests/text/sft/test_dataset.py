@@ -1,8 +1,10 @@
 """Cuts, the shift and padding; cases worked by hand."""
 
 import dataclasses
+import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,14 @@ import torch
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import documents_of_positions
+from megatron_ext.data.samplers import StepPlan
 from megatron_ext.errors import DataError
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.dataset import (
     ConversationReport,
     SftDataset,
     Truncation,
+    _about_stores,
     build_splits,
     cost_model,
     kept_tokens,
@@ -24,6 +28,7 @@ from megatron_ext.text.sft.dataset import (
     report_conversations,
 )
 from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
+from megatron_ext.text.sft.store import about_path
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.train.task import Datasets
 from tests import training_runs
@@ -274,3 +279,80 @@ def test_the_cost_is_that_of_the_model(folder: Path) -> None:
     model = cost_model(dataclasses.replace(config, model=padded))
     linear, quadratic = 2 * (4 * 64 + 3 * 160) + 8 * 258, 2 * 2 * 4
     assert model.linear * quadratic == model.quadratic * linear
+
+
+def test_a_conversation_of_exactly_the_greatest_length_is_whole(folder: Path) -> None:
+    longest = max(len(tokenized(number)[0]) for number in range(25))
+    words = ["--train-data-path", str(folder / "a.jsonl"), "--sft-max-length"]
+    found = splits(folder, *words, str(longest)).train
+    assert isinstance(found, SftDataset)
+    assert (found.cut.shortened, found.cut.tokens, int(found.lengths.max())) == (0, 0, longest - 1)
+    assert found.cut.sentences("train") == []
+    with pytest.raises(
+        DataError, match=rf"a.jsonl: 1 of 25 .* such as number \d+ .* {longest} tok"
+    ):
+        splits(folder, *words, str(longest - 1))
+
+
+def test_rows_are_planned_for_the_schedule_and_known_by_what_determines_them(folder: Path) -> None:
+    words = ["--train-data-path", str(folder / "a.jsonl"), "--sft-batching", "token-budget"]
+    words += ["--global-batch-size", "3"]
+    interleaved = "--num-layers 4 --pipeline-model-parallel-size 2 "
+    interleaved += "--num-layers-per-virtual-pipeline-stage 1"
+    own = training_runs.without(BASE, "--num-layers")
+    tokenizer = ["--tokenizer-model", str(folder / "tokenizer")]
+
+    def plan_of(*more: str, ranks: int = 0) -> StepPlan:
+        config = training_runs.config_of([*own, *tokenizer, *words, *more], ranks=ranks)
+        found = build_splits(config, build_tokenizer(config.section(TokenizerConfig))).train
+        assert isinstance(found, SftDataset) and found.plan is not None
+        return found.plan
+
+    plain = plan_of("--num-layers", "2")
+    steps = range(plain.steps_per_epoch)
+    counts = [plain.num_microbatches(step) for step in steps]
+    assert any(count % 2 for count in counts)
+    split = plan_of(*interleaved.split(), ranks=2)
+    assert [split.num_microbatches(step) for step in steps] == [n + n % 2 for n in counts]
+    assert split.identity == plan_of("--num-layers", "4").identity == plain.identity
+    others = ["--seq-length 290", "--seed 5", "--sft-batching packed", "--global-batch-size 4"]
+    changed = {plan_of("--num-layers", "2", *other.split()).identity for other in others}
+    assert len({plain.identity, *changed}) == 5
+
+
+def test_stores_of_earlier_versions_are_looked_through_and_told(folder: Path) -> None:
+    """They may hold conversations without a trained token, which are not trained now."""
+    chats = tiny.write_jsonl(folder / "early.jsonl", ROWS[:6])
+    words = ["--train-data-path", str(chats)]
+    store = splits(folder, *words).train._stores[0]  # type: ignore[union-attr]
+    mask = Path(f"{store.prefix}_sft_mask.bin")
+    content = bytearray(mask.read_bytes())
+    first = int(store.lengths[0])
+    # The first conversation trains nothing, the second its first token alone, which is no label.
+    second = int(store.lengths[1])
+    content[: first + second] = bytes(first) + b"\1" + bytes(second - 1)
+    mask.write_bytes(content)
+    prefix = ["--train-data-path", store.prefix]
+    assert len(splits(folder, *prefix).train) == 6  # type: ignore[arg-type]
+    about = json.loads(about_path(store.prefix).read_bytes())
+    about.pop("intake")
+    about_path(store.prefix).write_text(json.dumps({**about, "date": "2024-07-26"}))
+    found = splits(folder, *prefix).train
+    assert isinstance(found, SftDataset) and len(found) == 4 and found.cut.dropped == 2
+    told = report(folder, *prefix).warnings
+    assert (
+        told[0] == "2 of 6 conversations of the train split have no trained token, and are dropped"
+    )
+    assert told[1].startswith(f"{store.prefix} was made by an earlier version") and len(told) == 2
+
+
+def test_texts_of_several_days_are_told() -> None:
+    def told(*dates: str | None) -> list[str]:
+        stores = [SimpleNamespace(intake=1, about={"date": date}) for date in dates]
+        return list(_about_stores(SimpleNamespace(stores=stores)))  # type: ignore[arg-type]
+
+    assert told("2024-07-26", None, "2024-07-26") == told(None) == []
+    (sentence,) = told("2024-07-27", None, "2024-07-26")
+    assert sentence.startswith(
+        "the texts were made on several days (2024-07-26, 2024-07-27), which"
+    )

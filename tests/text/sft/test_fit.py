@@ -100,6 +100,7 @@ def test_arguments_that_are_no_object_are_refused(text: str, rule: str) -> None:
 
 
 PARTS = [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c", "cache": "x"}]
+PARTS += [{"type": "output_text", "text": ""}, {"text": ""}]
 
 
 def test_text_parts_are_joined_unless_the_template_takes_lists() -> None:
@@ -113,7 +114,7 @@ def test_text_parts_are_joined_unless_the_template_takes_lists() -> None:
         "{% else %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %}{% endfor %}"
     )
     made = fit(lists, [{"role": "user", "content": PARTS}, answer])
-    assert made.whole == "<user>a;b;c;<assistant>y"
+    assert made.whole == "<user>a;b;c;;;<assistant>y"
 
 
 @pytest.mark.parametrize(
@@ -151,3 +152,8 @@ def test_a_developer_is_the_system_where_only_that_exists() -> None:
     made = fit(known, messages)
     assert made.whole == "<system>French.<user>x<assistant>y"
     assert made.conversation.intake.changed == {"role developer as system": 1}
+    neither = known.replace("'system', ", "")
+    assert fit(neither, messages).conversation.intake.changed == {}
+    assert [m["role"] for m in fit(neither, messages).conversation.messages] == [
+        "developer", "user", "assistant",
+    ]  # fmt: skip

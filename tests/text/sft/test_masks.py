@@ -7,9 +7,10 @@ import pytest
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config.sft import SftConfig
+from megatron_ext.text.sft import masks
 from megatron_ext.text.sft.chat import check_template_kwargs
 from megatron_ext.text.sft.conversation import Conversation, Place, read_conversation
-from megatron_ext.text.sft.masks import tokenize_conversation
+from megatron_ext.text.sft.masks import tokenize_conversation, tokenize_samples
 from tests.text.sft import tiny
 
 PLACE = Place("chats.jsonl", 7)
@@ -308,3 +309,38 @@ def test_a_slow_tokenizer_goes_by_prefixes() -> None:
 
     tokenized = tokenize_conversation(Slow(), conversation([SYSTEM, *TALK]))
     assert tiny.shown(tokenizer, tokenized) == EXPECTED["chatml"]
+
+
+def test_turns_make_samples_of_their_own_and_what_follows_the_last_is_counted() -> None:
+    first = {**TALK[1], "loss_mask": 1}
+    messages = [TALK[0], first, *TALK[2:], TALK[0], {**TALK[1], "loss_mask": 0}, TALK[2]]
+    given = conversation(messages)
+    tokenizer = tiny.tokenizer("chatml")
+    samples = tokenize_samples(tokenizer, given, SftConfig(sft_split_turns=True))
+    assert [tiny.shown(tokenizer, sample) for sample in samples] == [
+        trained_text("chatml", messages[:2]),
+        trained_text("chatml", [TALK[0], {**TALK[1], "loss_mask": 0}, *TALK[2:]]),
+    ]
+    assert given.intake.ignored == {"messages after the last trained turn": 3}
+
+
+def test_the_first_of_equal_endings_is_taken() -> None:
+    whole = [1, 2, 3, 9, 2, 3, 1, 2, 3]
+    for part, low, high, end in (
+        ([2, 3], 0, 9, 3), ([2, 3], 3, 9, 6), ([1, 2, 3], 3, 9, 9), ([7, 9, 2, 3], 0, 9, 6),
+        ([2, 3], 0, 2, None), ([8], 0, 9, None), ([1, 2, 3], 0, 3, 3), ([5, 3], 3, 5, None),
+    ):  # fmt: skip
+        assert masks._end_of_longest_suffix(whole, part, low, high) == end
+
+
+def test_generation_marks_train_all_bytes_of_a_last_letter_and_no_token_after_it() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    messages = [
+        TALK[0],
+        {"role": "assistant", "content": "a \U0001f642"},
+        {"role": "user", "content": "b"},
+    ]
+    assert trained_text("chatml", messages, template=template) == "Hi[[a \U0001f642]]b"

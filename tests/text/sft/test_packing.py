@@ -286,3 +286,29 @@ def test_micro_batches_have_rows() -> None:
         flat = [list(row) for batch in plan.microbatches(1, rank) for row in batch]
         assert flat == rows[rank]
         assert [len(batch) for batch in plan.microbatches(1, rank)] == [2, 2]
+
+
+def test_a_share_that_fills_its_budget_exactly_is_kept() -> None:
+    """Dealing by cost fills two micro-batches of eight; first-fit would make 5 + 3 of one."""
+    lengths = [5, 4, 2, 3, 1, 1]
+    (rows,) = token_budget(lengths, 8, 1, CostModel(1, 0))
+    assert sorted(sorted(lengths[i] for i in row) for row in rows) == [[1, 2, 5], [1, 3, 4]]
+
+
+def test_the_row_that_packing_opened_last_stays_last() -> None:
+    lengths = [9, 8, 7, 6, 5, 4, 1]
+    for epoch in range(6):
+        plan = PackedEpochs(lengths, 10, 2, 1, CostModel(1, 0), 3)
+        rows = [row for step in range(plan.steps_per_epoch) for row in plan.step(epoch, step)[0]]
+        sums = [sum(lengths[i] for i in row) for row in rows if row]
+        last = pack(np.array(lengths)[shuffled(7, 3, epoch)], 10)[-1]
+        assert min(sums) == sum(np.array(lengths)[shuffled(7, 3, epoch)][last])
+
+
+def test_ranks_are_even_to_a_thousandth() -> None:
+    """Dealt costliest first, the first rank has 103 and the second 97; one swap makes them even."""
+    costs = [5000, 4900, 4600, 4300, 600, 600]
+    ranks = balance(costs, 2)
+    sums = [sum(costs[row] for row in rank) for rank in ranks]
+    best = min(abs(sum(costs[i] for i in half) - 10_000) for half in combinations(range(6), 3))
+    assert max(sums) - 10_000 == best

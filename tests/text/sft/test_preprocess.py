@@ -21,17 +21,20 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.preprocess.cli import main
+from megatron_ext.text.preprocess.encode import BadLine
 from megatron_ext.text.preprocess.inputs import Part, blocks
-from megatron_ext.text.sft.chat import Chat, build_chat
+from megatron_ext.text.sft import preprocess as preprocess_module
+from megatron_ext.text.sft.chat import Chat, build_chat, key_of, with_known_date
 from megatron_ext.text.sft.conversation import Place, read_conversation
-from megatron_ext.text.sft.masks import tokenize_conversation
+from megatron_ext.text.sft.intake import Intake
+from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
 from megatron_ext.text.sft.preprocess import (
     ConversationEncoder,
     chat_notes,
     open_stores,
     with_date_of_stores,
 )
-from megatron_ext.text.sft.store import SftStore, about_path
+from megatron_ext.text.sft.store import SftStore, about_path, merge_stores
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.text.sft import tiny
 
@@ -565,3 +568,142 @@ def test_a_bad_row_is_shown_by_the_rank_that_found_it(
         opened(run, path, said=said)
     assert said[-1].startswith("error: ")
     assert "f.jsonl line 4 is refused" in said[-1]
+
+
+def test_a_first_token_is_never_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [
+        TokenizedConversation([1, 2, 3], [1, 0, 0]),
+        TokenizedConversation([4, 5], [1, 1]),
+        TokenizedConversation([6, 7, 8], [0, 0, 1]),
+    ]
+    monkeypatch.setattr(ConversationEncoder, "tokenize", lambda *_: (list(samples), Intake()))
+    written: dict[int, list[int]] = {}
+    counts: list[Any] = []
+
+    def write(key: int, stream: int, encoded: Any) -> None:
+        assert encoded.lengths.tolist() == [2, 3] and encoded.documents.tolist() == [1, 1]
+        written[key] = encoded.tokens.tolist()
+
+    encoder = ConversationEncoder(None)  # type: ignore[arg-type]
+    assert encoder.encode([b"{}"], 0, lambda *_: None, write, counts.append) == 2
+    assert written == {0: [4, 5, 6, 7, 8], 1: [1, 1, 0, 0, 1]}
+    assert counts[0]["counts"] == {"conversations": 2, "tokens": 5, "trained tokens": 2}
+    assert list(counts[0]["dropped"].values()) == [1]
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_conversation_has_at_least_two_tokens(
+    length: int, run: tuple[RunConfig, Chat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = TokenizedConversation([5] * length, [1] * length)
+    monkeypatch.setattr(preprocess_module, "tokenize_samples", lambda *_: [tokens])
+    line = json.dumps(tiny.chats(1)[0]).encode()
+    if length == 1:
+        with pytest.raises(BadLine, match="gives 1 tokens, but at least 2 are needed"):
+            ConversationEncoder(run[1]).tokenize(line, 0)
+    else:
+        assert ConversationEncoder(run[1]).tokenize(line, 0)[0] == [tokens]
+
+
+def test_a_store_that_is_being_replaced_is_not_whole(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--output-prefix", tmp_path / "o", "--input"]
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(3))
+    assert preprocess(folder, *words, path) == 0
+
+    def full(*_: Any, **__: Any) -> None:
+        raise DataError("The disk is full.")
+
+    monkeypatch.setattr(preprocess_module, "publish_job", full)
+    assert preprocess(folder, *words, tiny.write_jsonl(path, tiny.chats(4))) == 1
+    with pytest.raises(DataError, match="does not exist, so the store is not whole"):
+        SftStore(str(tmp_path / "o"))
+
+
+def test_everything_that_determines_tokens_is_in_the_identity(folder: Path) -> None:
+    """Other options, such as those of lengths and batches, are not."""
+    plain = identity(folder)
+    alike: list[dict[str, Any]] = [
+        {"sft_max_length": 9}, {"sft_truncation": "left"}, {"sft_batching": "padded"},
+        {"sft_date": "2024-07-26"},
+    ]  # fmt: skip
+    assert all(identity(folder, **flags) == plain for flags in alike)
+    others: list[dict[str, Any]] = [
+        {"sft_on_mismatch": "realign"}, {"sft_messages_key": "m"}, {"sft_tools_key": "t"},
+        {"sft_system_key": "s"}, {"sft_enable_thinking_key": "e"}, {"sft_row_format": "sharegpt"},
+        {"sft_row_format": "sharegpt", "sft_conversations_key": "c"},
+        {"sft_row_format": "alpaca"}, {"sft_row_format": "alpaca", "sft_input_key": "i"},
+        {"sft_row_format": "alpaca", "sft_history_key": "h"},
+        {"sft_row_format": "prompt-response"},
+        {"sft_row_format": "prompt-response", "sft_prompt_key": "p"},
+        {"sft_row_format": "prompt-response", "sft_response_key": "r"},
+        {"sft_split_turns": True}, {"sft_tool_arguments": "string"}, {"sft_on_unrendered": "note"},
+        {"sft_template_kwargs": '{"a": 1}'},
+    ]  # fmt: skip
+    keys = {key_of(identity(folder, **flags)) for flags in [{}, *others]}
+    assert len(keys) == 1 + len(others)
+
+
+def test_a_model_writes_the_date_of_its_training_or_today() -> None:
+    dated = tiny.tokenizer("chatml", template=DATED)
+    for trained, wanted in (
+        ("2024-07-26", "26 Jul 2024"),
+        (None, f"{datetime.date.today():%d %b %Y}"),
+    ):
+        made, sentence = with_known_date(dated, trained)
+        text = made.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        assert text.startswith(wanted) and sentence is not None
+        assert sentence.startswith("the chat template writes the date 20")
+    plain = tiny.tokenizer("chatml")
+    assert with_known_date(plain, "2024-07-26") == (plain, None)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_transformers_must_have_the_ids_of_the_trainer(
+    more: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    ours = build_tokenizer(settings)
+    ours.vocab_size += more
+    with pytest.raises(DataError, match=rf"has {ours.vocab_size} ids in tokenizer.json, but "):
+        build_chat(ours, settings, SftConfig(sft=True))
+
+
+def test_a_store_with_keywords_serves_a_run_that_gives_none(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = tiny.chats(5)
+    paths = [
+        tiny.write_jsonl(tmp_path / f"{n}.jsonl", part)
+        for n, part in enumerate((rows[:3], rows[3:]))
+    ]
+    words = ["--output-prefix", tmp_path / "o", "--sft-template-kwargs", '{"a": 1}', "--input"]
+    assert preprocess(folder, *words, *paths) == 0
+    store = SftStore(str(tmp_path / "o"))
+    assert f"documents, {store.num_tokens} tokens, " in capfd.readouterr().err
+    store.check(identity(folder), 1000)
+    store.check(identity(folder, sft_template_kwargs='{"a": 1}'), 1000)
+    with pytest.raises(DataError, match=r"`--sft-template-kwargs` \(\{\"a\": 1\}\), but this run"):
+        store.check(identity(folder, sft_template_kwargs='{"a": 2}'), 1000)
+    found = [(Path(path).name, number) for path, number in map(store.source_of, range(5))]
+    assert found == [("0.jsonl", 1), ("0.jsonl", 2), ("0.jsonl", 3), ("1.jsonl", 1), ("1.jsonl", 2)]
+    with pytest.raises(IndexError):
+        store.source_of(5)
+
+
+def test_a_merged_store_has_the_counts_of_all_its_parts_or_none(
+    folder: Path, tmp_path: Path
+) -> None:
+    for name, rows in (("a", tiny.chats(2)), ("b", tiny.chats(3))):
+        path = tiny.write_jsonl(tmp_path / f"{name}.jsonl", rows)
+        assert preprocess(folder, "--output-prefix", tmp_path / name, "--input", path) == 0
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    assert merge_stores(prefixes, str(tmp_path / "both")) == 5
+    whole = SftStore(str(tmp_path / "both"))
+    assert whole.intake is not None and whole.intake.counts["conversations"] == 5
+    about = json.loads(about_path(prefixes[0]).read_bytes())
+    del about["intake"]
+    about_path(prefixes[0]).write_text(json.dumps(about))
+    merge_stores(prefixes, str(tmp_path / "both"))
+    assert SftStore(str(tmp_path / "both")).intake is None

@@ -1,14 +1,17 @@
 """A part that a template leaves out of the text is refused, or counted by its name."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_ext.errors import DataError
 from megatron_ext.text.config.sft import SftConfig
+from megatron_ext.text.sft import rendered
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.intake import Intake
 from megatron_ext.text.sft.masks import tokenize_samples
+from megatron_ext.text.sft.rendered import Leaf, Unrendered, find_left_out
 from tests.text.sft import tiny
 
 KNOWN = (
@@ -170,3 +173,46 @@ def test_counts_are_added_and_read_back() -> None:
         "ignored, because neither this program nor the chat template uses it: column `id` (2)"
     ]
     assert total.summary() == "2 rows, 4 messages, 2 assistant turns"
+
+
+def test_a_sentence_lists_forty_names_and_counts_the_others() -> None:
+    for number, end in ((40, "n39 (1)"), (41, "n39 (1), and 1 more names"), (1, "n0 (1)")):
+        intake = Intake()
+        intake.dropped.update({f"n{index}": 1 for index in range(number)})
+        (sentence,) = intake.warnings()
+        assert sentence.startswith("dropped: n0 (1)") and sentence.endswith(end)
+    intake.counts.update({"rows": 3, "tools": 0})
+    assert intake.summary() == "3 rows"
+
+
+def test_a_value_is_left_out_or_cut_if_it_is_in_every_sample_that_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three samples of one, two and three messages; a tool is in all of them."""
+    samples: list[Any] = [
+        SimpleNamespace(conversation=SimpleNamespace(messages=[USER] * count))
+        for count in (1, 2, 3)
+    ]
+    one, two, three = (Leaf(("messages", n, "content"), "a") for n in range(3))
+    tool = Leaf(("tools", 0, "name"), "a")
+
+    def left_out(*found: tuple[str, str]) -> tuple[set[Any], set[Any]]:
+        """Return what is left out and cut, given the letters of both in each sample."""
+        named = {"1": one, "2": two, "3": three, "t": tool}
+        parts = iter(
+            Unrendered(*({named[x].path: named[x] for x in letters} for letters in each))
+            for each in found
+        )
+        monkeypatch.setattr(rendered, "find_unrendered", lambda sample: next(parts))
+        whole = find_left_out(samples)
+        letter = {leaf.path: name for name, leaf in named.items()}
+        return {letter[p] for p in whole.absent}, {letter[p] for p in whole.partly}
+
+    assert left_out(("1", ""), ("1", ""), ("1", "")) == ({"1"}, set())
+    assert left_out(("1", ""), ("", "1"), ("1", "")) == (set(), {"1"})
+    assert left_out(("1", ""), ("", ""), ("1", "")) == (set(), set())
+    assert left_out(("", "1"), ("", ""), ("", "")) == (set(), set())
+    assert left_out(("", ""), ("", ""), ("3", "")) == ({"3"}, set())
+    assert left_out(("", ""), ("2", ""), ("", "2")) == (set(), {"2"})
+    assert left_out(("t", ""), ("t", ""), ("", "t")) == (set(), {"t"})
+    assert left_out(("", ""), ("t", ""), ("t", "")) == (set(), set())

@@ -159,3 +159,31 @@ def test_a_pattern_that_does_not_end_is_a_sentence() -> None:
     for encode in (made.tokenize, lambda text: made.encode_batch([text])):
         with pytest.raises(DataError, match=r"`--tokenizer-model` \(folder\) has a pattern or"):
             encode("a" * 60 + "b")
+
+
+def test_a_limit_of_memory_that_is_lower_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, int]] = []
+    own = (1 << 60, resource.RLIM_INFINITY)
+    for limit in (own, (1 << 20, 1 << 21), (resource.RLIM_INFINITY, 1 << 62)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: limit)
+        monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: given.append(limits))
+        with templates._limited_memory():
+            pass
+    assert given[1] == own and given[2:4] == [(1 << 20, 1 << 21)] * 2
+    mapped = given[0][0] - templates.MAX_MEMORY
+    assert 0 < mapped < 1 << 50 and abs(given[4][0] - given[0][0]) < 1 << 30
+    assert given[5] == (resource.RLIM_INFINITY, 1 << 62)
+
+
+def test_a_template_may_have_the_greatest_length_and_no_random_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(templates, "MAX_SOURCE", 40)
+    longest = tokenizer("chatml", template="a" * 40)
+    assert apply_template(longest, MESSAGES, tokenize=False) == "a" * 40
+    longer = tokenizer("chatml", template="a" * 41)
+    with pytest.raises(TooCostly, match="takes more than 40 characters"):
+        apply_template(longer, MESSAGES, tokenize=False)
+    random = tokenizer("chatml", template="{{ lipsum(n=1) }}")
+    with pytest.raises(Exception, match="'lipsum' is undefined"):
+        apply_template(random, MESSAGES, tokenize=False)

@@ -60,6 +60,18 @@ def test_entries_without_effect_are_named_by_their_file(tmp_path: Path) -> None:
 def test_entries_that_say_what_holds_anyway_are_not_named(tmp_path: Path) -> None:
     config = {**CONFIG, "padding_side": "right", "model_max_length": 10**30, "errors": "replace"}
     assert build_tokenizer(folder_with(tmp_path, tokenizer_config=config)).notes() == []
+    for entry, named in (
+        ({"model_max_length": 10**20}, False),
+        ({"model_max_length": 10**20 - 1}, True),
+        ({"image_token": tiny.END}, False),
+        ({"image_token": 3}, True),
+        ({"padding_side": "left"}, True),
+        ({"errors": "strict"}, True),
+        ({"errors": None}, False),
+    ):
+        settings = folder_with(tmp_path, tokenizer_config={**CONFIG, **entry})
+        notes = build_tokenizer(settings).notes()
+        assert [note.rpartition(": ")[2] for note in notes] == [f"`{x}`" for x in entry if named]
 
 
 def test_what_the_library_does_not_take_from_tokenizer_json_is_named(tmp_path: Path) -> None:

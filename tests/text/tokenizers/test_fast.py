@@ -110,3 +110,30 @@ def test_a_model_that_gigatoken_cannot_load_is_left_to_its_library() -> None:
     tokenizer = Unigram("SentencePieceTokenizer", str(tiny.sentencepiece_model()))
     with pytest.raises(InexactEngine, match="gigatoken cannot load this tokenizer"):
         FastEncoder(tokenizer)
+
+
+class Spelled(type(native(KINDS[1]))):  # type: ignore[misc]
+    """A tokenizer whose control tokens have no letter in common."""
+
+    def __init__(self) -> None:
+        vars(self).update(vars(native(KINDS[1])))
+
+    def control_texts(self) -> Sequence[str]:
+        return ("[END]", "<pad>", tiny.END)
+
+
+def test_control_texts_need_no_letter_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = FastEncoder(Spelled())
+    monkeypatch.setattr(fast, "_encode", lambda text: np.asarray([-7]))
+    ids = fast.encode_batch(["plain", "an [END] of it", "a <pad>", "END pad"])
+    assert [list(each) == [-7] for each in ids] == [True, False, False, True]
+
+
+def test_ids_are_compared_one_by_one() -> None:
+    tokenizer = native(KINDS[1])
+    fast = FastEncoder(tokenizer)
+    ids = tokenizer.tokenize("ba be")
+    fast.compare_ids("ba be", np.asarray(ids, np.uint16))
+    for other in ([*ids[:-1], ids[-1] + 1], [*ids, 1], ids[1:], ids[::-1]):
+        with pytest.raises(InexactEngine, match="gives other ids for a text that starts 'ba be'"):
+            fast.compare_ids("ba be", other)

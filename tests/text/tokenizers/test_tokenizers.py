@@ -15,8 +15,10 @@ import pytest
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.text.tokenizers import huggingface as huggingface_module
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.huggingface import tokenizer_folder
+from megatron_ext.text.tokenizers.models import SPECIAL_TOKENS
 from tests.config.runs import refusals
 from tests.text import tiny
 from tests.text.sft import tiny as chats
@@ -318,3 +320,129 @@ def test_building_imports_no_torch(case: str) -> None:
     how = {"capture_output": True, "text": True, "cwd": tiny.ROOT, "timeout": 60}
     done = subprocess.run([sys.executable, "-c", script], **how)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_special_tokens_of_tiktoken_are_those_that_are_named() -> None:
+    named = [*SPECIAL_TOKENS, "<more>"]
+    for chosen, number in (
+        (tiktoken(tokenizer_special_tokens=named), 7),
+        (tiktoken(tiktoken_special_tokens=named), 7),
+        (tiktoken(tokenizer_special_tokens=named[::-1], tiktoken_special_tokens=named), 0),
+        (tiktoken(), -1),
+    ):
+        made = build_tokenizer(chosen)
+        assert made.token_id("<more>") == number
+        assert made.token_id("<SPECIAL_19>") == 19 and made.token_id("<SPECIAL_20>") == -1
+    # As many special tokens as there is room for, and 300 others.
+    for count, vocab_size in ((7, 307), (319, 320)):
+        whole = tiktoken(vocab_size=vocab_size, tiktoken_num_special_tokens=count)
+        assert build_tokenizer(whole).vocab_size == vocab_size
+
+
+def test_a_vocabulary_out_of_order_is_refused(tmp_path: Path) -> None:
+    entries = json.loads(tiny.tiktoken_file().read_text())
+    entries[270], entries[271] = entries[271], entries[270]
+    model = tmp_path / "tiktoken.json"
+    model.write_text(json.dumps(entries))
+    chosen = dataclasses.replace(tiktoken(), tokenizer_model=str(model))
+    with pytest.raises(DataError, match="must list its tokens by rank, the 256 single bytes first"):
+        build_tokenizer(chosen)
+
+
+def test_bytes_leave_out_padding_and_ends() -> None:
+    made = build_tokenizer(flags("ByteLevelTokenizer", vocab_size=256))
+    assert made.vocab_size == 256
+    assert made.detokenize([0, 1, 2, 97, 300]) == "\x02a"
+    assert made.detokenize([0, 1, 97], skip_special_tokens=False) == "\x00\x01a"
+    with pytest.raises(ConfigError, match=r"`--vocab-size` \(255\) must be at least 256"):
+        build_tokenizer(flags("ByteLevelTokenizer", vocab_size=255))
+
+
+def test_sentencepiece_finds_the_first_special_token_and_keeps_the_first_id() -> None:
+    special = ["<b>", "<a>", "<b>"]
+    chosen = sentencepiece(tokenizer_sentencepiece_legacy=True, tokenizer_special_tokens=special)
+    made = build_tokenizer(chosen)
+    assert [made.token_id(text) for text in special] == [500, 501, 500]
+    ids = made.tokenize("<a>ba<b>")
+    assert (ids[0], ids[-1]) == (501, 500) and made.detokenize(ids) == "<a>ba<b>"
+
+
+def test_the_identity_of_a_folder_follows_its_tokenizer_json_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(tiny.hf_folder(), folder)
+    chosen = flags("HuggingFaceTokenizer", tokenizer_model=str(folder))
+    before = build_tokenizer(chosen).unique_identifiers
+    (folder / "README.md").write_text("a")
+    assert build_tokenizer(chosen).unique_identifiers == before
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8") + " ", encoding="utf-8")
+    assert build_tokenizer(chosen).unique_identifiers != before
+
+
+@pytest.mark.parametrize(
+    ("given", "complete"),
+    [
+        ({"sep_token": "a"}, {"sep_token": "a", "eos_token": "a"}),
+        ({"eos_token": "a"}, {"sep_token": "a", "eos_token": "a"}),
+        ({"eos_token": "a", "sep_token": "b"}, {"eos_token": "a", "sep_token": "b"}),
+        ({"cls_token": "c"}, {"cls_token": "c", "bos_token": "c"}),
+        (
+            {"bos_token": "c", "pad_token": "p"},
+            {"cls_token": "c", "bos_token": "c", "pad_token": "p"},
+        ),
+        ({}, {}),
+    ],
+)
+def test_pairs_of_special_tokens_complete_each_other(
+    given: dict[str, str], complete: dict[str, str]
+) -> None:
+    assert huggingface_module._complete(given) == complete
+
+
+@pytest.mark.parametrize("name", ["add_prefix_space", "split_special_tokens"])
+def test_entries_that_change_the_ids_are_read_by_transformers(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(tiny.hf_folder(), folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    for value, direct in ((False, True), (True, False)):
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, name: value}))
+        files = {"tokenizer_config.json": {**config, name: value}, "special_tokens_map.json": {}}
+        assert (huggingface_module._load_direct(folder, files) is not None) == direct
+
+
+def test_the_start_of_a_text_is_told_where_the_ids_lack_it(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(tiny.hf_folder(), folder)
+    content = json.loads((folder / "tokenizer.json").read_bytes())
+    number = content["model"]["vocab"].get(tiny.END, 0)
+    begin = {"SpecialToken": {"id": tiny.END, "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [begin, text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {tiny.END: {"id": tiny.END, "ids": [number], "tokens": [tiny.END]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    plain = flags("HuggingFaceTokenizer", tokenizer_model=str(folder))
+    including = dataclasses.replace(plain, tokenizer_hf_include_special_tokens=True)
+    assert build_tokenizer(plain).start_ids() == (number,)
+    assert build_tokenizer(including).start_ids() == ()
+    assert build_tokenizer(including).tokenize("ba") == [
+        number,
+        *build_tokenizer(plain).tokenize("ba"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["./none", "/none/at/all", "~/none", "a/b/c"])
+def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(name: str) -> None:
+    with pytest.raises(DataError, match="does not exist; give a folder with tokenizer.json"):
+        huggingface_module.local_folder(name)
+
+
+def test_a_folder_a_file_in_it_and_a_name_on_the_hub_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    assert huggingface_module.local_folder(str(tmp_path)) == tmp_path
+    assert huggingface_module.local_folder(str(tmp_path / "tokenizer.json")) == tmp_path
+    assert huggingface_module.local_folder("someone/model") is None
+    assert huggingface_module.local_folder("gpt2") is None
