@@ -9,7 +9,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from megatron_ext.errors import DataError
@@ -72,14 +72,21 @@ def test_the_contact_sheet_has_a_row_for_each_clip(tmp_path: Path) -> None:
     assert (sheet[row + 20 : row + 52, -52:-4] == (255, 0, 0)).all()
     for title in (sheet[:20], sheet[row : row + 20]):
         assert title.min() < 100 and (title[:, -4:] == 255).all()
-    # Large frames are reduced.
+    # Large frames are reduced, and titles as long as fit: a character more would not.
+    pen, font = ImageDraw.Draw(Image.new("RGB", (1, 1))), ImageFont.load_default(size=12)
+    for width in (60, 200):
+        shown = module._shortened("abc " * 40, lambda t: pen.textlength(t, font) <= width)  # noqa: B023
+        longer = ("abc " * 40).strip()[: len(shown) - 2] + "..."
+        assert shown.endswith("...") and pen.textlength(longer, font) > width
+        assert pen.textlength(shown, font) <= width
+    assert module._shortened(" two\nlines ", lambda _: True) == "two lines"
     write_clips(tmp_path / "large", smooth(1, 3, 512, 256), ASKED[:1], fps=12, seed=5)
     with Image.open(tmp_path / "large" / CONTACT_SHEET) as picture:
         assert picture.size == (4 + 3 * (128 + 4), 20 + 256 + 4)
 
 
 def test_clips_of_several_sizes_and_seeds_are_written_together(tmp_path: Path) -> None:
-    requests = [ClipRequest("one", seed=9, steps=4), ClipRequest("two", size=(16, 64))]
+    requests = [ClipRequest("one", seed=0, steps=4), ClipRequest("two", size=(16, 64))]
     pixels = [smooth(1)[0], smooth(1, height=16, width=64)[0]]
     facts = {"steps": 50}
     write_clips(tmp_path / "out", pixels, requests, fps=29.97, seed=5, facts=facts)
@@ -87,7 +94,8 @@ def test_clips_of_several_sizes_and_seeds_are_written_together(tmp_path: Path) -
     assert frames.shape == (9, 16, 64, 3) and fps == pytest.approx(29.97, abs=1e-3)
     rows = [json.loads(line) for line in (tmp_path / "out" / LIST).read_text("utf-8").splitlines()]
     names = ("seed", "steps", "height", "width")
-    assert [[row[x] for x in names] for row in rows] == [[9, 4, 32, 48], [5, 50, 16, 64]]
+    assert not any("size" in row for row in rows)
+    assert [[row[x] for x in names] for row in rows] == [[0, 4, 32, 48], [5, 50, 16, 64]]
     with Image.open(tmp_path / "out" / CONTACT_SHEET) as picture:
         assert picture.size == (4 + 8 * (64 + 4), 2 * 24 + 32 + 16)
 
@@ -100,7 +108,9 @@ def test_images_and_odd_sizes_play(tmp_path: Path, frames: int, height: int, wid
     assert found.shape == (frames, height + height % 2, width + width % 2, 3) and fps == 1
 
 
-@pytest.mark.parametrize(("size", "matrix"), [((720, 32), 1), ((32, 1280), 1), ((480, 48), 6)])
+@pytest.mark.parametrize(
+    ("size", "matrix"), [((720, 32), 1), ((32, 1280), 1), ((718, 32), 6), ((32, 1278), 6)]
+)
 def test_colours_are_tagged_and_encoded_as_tagged(
     tmp_path: Path, size: tuple[int, int], matrix: int
 ) -> None:
@@ -140,6 +150,14 @@ def test_older_samples_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.Mo
     write_clips(out, smooth(1), ASKED[:1], fps=12, seed=5)
     assert [path.name for path in out.glob("*.mp4")] == ["sample_000.mp4"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    # So is what it had moved away, and a folder of more than a thousand samples is one.
+    older = tmp_path / ".out.older"
+    older.mkdir()
+    (older / "sample_007.mp4").write_bytes(b"old")
+    (out / "sample_1000.mp4").write_bytes(b"old")
+    write_clips(out, smooth(1), ASKED[:1], fps=12, seed=5)
+    assert {path.name for path in out.iterdir()} == {"sample_000.mp4", CONTACT_SHEET, LIST}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
@@ -150,6 +168,21 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
         write_clips(mine, smooth(), ASKED, fps=12, seed=5)
     assert (mine / "chapter.tex").read_text() == "all of it"
     assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
+    samples, link = tmp_path / "samples", tmp_path / "link"
+    samples.mkdir()
+    link.symlink_to(samples)
+    with pytest.raises(DataError, match="would be lost"):
+        write_clips(link, smooth(), ASKED, fps=12, seed=5)
+    assert link.is_symlink() and samples.is_dir()
+    with pytest.raises(DataError, match="would be lost"):
+        write_clips(mine / "chapter.tex", smooth(), ASKED, fps=12, seed=5)
+
+
+def test_pixels_become_the_nearest_bytes() -> None:
+    values = torch.tensor([-1.5, -1.0, -0.9945, -0.9, 0.004, 0.9922, 1.0, 1.5])
+    found = module.as_bytes(values.view(1, 1, 1, 1, -1).expand(1, 3, 1, 1, 8))
+    wanted = [0, 0, 1, 13, 128, 254, 255, 255]
+    assert found.shape == (1, 1, 1, 8, 3) and found[0, 0, 0, :, 1].tolist() == wanted
 
 
 FRAMES = 21

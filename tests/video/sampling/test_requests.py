@@ -81,13 +81,13 @@ def test_rows_of_a_jsonl_have_references_or_switch_often(tmp_path: Path) -> None
         ClipRequest("two", str(tmp_path / "a.png"), "i2v_head"),
         ClipRequest("three", "/b.mp4", "i2v_loop", 4.0),
     ]
-    four = {"text": "four", "image": "a.png", "negative_prompt": "blur", "seed": 7, "steps": 9}
-    five = {"text": "five", "video": "b.mp4", "size": [16, 32], "seed": None}
+    four = {"text": "four", "image": "a.png", "negative_prompt": "blur", "seed": 0, "steps": 1}
+    five = {"text": "five", "video": "b.mp4", "size": [1, 32], "seed": None}
     assert read_requests(prompts(tmp_path, four, five)) == [
         ClipRequest(
-            "four", str(tmp_path / "a.png"), "i2v_head", negative_prompt="blur", seed=7, steps=9
+            "four", str(tmp_path / "a.png"), "i2v_head", negative_prompt="blur", seed=0, steps=1
         ),
-        ClipRequest("five", str(tmp_path / "b.mp4"), "v2v_head", size=(16, 32)),
+        ClipRequest("five", str(tmp_path / "b.mp4"), "v2v_head", size=(1, 32)),
     ]
     switches = [{"frame": 60, "text": "a dog "}, {"frame": 120, "text": "a bird"}]
     path = prompts(tmp_path, {"text": "a cat", "switches": switches}, {"text": "a fish"})
@@ -120,6 +120,7 @@ def test_rows_of_a_jsonl_have_references_or_switch_often(tmp_path: Path) -> None
         ({"text": "a", "motion": "fast"}, "line 1 is refused .*'fast'"),
         ({"text": "a", "motion": float("inf")}, "no finite number"),
         ({"text": "a", "seed": -1}, "`seed` -1 must be a whole number of at least 0"),
+        ({"text": "a", "steps": 0}, "`steps` 0 must be a whole number of at least 1"),
         ({"text": "a", "seed": True}, "`seed` True must be a whole number"),
         ({"text": "a", "steps": 2.5}, "`steps` 2.5 must be a whole number of at least 1"),
         ({"text": "a", "size": "16x32"}, r"`size` '16x32' must be \[height, width\] in pixels"),
@@ -176,6 +177,12 @@ def test_switches_move_to_the_next_block() -> None:
     assert moved.frames == (1, 4, 7)
     with pytest.raises(DataError, match=r"'a' switches at latent frame 7, but the last .* at 6"):
         at_block_starts(asked, blocks=FrameBlocks(3), num_frames=9)
+    last = [VideoPrompt("a", (Switch(9, "b"),))]
+    assert at_block_starts(last, blocks=FrameBlocks(3), num_frames=12) == last
+    with pytest.raises(DataError, match=r"switches at latent frame 10, but the last .* at 9"):
+        at_block_starts(
+            [VideoPrompt("a", (Switch(10, "b"),))], blocks=FrameBlocks(3), num_frames=12
+        )
     with pytest.raises(ConfigError, match="above 0 and rising"):
         VideoPrompt("a", (Switch(3, "b"), Switch(3, "c")))
     twice = [VideoPrompt("a", (Switch(4, "b"), Switch(5, "c")))]
@@ -277,6 +284,10 @@ def test_references_and_shapes_that_do_not_fit_are_refused(tmp_path: Path, video
     asked = [ClipRequest("a", str(video), "v2v_head")]
     with pytest.raises(DataError, match="has 20 frame.* but the mode v2v_head needs 65"):
         encode_requests(asked, shape, CODEC, ENCODER, conditions=longer)
+    # A frame less than the mode needs is too few.
+    exact = ConditionConfig(v2v_frames=6)
+    with pytest.raises(DataError, match="has 20 frame.* but the mode v2v_head needs 21"):
+        encode_requests(asked, SampleShape(29, 16, 32, fps=16), CODEC, ENCODER, conditions=exact)
     with pytest.raises(DataError, match="i2v_head was asked for a clip of 1 latent frame"):
         encode(ClipRequest("a", str(video), "i2v_head"), shape=SampleShape(1, 16, 32))
     with pytest.raises(ConfigError, match=r"number of frames \(12\)"):

@@ -61,22 +61,31 @@ def test_rows_decide_for_themselves(clips: Path, tmp_path: Path) -> None:
 def test_requests_are_sampled_in_groups() -> None:
     requests = [
         ClipRequest("a"),
-        ClipRequest("b", seed=5),
+        ClipRequest("b", seed=0),
         ClipRequest("c", steps=4),
         ClipRequest("d", size=(8, 16), negative_prompt="own"),
         ClipRequest("e"),
     ]
-    groups = groups_of(requests, SampleShape(9, 32, 32), SampleConfig(sample_steps=7))
+    groups = groups_of(requests, SampleShape(9, 32, 48), SampleConfig(sample_steps=7))
     found = [(x.numbers, x.sampling.sample_steps, (x.shape.height, x.shape.width)) for x in groups]
-    assert found == [([0, 1, 4], 7, (32, 32)), ([2], 4, (32, 32)), ([3], 7, (8, 16))]
-    assert [x.draws for x in groups] == [[(42, 0), (5, 0), (42, 4)], [(42, 2)], [(42, 3)]]
+    assert found == [([0, 1, 4], 7, (32, 48)), ([2], 4, (32, 48)), ([3], 7, (8, 16))]
+    assert [x.draws for x in groups] == [[(42, 0), (0, 0), (42, 4)], [(42, 2)], [(42, 3)]]
 
 
-def test_flags_stand_for_all_texts() -> None:
+def rows_of(folder: Path, *rows: dict[str, str]) -> list[ClipRequest]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return requests_of(SampleConfig(sample_prompts=str(path), sample_negative_prompt="blur"))
+
+
+def test_flags_stand_for_all_texts(tmp_path: Path) -> None:
     flags = {"sample_texts": ["a", "b"], "sample_negative_prompt": "blur"}
     one = requests_of(SampleConfig(**flags, sample_image=["x.png"]))  # type: ignore[arg-type]
     wanted = [ClipRequest(text, "x.png", "i2v_head", negative_prompt="blur") for text in "ab"]
     assert one == wanted
+    # A row may say that nothing leads its clip away.
+    (row,) = rows_of(tmp_path, {"text": "a", "negative_prompt": ""})
+    assert row.negative_prompt == ""
     each = requests_of(SampleConfig(**flags, sample_video=["x", "y"]))  # type: ignore[arg-type]
     assert [(x.reference, x.mode) for x in each] == [("x", "v2v_head"), ("y", "v2v_head")]
 

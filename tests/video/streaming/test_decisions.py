@@ -62,6 +62,26 @@ def test_decisions_depend_on_their_numbers_alone_and_all_choices_are_drawn_alike
     assert drawn == {18}
 
 
+def test_every_draw_differs_by_sequence_clip_and_use() -> None:
+    """Draw often enough that two independent draws do not agree by chance."""
+    options = dataclasses.replace(PAPER, min_new_frames=3, max_new_frames=21)
+    every = range(40)
+    exits = partial(decisions.exit_steps, options, 7, blocks=1, steps=4)
+    growth = partial(decisions.new_frames, options, 7, remaining=99)
+    for draw in (exits, growth):
+        of_sequences = [draw(sequence, 3) for sequence in every]
+        of_clips = [draw(3, clip) for clip in every]
+        assert len({*of_sequences}) > 1 and len({*of_clips}) > 1
+        assert of_sequences != of_clips
+    several = dataclasses.replace(PAPER, sequence_lengths=(60, 240), switch_frames=(21, 39))
+    lengths = [decisions.sequence_length(several, 7, sequence) == 60 for sequence in every]
+    switches = [decisions.switch_frame(several, 7, sequence) == 21 for sequence in every]
+    assert lengths != switches and len({*switches}) == 2
+    names = [f"{kind} chunk {i} timestep" for kind in ("generator", "critic") for i in (0, 1)]
+    uniforms = torch.stack([decisions.uniforms(7, every, name) for name in names])
+    assert uniforms.unique().numel() == uniforms.numel()
+
+
 def test_exit_steps_of_blocks() -> None:
     each = dataclasses.replace(OPTIONS, same_exit_across_blocks=False)
     drawn = [decisions.exit_steps(each, 0, 0, i, blocks=6, steps=4) for i in range(50)]
