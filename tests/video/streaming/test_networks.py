@@ -1,0 +1,62 @@
+"""The critic's learning rates, and the flags with which weights of other checkpoints are loaded."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.checkpoint.state import CRITIC
+from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.streaming import networks
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.streaming.networks import build_critic, load_weights
+from tests.ranks import ranks
+from tests.video.streaming.test_prompts import configured
+
+
+@ranks()
+def test_all_rates_of_the_critic_are_scaled_alike(context: ParallelContext, tmp_path: Path) -> None:
+    words = "--lr 1e-3 --min-lr 1e-4 --lr-warmup-init 2e-4 --critic-clip-grad 3"
+    config = configured(tmp_path, words)
+    streaming = config.section(StreamingConfig)
+    usual = config.with_section(dataclasses.replace(streaming, critic_lr=None))
+    for own, ratio in ((config, 2.0), (usual, 0.2)):
+        critic = build_critic(own, context, torch.device("cpu"))
+        rates = critic.scheduler.max_lr, critic.scheduler.min_lr, critic.scheduler.init_lr
+        assert rates == pytest.approx((1e-3 * ratio, 1e-4 * ratio, 2e-4 * ratio))
+        assert critic.clip_grad == 3.0
+
+
+def test_weights_are_loaded_with_the_runs_flags_and_notes_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    class Manager:
+        def __init__(self, flags: CheckpointConfig, context: Any, section: str | None) -> None:
+            asked.append((flags, section))
+
+        def load(self, **given: Any) -> Any:
+            asked.append(given)
+            return SimpleNamespace(notes=["one", "two"])
+
+    monkeypatch.setattr(networks, "CheckpointManager", Manager)
+    changes: dict[str, Any] = {
+        "pretrained_average": True,
+        "ckpt_fully_parallel_load": not CheckpointConfig().ckpt_fully_parallel_load,
+        "dist_ckpt_strictness": "log_all",
+    }
+    run = CheckpointConfig(load="elsewhere", save="there", finetune=True, **changes)
+    for is_first in (True, False):
+        context: Any = SimpleNamespace(is_reporting_rank=is_first)
+        load_weights(run, context, "weights", ["chunk"], None, section=CRITIC)
+        assert capsys.readouterr().out == ("> one\n> two\n" if is_first else "")
+    wanted = CheckpointConfig(pretrained_checkpoint="weights", **changes)
+    assert asked[0] == (wanted, CRITIC)
+    assert asked[1] == {"model": ["chunk"], "optimizer": None, "scheduler": None}
+    load_weights(run, context, None, ["chunk"], None)
+    assert len(asked) == 4
