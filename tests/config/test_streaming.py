@@ -120,6 +120,10 @@ def test_coverage_is_said_once(refused: Printed, caplog: pytest.LogCaptureFixtur
     printed = refused.capfd.readouterr().out
     coverage = "> the generator is trained in one of 1 steps, on 2 of the 4 trained chunks of a "
     assert printed.count(coverage) == 1
+    # Two replicas take one sequence each, so a step has as many clips as that of one.
+    flags = flags_of(refused.folder, "--train-iters 1 --nproc-per-node 2", batch=2)
+    assert main(VIDEO, flags) == STARTED
+    assert "on 4 of the 4 trained chunks" in refused.capfd.readouterr().out
     (warning,) = [r for r in caplog.records if "make the generator see only" in r.message]
     assert "make the generator see only chunks 0, 2 of each" in warning.message
 
