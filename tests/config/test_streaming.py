@@ -74,6 +74,8 @@ def test_prompts_must_be_there_and_in_pairs(refused: Printed, tmp_path: Path) ->
     one.write_bytes(b"\xff\xfe\xff")
     (error,) = refused(f"--prompts-path {one}")
     assert "cannot be read" in error
+    (error,) = refused(f"{first} --save s --sample-interval 5 --sample-prompts {tmp_path / 'no'}")
+    assert error.startswith(f"The file of prompts {tmp_path / 'no'} cannot be read")
     (error,) = refused(f"{first} --switch-frames 9")
     assert error.startswith("`--switch-frames` ((9,)) needs prompts after a switch")
     (error,) = refused(f"{first} --sink-at-switch keep")

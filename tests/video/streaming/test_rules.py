@@ -200,6 +200,9 @@ def test_ranks_divide_heads_and_tokens_as_their_layout_says() -> None:
     a2a: dict[str, Any] = {"cp_comm_type": ["a2a"]}
     assert said(layout(tp=2, cp=2, world=4, **a2a)) == ""
     assert "trades the 4 heads" in said(layout(tp=4, cp=2, world=8, **a2a))
+    # A teacher that tensor ranks cannot share is told of with its own flags.
+    assert said(layout(tp=4, world=4), teacher_size="small") == ""
+    assert "`--critic-size small` has 6 heads" in said(layout(tp=4, world=4), critic_size="small")
     # The run's ranks hold the teacher too, unless it has a layout of its own.
     own: dict[str, Any] = {"teacher_size": "small", "generator_size": "tiny"}
     four = layout(cp=2, tp=2, world=4, **a2a)
