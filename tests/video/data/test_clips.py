@@ -311,7 +311,7 @@ def test_a_sample_is_of_one_folder_and_takes_the_first_of_each_kind(tmp_path: Pa
             "x/1.mp4": b"a", "x/1.gif": b"b", "x/1.txt": b"a cat", "x/1.en.txt": b"a dog",
             "x/1.json": b'{"text": "a fox", "file_name": "z", "fps": 4}',
             "x/1.b.json": b'{"fps": 9}',
-            "y/1.mp4": b"c", "y/1.txt": b"a hen",
+            "y/1.mp4": b"c", "y/1.txt": b"a hen", "y/README": b"?",
         },
     )  # fmt: skip
     with tarfile.open(archive, "a") as tar:
@@ -327,7 +327,8 @@ def test_a_sample_is_of_one_folder_and_takes_the_first_of_each_kind(tmp_path: Pa
     assert [member.opened().readall() for member in members] == [b"a", b"c", b"a"]
     # Not the time of the archive, which changes when a file is appended.
     assert {member.modified for member in members} == {7.0}
-    assert said[0].endswith(": `file_name` (1), `.gif` (1), `.txt` (1), `.json` (1).")
+    names = "`file_name` (1), `.gif` (1), `.txt` (1), `.json` (1), `y/README` (1)"
+    assert said[0].endswith(f": {names}.")
 
 
 def test_a_member_is_read_like_a_file_of_its_own(tmp_path: Path) -> None:
@@ -344,6 +345,16 @@ def test_a_member_is_read_like_a_file_of_its_own(tmp_path: Path) -> None:
             assert stream.seek(offset, whence) == truth.seek(offset, whence)
             assert stream.read(count) == truth.read(count)
             assert stream.tell() == truth.tell()
+
+
+def test_an_error_names_the_file_and_the_flag_that_leads_to_it(tmp_path: Path) -> None:
+    write(tmp_path / "inner" / "0.tar", "no archive")
+    with pytest.raises(DataError, match=r"`--video-data-path` \(.*inner/0.tar\) cannot be read \("):
+        read_list(tmp_path, flag="--video-data-path")
+    (tmp_path / "inner" / "0.tar").unlink()
+    for source, why in ((tmp_path, "holds no clip"), (tmp_path / "x", "is neither a file nor a")):
+        with pytest.raises(DataError, match=rf"`--video-data-path` \({source}\) {why}"):
+            read_list(source, flag="--video-data-path")
 
 
 def test_captions_of_windows_are_read(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Sizes and buckets of clips, and clips encoded with their references and captions."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig
+from megatron_ext.video.data import encode as encode_module
 from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.encode import (
@@ -125,6 +128,7 @@ def test_what_a_sample_says_and_when_it_has_no_references(tmp_path: Path) -> Non
     assert with_suffix("a cat", 24, 3.6) == "a cat 24 FPS, 4 motion score."
     assert with_suffix("a cat", 8) == "a cat 8 FPS."
     assert with_suffix("", None, 4) == " 4 motion score."
+    assert with_suffix("a cat", None, 0) == "a cat 0 motion score."
     assert with_suffix("a cat", 0) == "a cat"
     assert with_suffix("a cat", 23.976, 4) == "a cat 23.976 FPS, 4 motion score."
 
@@ -153,6 +157,14 @@ def test_an_exact_rate_takes_frames_by_time_and_is_told(tmp_path: Path) -> None:
     # Frames at 0, 1.875, 3.75, 5.625 and 7.5.
     wanted = made.codec.encode(pixels_of(pictures(12)[[0, 2, 4, 6, 8]]))[0]
     torch.testing.assert_close(sample.latents, wanted)
+    # A window begins at a frame at the rate of samples: 3.75, 5.625, 7.5, 9.375 and 11.25.
+    windows = encoder(EncodeConfig(video_fps=16, video_windows="all"))
+    sample = windows.sample(replace(chosen, window=(1, 2)))
+    wanted = made.codec.encode(pixels_of(pictures(12)[[4, 6, 8, 9, 11]]))[0]
+    torch.testing.assert_close(sample.latents, wanted)
+    # The stored rate is rounded, that of the caption is not.
+    sample = encoder(EncodeConfig(video_fps=23.976, temporal_crop="start")).sample(chosen)
+    assert (sample.fps, sample.caption) == (24, "a bar 23.976 FPS.")
     made = encoder(EncodeConfig(video_fps=40, video_blend=True, temporal_crop="start"))
     sample = made.sample(chosen)
     assert sample.caption == "a bar 40 FPS."
@@ -188,6 +200,33 @@ def test_clips_slower_than_the_rate_are_named() -> None:
         "2 of 4 clips go at the `fps` of their row, not at that of their file, so faster or slower "
         "than a player shows them. First: 12.5.mp4, with 12.5 instead of 6.25."
     ]
+
+
+def test_transparent_parts_show_the_background_of_the_flags(tmp_path: Path) -> None:
+    clear = np.zeros((32, 32, 4), np.uint8)
+    clear[:, 16:] = (200, 40, 80, 255)
+    (tmp_path / "a").mkdir()
+    Image.fromarray(clear).save(tmp_path / "a" / "0.png")
+    chosen = planned_folder(tmp_path / "a", 1)
+    for name, colour in (("#102030", (16, 32, 48)), ("black", (0, 0, 0)), ("white", (255,) * 3)):
+        shown = np.where(clear[..., 3:] > 0, clear[..., :3], np.array(colour, np.uint8))
+        made = encoder(EncodeConfig(video_background=name))
+        wanted = made.codec.encode(pixels_of(shown[None]))[0]
+        torch.testing.assert_close(made.sample(chosen).latents, wanted)
+
+
+def test_a_process_that_dies_while_it_reads_headers_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that runs out of memory kills such a process."""
+
+    def die(clip: Clip) -> Any:
+        os._exit(1)
+
+    monkeypatch.setattr(encode_module, "probe", die)
+    clips = [Clip(f"{number}.mp4", "x") for number in range(40)]
+    with pytest.raises(MachineFault, match=r"A process died while it looked at clips; .* fewer"):
+        plan_clips(clips, PLAN, EncodeConfig(), workers=2)
 
 
 def test_crops_begin_within_the_clip_and_repeat_by_seed(tmp_path: Path) -> None:

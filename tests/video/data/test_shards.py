@@ -233,6 +233,7 @@ def test_manifests(tmp_path: Path) -> None:
         "{}": r"manifest.json cannot be read \(KeyError\('format'\)\)",
         '{"format": 2}': r"has format 2, but 1 is read here; make it with tools/preprocess_video",
         '{"format": 1, "plan": {}}': r"manifest.json lacks `codec`, `text_encoder`, `buckets`, `sh",
+        json.dumps(MANIFEST | {"fps": 0}): r"holds `fps` 0, which must be a number above 0",
         json.dumps(MANIFEST | {"storage": "int4"}): r"has the storage int4, which must be one of",
     }.items():
         path.write_text(content)

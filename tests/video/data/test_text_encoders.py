@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import TextEncoderConfig
+from megatron_ext.video.data.codec import public
 from megatron_ext.video.data.dataset import ShardedVideos, collate
 from megatron_ext.video.data.preprocess import main
 from megatron_ext.video.data.text_encoders import (
@@ -141,6 +142,9 @@ def test_from_a_manifest(folders: tuple[Path, Path], tmp_path: Path) -> None:
     again = text_encoder_from_manifest(manifest, str(folders[0]), str(folders[1]))
     for one, other in zip(made.encode(["a red"]), again.encode(["a red"]), strict=True):
         assert torch.equal(one, other)
+    # What other releases of transformers note is no difference.
+    incidental = ("dtype", "torch_dtype", "transformers_version", "_attn_implementation")
+    assert public({"d_ff": 64, **dict.fromkeys(incidental, "x")}) == {"d_ff": 64}
     with pytest.raises(ConfigError, match=r"`t5_path` \(None\) must be a local folder when"):
         text_encoder_from_manifest(manifest)
     with pytest.raises(ConfigError, match=r"`t5_path` \(/none\) must be a local folder with a con"):
