@@ -311,7 +311,7 @@ def test_a_sample_is_of_one_folder_and_takes_the_first_of_each_kind(tmp_path: Pa
             "x/1.mp4": b"a", "x/1.gif": b"b", "x/1.txt": b"a cat", "x/1.en.txt": b"a dog",
             "x/1.json": b'{"text": "a fox", "file_name": "z", "fps": 4}',
             "x/1.b.json": b'{"fps": 9}',
-            "y/1.mp4": b"c", "y/1.txt": b"a hen", "y/README": b"?",
+            "y/1.mp4": b"c", "y/1.txt": b"a hen", "y/1": b"?", "y/README": b"?",
         },
     )  # fmt: skip
     with tarfile.open(archive, "a") as tar:
@@ -327,7 +327,7 @@ def test_a_sample_is_of_one_folder_and_takes_the_first_of_each_kind(tmp_path: Pa
     assert [member.opened().readall() for member in members] == [b"a", b"c", b"a"]
     # Not the time of the archive, which changes when a file is appended.
     assert {member.modified for member in members} == {7.0}
-    names = "`file_name` (1), `.gif` (1), `.txt` (1), `.json` (1), `y/README` (1)"
+    names = "`file_name` (1), `.gif` (1), `.txt` (1), `.json` (1), `y/1` (1), `y/README` (1)"
     assert said[0].endswith(f": {names}.")
 
 

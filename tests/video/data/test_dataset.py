@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ from megatron_ext.video.data.encode import VideoSample
 from megatron_ext.video.data.geometry import Bucket, parse_plan
 from megatron_ext.video.data.manifest import VideoPreprocessOptions
 from megatron_ext.video.data.preprocess import main
-from megatron_ext.video.data.sampler import BucketSteps, Members, must_mix
+from megatron_ext.video.data.sampler import (
+    BucketSteps,
+    Geometry,
+    Members,
+    VideoPlan,
+    must_mix,
+)
 from tests.video.data.making import (
     CODEC,
     FLAGS,
@@ -247,6 +254,27 @@ def test_one_bucket_for_each_global_step_and_the_rest_is_counted() -> None:
     assert {b: {len(c)} for rank in mixed for b, c in rank} == {SMALL: {4}, LONG: {2}}
     assert len({b for b, _ in mixed[0] + mixed[1]}) == 2
     assert all(plan.num_samples(step) in (24, 12) for step in range(9))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_samples_of_a_step_are_numbered_by_micro_batch_and_then_by_rank(mixed: bool) -> None:
+    """Micro-batches of a mixed step differ in their sizes; every clip counts on every rank."""
+    sizes = {SMALL: Geometry((4, 1, 2, 2), 3, 4), LONG: Geometry((4, 5, 2, 3), 3, 30)}
+    plan = VideoPlan(steps(mixed), sizes, "identity")
+    assert (sizes[LONG].num_tokens, plan.num_microbatches(0), plan.steps_per_epoch) == (33, 3, 4)
+    for step in range(6):
+        given = [plan.microbatches(step, rank, 100) for rank in (0, 1)]
+        first = 100
+        for number in range(3):
+            for rank in (0, 1):
+                bucket, clips, samples = given[rank][number]
+                assert (bucket, clips) == plan.steps.microbatches(step, rank)[number]
+                assert samples == range(first, first + len(clips))
+                first = samples.stop
+        assert first == 100 + plan.steps.num_samples(step)
+        counts = Counter(bucket for of_rank in given for bucket, clips, _ in of_rank for _ in clips)
+        found = Counter(plan.sequences(step))
+        assert found == {sizes[bucket]: count for bucket, count in counts.items()}
 
 
 def test_too_few_clips_are_refused() -> None:
