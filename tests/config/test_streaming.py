@@ -103,9 +103,9 @@ def test_rows_of_a_jsonl_must_be_whole(refused: Printed, tmp_path: Path, what: s
 
 def test_all_rows_of_a_jsonl_must_be_alike(refused: Printed, tmp_path: Path) -> None:
     path, second = tmp_path / "prompts.jsonl", tmp_path / "second.txt"
-    path.write_text('{"text": "a", "second_text": "b"}\n{"text": "a"}\n')
+    path.write_text('{"text": "a", "second_text": "b"}\n\n{"text": "a"}\n')
     (error,) = refused(f"--prompts-path {path}")
-    assert error.startswith(f"{path} line 2 has not a `second_text`, as others have")
+    assert error.startswith(f"{path} line 3 has not a `second_text`, as others have")
     path.write_text('{"text": "a", "second_text": "b"}\n')
     second.write_text("c\n")
     (error,) = refused(f"--prompts-path {path} --second-prompts-path {second}")

@@ -18,7 +18,12 @@ from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.data.codec import PatchCodec
 from megatron_ext.video.data.text_encoders import HashedWords
 from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.prompts import FilePrompts, first_frame_latent
+from megatron_ext.video.streaming.prompts import (
+    FilePrompts,
+    PromptRow,
+    first_frame_latent,
+    given_block,
+)
 from megatron_ext.video.task import VIDEO
 from tests.ranks import ranks
 from tests.video.streaming.runs import flags_of, observed, on_each_clip
@@ -93,6 +98,33 @@ def test_a_video_gives_its_first_frames(tmp_path: Path) -> None:
         torch.testing.assert_close(start, CODEC.encode(pixels)[0].transpose(0, 1))
 
     body()
+
+
+def test_given_frames_are_not_square_and_a_video_may_be_just_long_enough(tmp_path: Path) -> None:
+    """Let the lower half of each picture be black."""
+    pixels = torch.full((1, 3, 9, 8, 12), -1.0)
+    pixels[:, :, :, :4] = torch.arange(9).view(1, 1, 9, 1, 1) * 20 / 127.5 - 1
+    frames = ((pixels[0].permute(1, 2, 3, 0) + 1) * 127.5).round().to(torch.uint8).numpy()
+    (tmp_path / "clip").mkdir()
+    for i, frame in enumerate(frames):
+        Image.fromarray(frame).save(tmp_path / "clip" / f"{i:02d}.png")
+    found = given_block(CODEC, str(tmp_path / "clip"), 3, (4, 6), torch.device("cpu"))
+    torch.testing.assert_close(found, CODEC.encode(pixels).transpose(1, 2), rtol=0, atol=0.02)
+    (tmp_path / "clip" / "08.png").unlink()
+    with pytest.raises(DataError, match="has 8 frames, .* of 3 latent frames, which are 9"):
+        given_block(CODEC, str(tmp_path / "clip"), 3, (4, 6), torch.device("cpu"))
+
+
+def test_each_epoch_has_an_order_of_its_own() -> None:
+    def orders(seed: int) -> list[list[str]]:
+        prompts = FilePrompts.__new__(FilePrompts)
+        prompts._seed, prompts._rows = seed, [PromptRow(text) for text in "abcdefgh"]
+        texts = [prompts._row(sample).text for sample in range(24)]
+        return [texts[:8], texts[8:16], texts[16:]]
+
+    found = orders(3)
+    assert all(sorted(epoch) == list("abcdefgh") for epoch in found)
+    assert found[0] != found[1] != found[2] != found[0] and found == orders(3) != orders(4)
 
 
 @pytest.mark.parametrize("name", ["clip/00.png", "clip"])

@@ -52,6 +52,17 @@ def test_ends_masks_and_previous_frames_of_the_paper() -> None:
     assert sequence.next_clip(trains_generator=False).sequence == 1
 
 
+def test_a_clip_tells_its_exit_step_only_if_all_blocks_share_it() -> None:
+    each = dataclasses.replace(PLAIN, same_exit_across_blocks=False)
+    assert {clip.exit_step for clip in clips_of(build(each), 4)} == {None}
+    sequence = build(PLAIN)
+    timesteps = sequence.generator.schedule.denoising_timesteps
+    for _ in range(8):
+        clip = sequence.next_clip(trains_generator=True)
+        assert clip.exit_step is not None
+        assert {block.timestep for block in clip.blocks} == {timesteps[clip.exit_step]}
+
+
 def test_growth_of_sequences() -> None:
     options = dataclasses.replace(PAPER, max_new_frames=21, switches=False)
     sequence = paper(options, first_frame=lambda latents: latents[:, -1:])
@@ -181,6 +192,20 @@ def test_a_state_without_its_cache_is_rebuilt_and_those_of_other_runs_are_refuse
     resumed.load_state_dict(stored)
     a, b = clips_of(run, 1)[0], clips_of(resumed, 1)[0]
     torch.testing.assert_close(a.latents, b.latents, rtol=0, atol=1e-12)
+    # A state of another dtype is taken in that of this run; one without frames empties the cache.
+    stored["previous"], stored["sink"] = stored["previous"].bfloat16(), stored["sink"].bfloat16()
+    resumed.load_state_dict(stored)
+    assert resumed.state is not None
+    assert resumed.state.previous.dtype == resumed.state.sink.dtype == torch.float64
+    begun = build(PLAIN)
+    begun.begin()
+    del (state := saved(begun))["cache"]
+    resumed.load_state_dict(state)
+    assert cache_of(resumed).end == 0 and not cache_of(resumed).held
+    assert torch.equal(clips_of(resumed, 1)[0].latents, clips_of(build(PLAIN), 1)[0].latents)
+    # A run that was saved before its first sequence begins with the first.
+    resumed.load_state_dict(build(PLAIN).state_dict())
+    assert resumed.state is None and resumed.coming == (0, 0)
 
 
 def with_prompts(which: str, shift: float) -> tuple[StreamingSequence, list[StreamClip]]:

@@ -1,0 +1,221 @@
+"""What a step of a streaming run counts, reports and hands on, with networks that do nothing."""
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.losses.contract import pair
+from megatron_ext.optim.update import UpdateResult
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.streaming import step as step_module
+from megatron_ext.video.streaming import task
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.streaming.long_videos import NotFiniteError, Throughput
+from megatron_ext.video.streaming.prompts import FilePrompts
+from megatron_ext.video.streaming.step import StreamingRunner, WorkCounter
+from megatron_ext.video.streaming.task import sampler_of, streaming_step_stats
+from tests.ranks import ranks
+
+
+class Network(torch.nn.Module):
+    """A network on twelve ranks: two tensor, three context and two pipeline ranks."""
+
+    num_stages = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.tp_group, self.cp_group = (SimpleNamespace(size=lambda n=n: n) for n in (2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.fixture
+def twelve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each pass of a `Network` take as many operations as its input has numbers."""
+    counted = SimpleNamespace(chunk=Network, pass_flops=lambda _, x: float(x.numel()))
+    monkeypatch.setattr(step_module, "streamed_network", lambda: counted)
+
+
+@pytest.mark.usefixtures("twelve")
+def test_operations_are_those_of_passes_and_of_what_gets_gradients() -> None:
+    first, frozen = Network(), Network().requires_grad_(False)
+    work = WorkCounter([torch.nn.Sequential(first), frozen])
+    x, moving = torch.ones(24), torch.ones(24, requires_grad=True)
+    for network, given, passes in (
+        (first, x, 3), (first, moving, 3), (frozen, x, 1), (frozen, moving, 2)
+    ):  # fmt: skip
+        network(x=given)
+        assert work.take() == passes * 24 / 12
+        with torch.no_grad():
+            network(x=given)
+        assert work.take() == 24 / 12
+    first(x=x)
+    with pytest.raises(ValueError, match="stop"), work.paused():
+        first(x=x)
+        raise ValueError("stop")
+    with work.paused():
+        frozen(x=x)
+    assert (work.take(), work.take()) == (6.0, 0.0)
+
+
+def runner(**settings: Any) -> StreamingRunner:
+    found = StreamingRunner.__new__(StreamingRunner)
+    found.streaming = StreamingConfig(chunk_frames=9, latent_size=(4, 6), **settings)
+    return found
+
+
+def test_averages_count_the_steps_of_the_generator() -> None:
+    """Train it in steps 1, 6 and 11."""
+    own = runner(generator_interval=5)
+    steps = [own.model_steps(steps) for steps in (0, 1, 5, 6, 10, 11)]
+    assert steps == [0, 1, 1, 2, 2, 3]
+    assert [runner(generator_interval=1).model_steps(n) for n in (0, 1, 7)] == [0, 1, 7]
+
+
+def update(flag: float, norm: float, zeros: float) -> UpdateResult:
+    return UpdateResult(torch.tensor(bool(flag)), torch.tensor(norm), torch.tensor(zeros))
+
+
+@pytest.mark.parametrize(("critic", "generator"), [(1, 1), (0, 1), (1, 0)])
+def test_a_step_is_applied_if_all_its_networks_were_updated(
+    critic: int, generator: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Report the critic's norm as that of the step, and each network's under its own name."""
+    monkeypatch.setattr(step_module, "reduce_reports", lambda entries, _: dict(*entries))
+    own = runner()
+    own.context = SimpleNamespace(layout=SimpleNamespace(world_size=12))  # type: ignore[assignment]
+    own.work = SimpleNamespace(take=lambda: 5.0)  # type: ignore[assignment]
+    reports = {
+        "critic": [{"critic loss": pair(torch.tensor(6.0), torch.tensor(3.0))}],
+        "generator": [{"generator loss": pair(torch.tensor(8.0), torch.tensor(2.0))}],
+    }
+    updates = {"critic": update(critic, 0.25, 3), "generator": update(generator, 0.5, 4)}
+    result = own._result(reports, updates)  # type: ignore[arg-type]
+    losses = {name: float(value) for name, value in result.losses.items()}
+    assert losses == {
+        "critic loss": 2.0, "generator loss": 4.0, "critic grad norm": 0.25,
+        "generator grad norm": 0.5,
+    }  # fmt: skip
+    counts = {name: float(value) for name, value in result.counts.items()}
+    assert counts == {
+        "critic loss": 3.0, "generator loss": 2.0, "critic grad norm": 1.0,
+        "generator grad norm": 1.0,
+    }  # fmt: skip
+    assert bool(result.update.flag) == (critic == generator == 1)
+    assert result.update.norm is updates["critic"].norm
+    assert result.update.zeros is updates["critic"].zeros
+    assert result.model_update is updates["generator"] and result.flops == 60.0
+    alone = own._result({"critic": reports["critic"]}, {"critic": updates["critic"]})  # type: ignore[arg-type,dict-item]
+    assert alone.model_update is None and bool(alone.update.flag) == (critic == 1)
+
+
+def test_all_schedules_go_on_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advance the generator's rate, without an update, where only the critic is trained."""
+    moved: list[tuple[str, int]] = []
+
+    def network(name: str) -> Any:
+        step = SimpleNamespace(step=lambda increment: moved.append((name, increment)))
+        return SimpleNamespace(scheduler=step)
+
+    own = runner()
+    own.generator, own.critic = network("generator"), network("critic")
+    cleared: list[int] = []
+    memo = SimpleNamespace(clear=lambda: cleared.append(1))
+    own.sequence = SimpleNamespace(  # type: ignore[assignment]
+        generator=SimpleNamespace(cache=SimpleNamespace(memo=memo))
+    )
+    own.extra_state = SimpleNamespace(steps=4)  # type: ignore[assignment]
+
+    def follow(_: UpdateResult, scheduler: Any, num_samples: int) -> None:
+        scheduler.step(increment=10 * num_samples)
+
+    monkeypatch.setattr(own, "_follow", follow)
+    own._advance_schedules({"critic": update(1, 1, 0)}, 3)
+    assert sorted(moved) == [("critic", 30), ("generator", 3)] and cleared == []
+    own._advance_schedules({"critic": update(1, 1, 0), "generator": update(1, 1, 0)}, 3)
+    assert sorted(moved[2:]) == [("critic", 30), ("generator", 30)] and cleared == [1]
+    assert own.extra_state.steps == 6
+
+
+@ranks(tp=2, cp=2)
+def test_gradients_of_inputs_are_joined_over_the_ranks_that_share_them(
+    context: ParallelContext,
+) -> None:
+    """Give each rank a gradient of its own: 1, 10, 100 and 1000."""
+    place = 2 * context.pgs.cp.rank() + context.pgs.tp.rank()
+    own = torch.full((2, 3), float(10**place)).t()
+    for shares_sequence, wanted in (
+        (True, 1111 / 2),
+        (False, (10**place + 10 ** ((place + 2) % 4)) / 2),
+    ):
+        config = SimpleNamespace(sequence_parallel=shares_sequence)
+        fake: Any = SimpleNamespace(context=context, transformer_config=config)
+        found = StreamingRunner._whole_gradient(fake, own)
+        assert torch.equal(found, torch.full((3, 2), wanted))
+        assert torch.equal(own, torch.full((3, 2), float(10**place)))
+
+
+def run_of(own: StreamingRunner, said: list[str]) -> Any:
+    config = SimpleNamespace(section=lambda kind: kind.__name__)
+    return SimpleNamespace(
+        runner=own, config=config, device="cpu", reporters=SimpleNamespace(say=said.append),
+        batch_size=SimpleNamespace(samples_per_microbatch=4),
+    )  # fmt: skip
+
+
+def test_clips_of_all_passes_of_a_step_have_tokens() -> None:
+    """Take clips of nine frames with six tokens, two in a step that trains both networks."""
+    own = runner(generator_interval=2)
+    for steps, clips in ((0, 2), (1, 1), (2, 2)):
+        own.extra_state = SimpleNamespace(steps=steps)  # type: ignore[assignment]
+        stats = streaming_step_stats(run_of(own, []), 3)
+        assert (stats.samples, stats.tokens) == (3 * 4, 4 * 3 * clips * 9 * 6)
+        assert stats.flops == 0.0
+
+
+def test_samples_while_training_are_no_work_and_share_the_codec(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said, events = list[str](), list[str]()
+
+    class Sampler:
+        def __init__(self, run: Any, encode: Any, build_codec: Any) -> None:
+            events.append(f"codec {build_codec()}")
+
+        def __call__(self, folder: Path) -> Throughput:
+            events.append(str(folder))
+            if folder.name == "infinite":
+                raise NotFiniteError("not finite")
+            return Throughput(videos=3, seconds=1.25)
+
+    @contextmanager
+    def paused() -> Any:
+        events.append("paused")
+        yield
+        events.append("goes on")
+
+    monkeypatch.setattr(task, "LongVideoSampler", Sampler)
+    monkeypatch.setattr(task, "build_codec", lambda config, device: f"new {config} {device}")
+    own, prompts = runner(), FilePrompts.__new__(FilePrompts)
+    own.work = SimpleNamespace(paused=paused)  # type: ignore[assignment]
+    own.sequence = SimpleNamespace(prompts=prompts)  # type: ignore[assignment]
+    prompts.codec = "of first frames"  # type: ignore[assignment]
+    sample = sampler_of(run_of(own, said))
+    prompts.codec = None
+    sampler_of(run_of(own, said))
+    assert events == ["codec of first frames", "codec new CodecConfig cpu"]
+    events.clear()
+    sample(Path("videos"))
+    assert events == ["paused", "videos", "goes on"]
+    sample(Path("infinite"))
+    assert said == [
+        "sampled 3 videos into videos in 1.2 s",
+        "the sampled videos are not finite and are not written",
+    ]
