@@ -1,16 +1,24 @@
 """Clips that a run samples while it trains, from requests that differ in all that rows may say."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.run import SampleConfig
+from megatron_ext.video.sampling import samples
 from megatron_ext.video.sampling.generate import groups_of, requests_of
 from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
+from megatron_ext.video.sampling.samples import ClipSampler, SampleWhileTraining
 from megatron_ext.video.task import VIDEO
 from tests.training_runs import errors_of, prepared
 from tests.video.clips import FLAGS, train
@@ -88,6 +96,90 @@ def test_flags_stand_for_all_texts(tmp_path: Path) -> None:
     assert row.negative_prompt == ""
     each = requests_of(SampleConfig(**flags, sample_video=["x", "y"]))  # type: ignore[arg-type]
     assert [(x.reference, x.mode) for x in each] == [("x", "v2v_head"), ("y", "v2v_head")]
+
+
+class Average:
+    """Averaged weights that note when they take the place of the last ones."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    @contextmanager
+    def swapped_in(self, chunks: Any) -> Iterator[None]:
+        self.events.append("averaged")
+        yield
+        self.events.append("last")
+
+
+@pytest.mark.parametrize(("kept", "wanted"), [(True, True), (True, False), (False, True)])
+def test_clips_are_written_in_the_order_of_their_requests(
+    kept: bool, wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let requests of two sizes alternate, and make each clip of its own number."""
+    requests = [
+        ClipRequest(text, size=size)
+        for text, size in zip("abc", ((8, 8), (8, 16), (8, 8)), strict=True)
+    ]
+    sample = SampleConfig(sample_seed=3, sample_steps=4, sample_ema=wanted, sample_batch_size=1)
+    events, said, written = list[str](), list[str](), list[Any]()
+    found = ClipSampler.__new__(ClipSampler)
+    found._sample, found._requests = sample, requests
+    found._shape = SampleShape(9, 32, 48, fps=7.5)
+    found._groups = groups_of(requests, found._shape, sample)
+    found._encoded = ["x" for _ in found._groups]  # type: ignore[misc]
+    found._velocity, found._codec = None, object()  # type: ignore[assignment]
+    progress = SimpleNamespace(iteration=12, average_start=0.25, average_note="a quarter is old")
+    found._run = SimpleNamespace(  # type: ignore[assignment]
+        ema=Average(events) if kept else None, chunks=[], progress=progress, context="context",
+        parameter_gather=SimpleNamespace(paused=nullcontext),
+        reporters=SimpleNamespace(say=said.append),
+        config=SimpleNamespace(section=lambda kind: kind.__name__),
+    )  # fmt: skip
+
+    def latents(velocity: Any, encoded: Any, *, draws: list[tuple[int, int]], **_: Any) -> Tensor:
+        events.append("sampled")
+        return torch.tensor([number for _, number in draws], dtype=torch.float32)
+
+    monkeypatch.setattr(samples, "generate_latents", latents)
+    monkeypatch.setattr(samples, "decoded", lambda codec, made, size: made)
+    monkeypatch.setattr(samples, "on_reporting_rank", lambda work, what, context: work())
+    monkeypatch.setattr(samples, "write_clips", lambda *x, **options: written.append((x, options)))
+    found(tmp_path)
+    ((folder, clips, asked), options) = written[0]
+    assert folder == tmp_path and [float(clip) for clip in clips] == [0.0, 1.0, 2.0]
+    assert asked == requests
+    averaged = kept and wanted
+    facts: dict[str, Any] = {"iteration": 12, "averaged_weights": averaged, "steps": 4}
+    facts |= {"share_of_start": 0.25} if averaged else {}
+    assert options == {"fps": 7.5, "seed": 3, "facts": facts}
+    made = ["sampled", "sampled"]
+    assert events == (["averaged", *made, "last"] if averaged else made)
+    notes = ["a quarter is old; `--no-sample-ema` samples with the last weights"] * averaged
+    assert said == [*notes, f"sampled 3 clips into {tmp_path}"]
+    # An average that has nothing left of its start is not spoken of; clips must be finite.
+    progress.average_note = None
+    monkeypatch.setattr(samples, "decoded", lambda codec, made, size: made / 0.0)
+    found(tmp_path)
+    assert said[len(notes) + 1 :] == ["the sampled clips are not finite and are not written"]
+    assert len(written) == 1
+
+
+@pytest.mark.parametrize("folder", [None, "own"])
+def test_clips_are_sampled_at_whole_intervals(folder: str | None) -> None:
+    made: list[Path] = []
+    sample = SampleConfig(sample_interval=3, sample_dir=folder)
+    config = SimpleNamespace(
+        section=lambda _: sample, checkpoint=SimpleNamespace(save=None if folder else "save")
+    )
+    run: Any = SimpleNamespace(config=config, progress=SimpleNamespace(iteration=0))
+    callback = SampleWhileTraining.of_run(run, build=lambda _: made.append)
+    assert callback is not None
+    for run.progress.iteration in range(1, 8):
+        callback.after_step()
+    root = Path(folder or "save/samples")
+    assert made == [root / "iter_0000003", root / "iter_0000006"]
+    sample = SampleConfig()
+    assert SampleWhileTraining.of_run(run, build=lambda _: made.append) is None
 
 
 INTERVAL = "--sample-interval 1 --sample-dir out"

@@ -62,6 +62,7 @@ def test_a_rank_without_image_tokens_takes_part(context: ParallelContext) -> Non
 @ranks(tp=2, cp=2)
 def test_text_is_padded_for_context_and_sequence_parallelism(context: ParallelContext) -> None:
     check_against_plain(context, velocity_on(context, sequence_parallel=True), I2V, 5, 8)
+    check_against_plain(context, velocity_on(context), I2V, 5, 6)
 
 
 @ranks(pp=2)

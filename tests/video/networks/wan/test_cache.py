@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.model.cache import CachePass, CacheShape, KVCache
+from megatron_ext.video.model.cache import CachePass, CacheShape, KVCache, TextMemo
 from megatron_ext.video.model.window import FrameWindow
 from megatron_ext.video.networks.wan.model import VideoDiT
 from tests.ranks import ranks
@@ -168,13 +168,13 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(context: ParallelContext) -> N
 def test_too_small_a_capacity_is_refused(context: ParallelContext) -> None:
     problem = wan.Problem(frames=42, batch=1)
     chunk, inputs = one(problem, context), problem.inputs()
-    for chunk_frames, needed in ((18, 27), (21, 30)):
+    for chunk_frames, needed, less in ((18, 27, 1), (21, 30, 3)):
         message = (
-            rf"`capacity_frames` \({needed - 3}\) must be {needed} or more: window \(12\) \+ chunk "
-            rf"\({chunk_frames}\) - block \(3\)"
+            rf"`capacity_frames` \({needed - less}\) must be {needed} or more: window \(12\) \+ "
+            rf"chunk \({chunk_frames}\) - block \(3\)"
         )
         with pytest.raises(ConfigError, match=message):
-            wan.new_cache(chunk, problem, chunk_frames=chunk_frames, capacity_frames=needed - 3)
+            wan.new_cache(chunk, problem, chunk_frames=chunk_frames, capacity_frames=needed - less)
     with pytest.raises(ConfigError, match=r"`chunk_frames` \(20\) must be a positive multiple of"):
         wan.new_cache(chunk, problem, chunk_frames=20)
     cache = wan.new_cache(chunk, problem, chunk_frames=18)
@@ -280,6 +280,83 @@ def test_whatever_is_run_again_the_frames_seen_are_the_last_written(
         keys = {f: float(cache.keys[0][cache.slot_of(f)]) for f in cache.frames}
         assert keys == {f: written[f] for f in cache.frames}
         assert keys == {f: -float(cache.values[0][cache.slot_of(f)]) for f in cache.frames}
+
+
+def small_cache() -> KVCache:
+    """Return a cache of single frames, each of which sees the first and the three before it."""
+    return KVCache(
+        FrameWindow(1, 5, 1), CacheShape(1, 1, 1, 1, 1), capacity_frames=6, chunk_frames=2,
+        dtype=torch.float64, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def run_frames(cache: KVCache, *frames: int) -> list[tuple[int, ...]]:
+    """Write each frame's number as its key; return the frames that each one sees."""
+    seen = []
+    for frame in frames:
+        reading = CachePass(cache, frame, 1, updates=True)
+        seen.append(reading.past)
+        new = torch.full((1, 1, 1, 1, 1), float(frame), dtype=torch.float64)
+        reading.record(0, new, -new)
+        reading.finish()
+    return seen
+
+
+def test_frames_before_a_skip_are_absent_until_the_cache_is_reset() -> None:
+    cache = small_cache()
+    assert run_frames(cache, 0, 1, 2)[-1] == (0, 1)
+    cache.skip_to(3)
+    assert cache.frames == (0,)
+    assert run_frames(cache, 3, 4) == [(0,), (0, 3)]
+    cache.skip_to(7)
+    assert run_frames(cache, 7) == [(0,)]
+    # A stored cache says which frames were skipped, and holds them after later passes.
+    state = cache.state_dict()
+    state["keys"] = [key.clone() for key in state["keys"]]
+    wanted = run_frames(cache, 8, 9)
+    assert wanted == [(0, 7), (0, 7, 8)]
+    other = small_cache()
+    run_frames(other, *range(6))
+    reading = CachePass(other, 6, 1, updates=False)
+    other.load_state_dict(state)
+    assert run_frames(other, 8, 9) == wanted
+    with pytest.raises(ConfigError, match="were overwritten or dropped before the backward"):
+        reading.past_key_values(0)
+    cache.reset(keep_sink=True)
+    assert (cache.frames, cache.end) == ((0,), 1)
+    for _ in range(2):
+        assert run_frames(cache, 1, 2, 3, 4) == [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)]
+        cache.reset()
+        assert (cache.frames, cache.end) == ((), 0)
+        run_frames(cache, 0)
+
+
+def test_a_pass_is_refused_that_was_open_when_a_cache_was_loaded() -> None:
+    """Load the same frames into the same slots, whose keys differ all the same."""
+    cache, other = small_cache(), small_cache()
+    for each in (cache, other):
+        run_frames(each, 0, 1, 2)
+    reading = CachePass(cache, 3, 1, updates=False)
+    reading.past_key_values(0)
+    cache.load_state_dict(other.state_dict())
+    with pytest.raises(ConfigError, match="frames 0-2 of the cache were overwritten"):
+        reading.past_key_values(0)
+
+
+def test_a_memo_is_independent_of_its_text_and_of_what_was_stored() -> None:
+    memo, text = TextMemo(1), torch.ones(1, 2, 3)
+    assert not memo.begin(text)
+    memo.key_values[0] = text, text
+    state = memo.state_dict()
+    text.add_(1)
+    assert memo.text is not None and torch.equal(memo.text, torch.ones(1, 2, 3))
+    # Another text does not empty what was stored, and what is loaded does not grow with the other.
+    assert memo.begin(torch.ones(1, 2, 3)) and not memo.begin(text)
+    assert not memo.is_filled and len(state["key_values"]) == 1
+    memo.load_state_dict(state)
+    assert memo.is_filled and memo.begin(torch.ones(1, 2, 3))
+    memo.key_values[1] = text, text
+    assert len(state["key_values"]) == 1
 
 
 def test_sizes_of_a_cache_come_from_the_model() -> None:
