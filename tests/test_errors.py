@@ -1,18 +1,33 @@
-"""Errors in flags are sentences that know the flags that they are about."""
+"""Errors are sentences that know their flags, and programs end as their callers expect."""
 
 import copy
+import os
 import pickle
+import signal
+import sys
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_ext.errors import (
+    EXIT_CODE_BROKEN_PIPE,
+    STOP_SIGNALS,
     CheckpointError,
     ConfigError,
     FlagError,
     MegatronExtError,
+    end_on_interrupt,
+    end_with_parent,
     exclusive,
     flags_of,
+    interrupt_once,
+    loader_ends_with_parent,
+    parent_at_start,
+    pass_over,
+    run_program,
+    say_to_stderr,
 )
 
 LOAD = ("--load", "runs/`--lr` x", "holds no checkpoint", "leave `--load` or `--save 1` out")
@@ -98,3 +113,134 @@ def test_a_renamed_flag_is_renamed_everywhere_but_in_the_value() -> None:
     renamed = error.renamed("--a", "--c")
     assert renamed == "`--c` (`--a`) needs `--b` and `--a-b`, not `--c`; leave `--c` out."
     assert renamed.flags == {"--c", "--b", "--a-b"}
+
+
+def ended(code: int | None) -> int:
+    """Return the status of a forked process that runs a program which exits with ``code``."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run_program(lambda argv: sys.exit(code))
+        except SystemExit as end:
+            os._exit(0 if end.code is None else int(end.code))
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_program_exits_with_the_code_that_it_asks_for() -> None:
+    assert [ended(code) for code in (None, 0, 3)] == [0, 0, 3]
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only a reader of the output that has gone is no error."""
+    before = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    reader, writer = os.pipe()
+    try:
+
+        def main(_: list[str]) -> int:
+            raise BrokenPipeError
+
+        with os.fdopen(writer, "w") as out, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdout", out)
+            with pytest.raises(BrokenPipeError):
+                run_program(main)
+            os.close(reader)
+            with pytest.raises(SystemExit) as end:
+                run_program(main)
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        sys.unraisablehook = before[1]
+    assert end.value.code == EXIT_CODE_BROKEN_PIPE == 141
+
+
+def test_what_is_said_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    say_to_stderr("a line")
+    assert capsys.readouterr() == ("", "a line\n")
+
+
+def in_child(work: Callable[[], bool]) -> bool:
+    """Return the answer of ``work`` in a forked process."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if work() else 2
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_the_parent_of_a_forked_process_is_the_one_that_forked_it() -> None:
+    here = os.getpid()
+    assert parent_at_start() == os.getppid()
+    assert in_child(lambda: parent_at_start() == here)
+
+
+def test_a_process_ends_at_once_if_its_parent_has_ended_already() -> None:
+    here = os.getpid()
+
+    def follows(parent: int) -> bool:
+        end_with_parent(parent)
+        return True
+
+    assert in_child(lambda: follows(here))
+    assert not in_child(lambda: follows(os.getpid()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_signal_with_which_a_process_ends_with_its_parent(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *words: asked.append(words))
+    )
+    end_with_parent(os.getppid(), number)
+    assert asked == [(1, number)]
+
+
+def test_workers_of_a_loader_leave_signals_to_the_process_that_started_them() -> None:
+    """A worker of a fork server has another parent, and keeps its handlers."""
+    start = loader_ends_with_parent()
+
+    def ignores() -> bool:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        start(0)
+        return all(signal.getsignal(number) is pass_over for number in STOP_SIGNALS)
+
+    assert in_child(ignores)
+    assert in_child(lambda: not in_child(ignores))
+
+
+def test_signals_that_a_background_job_ignores_stay_ignored() -> None:
+    def stays() -> bool:
+        for prepare in (end_on_interrupt, interrupt_once):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            prepare()
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                return False
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            prepare()
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+                return False
+        return True
+
+    assert in_child(stays)
+
+
+def test_sigterm_lets_an_interrupted_program_clean_up() -> None:
+    """After Ctrl-C, torchrun sends SIGTERM as well."""
+
+    def cleans_up() -> bool:
+        interrupt_once()
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            return True
+        return False
+
+    assert in_child(cleans_up)

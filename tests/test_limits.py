@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -202,6 +203,146 @@ def test_a_quota_and_a_limit_of_file_sizes_are_no_full_disk(tmp_path: Path) -> N
             "A file may have 1.0 MiB (RLIMIT_FSIZE), which is too little; raise the limit with "
             "`ulimit -f unlimited`."
         )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("Disk quota exceeded"), "disk quota"),
+        (OSError(errno.EDQUOT, "x"), "disk quota"),
+        (RuntimeError("write: File too large"), "file size"),
+        (OSError(errno.EFBIG, "x"), "file size"),
+        (ImportError("failed to map segment from shared object"), "address space"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "disk"),
+        (RuntimeError("failed (os error 24)"), "open files"),
+        (RuntimeError("OSError: [Errno 28] x"), "disk"),
+        (RuntimeError("thread creation failed"), "processes"),
+        (RuntimeError("Bus error: insufficient shared memory (shm)"), "shared memory"),
+        (ValueError("No space left on device"), None),
+        (OSError(errno.EACCES, "Permission denied"), None),
+    ],
+)
+def test_the_limit_that_an_error_is_about(error: BaseException, kind: str | None) -> None:
+    assert limits._kind(error) == kind
+
+
+def test_the_first_cause_in_a_chain_decides() -> None:
+    def chained(first: BaseException, *, explicit: bool) -> BaseException:
+        try:
+            try:
+                raise first
+            except BaseException as error:
+                if explicit:
+                    raise OSError(errno.ENFILE, "too many") from error
+                raise ValueError("cleanup failed") from error
+        except BaseException as last:
+            return last
+
+    many = OSError(errno.EMFILE, "Too many open files")
+    for explicit in (True, False):
+        said = limits.sentence(chained(many, explicit=explicit))
+        assert said is not None and "(RLIMIT_NOFILE)" in said
+
+    def in_context() -> None:
+        try:
+            raise many
+        finally:
+            raise ValueError("cleanup failed")
+
+    said = limits.sentence(raised(in_context))
+    assert said is not None and "(RLIMIT_NOFILE)" in said
+
+
+@pytest.mark.parametrize(
+    ("user", "limit", "group", "said"),
+    [
+        (1000, 100, 50, "this container may have 50 "),
+        (1000, 50, 100, "this user may have 50 "),
+        (1000, resource.RLIM_INFINITY, 100, "this container may have 100 "),
+        # The superuser's own limit is not enforced.
+        (0, 50, 100, "this container may have 100 "),
+        (1000, 50, None, "this user may have 50 "),
+    ],
+)
+def test_the_lower_limit_of_processes_is_told(
+    user: int,
+    limit: int,
+    group: int | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "pids.max").write_text("max\n" if group is None else f"{group}\n")
+    monkeypatch.setattr(limits, "_PIDS", str(tmp_path / "pids.max"))
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    assert limits._processes().startswith(said)
+
+
+def usage(free: int) -> SimpleNamespace:
+    return SimpleNamespace(total=1 << 50, used=0, free=free)
+
+
+def test_a_disk_counts_as_full_below_a_mebibyte_and_as_empty_above_a_gibibyte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free: dict[str, int] = {}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(free.get(str(path), 1 << 40)))
+    short = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+    for size, full in ((MEBIBYTE - 1, True), (MEBIBYTE, False)):
+        free[str(tmp_path)] = size
+        assert (limits.limit_fault(short, tmp_path) is not None) is full
+    # Of what the command line names, the fullest disk is meant.
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    words = [f"--save={tmp_path}/b", "--load", f"{tmp_path}/a", "--lr", "1e-3", f"{tmp_path}/c"]
+    monkeypatch.setattr(sys, "argv", ["program", *words])
+    for size, said in (((1 << 30) - 1, "is full: 1024.0 MiB of"), (1 << 30, "has 1.0 GiB free")):
+        free.update({f"{tmp_path}/a": 1 << 39, f"{tmp_path}/b": size, f"{tmp_path}/c": 1 << 38})
+        fault = limits.disk_fault(None)
+        assert f"{tmp_path}/b " in fault and said in fault
+        assert fault.startswith("a disk is full, but") == (size == 1 << 30)
+
+
+def test_a_disk_without_inodes_has_no_room_for_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for files, left, said in ((9, 0, "(all 9 inodes are in use)"), (9, 1, "is full"),
+                              (0, 0, "is full")):  # fmt: skip
+        found = SimpleNamespace(
+            f_files=files, f_favail=left, f_ffree=3, f_bavail=3, f_bfree=3, f_blocks=9, f_frsize=1
+        )
+        monkeypatch.setattr(os, "statvfs", lambda _, found=found: found)
+        assert said in limits.disk_fault(tmp_path)
+
+
+def test_the_file_of_an_error_says_which_disk_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "own" / "file"))
+    assert f"the disk of {tmp_path}/own (" in limits.cause(error, tmp_path / "other")
+    quota = OSError(errno.EDQUOT, "x", str(tmp_path / "own"))
+    assert f"on the disk of {tmp_path}/own is used up" in limits.cause(quota, tmp_path)
+
+
+def test_a_cause_is_a_clause_of_one_line() -> None:
+    assert limits.cause(ValueError("It is odd. \nAnd so on.")) == "It is odd"
+    # Nothing limits the size of files here.
+    assert limits.cause(OSError(errno.EFBIG, "File too large.")) == "File too large"
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (MEBIBYTE, "1.0 MiB"),
+        (5 << 29, "2.5 GiB"),
+        (5 << 50, "5120.0 TiB"),
+    ],
+)
+def test_sizes_in_a_suitable_unit(size: int, shown: str) -> None:
+    assert limits._size(size) == shown
 
 
 PROGRAM = """

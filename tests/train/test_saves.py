@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,128 @@ def test_a_failed_save_is_due_again_until_one_works(tmp_path: Path) -> None:
     assert saves.save(write, 50, is_last=False) and not any(saves.must_repeat() for _ in range(40))
     found = [(event["kind"], event["iteration"]) for event in read_events(tmp_path)]
     assert found == [("save_failed", 1), ("save_failed", 2), ("saved", 4), ("saved", 50)]
+
+
+class Background:
+    """Stands in for saves in the background; the test says when and how they end."""
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+        self.last_has_failed = False
+        self.newest = (True, False)
+        self.outcomes: list[Any] = []
+        self.waits = 0
+
+    def ended(self) -> list[Any]:
+        ended, self.outcomes = self.outcomes, []
+        return ended
+
+    def look_at_newest(self) -> tuple[bool, bool]:
+        return self.newest
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def works(*, waits: bool) -> None:
+    """Save at once."""
+
+
+def in_background(folder: Path, rank: int = 0) -> tuple[Saves, Background]:
+    background: Any = Background()
+    return Saves(str(folder), rank, background=background, tolerant=True), background
+
+
+def test_a_save_in_the_background_is_looked_at_in_steps_that_double(tmp_path: Path) -> None:
+    saves, background = in_background(tmp_path)
+
+    def due(steps: int) -> list[int]:
+        return [number for number in range(1, steps + 1) if saves.must_repeat()]
+
+    looks: list[int] = []
+    done: list[bool] = []
+
+    def look_at_newest() -> tuple[bool, bool]:
+        looks.append(len(done) + 1)
+        return background.newest
+
+    background.look_at_newest = look_at_newest  # type: ignore[method-assign]
+    saves.save(works, 10, is_last=False)
+    for _ in range(15):
+        done.append(saves.must_repeat())
+    assert not any(done)
+    assert looks == [1, 3, 7, 15]
+    background.newest = (False, True)
+    background.num_failed = 1
+    assert due(16) == [16]
+    # A save that follows a late failure keeps the long pause, counted from then.
+    assert due(1) == []
+    saves.save(works, 41, is_last=False)
+    background.newest = (False, False)
+    assert due(40) == []
+    saves.save(works, 90, is_last=False)
+    background.newest = (False, True)
+    assert due(1) == [1]
+
+
+def test_the_events_of_saves_in_the_background_hold_both_of_their_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saves, background = in_background(tmp_path)
+    now = [5.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def slow(*, waits: bool) -> None:
+        now[0] += 2.0
+
+    saves.save(slow, 3, is_last=False)
+    saves.save(slow, 4, is_last=False)
+    assert read_events(tmp_path) == []
+    background.outcomes = [
+        SimpleNamespace(iteration=3, reason="", seconds=9.0),
+        SimpleNamespace(iteration=4, reason="The disk is full.", seconds=1.0),
+    ]
+    background.num_failed = 1
+    saves.wait()
+    assert background.waits == 1
+    saved, failed = read_events(tmp_path)
+    assert (saved["kind"], saved["stall"], saved["seconds"]) == ("saved", 2.0, 9.0)
+    assert failed["reason"] == (
+        "The checkpoint of iteration 4 could not be saved: The disk is full."
+    )
+    assert capsys.readouterr().out == (
+        "note: The checkpoint of iteration 4 could not be saved: The disk is full. Training goes "
+        "on (1 failed so far).\n"
+    )
+    background.last_has_failed = True
+    assert saves.newest_has_failed()
+    waited: list[bool] = []
+    saves.finish(lambda *, waits: waited.append(waits), 4)
+    assert waited == [True]
+    again = read_events(tmp_path)[-1]
+    assert (again["kind"], again["iteration"], again["asynchronous"]) == ("saved", 4, False)
+
+
+def test_only_rank_0_reports_and_the_last_save_must_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*, waits: bool) -> None:
+        raise CheckpointError("full")
+
+    other = Saves(str(tmp_path), 1, tolerant=True)
+    assert not other.save(full, 1, is_last=False)
+    assert other.num_failed == 1
+    assert other.save(works, 2, is_last=False)
+    assert capsys.readouterr().out == "" and read_events(tmp_path) == []
+    with pytest.raises(CheckpointError):
+        Saves(str(tmp_path), 1, tolerant=True).save(full, 1, is_last=True)
+    # Without background saves or restarts, a failed save ends the run.
+    strict = Saves(str(tmp_path), 0)
+    with pytest.raises(CheckpointError):
+        strict.save(full, 1, is_last=False)
+    assert not strict.must_repeat()
+    assert strict.save(works, 2, is_last=False)
+    assert [event["kind"] for event in read_events(tmp_path)] == ["save_failed"]
 
 
 @pytest.mark.slow

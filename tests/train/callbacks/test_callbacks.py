@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,25 @@ import torch
 
 from megatron_ext.checkpoint.files import published
 from megatron_ext.text.task import GPT
-from megatron_ext.train.callbacks.callback import Callback, Decision, Losses
-from megatron_ext.train.callbacks.invariants import InvariantError, check_replicas, check_zeroed
+from megatron_ext.train.batch_size import Progress
+from megatron_ext.train.callbacks import callback
+from megatron_ext.train.callbacks.callback import (
+    Callback,
+    Decision,
+    GarbageCollection,
+    Losses,
+    StepProfiler,
+    StopConditions,
+    WeightAverage,
+    due,
+)
+from megatron_ext.train.callbacks.invariants import (
+    InvariantError,
+    Invariants,
+    _digest,
+    check_replicas,
+    check_zeroed,
+)
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 from tests.training_runs import TINY, mock_data, train, train_on_ranks, training_rows, without
@@ -74,6 +92,181 @@ def test_a_callback_of_a_task_decides(tmp_path: Path, capfd: pytest.CaptureFixtu
     for rank in (0, 1):
         diary = (tmp_path / f"diary_{rank}").read_text().splitlines()
         assert diary == [*moments, "end 3"]
+
+
+@pytest.mark.parametrize(
+    ("iteration", "interval", "expected"),
+    [(4, 2, True), (3, 2, False), (0, 2, True), (4, None, False), (4, 0, False), (4, -2, False)],
+)
+def test_when_an_interval_is_due(iteration: int, interval: int | None, expected: bool) -> None:
+    assert due(iteration, interval) is expected
+
+
+def run_at(iteration: int, **settings: Any) -> Any:
+    """Return a run with these settings, which may belong to any section of its flags."""
+    names = "save save_interval exit_interval manual_gc_interval manual_gc_eval".split()
+    section = SimpleNamespace(**{**dict.fromkeys(names), **settings})
+    config = SimpleNamespace(checkpoint=section, training=section, logging=section, ema=section)
+    context = SimpleNamespace(rank=3)
+    return SimpleNamespace(
+        config=config, progress=Progress(iteration=iteration), device=None, context=context
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "save", "stop", "code"),
+    [
+        ("signal", "out", "signal", 143),
+        ("signal", None, "signal", 125),
+        ("resize", "out", "resize", 121),
+        ("duration", "out", "duration", 0),
+        (None, "out", "exit interval", 0),
+    ],
+)
+def test_requests_to_stop_come_before_the_interval(
+    request_: str | None, save: str | None, stop: str, code: int
+) -> None:
+    run = run_at(6, save=save, save_interval=4, exit_interval=3)
+    run.stop_requests = SimpleNamespace(check=lambda device: request_, watches=False)
+    assert StopConditions.apply(run)
+    decision = Decision()
+    StopConditions(run).decide(decision)
+    assert (decision.stop, decision.exit_code, decision.save) == (stop, code, False)
+    run.progress.iteration = 8
+    StopConditions(run).decide(decision)
+    assert decision.save
+    # What others have decided stays.
+    if request_ is None:
+        other = Decision(stop="the diary is full", save=True)
+        run.progress.iteration = 9
+        StopConditions(run).decide(other)
+        assert (other.stop, other.save) == ("the diary is full", True)
+
+
+def test_a_time_limit_alone_needs_stop_conditions() -> None:
+    run = run_at(0)
+    for watches in (False, True):
+        run.stop_requests = SimpleNamespace(watches=watches)
+        assert StopConditions.apply(run) is watches
+
+
+def test_garbage_is_collected_at_the_interval_and_around_evaluations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[Any] = []
+    fake = SimpleNamespace(
+        disable=lambda: events.append("off"),
+        collect=lambda generation=2: events.append(generation),
+    )
+    monkeypatch.setattr(callback, "gc", fake)
+    for around in (True, False):
+        run = run_at(0, manual_gc_interval=2, manual_gc_eval=around)
+        collector = GarbageCollection(run)
+        collector.on_train_start()
+        assert events == ["off", 2]
+        for run.progress.iteration in (1, 2, 3):
+            events.append(f"step {run.progress.iteration}")
+            collector.after_step()
+        assert events[2:] == ["step 1", "step 2", 2, "step 3"]
+        events.clear()
+        collector.before_evaluation()
+        collector.after_evaluation([])
+        assert events == [2, 0] * around
+        events.clear()
+
+
+@pytest.mark.parametrize(
+    ("board", "save", "folder"), [("b", "s", "b"), (None, "s", "s"), (None, None, ".")]
+)
+def test_the_steps_that_are_profiled(
+    board: str | None,
+    save: str | None,
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    steps: list[int] = []
+    run = run_at(0, save=save, tensorboard_dir=board, profile_step_start=2, profile_step_end=4)
+
+    class Profile:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def start(self) -> None:
+            steps.append(run.progress.iteration)
+
+        stop = start
+
+        def export_chrome_trace(self, path: str) -> None:
+            Path(path).write_text("trace")
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    profiler = StepProfiler(run)
+    for done in range(6):
+        run.progress.iteration = done
+        profiler.before_step()
+        run.progress.iteration = done + 1
+        profiler.after_update(None)  # type: ignore[arg-type]
+    profiler.on_train_end()
+    # Iterations are counted from 0 here: the steps 2 and 3.
+    assert steps == [2, 4]
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.json")] == [
+        Path(folder) / "profile_rank3.json"
+    ]
+
+
+def test_averages_begin_exactly_at_their_start_and_count_the_steps_of_the_model() -> None:
+    """Every other step of this run trains its model, and every second of those is averaged."""
+    run = run_at(0, ema_update_every=2)
+    updates: list[tuple[int, int]] = []
+    run.ema = SimpleNamespace(
+        start=6,
+        decay_after=lambda earlier: 0.5,
+        update=lambda step, earlier: updates.append((step, earlier)),
+    )
+    run.runner = SimpleNamespace(model_steps=lambda steps: steps // 2)
+    update = SimpleNamespace(is_read=True, applied=True)
+    average = WeightAverage(run)
+    for run.progress.iteration in range(1, 13):
+        trained = update if run.progress.iteration % 2 == 0 else None
+        average.after_update(SimpleNamespace(model_update=trained))  # type: ignore[arg-type]
+    assert updates == [(2, 0), (4, 0), (8, 0), (12, 1)]
+    assert run.progress.average_start == 0.25
+    update.applied = False
+    run.progress.iteration = 16
+    average.after_update(SimpleNamespace(model_update=update))  # type: ignore[arg-type]
+    # A skipped step counts, but changes no average.
+    assert (len(updates), run.progress.average_updates) == (4, 3)
+
+
+def test_gradients_are_checked_before_the_steps_at_the_interval_alone() -> None:
+    run = run_at(0, check_invariants=3)
+    run.runner = SimpleNamespace(check_zeroed=None)
+    checks = Invariants(run)
+    checked: list[int] = []
+    for run.progress.iteration in range(7):
+        checks.before_step()
+        if run.runner.check_zeroed is not None:
+            checked.append(run.runner.check_zeroed.keywords["iteration"])
+    assert checked == [3, 6]
+
+
+def test_a_digest_tells_orders_of_bytes_apart() -> None:
+    some = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    assert _digest(some).tolist() == [6, 1 + 4 + 9]
+    assert _digest(some.flip(0)).tolist() == [6, 3 + 4 + 3]
+
+
+def test_a_gradient_outside_of_the_buffer_is_left_over_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    chunk: Any = torch.nn.Linear(2, 2, bias=False)
+    check_zeroed([chunk], 1)
+    chunk.weight.grad = torch.zeros(2, 2)
+    with pytest.raises(InvariantError, match=r"Before iteration 2 .*weight` on rank 5 is not"):
+        check_zeroed([chunk], 2)
 
 
 MOCK = " ".join([*TINY, *mock_data()])

@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.disk.events import read_events
 from megatron_ext.extras.resilience.spikes import Spikes
 from megatron_ext.optim.builder import choose_kernels
-from megatron_ext.train.callbacks.non_finite import NonFinite, NotFinite, describe, places
+from megatron_ext.train.batch_size import Progress
+from megatron_ext.train.callbacks.non_finite import (
+    NonFinite,
+    NotFinite,
+    announce,
+    describe,
+    places,
+)
 from megatron_ext.train.loop import IntervalMetrics, count_step, next_inputs
 from megatron_ext.train.run import Run
 from tests.extras.resilience.silent_faults import FLAGS, NO_DROPOUT, Spoiler, run_with
@@ -37,6 +45,73 @@ def test_what_is_not_finite_is_put_into_words() -> None:
     facts = describe([nothing, NotFinite(1, [], loss=True)], float("nan"), context)
     assert (facts["cause"], facts["ranks"], facts["parameter"]) == ("loss", [1], None)
     assert facts["sentence"] == "the loss is not finite on rank 1 (tensor 1)"
+    context = SimpleNamespace(layout=layout_of(cp=2, pp=2))
+    facts = describe([NotFinite(2, ["w"], loss=False)], float("nan"), context)
+    assert facts["sentence"] == (
+        "the gradient of `w` (in the sum over the replicas) first, on rank 2 (context 0, "
+        "pipeline 1); the loss is finite"
+    )
+    context = SimpleNamespace(layout=layout_of(pp=2))
+    both = [NotFinite(1, ["w"], loss=True), NotFinite(0, ["v", "w"], loss=False)]
+    facts = describe(both, float("nan"), context)
+    assert facts["sentence"] == ("the gradient of `w` first, on rank 1 (pipeline 1); the loss too")
+    assert facts["cause"] == "loss"
+
+
+def test_an_event_names_a_rank_only_if_it_is_the_only_one(tmp_path: Path) -> None:
+    said: list[str] = []
+    run: Any = SimpleNamespace(
+        reporters=SimpleNamespace(say=said.append),
+        context=SimpleNamespace(is_reporting_rank=True),
+        config=SimpleNamespace(checkpoint=SimpleNamespace(save=str(tmp_path))),
+    )
+    for ranks_ in ([2], [2, 3], []):
+        announce(run, "non_finite", "It is odd.", ranks=ranks_)
+    run.context.is_reporting_rank = False
+    announce(run, "non_finite", "It is odd.", ranks=[1])
+    assert [event.get("rank") for event in read_events(tmp_path)] == [2, None, None]
+    assert said == ["It is odd."] * 4
+
+
+def test_a_late_report_is_made_once_and_also_after_the_last_step() -> None:
+    told: list[tuple[int, list[str], bool]] = []
+    run: Any = SimpleNamespace(
+        progress=Progress(iteration=4),
+        runner=SimpleNamespace(settled=False),
+        context=SimpleNamespace(rank=0),
+    )
+
+    class Told(NonFinite):
+        def _tell(self, iteration: int, update: Any, here: NotFinite) -> None:
+            told.append((iteration, here.parameters, here.loss))
+
+    reporter = Told(run)
+    reporter._names = [["a", "b"], ["c"]]
+    sizes = [torch.tensor([1.0, float("inf")]), torch.tensor([2.0])]
+    bad = SimpleNamespace(applied=False, grad_norm=float("inf"), sizes=sizes)
+    good = SimpleNamespace(applied=True, grad_norm=1.0, sizes=sizes)
+    loss = {"lm loss": torch.tensor(float("nan"))}
+    reporter.after_update(SimpleNamespace(update=bad, losses=loss))  # type: ignore[arg-type]
+    assert told == []
+    run.progress.iteration = 5
+    reporter.after_update(SimpleNamespace(update=good, losses={}))  # type: ignore[arg-type]
+    assert told == [(4, ["b"], True)]
+    run.progress.iteration = 6
+    reporter.after_update(SimpleNamespace(update=bad, losses={}))  # type: ignore[arg-type]
+    reporter.on_train_end()
+    reporter.on_train_end()
+    assert told == [(4, ["b"], True), (6, ["b"], False)]
+
+
+@pytest.mark.parametrize(
+    ("rerun", "fp16", "tells"),
+    [("disabled", False, True), ("disabled", True, False), ("validate_results", False, False)],
+)
+def test_who_reports_steps_that_are_not_finite(rerun: str, fp16: bool, tells: bool) -> None:
+    config: Any = SimpleNamespace(
+        fault_tolerance=SimpleNamespace(rerun_mode=rerun), precision=SimpleNamespace(fp16=fp16)
+    )
+    assert NonFinite.tells(config) is tells
 
 
 @pytest.mark.parametrize(
