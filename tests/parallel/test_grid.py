@@ -196,6 +196,14 @@ def test_a_layout_follows_the_flags_of_a_run() -> None:
     assert Layout(24, 2, 3, 2).model_parallel_size == 12
 
 
+def test_experts_are_spread_over_neighbours_whatever_comes_next() -> None:
+    for pipeline_first, stages in ((False, [0, 4]), (True, [0, 2])):
+        layout = Layout(8, 1, 2, expert_model_parallel_size=2, use_tp_pp_dp_mapping=pipeline_first)
+        assert layout.expert_groups("ep")[0] == [0, 1]
+        assert layout.expert_groups("pp")[0] == stages
+        assert layout.groups("pp")[0] == ([0, 1] if pipeline_first else [0, 4])
+
+
 def test_the_command_refuses_in_one_sentence() -> None:
     command = [sys.executable, "-m", "megatron_ext.parallel", "--world-size", "6"]
     done = subprocess.run(
