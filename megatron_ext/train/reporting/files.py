@@ -187,12 +187,15 @@ class MetricsFile:
     def __init__(self, folder: Path, resumed_at: int, launched_at: float = math.inf) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_FILE
+        # A resumed run keeps all time rows: the time was spent, even on steps that are repeated.
         kept = [
             row
             for row in read_metrics(self.path)
-            if (row["iteration"] <= resumed_at and not row.get("final"))
-            # Time rows stay: the time was spent, even on steps that are repeated.
-            or (row["kind"] in OF_TIME and (resumed_at or is_launch(row, launched_at)))
+            if (
+                resumed_at or is_launch(row, launched_at)
+                if row["kind"] in OF_TIME
+                else row["iteration"] <= resumed_at and not row.get("final")
+            )
         ]
         temporary = self.path.with_suffix(".jsonl.tmp")
         write_text(temporary, "".join(map(as_json, kept)))

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,15 +19,23 @@ import torch
 import yaml
 
 from megatron_ext.config.output import LoggingConfig
+from megatron_ext.config.precision import Fp8Config
 from megatron_ext.device.gpus import peak_flops
 from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.text.task import GPT
 from megatron_ext.train import loop
+from megatron_ext.train.launch import Launch
 from megatron_ext.train.main import main
 from megatron_ext.train.reporting import build, files
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
-from megatron_ext.train.reporting.start import CONFIGURATION_FILE, start_lines
-from tests.training_runs import TINY, config_of, mock_data, train_steps
+from megatron_ext.train.reporting.start import (
+    CONFIGURATION_FILE,
+    implementation_line,
+    parameters_line,
+    start_lines,
+    write_configuration,
+)
+from tests.training_runs import TINY, config_of, mock_data, train_steps, without
 
 
 def _record(iteration: int = 12, **values: object) -> IterationRecord:
@@ -149,6 +158,14 @@ def test_the_line_holds_megatron_lms_fields_in_its_order_and_on_a_gpu_throughput
     line = files.iteration_line(_record(peak_flops=4e12), datetime(2026, 1, 1), on_gpu=True)
     for part in ("throughput per GPU (TFLOP/s/GPU): 2.0 |", "MFU: 50.0%", "ETA: 0:00:44"):
         assert part in line
+    assert "images/s" not in line and "params norm" not in line and "epoch" not in line
+    more = _record(
+        sample_name="images", num_zeros=0.0, params_norm=1.23456, epoch=0.25, skipped=3, nans=2
+    )
+    line = files.iteration_line(more, datetime(2026, 1, 1), on_gpu=False)
+    assert " | num zeros: 0 | params norm: 1.235 | epoch: 0.250 | images/s: 32.0 | " in line
+    assert " | tokens/s: 2048 | " in line
+    assert line.endswith(" number of skipped iterations:   3 | number of nan iterations:   2 |")
 
 
 def test_evaluation_lines_are_framed() -> None:
@@ -176,6 +193,174 @@ def test_a_resumed_run_rewrites_what_it_does_again(tmp_path: Path) -> None:
         file.write('{"kind": "train", "iterat')  # a kill in the middle of a line
     rows = _written(tmp_path, _record(4), resumed_at=3)
     assert [row["iteration"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4]
+
+
+def test_a_row_has_the_numbers_of_its_record_in_its_units(tmp_path: Path) -> None:
+    more = {"skipped": 3, "nans": 2, "total_skipped": 5, "epoch": 0.0, "samples": 8}
+    record = _record(**more, num_zeros=0.0, params_norm=1.5, failed_saves=4)
+    final = EvaluationRecord("test", 12, {"lm loss": 2.0}, consumed_samples=192, final=True)
+    plain, row, evaluation = _written(tmp_path, _record(11), record, final)
+    assert not {"num_zeros", "params_norm", "failed_saves", "train/epoch"} & plain.keys()
+    expected = {
+        "consumed_samples": 192, "global_batch_size": 16, "seconds_per_iteration": 0.5,
+        "tokens_per_second": 2048.0, "skipped_iterations": 3, "nan_iterations": 2,
+        "total_skipped_iterations": 5, "num_zeros": 0.0, "params_norm": 1.5, "failed_saves": 4,
+        "train/samples": 192.0, "train/throughput": 16.0, "train/epoch": 0.0, "loss_scale": 1.0,
+    }  # fmt: skip
+    assert {name: row[name] for name in expected} == expected
+    assert evaluation == {
+        "kind": "evaluation", "split": "test", "iteration": 12, "consumed_samples": 192,
+        "final": True, "lm loss": 2.0,
+    }  # fmt: skip
+    assert math.isnan(_record(losses={}).common["train/loss"])
+
+
+def test_a_row_can_be_read_at_once(tmp_path: Path) -> None:
+    metrics = files.MetricsFile(tmp_path, 0)
+    metrics.on_iteration(_record(1))
+    assert [row["iteration"] for row in files.read_metrics(metrics.path)] == [1]
+    metrics.close()
+
+
+def test_rows_end_at_the_first_line_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = files.as_json({"kind": "train", "iteration": 1, "least": -math.inf, "most": math.inf})
+    assert "-Infinity" in whole
+    for broken in ('{"kind": "train"}', '{"iteration": 2}', "[]", '{"kind": 3, "iteration": 2}'):
+        path.write_text(f"{whole}{broken}\n{whole}")
+        (row,) = files.read_metrics(path)
+        assert (row["least"], row["most"]) == (-math.inf, math.inf)
+
+
+def test_rows_of_time_stay_with_their_launch(tmp_path: Path) -> None:
+    """The ranks of one launch may differ by a second about its beginning."""
+    rows = [
+        {"kind": "time", "iteration": 4, "launched_at": 100.5},
+        {"kind": "train", "iteration": 4, "launched_at": 100.5},
+        {"kind": "launched", "iteration": 0, "launched_at": 90.0},
+        {"kind": "ended", "iteration": 2},
+    ]
+    path = tmp_path / files.METRICS_FILE
+
+    def kept(resumed_at: int, launched_at: float) -> list[str]:
+        path.write_text("".join(map(files.as_json, rows)))
+        files.MetricsFile(tmp_path, resumed_at, launched_at).close()
+        return [row["kind"] for row in files.read_metrics(path)]
+
+    assert kept(0, 101.25) == ["time"]
+    assert kept(0, 101.75) == []
+    # A resumed run keeps them all, but no step that it will repeat.
+    assert kept(3, 500.0) == ["time", "launched", "ended", "resumed"]
+    assert kept(4, 500.0) == ["time", "train", "launched", "ended", "resumed"]
+    path.unlink()
+    # Nothing is resumed in an empty file.
+    files.MetricsFile(tmp_path, 3).close()
+    assert files.read_metrics(path) == []
+
+
+@pytest.mark.parametrize("value", [True, "1", None, math.nan, 10**400])
+def test_what_is_no_finite_number(value: object) -> None:
+    with pytest.raises(ValueError, match=r"is no number|is not finite"):
+        files.number(value)
+
+
+def test_numbers_are_floats() -> None:
+    assert [files.number(value) for value in (2, 2.5, -3)] == [2.0, 2.5, -3.0]
+
+
+def test_the_moving_average_is_corrected_and_skips_what_is_not_finite() -> None:
+    assert files.smoothed([3.0, 3.0]) == [3.0, 3.0]
+    # Below 100 values, each new one counts for half.
+    first, second, third = files.smoothed([1.0, 4.0, math.nan])
+    assert (first, second, third) == (1.0, pytest.approx(3.0), pytest.approx(3.0))
+    assert math.isnan(files.smoothed([math.nan])[0])
+    values = [0.0] * 499 + [1.0]
+    assert files.smoothed(values)[-1] == pytest.approx(0.1, rel=1e-6)
+
+
+def drawn(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, folder: Path) -> Any:
+    """Return the figure that is drawn of these rows."""
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: figures.append(self))
+    with pytest.raises(FileNotFoundError):
+        # Nothing has been written that could be moved to its place.
+        files.plot_metrics(rows, folder / "loss.png", "the title")
+    return figures[0]
+
+
+def test_the_picture_of_a_run_has_each_loss_and_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = {"kind": "train", "learning_rate": 0.0, "grad_norm": 1.0, "train/loss": 5.0}
+    rows: list[dict[str, Any]] = [
+        {**train, "iteration": i, "lm loss": 9.0 - i / 100, "z loss": 0.0} for i in range(1, 251)
+    ]
+    rows.append({"kind": "resumed", "iteration": 30})
+    for split, loss in (("validation set 0", 7.0), ("validation set 1", 6.0)):
+        rows.append({"kind": "evaluation", "iteration": 40, "split": split, "lm loss": loss})
+    losses, norms, rates = drawn(rows, monkeypatch, tmp_path).axes
+    names = [x.get_text() for x in losses.get_legend().get_texts()]
+    assert names == [
+        "lm loss, training", "z loss, training", "lm loss, validation set 0",
+        "lm loss, validation set 1",
+    ]  # fmt: skip
+    # Many values become a smoothed line over a faint one, but only losses.
+    assert [len(line.get_xdata()) for line in losses.get_lines()[:4]] == [250] * 4
+    assert [len(axes.get_lines()) for axes in (norms, rates)] == [1, 1]
+    assert list(rates.get_lines()[0].get_ydata()) == [0.0] * 250
+    last = losses.get_lines()[-1]
+    assert list(last.get_xdata()) == [30, 30]
+    assert [x.get_text() for x in losses.texts] == ["resumed"]
+    assert losses.get_title(loc="left") == "the title"
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    def full(self: Any, path: Path, **_: Any) -> None:
+        Path(path).write_text("half")
+        raise FULL
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    row = {"kind": "train", "iteration": 1, "lm loss": 1.0}
+    with pytest.raises(OSError, match="No space"):
+        files.plot_metrics([row], tmp_path / "loss.png")
+    assert list(tmp_path.iterdir()) == []
+    files.plot_metrics([], tmp_path / "loss.png")
+
+
+def test_the_loss_is_drawn_at_most_once_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    times: list[float] = []
+    monkeypatch.setattr(files, "plot_metrics", lambda rows, path, title: times.append(now[0]))
+    plot = files.LossPlot(tmp_path / "metrics.jsonl", "loss")
+    for now[0] in (130.0, 160.0, 160.5, 170.0, 221.0):
+        plot.on_iteration(_record())
+    assert times == [160.5, 221.0]
+    plot.close()
+    assert times == [160.5, 221.0, 221.0]
+
+
+def test_a_bar_is_where_the_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    printer = files.LinePrinter(on_gpu=False, num_iterations=100, iteration=7, bar=True)
+    bar: Any = printer._bar
+    written: list[str] = []
+    monkeypatch.setattr(bar, "write", written.append)
+    assert (bar.n, bar.total) == (7, 100)
+    printed = _record(12, losses={"lm loss": 1.0})
+    printer.on_iteration(_record(12, printed=printed))
+    assert bar.n == 12
+    assert "lm loss: 1.000000E+00" in written[0]
+    printer.on_iteration(_record(15))
+    assert bar.n == 15
+    printer.close()
 
 
 def test_every_line_is_json_even_with_a_bad_norm(tmp_path: Path) -> None:
@@ -211,8 +396,29 @@ def test_tags_are_megatron_lms() -> None:
     assert sorted(scalars) == sorted(
         ["learning-rate", "batch-size", "lm loss", "grad-norm", "loss-scale", "throughput"]
     )
-    record = EvaluationRecord("validation", 1, {"lm loss": 1.0, "kept tokens": 0.5})
-    assert build.evaluation_scalars(record, config) == {
+    every = LoggingConfig(
+        log_loss_scale_to_tensorboard=False,
+        log_world_size_to_tensorboard=True,
+        log_timers_to_tensorboard=True,
+    )
+    record = _record(num_zeros=7.0, params_norm=3.5)
+    found = build.iteration_scalars(record, every)
+    assert (found["world-size"], found["iteration-time"]) == (2.0, 0.5)
+    assert (found["num-zeros"], found["params-norm"], found["batch-size"]) == (7.0, 3.5, 16.0)
+    assert not {"loss-scale", "throughput"} & found.keys()
+    assert build.iteration_scalars(_record(), config)["throughput"] == 2.0
+    plain = LoggingConfig(log_validation_ppl_to_tensorboard=False)
+    assert list(build.evaluation_scalars(VALIDATION, plain)) == [
+        "lm loss validation", "mtp_1 loss validation",
+    ]  # fmt: skip
+    # The perplexity is bounded as in Megatron-LM, and other tasks have none.
+    assert EvaluationRecord("test", 1, {"lm loss": 900.0}).perplexity_of("lm loss") == math.exp(20)
+    assert (
+        EvaluationRecord("test", 1, {"lm loss": 1.0}, perplexity=False).perplexity_of("lm loss")
+        is None
+    )
+    evaluation = EvaluationRecord("validation", 1, {"lm loss": 1.0, "kept tokens": 0.5})
+    assert build.evaluation_scalars(evaluation, config) == {
         "lm loss validation": 1.0,
         "lm loss validation ppl": math.exp(1.0),
         "kept tokens validation": 0.5,
@@ -249,17 +455,192 @@ def test_common_names_reach_tensorboard_also_when_not_finite(tmp_path: Path) -> 
         assert events.Scalars(name)[0].step == 12
     assert events.Scalars("train/grad_norm")[1].value == math.inf
     assert [(e.step, e.value) for e in events.Scalars("val/loss")] == [(12, 3.5)]
+    samples = events.Scalars("lm loss vs samples")
+    assert [event.step for event in samples] == [192, 192]
+
+
+def test_tensorboard_has_an_interval_of_its_own_and_stops_its_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    sink = build.TensorBoard(str(tmp_path), LoggingConfig(tensorboard_log_interval=3))
+    steps: list[int] = []
+    monkeypatch.setattr(sink.writer, "add_scalar", lambda tag, value, step: steps.append(step))
+    for iteration in (1, 2, 3, 5, 6):
+        sink.on_iteration(_record(iteration))
+    assert sorted({step for step in steps if step != 192}) == [3, 6]
+    # Only its own thread's errors are ignored, and of those only errors of writing.
+    own = type("_AsyncWriterThread", (), {})()
+    for thread, error in ((own, FULL), (own, ValueError()), (threading.current_thread(), FULL)):
+        threading.excepthook(SimpleNamespace(thread=thread, exc_value=error))  # type: ignore[arg-type]
+    assert [type(x.exc_value) for x in told] == [ValueError, OSError]
+    closed: list[bool] = []
+    monkeypatch.setattr(sink.writer, "close", lambda: closed.append(True))
+    sink.close()
+    assert closed == [True]
 
 
 def test_common_names_reach_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[dict[str, float]] = []
-    server = SimpleNamespace(log=lambda scalars, step: logged.append(scalars))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: server))
-    sink = build.WeightsAndBiases(LoggingConfig(wandb_project="p"), str(tmp_path), {})
+    steps: list[int] = []
+    given: dict[str, Any] = {}
+    finished: list[bool] = []
+
+    def log(scalars: dict[str, float], step: int) -> None:
+        logged.append(scalars)
+        steps.append(step)
+
+    server = SimpleNamespace(log=log, finish=lambda: finished.append(True))
+    start = SimpleNamespace(init=lambda **named: given.update(named) or server)
+    monkeypatch.setitem(sys.modules, "wandb", start)
+    # A link that somebody has left there would lead out of the folder.
+    for folder in ("save", "own"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "wandb").symlink_to(tmp_path)
+    config = LoggingConfig(wandb_project="p", wandb_entity="team", wandb_exp_name="e")
+    sink = build.WeightsAndBiases(config, str(tmp_path / "save"), {"a": 1})
+    assert given == {
+        "project": "p", "name": "e", "entity": "team", "dir": str(tmp_path / "save"),
+        "config": {"a": 1},
+    }  # fmt: skip
+    assert not (tmp_path / "save" / "wandb").is_symlink()
+    own = dataclasses.replace(config, wandb_save_dir=str(tmp_path / "own"), wandb_entity="")
+    build.WeightsAndBiases(own, str(tmp_path / "save"), {})
+    assert (given["dir"], given["entity"]) == (str(tmp_path / "own"), None)
+    assert not (tmp_path / "own" / "wandb").is_symlink()
     sink.on_iteration(_record(total_skipped=2))
     assert logged[0].items() >= {**COMMON, "grad-norm": 0.68417}.items()
+    assert logged[0]["samples vs steps"] == 192
     sink.on_evaluation(VALIDATION)
     assert logged[1] == {"lm loss validation": 3.5, "mtp_1 loss validation": 4.0, "val/loss": 3.5}
+    assert steps == [12, 12]
+    sink.close()
+    assert finished == [True]
+
+
+class Sink:
+    """Keeps the iterations that it is given."""
+
+    def __init__(self, follows: bool) -> None:
+        self.follows_steps = follows
+        self.seen: list[float] = []
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        self.seen.append(record.seconds)
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        self.seen.append(-1.0)
+
+    def close(self) -> None:
+        self.seen.append(-2.0)
+
+
+class Account:
+    """Keeps what it is told about the time of a run; its disk may be full."""
+
+    def __init__(self, full: bool = False) -> None:
+        self.full = full
+        self.told: list[Any] = []
+
+    def launched(self, config: Any, num_iterations: int) -> None:
+        self.told.append(num_iterations)
+
+    def write(self, iteration: int) -> None:
+        self.told.append(iteration)
+        if self.full:
+            raise FULL
+
+    def finish(self, reason: str) -> None:
+        self.told.append(reason)
+
+
+def test_sinks_with_an_interval_of_their_own_get_single_steps() -> None:
+    rare, often, account = Sink(False), Sink(True), Account()
+    with build.Reporters([rare, often], account) as reporters:
+        reporters.on_iteration(_record(3, seconds=0.3))
+        reporters.on_iteration(_record(6, seconds=0.6), _record(6, seconds=0.1))
+        reporters.on_step(_record(8, seconds=0.2))
+        reporters.on_evaluation(VALIDATION)
+        reporters.reason = "the clock"
+    assert rare.seen == [0.3, 0.6, -1.0, -2.0]
+    assert often.seen == [0.3, 0.1, 0.2, -1.0, -2.0]
+    assert account.told == [3, 6, "the clock"]
+    assert reporters.writer is None
+
+
+def test_a_fault_is_no_end_of_the_account_and_a_full_disk_no_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    account = Account(full=True)
+    with pytest.raises(ZeroDivisionError), build.Reporters([], account) as reporters:
+        reporters.on_iteration(_record(3))
+        raise ZeroDivisionError
+    assert account.told == [3]
+    assert capsys.readouterr().err.startswith("warning: Account cannot write (")
+
+
+def test_progress_is_appended(tmp_path: Path) -> None:
+    for world_size in (2, 4):
+        progress = build.ProgressFile(tmp_path, world_size)
+        progress.on_iteration(_record())
+        progress.on_evaluation(EvaluationRecord("validation", 12, {"lm loss": 3.5}))
+        progress.close()
+    lines = (tmp_path / "progress.txt").read_text().splitlines()
+    assert [line.split("\t", 1)[1] for line in lines[4:]] == [
+        "started on 4 ranks",
+        "iteration 12\tsamples 192\t2048 tokens/s",
+        "evaluation at iteration 12\t{'lm loss': 3.5}",
+        "ended",
+    ]
+
+
+def test_which_sinks_a_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        *FLAGS,
+        "--save",
+        str(tmp_path / "save"),
+        *"--wandb-project p --wandb-exp-name e".split(),
+    ]
+    config = config_of(words)
+    started: list[Any] = []
+    account = Account()
+
+    def rows(folder: Path, recorder: Any, launch: Launch, resumed_at: int) -> Account:
+        started.append((folder, launch.started, resumed_at))
+        return account
+
+    monkeypatch.setattr(build, "_report_of", lambda save: SimpleNamespace(TimeRows=rows))
+    folders: list[str] = []
+    monkeypatch.setattr(
+        build, "WeightsAndBiases", lambda logs, folder, settings: folders.append(folder)
+    )
+    kept: list[Any] = []
+    monkeypatch.setattr(
+        build, "MetricsFile", lambda *given: kept.append(given) or SimpleNamespace(path=tmp_path)
+    )
+    printers: list[Any] = []
+    monkeypatch.setattr(build, "LinePrinter", lambda **named: printers.append(named))
+    context: Any = SimpleNamespace(is_reporting_rank=True, recorder=None)
+
+    def built(launched: Launch | None, config: Any = config) -> list[Any]:
+        reporters = build.build_reporters(
+            config, context, resumed_at=5, num_iterations=9, launched=launched
+        )
+        return [type(sink).__name__ for sink in reporters.sinks]
+
+    usual = ["NoneType", "SimpleNamespace", "LossPlot", "NoneType"]
+    assert built(Launch(77.0, ends_itself=True)) == usual
+    assert (started, account.told) == ([(tmp_path / "save", 77.0, 5)], [9])
+    assert folders == [str(tmp_path / "save")]
+    assert printers[0] == {"on_gpu": False, "num_iterations": 9, "iteration": 5, "bar": False}
+    assert built(None) == usual
+    assert [given[1:] for given in kept] == [(5, 77.0), (5, math.inf)]
+    assert len(started) == 1
+    logs = dataclasses.replace(config.logging, log_progress=True, wandb_project="")
+    assert built(None, dataclasses.replace(config, logging=logs)) == [*usual[:3], "ProgressFile"]
+    context.is_reporting_rank = False
+    assert built(None) == []
 
 
 @pytest.mark.parametrize(
@@ -371,3 +752,68 @@ def test_steps_whose_data_decides_their_size_say_so() -> None:
     training = dataclasses.replace(config.training, micro_batch_range=(2, 8))
     lines = start_lines(dataclasses.replace(config, training=training), set())
     assert "16 to 64 samples in a step: 4 micro-batches × micro-batch size 2 to 8 × " in lines[1]
+
+
+def test_the_first_lines_name_experts_and_samples_and_quote_words(tmp_path: Path) -> None:
+    more = "--num-experts 4 --expert-model-parallel-size 2 --train-samples 32 --no-load-optim"
+    flags = [*TINY, *mock_data(), *more.split(), "--load", str(tmp_path / "a b")]
+    config = config_of(without(flags, "--lr-warmup-iters", "--lr-decay-iters"), ranks=2)
+    lines = start_lines(config, {"num_experts"})
+    assert lines[0].endswith("data 2, experts over 2")
+    assert lines[1].startswith("> 32 samples; 16 samples in a step: ")
+    text = " ".join(line.removeprefix(">").strip() for line in lines)
+    assert f"--load '{tmp_path}/a b'" in text
+    assert lines[-1] == "> `--print-config` shows the whole configuration"
+
+
+def test_the_lines_on_parameters_and_implementations() -> None:
+    assert parameters_line(2000, 1500, 700) == (
+        "parameters: 2,000, 1,500 of them trained; at most 700 on one rank"
+    )
+    config = config_of(FLAGS)
+    plain = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+
+    class Own(torch.optim.AdamW):
+        pass
+
+    Own.__module__ = "megatron_ext.optim.own"
+    own = Own([torch.zeros(1, requires_grad=True)])
+
+    def line(optimizer: Any, fp8: Fp8Config | None = None) -> str:
+        return implementation_line(config.model, fp8 or config.fp8, optimizer)
+
+    assert line(None).endswith("; optimizer: none; fp8: none")
+    for one in (plain, own):
+        assert line(SimpleNamespace(optimizer=one)).endswith("; optimizer: torch AdamW; fp8: none")
+    none = SimpleNamespace(optimizer=None)
+    chain = SimpleNamespace(chained_optimizers=[none, SimpleNamespace(optimizer=plain)])
+    assert "; optimizer: torch AdamW;" in line(chain)
+    assert "; optimizer: none on this rank;" in line(SimpleNamespace(chained_optimizers=[none]))
+    plain.matrices = []  # type: ignore[attr-defined]
+    assert "; optimizer: Muon and torch AdamW;" in line(SimpleNamespace(optimizer=plain))
+    plain.param_groups[0]["fused"] = True
+    assert "; optimizer: Muon and torch AdamW fused;" in line(SimpleNamespace(optimizer=plain))
+    plain.make_kernel = True  # type: ignore[attr-defined]
+    assert "; optimizer: Muon and Triton AdamW;" in line(SimpleNamespace(optimizer=plain))
+    for gathers, said in ((True, ", weights kept in 8 bits"), (False, "")):
+        fp8 = Fp8Config(fp8_format="e4m3", fp8_recipe="delayed", fp8_param_gather=gathers)
+        assert line(None, fp8).endswith(f"; fp8: e4m3 by the delayed recipe{said}")
+
+
+def test_a_configuration_is_replaced_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new"
+    write_configuration("old", folder)
+
+    def full(*_: Any) -> None:
+        raise FULL
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_ext.train.reporting.start.os.replace", full)
+        with pytest.raises(OSError, match="No space"):
+            write_configuration("new", folder)
+    assert (folder / CONFIGURATION_FILE).read_text() == "old"
+    write_configuration("new", folder)
+    assert (folder / CONFIGURATION_FILE).read_text() == "new"
+    assert len(list(folder.iterdir())) == 1
