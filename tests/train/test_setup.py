@@ -1,4 +1,4 @@
-"""What a run builds and reads at its start, and where it goes on after a checkpoint."""
+"""A run builds and reads this at its start, and goes on here after a checkpoint."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a step counts, scales and passes on, looked at one part at a time."""
+"""Parts of a step: what they count, scale and pass on."""
 
 from types import SimpleNamespace
 from typing import Any
