@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.batch_size import BatchSize, number_of_iterations
+from megatron_ext.config.batch_size import BatchSize, number_of_iterations, samples_after
 from megatron_ext.config.training import TrainingConfig, parse_batch_schedule
 
 
@@ -55,7 +55,23 @@ def test_ramp_up_grows_by_its_increment_or_is_refused() -> None:
     ]
     assert _errors(2, rampup_batch_size=[4, 4, 24]) == []
     # Without samples the ramp is over after the first step.
-    assert _seen(BatchSize(_training(rampup_batch_size=[4, 4, 0]), 8, 1), 0, 4) == [(4, 2), (16, 8)]
+    at_once = _training(rampup_batch_size=[4, 4, 0], train_samples=60)
+    size = BatchSize(at_once, 8, 1)
+    assert size.changes
+    assert _seen(size, 0, 4) == [(4, 2), (16, 8)]
+    assert number_of_iterations(at_once, 8, 1) == 1 + (60 - 4) // 16
+
+
+def test_samples_of_steps_grow_with_the_batch() -> None:
+    # Batches of 4, 4, 8 and 12 samples, then 16 each.
+    training = _training(rampup_batch_size=[4, 4, 24])
+    sums = [samples_after(steps, training, 8, 1) for steps in range(7)]
+    assert sums == [0, 4, 8, 16, 28, 44, 60]
+    # The same steps, counted from where one of them ends.
+    assert samples_after(2, training, 8, 1, consumed=8) == 8 + 12
+    assert samples_after(3, training, 8, 1, consumed=28) == 3 * 16
+    assert samples_after(3, _training(), 8, 2, consumed=5) == 3 * 16
+    assert not BatchSize(_training(), 8, 2).changes
 
 
 def test_sizes_are_rounded_down_to_what_ranks_can_share() -> None:
@@ -75,6 +91,20 @@ def test_a_schedule_of_steps_counts_tokens() -> None:
     # 3 steps of 4 reach 12 samples, 30 steps of 8 reach 252, then 16 each.
     training = _training(step_batch_size_schedule="0:4 96:8 2000:16", train_samples=252 + 32)
     assert number_of_iterations(training, 8, 1) == 3 + 30 + 2
+
+
+def test_numbers_of_a_schedule_have_suffixes() -> None:
+    steps = parse_batch_schedule("0:1K 2k:3 4M:5 0.5b:6 7T:8")
+    assert steps == [(0, 1000), (2000, 3), (4 * 10**6, 5), (5 * 10**8, 6), (7 * 10**12, 8)]
+
+
+def test_epochs_become_steps_and_the_schedule_decides_the_last_size() -> None:
+    epochs = TrainingConfig(train_epochs=3).in_steps(7)
+    assert (epochs.train_iters, epochs.train_epochs) == (21, None)
+    assert TrainingConfig(train_iters=4).in_steps(7).train_iters == 4
+    resolved = TrainingConfig(micro_batch_size=3, step_batch_size_schedule="0:4 96:8").resolved(2)
+    assert resolved.global_batch_size == 8
+    assert TrainingConfig(micro_batch_size=3).resolved(2).global_batch_size == 6
 
 
 @pytest.mark.parametrize("text", ["8:4", "0:4 0:8", "0:4 x:8", "4", "0:0", ""])

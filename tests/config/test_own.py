@@ -15,15 +15,17 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.main import main
 from tests.training_runs import SMALL as RUN
-from tests.training_runs import config_of, errors_of
+from tests.training_runs import config_of, errors_of, without
 
 
 @dataclass(frozen=True)
 class CapFlags:
     hidden_cap: float | None = flag(None, "bound of the hidden states", unit="units")
+    cap_window: list[int] | None = flag(None, "rows and columns", unit="cells", nargs=2)
     cap_layers: list[int] = flag([1], "layers that it holds for", nargs="+")
     cap_kind: str = flag("soft", "how it bends", choices=("soft", "hard"))
     cap_embedding: bool = flag(False, "holds for the embedding too")
+    cap_rate: float | None = flag(0.5, "share of them")
 
     def errors(self, config: RunConfig) -> list[str]:
         if self.hidden_cap is None or self.hidden_cap > 0:
@@ -61,7 +63,7 @@ def test_errors_that_depend_on_a_refused_number_are_left_out_by_their_flags() ->
 
 def test_own_flags_are_read_from_the_command_line() -> None:
     config = parsed("--hidden-cap", "3", "--cap_layers", "1", "2", "--cap-embedding")
-    assert config.section(CapFlags) == CapFlags(3.0, [1, 2], "soft", True)
+    assert config.section(CapFlags) == CapFlags(3.0, None, [1, 2], "soft", True)
     assert parsed().section(CapFlags) == CapFlags()
 
 
@@ -69,22 +71,34 @@ def test_own_flags_are_shown_and_read(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         config_of("--help", TEXT.with_sections(CapFlags))
     shown = capsys.readouterr().out
-    assert "cap_flags:\n  --hidden-cap UNITS\n        bound of the hidden states\n" in shown
+    assert (
+        "cap_flags:\n  --hidden-cap UNITS\n        bound of the hidden states\n"
+        "  --cap-window CELLS CELLS\n        rows and columns\n"
+        "  --cap-layers N ...\n        layers that it holds for [1]\n"
+        "  --cap-kind {soft,hard}\n        how it bends [soft]\n"
+    ) in shown
     words = [*RUN, "--hidden-cap", "3", "--cap-kind", "hard", "--print-config"]
     assert main(GPT.with_sections(CapFlags), words) == 0
     printed = capsys.readouterr().out
-    cap = {"hidden_cap": 3.0, "cap_layers": [1], "cap_kind": "hard", "cap_embedding": False}
+    cap = {
+        "hidden_cap": 3.0,
+        "cap_window": None,
+        "cap_layers": [1],
+        "cap_kind": "hard",
+        "cap_embedding": False,
+    }
+    cap["cap_rate"] = 0.5
     assert yaml.safe_load(printed)["cap_flags"] == cap
     file = tmp_path / "run.yaml"
     file.write_text(printed)
     again = config_of(f"--config {file} --cap-kind soft", TEXT.with_sections(CapFlags))
-    assert again.section(CapFlags) == CapFlags(3.0, [1], "soft")
+    assert again.section(CapFlags) == CapFlags(3.0, None, [1], "soft")
 
 
 def test_own_flags_come_with_the_arguments_of_a_checkpoint() -> None:
     stored = parsed("--hidden-cap", "3", "--cap-kind", "hard").to_dict()
     config = parsed("--cap-kind", "soft", checkpoint_config=stored)
-    assert config.section(CapFlags) == CapFlags(3.0, [1], "soft")
+    assert config.section(CapFlags) == CapFlags(3.0, None, [1], "soft")
     # One that was saved by a program without them.
     stored.pop("cap_flags")
     assert parsed(checkpoint_config=stored).section(CapFlags) == CapFlags()
@@ -162,3 +176,26 @@ def test_a_section_may_decide_what_the_layers_compute() -> None:
 def test_a_section_that_the_task_does_not_bring_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`Task\(sections=\(CapFlags,\), ...\)`"):
         parsed(sections=()).section(CapFlags)
+
+
+def test_a_section_takes_the_place_of_one_of_its_class() -> None:
+    run = parsed()
+    changed = run.with_section(CapFlags(5.0), DepthFlags(0.5))
+    assert changed.section(CapFlags).hidden_cap == 5.0 and changed.section(DepthFlags)
+    assert len(changed.sections) == len(run.sections) + 1
+    assert run.section(CapFlags).hidden_cap is None and not run.has(DepthFlags)
+
+
+def test_an_entry_of_a_file_may_leave_a_flag_without_a_value(tmp_path: Path) -> None:
+    """Of several files the last one counts."""
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("hidden_cap: 4\ncap_rate: 0.75\nlog_interval: 7\n")
+    second.write_text("cap_rate: null\n")
+    words = [*without(RUN, "--log-interval"), "--config", str(first), str(second)]
+    config = config_of(words, TEXT.with_sections(CapFlags))
+    caps = config.section(CapFlags)
+    assert (caps.hidden_cap, caps.cap_rate, config.logging.log_interval) == (4.0, None, 7)
+    again = config_of([*words, "--log-interval", "9"], TEXT.with_sections(CapFlags))
+    assert again.logging.log_interval == 9
+    (error,) = errors_of([*RUN, "--config"])
+    assert error == "`--config` takes a file, but got none."

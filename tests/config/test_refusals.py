@@ -20,6 +20,7 @@ from tests.video.streaming.runs import flags_of
 Refuse = Callable[[str], tuple[str, ...]]
 REFUSED: dict[str, Refuse] = {
     "text": lambda words: errors_of(f"{runs.SMALL} {words}"),
+    "text on several ranks": lambda words: errors_of(f"{runs.SMALL} {words}", ranks=0),
     "text with conversations": lambda words: errors_of(f"{runs.SFT} {words}", ranks=0),
     "text in bf16": lambda words: errors_of(f"{runs.BF16} {words}"),
     "text on four stages": lambda words: errors_of(
