@@ -178,7 +178,7 @@ def test_sentences_hold_the_layout_the_way_and_the_losses() -> None:
     ]
     sentences = told(folder_of(launched, *rows, *valid, settings=settings))
     assert sentences.startswith(
-        "8 ranks (tensor 2 × pipeline 1 × context 1 × data 4) on node-07 trained a model of 3 layers"
+        "8 ranks (tensor 2 × pipeline 1 × context 1 × data 4) on node-07 trained a model of 3 "
     )
     assert "It reached iteration 30 of 40 with 480 samples." in sentences
     assert "The lm loss went from 5 to 2.5, last 2.75 at iteration 30." in sentences
