@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext import extras
 from tests.training_runs import ROOT
 
 TINY = (
@@ -54,6 +55,14 @@ def _run(root: Path, program: str, words: str) -> subprocess.CompletedProcess[st
 def test_the_list_of_this_test_is_complete() -> None:
     folders = (ROOT / "megatron_ext/extras").iterdir()
     assert {x.name for x in folders if x.is_dir() and x.name != "__pycache__"} == set(ASKED)
+
+
+def test_a_folder_of_caches_is_no_add_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "__init__.py"))
+    for name in ("empty", "whole"):
+        (tmp_path / name / "__pycache__").mkdir(parents=True)
+    (tmp_path / "whole" / "tool.py").write_text("")
+    assert [extras.is_there(name) for name in ("none", "empty", "whole")] == [False, False, True]
 
 
 @pytest.mark.parametrize(

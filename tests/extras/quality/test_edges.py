@@ -267,7 +267,7 @@ def test_a_short_or_mixed_text_has_no_language() -> None:
     classify = figures.language_classifier()
     assert classify is not None
     assert classify("abcdefghij klmnopqrs") == figures.TOO_SHORT  # 19 letters
-    assert classify("Der Hund und eine Katze a.") != figures.TOO_SHORT
+    assert classify("Der Hund und eine Katze da.") != figures.TOO_SHORT
     assert classify("xq zv wk jq vv zz kk qq xx yw") == UNCLEAR
 
 
