@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -262,13 +263,19 @@ def test_texts_are_odd_from_one_in_a_hundred_on(
     assert text_figures(cut, ByteLevelTokenizer(), 9).control == 0
 
 
-def test_a_short_or_mixed_text_has_no_language() -> None:
+def test_a_short_text_has_no_language_and_one_that_may_be_several_is_unclear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("py3langid", reason="languages need py3langid")
+    told: dict[str, Any] = {"confidence": 0.7}
+    model = SimpleNamespace(classify=lambda text: ("de", told["confidence"]))
+    monkeypatch.setattr(figures, "_language_model", lambda: model)
     classify = figures.language_classifier()
     assert classify is not None
-    assert classify("abcdefghij klmnopqrs") == figures.TOO_SHORT  # 19 letters
-    assert classify("Der Hund und eine Katze da.") != figures.TOO_SHORT
-    assert classify("xq zv wk jq vv zz kk qq xx yw") == UNCLEAR
+    assert classify("1 abcdefghij klmnopqrs") == figures.TOO_SHORT  # 19 letters
+    assert classify("1 abcdefghij klmnopqrst") == "de"
+    told["confidence"] = 0.69
+    assert classify("1 abcdefghij klmnopqrst") == UNCLEAR
 
 
 def test_notes_say_what_was_looked_at_in_part(tmp_path: Path) -> None:
