@@ -31,6 +31,7 @@ from megatron_ext.extras.chaos.plan import Case, completed, draw, draw_by_time
 from megatron_ext.extras.chaos.run import Ended, run_program
 from megatron_ext.extras.chaos.strikes import STRIKES, Target
 from megatron_ext.extras.chaos.table import as_rows, outcomes, summary
+from megatron_ext.extras.resilience.process import GONE, process_states
 from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.text.task import TEXT
 from tests.extras.chaos.test_outcome import AFTER, BEFORE, ENDED, RESTARTED, STRUCK, TOLD, step
@@ -322,7 +323,9 @@ def test_a_program_ends_with_its_code_and_leaves_nobody(
     ended = program(monkeypatch, leave, tmp_path, environment={"MARK": "mark"})
     assert ended.code == 3 and len(ended.left) == 1
     pid = int(ended.left[0].split()[1])
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    end = time.monotonic() + 10
+    while process_states([pid])[pid] != GONE:
+        assert time.monotonic() < end
     assert "hello mark" in (tmp_path / "log").read_text()
     for text, code in (("a text", 1), (5, 5), (None, 1)):
         assert program(monkeypatch, lambda x=text: sys.exit(x), tmp_path).code == code

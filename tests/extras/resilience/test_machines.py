@@ -21,6 +21,7 @@ from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.disk.events import read_events
 from megatron_ext.disk.host_folder import RESIZE, TAKEN_OVER
 from megatron_ext.errors import CheckpointError
+from megatron_ext.extras.resilience import hang_guard as hang_guard_module
 from megatron_ext.extras.resilience import memory as memory_module
 from megatron_ext.extras.resilience import peers as peers_module
 from megatron_ext.extras.resilience import restarts, snapshots
@@ -261,6 +262,10 @@ def test_a_copy_that_fails_holds_nobody_up(tmp_path: Path) -> None:
         thread.start(file.write(iteration, content_of({"x": torch.ones(2)})))
     thread.wait(files[1])
     assert copied == [2]
+    waiting = threading.Thread(target=thread.wait, args=(files[0],), daemon=True)
+    waiting.start()
+    waiting.join(5)
+    assert not waiting.is_alive()
     for iteration in (3, 4):
         thread.start(files[iteration % 2].write(iteration, content_of({})))
     thread.close()
@@ -605,6 +610,82 @@ def test_only_a_kill_may_be_one_for_memory(
     assert supervisor.fault is not None and supervisor.fault.cause == told
     assert supervisor.postmortem is None
     assert 3.0 <= (supervisor.fault.seen_after or 0.0) < 4.0
+
+
+def guard_of(machine: Machine, monkeypatch: pytest.MonkeyPatch, place: int) -> Any:
+    """Return the guard of a local rank, whose board is real and whose verdicts are made up."""
+    monkeypatch.setenv("LOCAL_RANK", str(place))
+    watcher: Any = SimpleNamespace(
+        board=Board(machine.watcher.folder / "own_board", 3), look=list, asked=[]
+    )
+    watcher.tell_slow_ranks = watcher.asked.append
+    for index in range(3):
+        watcher.board.slot(index).set(Word.PID, 4000 + index)
+    return hang_guard_module._Guard(watcher, None, threading.Event()), watcher
+
+
+def test_the_lowest_rank_that_looks_is_the_one_that_tells(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard, watcher = guard_of(machine, monkeypatch, 1)
+    now = time.monotonic_ns()
+    for looked, mine in ((0, True), (now, False), (now - 5 * 10**9, True)):
+        watcher.board.slot(0).set(Word.LOOKED, looked)
+        watcher.board.slot(1).set(Word.LOOKED, now)
+        watcher.board.slot(2).set(Word.LOOKED, now)
+        assert guard._is_my_turn() is mine
+    # It says itself that it looks, in whatever it finds.
+    watcher.board.slot(1).set(Word.LOOKED, 0)
+    hang, told = Verdict(Kind.HANG, (), 9.0), []
+    rounds = iter([[], [Verdict(Kind.DEAD, (0,), 1.0)], [hang], [hang], [hang]])
+    watcher.look = lambda: next(rounds)
+    monkeypatch.setattr(guard, "_tell", lambda verdict: told.append(verdict) or len(told) == 2)
+    over = iter([False] * 5 + [True])
+    guard._over = SimpleNamespace(wait=lambda seconds: next(over))
+    guard.run()
+    assert watcher.board.read_slot(1).looked > 0
+    assert told == [hang, hang] and watcher.asked == [None, None]
+
+
+@pytest.mark.parametrize("restarts", ["0", "2"])
+def test_a_hang_is_ended_only_if_torchrun_starts_the_ranks_again(
+    restarts: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(hang_guard_module.os, "kill", lambda *given: killed.append(given))
+    monkeypatch.setattr(hang_guard_module, "start_drawing", lambda folder: None)
+    guard, watcher = guard_of(machine, monkeypatch, 0)
+    guard._save = str(tmp_path / "save")
+    board = [record(0, 99.0, iteration=4), record(1, 98.0, iteration=5), record(2, 97.0)]
+    case = Case("hang", Blame((1,), "hangs", ()), board, 106.0)
+    watcher.investigate = lambda hang: case
+    assert guard._tell(Verdict(Kind.HANG, (), 8.25))
+    assert killed == ([(101, signal.SIGKILL)] if restarts == "2" else [])
+    (told,) = read_events(tmp_path / "save")
+    assert (told["rank"], told["cause"], told["iteration"], told["seen_after"]) == (
+        1,
+        "hang",
+        7,
+        8.25,
+    )
+    watcher.investigate = lambda hang: dataclasses.replace(case, blame=Blame((7,), "", ()))
+    assert not guard._tell(Verdict(Kind.HANG, (), 8.25))
+    assert len(read_events(tmp_path / "save")) == 1
+
+
+def test_a_guard_ends_with_its_rank(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    config: Any = SimpleNamespace(
+        parallel=SimpleNamespace(distributed_timeout_minutes=1.0),
+        checkpoint=SimpleNamespace(save=None),
+    )
+    with hang_guard_module.hang_guard(config, 0):
+        assert not [t for t in threading.enumerate() if t.name == "hang guard"]
+    monkeypatch.setenv("MEGATRON_EXT_HOST_FOLDER", str(machine.watcher.folder))
+    with hang_guard_module.hang_guard(config, 0):
+        assert [t for t in threading.enumerate() if t.name == "hang guard"]
+    assert not [t for t in threading.enumerate() if t.name == "hang guard"]
 
 
 def stores_of(host: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> list[Any]:

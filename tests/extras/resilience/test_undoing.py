@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,15 @@ from torch import Tensor
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.errors import MachineFault
 from megatron_ext.extras.resilience import replay as replay_module
 from megatron_ext.extras.resilience import rerun as rerun_module
+from megatron_ext.extras.resilience import resting_state as resting_module
 from megatron_ext.extras.resilience import rewind as rewind_module
 from megatron_ext.extras.resilience import spikes as spikes_module
 from megatron_ext.extras.resilience.replay import Outcome, StepStart, digests
 from megatron_ext.extras.resilience.rerun import Rerun
+from megatron_ext.extras.resilience.resting_state import RestingState
 from megatron_ext.extras.resilience.rewind import Rewind
 from megatron_ext.extras.resilience.spikes import Spikes, limit
 from megatron_ext.train.batch_size import Progress
@@ -348,3 +352,85 @@ def test_a_step_can_be_computed_again_more_than_once(monkeypatch: pytest.MonkeyP
         assert float(scaler.state["scale"]) == 4.0 and scaler.state["count"] == 1
     assert restored == [["random"], marks] * 2 and drained == [True] * 2
     assert digests([]).shape == (0,)
+
+
+class Gathered:
+    """Stands in for torch.distributed; ``others`` is what another rank has found."""
+
+    def __init__(self, others: list[str]) -> None:
+        self.others = others
+        self.ReduceOp = torch.distributed.ReduceOp
+
+    def all_reduce(self, found: Tensor, op: Any) -> None:
+        assert op == self.ReduceOp.MAX
+        found.fill_(max(int(found), int(bool(self.others))))
+
+    def all_gather_object(self, gathered: list[Any], own: list[str]) -> None:
+        gathered[:] = [own, self.others]
+
+
+def resting(monkeypatch: pytest.MonkeyPatch, interval: int) -> tuple[Any, Any, list[Tensor]]:
+    """Return the callback, its run, and the tensors that rest."""
+    tensors = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16)]
+    run = made_run(Path("x"))
+    run.config.fault_tolerance = FaultToleranceConfig(check_state_interval=interval)
+    run.runner = SimpleNamespace(approvals=[])
+    run.context.layout = SimpleNamespace(world_size=2)
+    run.parameter_gather = SimpleNamespace(paused=nullcontext)
+    run.progress.iteration = 0
+    named = list(zip(("weight `a`", "`exp_avg` of weight `a`"), tensors, strict=True))
+    monkeypatch.setattr(resting_module, "resting_tensors", lambda _: named)
+    monkeypatch.setattr(resting_module, "places", lambda ranks, context: f"ranks {ranks}")
+    monkeypatch.setattr(resting_module, "announce", lambda *given, **facts: None)
+    return RestingState(run), run, tensors
+
+
+def test_a_resting_tensor_is_compared_in_the_steps_that_are_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others: list[str] = []
+    monkeypatch.setattr(resting_module.torch, "distributed", Gathered(others))
+    callback, run, tensors = resting(monkeypatch, 2)
+    (approve,) = run.runner.approvals
+    for iteration in range(6):
+        run.progress.iteration = iteration
+        callback.before_step()
+        tensors[1][2] += 1  # between two updates
+        if iteration % 2 == 0:
+            assert bool(approve({}, torch.tensor(1.0)))
+        else:
+            said = f"During iteration {iteration + 1} `exp_avg` of weight `a` changed"
+            with pytest.raises(MachineFault, match=said):
+                approve({}, torch.tensor(1.0))
+        run.progress.iteration = iteration + 1
+        callback.after_step()
+
+
+def test_a_bit_that_flips_after_the_step_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks name the first rank that has found one, and its tensor."""
+    others: list[str] = []
+    monkeypatch.setattr(resting_module.torch, "distributed", Gathered(others))
+    callback, run, tensors = resting(monkeypatch, 1)
+    (approve,) = run.runner.approvals
+    callback.before_step()
+    assert bool(approve({}, torch.tensor(1.0)))
+    callback.after_step()
+    tensors[0][0] = 7.0
+    callback.before_step()
+    with pytest.raises(MachineFault, match=r"weight `a` changed on ranks \[0\]"):
+        approve({}, torch.tensor(1.0))
+    callback.after_step()
+    others.append("weight `b`")
+    with pytest.raises(MachineFault, match=r"weight `b` changed on ranks \[1\]"):
+        approve({}, torch.tensor(1.0))
+
+
+def test_moments_of_any_float_type_rest() -> None:
+    main = torch.ones(2)
+    state = {
+        "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2, dtype=torch.bfloat16),
+        "step": torch.tensor(3), "other": 4,
+    }  # fmt: skip
+    part = SimpleNamespace(optimizer=SimpleNamespace(state={main: state}))
+    names = [name for name, _ in resting_module._kept(part, main)]
+    assert names == ["the optimizer's copy", "`exp_avg`", "`exp_avg_sq`"]
