@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule, float16_to_fp32
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.precision import TE_IMPL, Fp8Config, PrecisionConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initialization import initialize_by_name, mark_methods, unmark_methods
-from megatron_ext.layers.moe import mark_experts
 from megatron_ext.parallel.context import ParallelContext
 
 ModelChunk = Callable[..., MegatronModule]
@@ -227,3 +228,32 @@ def named_parameters(
         for name, parameter in chunk.named_parameters()
         if parameter.requires_grad
     ]
+
+
+def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of a chunk's experts, without routers and shared experts."""
+    for module in chunk.modules():
+        if isinstance(module, BaseMoELayer) and module.experts is not None:
+            yield from module.experts.parameters()
+
+
+def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None:
+    """Mark the experts' parameters, so that gradients are summed over the ranks with copies.
+
+    megatron-core treats these parameters as dense if ``--expert-model-parallel-size`` is 1. This is
+    wrong if the expert-tensor-parallel size is not the tensor-parallel size, because an expert's
+    copies are then on other ranks. Under sequence parallelism, megatron-core also sums the
+    gradients of an expert's second bias over the tensor-parallel ranks. This is wrong too: these
+    ranks hold other experts, or copies whose gradients are already summed.
+    """
+    # A model without experts may lack groups for them.
+    for parameter in expert_parameters(chunk):
+        size = groups.expt_tp.size()
+        if size != groups.tp.size():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+        if size == 1 and not getattr(parameter, "allreduce", True):
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            if not getattr(parameter, "tensor_model_parallel", False):
+                # So that every tensor-parallel rank counts it in the gradient norm.
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+                parameter.partition_dim, parameter.partition_stride = 0, 1  # type: ignore[attr-defined]

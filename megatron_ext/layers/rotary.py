@@ -8,7 +8,6 @@ carries the angles for both kinds of layers; each layer selects its own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,33 +154,3 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
         if self.rotary_interleaved:
             return once.repeat_interleave(2, dim=-1).unsqueeze(1)
         return torch.cat((once, once), dim=-1).unsqueeze(1)
-
-
-@dataclass(frozen=True)
-class LayerRotary:
-    """How a layer rotates its queries and keys.
-
-    Attributes:
-        index: the layer's index in the angles ``[s, 1, k, d]``; None rotates nothing.
-        magnitude: factor of the cosines and sines.
-    """
-
-    index: int | None
-    magnitude: float
-
-    @classmethod
-    def of(
-        cls, transformer_config: TransformerConfig, layer_number: int, *, windowed: bool
-    ) -> LayerRotary:
-        """Return the rotation of layer ``layer_number``, counted from 1.
-
-        Layers of multi-token prediction follow the decoder's layers, and rotate like the last of
-        them.
-        """
-        last = transformer_config.num_layers
-        lacking = transformer_config.no_rope_freq
-        if lacking and lacking[min(layer_number, last) - 1]:
-            return cls(None, 1.0)
-        if windowed and getattr(transformer_config, "has_local_rotary", False):
-            return cls(1, 1.0)
-        return cls(0, getattr(transformer_config, "rotary_magnitude", 1.0))

@@ -42,7 +42,6 @@ from megatron_ext.layers.linear import (
     RowParallelLinear,
     WholeLinear,
 )
-from megatron_ext.layers.moe import Router
 from megatron_ext.layers.pointwise import Norm
 from megatron_ext.layers.transformer_engine import accumulate_gradients
 from megatron_ext.layers.transformer_layer import (
@@ -107,6 +106,8 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
         moe_grouped_gemm=False,
     )
     if moe:
+        from megatron_ext.layers.moe import Router
+
         core.moe_submodules(mlp).router = Router
     attention, names = _attention(transformer_config)
     return ModuleSpec(
@@ -190,6 +191,8 @@ def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig
     for layer in layers:
         experts = core.moe_submodules(getattr(layer.submodules, "mlp", None))
         if experts is not None:
+            from megatron_ext.layers.moe import Router
+
             experts.router = Router
     accumulate_gradients(layers, transformer_config)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,6 @@ from megatron_ext.core import numbered_after_the_decoder
 from megatron_ext.layers import compiled, pointwise
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
-from megatron_ext.layers.moe import AlltoAllDispatcher
 from megatron_ext.layers.pointwise import (
     LayerNorm,
     Norm,
@@ -41,7 +41,6 @@ from megatron_ext.layers.pointwise import (
     spec_of,
     weights_of,
 )
-from megatron_ext.layers.rotary import LayerRotary
 from megatron_ext.layers.subclass import specialize
 
 if TYPE_CHECKING:
@@ -49,6 +48,37 @@ if TYPE_CHECKING:
 
 WithBias = tuple[Tensor, Tensor | None]
 Table = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerRotary:
+    """How a layer rotates its queries and keys.
+
+    Attributes:
+        index: the layer's index in the angles ``[s, 1, k, d]``; None rotates nothing.
+        magnitude: factor of the cosines and sines.
+    """
+
+    index: int | None
+    magnitude: float
+
+    @classmethod
+    def of(
+        cls, transformer_config: TransformerConfig, layer_number: int, *, windowed: bool
+    ) -> LayerRotary:
+        """Return the rotation of layer ``layer_number``, counted from 1.
+
+        Layers of multi-token prediction follow the decoder's layers, and rotate like the last of
+        them.
+        """
+        last = transformer_config.num_layers
+        lacking = transformer_config.no_rope_freq
+        if lacking and lacking[min(layer_number, last) - 1]:
+            return cls(None, 1.0)
+        if windowed and getattr(transformer_config, "has_local_rotary", False):
+            return cls(1, 1.0)
+        return cls(0, getattr(transformer_config, "rotary_magnitude", 1.0))
+
 
 _tables: Any = WeakIdKeyDictionary()
 """Cosines and sines, by tensor of angles and then by dtype; all layers and steps share them."""
@@ -302,6 +332,8 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
 
             group_experts(mlp)
         if self.is_moe_layer and type(mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+            from megatron_ext.layers.moe import AlltoAllDispatcher
+
             local = mlp.num_local_experts, mlp.local_expert_indices
             mlp.token_dispatcher = AlltoAllDispatcher(
                 *local, config=self.config, pg_collection=groups

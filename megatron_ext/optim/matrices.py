@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
+from megatron_ext.layers.chunks import expert_parameters
 from megatron_ext.layers.linear import OutputLayer
-from megatron_ext.layers.moe import expert_parameters
 
 NOT_MATRICES = (torch.nn.Embedding, VocabParallelEmbedding, OutputLayer)
 """Modules whose weights are tables of vectors, one for each entry of a vocabulary."""

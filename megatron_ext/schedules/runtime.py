@@ -24,7 +24,6 @@ from torch import Tensor
 from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.core import backward_step
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.gradient_shards import ShardedGradients
 from megatron_ext.layers.transformer_layer import TransformerLayer
 from megatron_ext.layers.weight_gradients import zero_untouched
 from megatron_ext.losses.contract import LossFunction, StepCounts, checked
@@ -108,6 +107,8 @@ class PipelineEngine:
         transformer_config: configuration with the hooks that megatron-core's schedules use.
         group_size: micro-batches that an interleaved chunk runs before the next, see `build_plan`.
         graphs: CUDA graphs of each chunk's layers; empty to run without graphs.
+        shards_gradients: whether the chunks reduce their gradients after each backward pass, as
+            `ShardedGradients` do.
 
     Attributes:
         num_targets: number of targets in the last step's losses on this rank, integer ``[]``.
@@ -124,11 +125,13 @@ class PipelineEngine:
         *,
         group_size: int | None = None,
         graphs: Sequence[ChunkGraphs] = (),
+        shards_gradients: bool = False,
     ) -> None:
         self.schedule = schedule
         self.group_size = group_size
         self.chunks = list(chunks)
         self.graphs = graphs
+        self.shards_gradients = shards_gradients
         self.transformer_config = transformer_config
         self.context = context
         self.device = torch.cuda.current_device()
@@ -254,7 +257,7 @@ class _Step:
             self.channels = Channels(config, engine.context, plan, shape)
         self.sync: GradientSync | None = None
         overlaps = config.no_sync_func or config.grad_sync_func or config.param_sync_func
-        if trains and (overlaps or isinstance(engine.chunks[0], ShardedGradients)):
+        if trains and (overlaps or engine.shards_gradients):
             from megatron_ext.schedules.communication import GradientSync
 
             self.sync = GradientSync(engine.chunks, config, self.actions, plan.placement)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_ext.config.flags import flag, spelling_of
+from megatron_ext.config.flags import spelling_of
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.parallel import STAGES
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import FlagError
 from megatron_ext.text.config.attention import LatentAttentionConfig
+from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.moe import MoEConfig
 
 PAIRS = "*-", "*E"
@@ -46,19 +47,6 @@ _CUTS_WITHOUT_STAGES = (
     "account_for_loss_in_pipeline_split",
 )
 """Names of fields that cut the layers into stages; a pattern with ``|`` refuses them."""
-
-
-@dataclass(frozen=True)
-class HybridConfig:
-    """The flag that builds a GPT as megatron-core's HybridModel, with Megatron-LM's name."""
-
-    hybrid_layer_pattern: str | None = flag(
-        None,
-        "build the GPT from layers of attention (*) and of an MLP (-) or experts (E), such as "
-        "*-*-|*-*-: | ends a pipeline stage, / begins a depth of multi-token prediction",
-        names="--hybrid-override-pattern",
-        if_changed="allow",
-    )
 
 
 @dataclass(frozen=True)
@@ -125,13 +113,9 @@ def read_pattern(text: str) -> Pattern:
 
 
 def resolve_hybrid(config: RunConfig) -> RunConfig:
-    """Return the configuration with the flags that describe the GPT of a pattern.
-
-    Without ``--hybrid-layer-pattern`` it is returned unchanged.
-    """
+    """Return the configuration with the flags that describe the GPT of its pattern."""
     text = config.section(HybridConfig).hybrid_layer_pattern
-    if text is None:
-        return config
+    assert text is not None
     model = config.model
     moe = config.section(MoEConfig)
     parallel = config.parallel
@@ -165,8 +149,7 @@ def resolve_hybrid(config: RunConfig) -> RunConfig:
 def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
     """Yield an error for each fault of the pattern and for each flag that contradicts it."""
     text = given.section(HybridConfig).hybrid_layer_pattern
-    if text is None:
-        return
+    assert text is not None
     refused = partial(FlagError, _FLAG, text)
     from megatron_ext import core  # imports torch, which most programs that read flags do without
 

@@ -1,11 +1,13 @@
 """The two tasks of pretrain_gpt.py, pretraining and fine-tuning, and their checks before a run."""
 
+from __future__ import annotations
+
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext import extras
 from megatron_ext.config.inapplicable import names_of
@@ -14,6 +16,8 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.errors import ConfigError, FlagError
+from megatron_ext.text.config.hugging_face import HuggingFaceConfig
+from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.inapplicable import TEXT_FLAGS
 from megatron_ext.text.config.rules import (
     SECTIONS,
@@ -22,22 +26,11 @@ from megatron_ext.text.config.rules import (
     text_rules,
 )
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.convert.training import (
-    HuggingFaceConfig,
-    HuggingFaceFolders,
-    check_vocabulary,
-    folder_errors,
-    load_initial_weights,
-    model_of_folder,
-    resolve_folder,
-)
 from megatron_ext.text.cost.network import GPT_COST
 from megatron_ext.text.data.blend import source_options
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import build_mock_datasets, check_mock_data
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
-from megatron_ext.text.evaluation.scores import TaskScores, check_training
-from megatron_ext.text.hybrid import HybridConfig
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer, check_files
@@ -46,10 +39,89 @@ from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import STEP_FLAGS, Datasets, Task, TaskChoice, later
 
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.parallel.context import ParallelContext
+
 DIRECT = "megatron_ext.text.data.splits"
 """The module of the direct order of samples; only runs in that order import it."""
 INDEXED = "megatron_ext.text.data.checked"
 """The module of megatron-core's order of samples; runs on made-up data do not import it."""
+FOLDERS = "megatron_ext.text.convert.training"
+"""The module of Hugging Face folders; only runs with one of their flags import it."""
+SCORES = "megatron_ext.text.evaluation.scores"
+"""The module that scores a model on ``--eval-tasks``; only runs with this flag import it."""
+
+
+def loads_folder(config: RunConfig) -> bool:
+    """Return whether ``--load-hf`` gives the folder of a Hugging Face model."""
+    return config.section(HuggingFaceConfig).load_hf is not None
+
+
+def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
+    """Return the values of flags that the folder of ``--load-hf`` determines.
+
+    They are keyed by section, then by field; {} without the flag.
+    """
+    if not loads_folder(config):
+        return {}
+    values: Mapping[str, Mapping[str, Any]] = later(f"{FOLDERS}:model_of_folder")(config)
+    return values
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """Return the configuration with the values that follow from other flags and ``--load-hf``."""
+    config = resolve_text(config)
+    if loads_folder(config):
+        config = later(f"{FOLDERS}:resolve_folder")(config)
+    return config
+
+
+def folder_errors(config: RunConfig) -> list[str]:
+    """Return a sentence on each error in the flags of Hugging Face folders."""
+    given = config.section(HuggingFaceConfig)
+    if (given.load_hf, given.save_hf, given.save_hf_interval) == (None, None, None):
+        return []
+    errors: list[str] = later(f"{FOLDERS}:folder_errors")(config)
+    return errors
+
+
+def weights_of_folder(
+    config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module]
+) -> list[str] | None:
+    """Load the weights in the folder of ``--load-hf`` into the model chunks of this rank.
+
+    Return notes for the user, or None if the flag is not given.
+    """
+    if not loads_folder(config):
+        return None
+    notes: list[str] = later(f"{FOLDERS}:load_initial_weights")(config, context, chunks)
+    return notes
+
+
+def saved_folders(run: Run) -> Callback | None:
+    """Return the callback that writes the model to ``--save-hf``; None without the flag."""
+    has = run.config.has(HuggingFaceConfig)
+    if not has or run.config.section(HuggingFaceConfig).save_hf is None:
+        return None
+    built: Callback = later(f"{FOLDERS}:HuggingFaceFolders")(run)
+    return built
+
+
+def task_scores(run: Run) -> Callback | None:
+    """Return the callback that scores the model on ``--eval-tasks``; None without the flag."""
+    has = run.config.has(TaskEvaluationConfig)
+    if not has or not run.config.section(TaskEvaluationConfig).eval_tasks:
+        return None
+    built: Callback = later(f"{SCORES}:TaskScores")(run)
+    return built
+
+
+def check_scoring(config: RunConfig) -> None:
+    """Raise a ConfigError if a run cannot score its model on ``--eval-tasks`` during training."""
+    if config.section(TaskEvaluationConfig).eval_tasks:
+        later(f"{SCORES}:check_training")(config)
 
 
 def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
@@ -108,7 +180,8 @@ def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     The configuration is completed by the padded vocabulary size.
     """
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
-    check_vocabulary(config, tokenizer.vocab_size)
+    if loads_folder(config):
+        later(f"{FOLDERS}:check_vocabulary")(config, tokenizer.vocab_size)
     model = padded_to_ranks(config.model, config.parallel, tokenizer.vocab_size)
     note = padding_note(config.model, model, config.parallel.tensor_model_parallel_size)
     if note is not None and int(os.environ.get("RANK", "0")) == 0:
@@ -128,7 +201,7 @@ def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
         check_mock_data(config, tokenizer)
     else:
         later(f"{INDEXED}:check_files")(config, tokenizer)
-    check_training(config)
+    check_scoring(config)
     return config, tokenizer
 
 
@@ -250,11 +323,11 @@ def data_ledger(run: Run) -> Callback | None:
 GPT = Task(
     sections=(*SECTIONS, HuggingFaceConfig),
     inapplicable=TEXT_FLAGS,
-    resolve=lambda config: resolve_folder(resolve_text(config)),
+    resolve=resolved,
     rules=gpt_rules,
     stored_model=stored_text_model,
     described_model=model_of_folder,
-    initial_weights=load_initial_weights,
+    initial_weights=weights_of_folder,
     preflight=prepare_gpt,
     inputs=gpt_inputs,
     data_lines=tokenizer_lines,
@@ -268,7 +341,7 @@ GPT = Task(
     },
     prepare_batches=prepare_batches,
     step_stats=text_step_stats,
-    callbacks=(data_ledger, TaskScores.of_run, HuggingFaceFolders.of_run, storage_notes),
+    callbacks=(data_ledger, task_scores, saved_folders, storage_notes),
     cost=GPT_COST,
     perplexity=True,
 )

@@ -155,7 +155,13 @@ class StepRunner:
             group_size = config.parallel.microbatch_group_size_per_vp_stage
             graphs = step_graphs(config.cuda_graphs, config.device, chunks)
             self.engine = PipelineEngine(
-                schedule, chunks, transformer_config, context, group_size=group_size, graphs=graphs
+                schedule,
+                chunks,
+                transformer_config,
+                context,
+                group_size=group_size,
+                graphs=graphs,
+                shards_gradients=config.optimizer.shards_gradients,
             )
         self._gradients = StepGradients(chunks)
         self._shards_gradients = config.optimizer.shards_gradients

@@ -15,7 +15,8 @@ from megatron_ext.extras.audit.reproduce_router import (
     auxiliary_loss,
 )
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
-from megatron_ext.layers.moe import GroupRanking, Router, mark_experts
+from megatron_ext.layers.chunks import mark_experts
+from megatron_ext.layers.moe import GroupRanking, Router
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext

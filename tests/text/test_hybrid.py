@@ -4,8 +4,9 @@ import pytest
 
 from megatron_ext import core
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.moe import MoEConfig
-from megatron_ext.text.hybrid import HybridConfig, Pattern, read_pattern
+from megatron_ext.text.hybrid import Pattern, read_pattern
 from megatron_ext.text.model import gpt
 from megatron_ext.text.task import GPT
 from tests.training_runs import SMALL, check_refused, config_of, errors_of, prepared, without

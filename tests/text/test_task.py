@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.text import task
-from megatron_ext.text.convert.training import HuggingFaceConfig
+from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.task import (
     data_ledger,
     padded_to_ranks,

@@ -16,12 +16,12 @@ from megatron_ext.text.config.attention import (
     LatentAttentionConfig,
     latent_attention_errors,
 )
+from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig, rotary_errors
 from megatron_ext.text.config.sft import SftConfig, sft_errors
 from megatron_ext.text.data.config import DataConfig, FimConfig, direct_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
-from megatron_ext.text.hybrid import HybridConfig, hybrid_errors, resolve_hybrid
 from megatron_ext.text.tokenizers import TokenizerConfig
 
 SECTIONS = (
@@ -41,7 +41,10 @@ SECTIONS = (
 
 def resolve_text(config: RunConfig) -> RunConfig:
     """Return the configuration with the values that the text tenant derives from other values."""
-    config = resolve_hybrid(config)
+    if config.section(HybridConfig).hybrid_layer_pattern is not None:
+        from megatron_ext.text.hybrid import resolve_hybrid
+
+        config = resolve_hybrid(config)
     data = config.section(DataConfig)
     sft = config.section(SftConfig)
     packs = sft.sft and sft.sft_batching != "padded"
@@ -67,7 +70,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
     data = run.section(DataConfig)
     sft = run.section(SftConfig)
     return [
-        *hybrid_errors(given, run),
+        *_pattern_errors(given, run),
         *data.own_errors(full_validation=run.training.full_validation),
         *direct_errors(data, run),
         *run.section(FimConfig).own_errors(),
@@ -77,6 +80,14 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
         *latent_attention_errors(given),
         *_rotary_errors(run),
     ]
+
+
+def _pattern_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each fault of ``--hybrid-layer-pattern``, if it is given."""
+    if given.section(HybridConfig).hybrid_layer_pattern is not None:
+        from megatron_ext.text.hybrid import hybrid_errors
+
+        yield from hybrid_errors(given, run)
 
 
 def _rotary_errors(run: RunConfig) -> Iterator[FlagError]:

@@ -28,6 +28,7 @@ from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config, params_dtype
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.convert.config import (
     HuggingFaceModel,
     config_json,
@@ -37,7 +38,7 @@ from megatron_ext.text.convert.config import (
 )
 from megatron_ext.text.convert.family import Gpt, words_of
 from megatron_ext.text.convert.reading import check_one_dtype, load_folder, without_missing_depths
-from megatron_ext.text.convert.training import HuggingFaceConfig, special_tokens
+from megatron_ext.text.convert.training import special_tokens
 from megatron_ext.text.convert.writing import write_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import TEXT

@@ -1,81 +1,35 @@
-"""Starts a run from a folder of Hugging Face weights, and writes such folders while it trains.
-
-The modules that read and write folders are imported only if a flag needs them.
-"""
+"""Starts a run from a folder of Hugging Face weights, and writes such folders while it trains."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.config.flags import COUNT, Changeable, derived, flag
 from megatron_ext.config.model import padded_size
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import CheckpointError, ConfigError, FlagError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
-
-if TYPE_CHECKING:
-    from megatron_ext.text.convert.config import HuggingFaceModel
-
-
-@dataclass(frozen=True)
-class HuggingFaceConfig(Changeable):
-    """The flags of the Hugging Face folders from which a run starts and which it writes."""
-
-    load_hf: str | None = flag(
-        None,
-        "folder of a Hugging Face model that gives the flags of the model, the tokenizer and, "
-        "where no checkpoint is loaded, the initial weights",
-        from_checkpoint=False,
-    )
-    save_hf: str | None = flag(
-        None,
-        "folder for Hugging Face models of this run, one in iter_<step> at the end",
-        from_checkpoint=False,
-    )
-    save_hf_interval: int | None = flag(
-        None,
-        "write to --save-hf after each multiple of this many steps too",
-        COUNT,
-        "steps",
-        from_checkpoint=False,
-    )
-    origin: dict[str, Any] | None = derived()
-    """The content of the config.json of the Hugging Face model from which the weights come."""
-
-    def model(self) -> HuggingFaceModel | None:
-        """Return the Hugging Face model from which the weights come; None if there is none."""
-        if self.load_hf is not None:
-            from megatron_ext.text.convert.config import read_model
-
-            return read_model(Path(self.load_hf))
-        if self.origin is not None:
-            from megatron_ext.text.convert.config import parse_model
-
-            return parse_model(self.origin, Path("config.json"))
-        return None
 
 
 def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
     """Return the values of flags that the folder of ``--load-hf`` determines.
 
-    They are keyed by section, then by field; {} without the flag.
+    They are keyed by section, then by field.
     """
     folder = config.section(HuggingFaceConfig).load_hf
-    if folder is None:
-        return {}
+    assert folder is not None
     from megatron_ext.text.convert.config import read_model, tokenizer_files
     from megatron_ext.text.convert.family import SECTIONS
     from megatron_ext.text.convert.reading import without_missing_depths
@@ -99,8 +53,7 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
 def resolve_folder(config: RunConfig) -> RunConfig:
     """Add the vocabulary size and the config.json of ``--load-hf`` to the configuration."""
     given = config.section(HuggingFaceConfig)
-    if given.load_hf is None:
-        return config
+    assert given.load_hf is not None
     from megatron_ext.text.convert.config import read_model
 
     source = read_model(Path(given.load_hf))
@@ -176,7 +129,7 @@ def folder_errors(run: RunConfig) -> list[str]:
 def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
     """Raise a ConfigError if the tokenizer has more entries than the model of ``--load-hf``."""
     given = config.section(HuggingFaceConfig)
-    source = given.model() if given.load_hf is not None else None
+    source = given.model()
     if source is not None and vocab_size > source.vocab_size:
         raise ConfigError(
             f"The tokenizer has {vocab_size} entries, but the model of `--load-hf` "
@@ -187,14 +140,13 @@ def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
 
 def load_initial_weights(
     config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module]
-) -> list[str] | None:
+) -> list[str]:
     """Load the weights in the folder of ``--load-hf`` into the model chunks of this rank.
 
-    Return notes for the user, or None if the flag is not given.
+    Return notes for the user.
     """
     folder = config.section(HuggingFaceConfig).load_hf
-    if folder is None:
-        return None
+    assert folder is not None
     from megatron_ext.text.convert.reading import load_folder
 
     draws = config.model.perform_initialization
@@ -208,17 +160,12 @@ class HuggingFaceFolders(Callback):
     Adapters are merged into the weights.
     """
 
-    @classmethod
-    def of_run(cls, run: Run) -> HuggingFaceFolders | None:
-        """Return the callback for a run; None without ``--save-hf``."""
-        has = run.config.has(HuggingFaceConfig)
-        folder = run.config.section(HuggingFaceConfig).save_hf if has else None
-        return None if folder is None else cls(run, folder)
-
-    def __init__(self, run: Run, folder: str) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._folder = Path(folder)
-        self._interval = run.config.section(HuggingFaceConfig).save_hf_interval
+        given = run.config.section(HuggingFaceConfig)
+        assert given.save_hf is not None
+        self._folder = Path(given.save_hf)
+        self._interval = given.save_hf_interval
         self._written: int | None = None
 
     def after_step(self) -> None:

@@ -33,12 +33,10 @@ def check_tasks(flags: TaskEvaluationConfig) -> None:
 
 def check_training(config: RunConfig) -> None:
     """Raise a ConfigError if a run cannot score its model on ``--eval-tasks`` during training."""
-    flags = config.section(TaskEvaluationConfig)
-    if flags.eval_tasks:
-        from megatron_ext.text.generation.forward import check_model
+    from megatron_ext.text.generation.forward import check_model
 
-        check_model(config)
-        check_tasks(flags)
+    check_model(config)
+    check_tasks(config.section(TaskEvaluationConfig))
 
 
 def scored(
@@ -110,12 +108,6 @@ def table(results: dict[str, Any]) -> list[str]:
 
 class TaskScores(Callback):
     """Scores the model on ``--eval-tasks`` every ``--eval-tasks-interval`` steps and at the end."""
-
-    @classmethod
-    def of_run(cls, run: Run) -> TaskScores | None:
-        """Return the callback for a run; None without ``--eval-tasks``."""
-        has = run.config.has(TaskEvaluationConfig)
-        return cls(run) if has and run.config.section(TaskEvaluationConfig).eval_tasks else None
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -26,8 +26,8 @@ from megatron_ext.layers.kv_cache import KeyValueCache, LayerCache, PackedTokens
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.forward import collect_outputs, evaluating, forward_engine
 from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.config.positions import PositionConfig
-from megatron_ext.text.convert.training import HuggingFaceConfig
 from megatron_ext.text.model.language import TextModel
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from megatron_ext.disk.reading import (
     shortened,
 )
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.convert.training import HuggingFaceConfig
+from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.data.separators import spelled
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Request

@@ -22,7 +22,6 @@ from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.config.rules import SHAPE_SECTIONS, text_rules
 from megatron_ext.text.config.sft import is_date
 from megatron_ext.text.convert.config import read_model
-from megatron_ext.text.convert.training import folder_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Completion, Decoder, OnText, Request
@@ -37,7 +36,7 @@ from megatron_ext.text.generation.requests import (
     read_prompts,
 )
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.task import GPT, tokenizer_inputs, with_tokenizer
+from megatron_ext.text.task import GPT, folder_errors, tokenizer_inputs, with_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main

@@ -11,12 +11,11 @@ from torch import Tensor
 from megatron_ext import core
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.rotary import RotaryEmbedding
 from megatron_ext.layers.specs import layer_spec, mtp_block_spec
 from megatron_ext.layers.subclass import specialize
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.positions import PositionConfig
-from megatron_ext.text.hybrid import HybridConfig
 from megatron_ext.text.model.language import TextModel
 
 
@@ -112,5 +111,7 @@ def build_gpt_chunk(
     )
     rotary = positions.own_rotary()
     if rotary is not None:
+        from megatron_ext.layers.rotary import RotaryEmbedding
+
         chunk.rotary_pos_emb = RotaryEmbedding(rotary, transformer_config, context.pgs.cp)
     return chunk

@@ -10,7 +10,6 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.data.config import DataConfig
-from megatron_ext.text.evaluation.scores import check_training
 from megatron_ext.text.sft.chat import read_template
 from megatron_ext.text.sft.dataset import (
     SftDataset,
@@ -20,7 +19,7 @@ from megatron_ext.text.sft.dataset import (
     report_conversations,
 )
 from megatron_ext.text.sft.preprocess import check_name
-from megatron_ext.text.task import tokenizer_inputs, with_tokenizer
+from megatron_ext.text.task import check_scoring, tokenizer_inputs, with_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.callbacks.evaluation import check_validation
 
@@ -43,7 +42,7 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     ``--eval-iters 0`` switches validation off.
     """
     config, tokenizer = with_tokenizer(config)
-    check_training(config)
+    check_scoring(config)
     opened = open_splits(config, tokenizer)
     training = config.training
     splits = planned(config, opened)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.layers.chunks import named_parameters
-from megatron_ext.layers.moe import expert_parameters
+from megatron_ext.layers.chunks import expert_parameters, named_parameters
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.callbacks.callback import Callback, due
 

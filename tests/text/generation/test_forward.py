@@ -14,7 +14,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.kv_cache import Segment
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.text.convert.training import HuggingFaceConfig
+from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.generation.forward import NewTokens, PackedForward, check_model
 from megatron_ext.text.generation.tool import build_frozen_chunk
 from tests.ranks import ParallelContext, ranks

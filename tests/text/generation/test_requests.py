@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import DataError
-from megatron_ext.text.convert.training import HuggingFaceConfig
+from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Completion
 from megatron_ext.text.generation.requests import (

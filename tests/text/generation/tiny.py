@@ -13,11 +13,11 @@ from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.text.convert.training import load_initial_weights
 from megatron_ext.text.generation.decode import Completion, Decoder, Request
 from megatron_ext.text.generation.forward import PackedForward
 from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.generation.tool import build_frozen_chunk, inference_task, model_defaults
+from megatron_ext.text.task import weights_of_folder
 from megatron_ext.text.tokenizers.base import NullTokenizer
 from tests.ranks import on_ranks
 from tests.text.convert.models import MODELS, SIZES
@@ -88,7 +88,7 @@ def forward_of(context: Any, config: RunConfig) -> PackedForward:
     chunks = build_chunks(build_frozen_chunk, config, transformer_config, context, VOCABULARY)
     device = torch.device("cpu")
     wrapped = wrap_chunks(chunks, config, transformer_config, context, device)
-    if load_initial_weights(config, context, wrapped) is None:
+    if weights_of_folder(config, context, wrapped) is None:
         manager = CheckpointManager(config.checkpoint, context)
         manager.load(model=wrapped, optimizer=None, scheduler=None)
     return PackedForward(wrapped, transformer_config, config, context, device)

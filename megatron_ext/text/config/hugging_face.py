@@ -1,0 +1,50 @@
+"""The flags of Hugging Face folders; `text.convert.training` does what they ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.flags import COUNT, Changeable, derived, flag
+
+if TYPE_CHECKING:
+    from megatron_ext.text.convert.config import HuggingFaceModel
+
+
+@dataclass(frozen=True)
+class HuggingFaceConfig(Changeable):
+    """The flags of the Hugging Face folders from which a run starts and which it writes."""
+
+    load_hf: str | None = flag(
+        None,
+        "folder of a Hugging Face model that gives the flags of the model, the tokenizer and, "
+        "where no checkpoint is loaded, the initial weights",
+        from_checkpoint=False,
+    )
+    save_hf: str | None = flag(
+        None,
+        "folder for Hugging Face models of this run, one in iter_<step> at the end",
+        from_checkpoint=False,
+    )
+    save_hf_interval: int | None = flag(
+        None,
+        "write to --save-hf after each multiple of this many steps too",
+        COUNT,
+        "steps",
+        from_checkpoint=False,
+    )
+    origin: dict[str, Any] | None = derived()
+    """The content of the config.json of the Hugging Face model from which the weights come."""
+
+    def model(self) -> HuggingFaceModel | None:
+        """Return the Hugging Face model from which the weights come; None if there is none."""
+        if self.load_hf is not None:
+            from megatron_ext.text.convert.config import read_model
+
+            return read_model(Path(self.load_hf))
+        if self.origin is not None:
+            from megatron_ext.text.convert.config import parse_model
+
+            return parse_model(self.origin, Path("config.json"))
+        return None

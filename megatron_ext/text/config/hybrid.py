@@ -1,0 +1,20 @@
+"""The flag of a GPT that a pattern of layers describes; `text.hybrid` reads the pattern."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import flag
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """The flag that builds a GPT as megatron-core's HybridModel, with Megatron-LM's name."""
+
+    hybrid_layer_pattern: str | None = flag(
+        None,
+        "build the GPT from layers of attention (*) and of an MLP (-) or experts (E), such as "
+        "*-*-|*-*-: | ends a pipeline stage, / begins a depth of multi-token prediction",
+        names="--hybrid-override-pattern",
+        if_changed="allow",
+    )
