@@ -119,10 +119,8 @@ PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
 """Dense bfloat16 operations a second, by a part of torch's device name."""
 
 
-def peak_flops(device_name: str | None) -> float | None:
+def peak_flops(device_name: str) -> float | None:
     """Return a GPU's dense bfloat16 operations a second; None if torch's name of it is unknown."""
-    if device_name is None:
-        return None
     matches = [name for name in PEAK_FLOPS_BF16 if name in device_name]
     return PEAK_FLOPS_BF16[max(matches, key=len)] if matches else None
 

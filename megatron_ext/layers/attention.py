@@ -22,14 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers import masks, sdpa
-from megatron_ext.layers.context_parallel import (
-    gather_sequence,
-    heads_to_sequence,
-    sequence_to_heads,
-    slices_of,
-)
-from megatron_ext.layers.dropout import attention_dropout
-from megatron_ext.layers.masks import Span, is_dense
+from megatron_ext.layers.masks import is_dense
 
 if TYPE_CHECKING:
     from megatron_ext.layers.kv_cache import LayerCache
@@ -187,6 +180,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
         """Attend from this rank's queries to the gathered keys; return ``[s/cp, b, n, d]``."""
+        from megatron_ext.layers.context_parallel import gather_sequence, slices_of
+
         sizes = [key.size(-1), value.size(-1)]
         gathered = gather_sequence(torch.cat((key, value), dim=-1), self.cp_group)
         key, value = torch.split(gathered, sizes, dim=-1)
@@ -209,6 +204,12 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
         """Attend while ranks split the heads, not the sequence; return ``[s/cp, b, n, d]``."""
+        from megatron_ext.layers.context_parallel import (
+            gather_sequence,
+            heads_to_sequence,
+            sequence_to_heads,
+        )
+
         size = self.cp_group.size()
         if query.size(2) % size:
             raise ConfigError(
@@ -257,17 +258,19 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         hides = mask is not None or window is not None
         auto = self.backend == AttnBackend.auto and not follows_core and first_query is not None
         by_document = mask is not None and not is_dense(mask)
-        if (hides or own_scores) and auto and masks.flex_fits(q, dropout):
-            # FlexAttention skips blocks of keys that the mask or the window hides. A dense mask
-            # already contains causality.
-            causal = self.causal and (mask is None or window is not None)
-            span = Span(first_query or 0, causal or by_document, window)
-            blocks = masks.block_mask(q, k, span, mask)
-            limit = masks.limit_on(query.device, self.softcap) if self.softcap else None
-            sinks = self._sinks(query) if own_scores else None
-            return masks.attention_in_blocks(
-                query, key, value, blocks, self.softmax_scale, limit, sinks
-            )
+        if (hides or own_scores) and auto:
+            from megatron_ext.layers import flex_attention as flex
+
+            if flex.flex_fits(q, dropout):
+                # A dense mask already contains causality.
+                causal = self.causal and (mask is None or window is not None)
+                span = flex.Span(first_query or 0, causal or by_document, window)
+                blocks = flex.block_mask(q, k, span, mask)
+                limit = flex.limit_on(query.device, self.softcap) if self.softcap else None
+                sinks = self._sinks(query) if own_scores else None
+                return flex.attention_in_blocks(
+                    query, key, value, blocks, self.softmax_scale, limit, sinks
+                )
         position = first_query or 0
         if mask is not None and by_document:
             mask = masks.document_mask(mask, position, query.size(0))
@@ -362,6 +365,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         if not self.deterministic:
             with _random_state(self.config, self.dropout):
                 return F.dropout(probabilities, self.dropout, training=True)
+        from megatron_ext.layers.dropout import attention_dropout
+
         traded = self.cp_comm_type == "a2a" and self.cp_group.size() > 1
         heads = probabilities.size(1)
         per_tp_rank = heads * (self.cp_group.size() if traded else 1)

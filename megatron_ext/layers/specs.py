@@ -43,7 +43,6 @@ from megatron_ext.layers.linear import (
     WholeLinear,
 )
 from megatron_ext.layers.pointwise import Norm
-from megatron_ext.layers.transformer_engine import accumulate_gradients
 from megatron_ext.layers.transformer_layer import (
     SelfAttention,
     TransformerLayer,
@@ -194,7 +193,10 @@ def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig
             from megatron_ext.layers.moe import Router
 
             experts.router = Router
-    accumulate_gradients(layers, transformer_config)
+    if getattr(transformer_config, "te_gradient_accumulation_fusion", False):
+        from megatron_ext.layers.transformer_engine import accumulate_gradients
+
+        accumulate_gradients(layers)
 
 
 def layer_spec(

@@ -13,7 +13,6 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_te_min_version
 
-from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.transformer_engine import read_overlap_settings
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import FIRST, Capability, engine_recipes
@@ -52,7 +51,7 @@ def recipe_error(
 
 
 def prepare_transformer_engine(config: RunConfig) -> None:
-    """Prepare this rank for Transformer Engine's layers; do nothing if the run uses other layers.
+    """Prepare this rank for Transformer Engine's layers.
 
     All ranks call this together, before the model is built.
 
@@ -60,8 +59,6 @@ def prepare_transformer_engine(config: RunConfig) -> None:
         ConfigError: the GPU or this build of torch does not support the fp8 recipe, or the build
             lacks the backend ``--tp-comm-bootstrap-backend``.
     """
-    if config.model.transformer_impl != TE_IMPL:
-        return
     # Transformer Engine reads these options only from the environment.
     scaled = config.model.apply_query_key_layer_scaling
     os.environ["NVTE_APPLY_QK_LAYER_SCALING"] = str(int(scaled))
@@ -126,12 +123,8 @@ class GradientAccumulatingLayer(TransformerLayer):  # type: ignore[misc]
         super().__init__(accumulating, *args, **kwargs)
 
 
-def accumulate_gradients(
-    layers: Sequence[ModuleSpec], transformer_config: TransformerConfig
-) -> None:
-    """Put `GradientAccumulatingLayer` into specs if ``te_gradient_accumulation_fusion`` is set."""
-    if not getattr(transformer_config, "te_gradient_accumulation_fusion", False):
-        return
+def accumulate_gradients(layers: Sequence[ModuleSpec]) -> None:
+    """Put `GradientAccumulatingLayer` into the specs of layers."""
     for layer in layers:
         if layer.module is TransformerLayer:
             layer.module = GradientAccumulatingLayer

@@ -32,7 +32,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_ext.core import numbered_after_the_decoder
 from megatron_ext.layers import compiled, pointwise
 from megatron_ext.layers.compiled import compiles
-from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
 from megatron_ext.layers.pointwise import (
     LayerNorm,
     Norm,
@@ -317,6 +316,8 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         if self.recompute_mlp:
             self.mlp.adds_bias = True
         if getattr(self.config, "deterministic_dropout", False):
+            from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
+
             cut = self.config.sequence_parallel
             self.self_attn_bda, self.mlp_bda = (
                 BiasDropoutAdd(

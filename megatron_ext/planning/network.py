@@ -10,7 +10,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -18,12 +18,14 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import CudaGraphConfig, Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
-from megatron_ext.device.gpus import Gpu
-from megatron_ext.planning.kernels import Phase, Work, cast_of, gradient_bytes
 from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, Summed
 from megatron_ext.planning.state import LINEAR, Weight
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import Plan
+
+if TYPE_CHECKING:
+    from megatron_ext.device.gpus import Gpu
+    from megatron_ext.planning.kernels import Work
 
 MULTIPLY_AND_ADD = 2
 """Floating-point operations of one multiply-add."""
@@ -222,6 +224,8 @@ class Network(ABC):
 
     def products(self, stage: Stage) -> list[Work]:
         """Return the matrix products, casts to 8 bits and gradient sums of one micro-batch."""
+        from megatron_ext.planning.kernels import Phase, Work, cast_of, gradient_bytes
+
         x = self.flops(stage)
         width = self.sizes.width
         count = self.num_microbatches
@@ -278,6 +282,8 @@ class Network(ABC):
         The default assumes that everything autograd keeps is moved once in the forward pass and
         twice in the backward pass, by `LAYER_KERNELS` kernels per layer.
         """
+        from megatron_ext.planning.kernels import Phase, Work
+
         kept = self.activations(stage).kept
         count = len(stage.layers) * LAYER_KERNELS
         return [

@@ -16,11 +16,9 @@ from megatron_ext.config.optimizer import EmaConfig
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, reads_dataset
-from megatron_ext.device.gpus import peak_flops
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.sdpa import use_flash_3
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.layers.transformer_engine import prepare_transformer_engine
 from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.optim.update import ParameterGather
@@ -61,8 +59,11 @@ def build_run(
         transformer_config: the configuration built from ``config``, if it has been built already.
     """
     started = time.time() if started is None else started
-    prepare_transformer_engine(config)
-    if config.model.transformer_impl != TE_IMPL:
+    if config.model.transformer_impl == TE_IMPL:
+        from megatron_ext.layers.transformer_engine import prepare_transformer_engine
+
+        prepare_transformer_engine(config)
+    else:
         use_flash_3(config.model, device)
     transformer_config = transformer_config or build_transformer_config(config)
     bare = build_chunks(
@@ -168,7 +169,12 @@ def _average(
 
 
 def _peak_flops(device: torch.device) -> float | None:
-    return peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    """Return the bfloat16 operations a second of a known GPU, else None."""
+    if device.type != "cuda":
+        return None
+    from megatron_ext.device.gpus import peak_flops
+
+    return peak_flops(torch.cuda.get_device_name(device))
 
 
 def _background(

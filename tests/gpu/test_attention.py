@@ -13,7 +13,8 @@ from torch.nn.attention.bias import causal_lower_right
 from benchmarks.attention import SHAPES, Inputs, Shape, make_inputs, measure, ours
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.device.gpus import seconds_of
-from megatron_ext.layers import masks, sdpa
+from megatron_ext.layers import flex_attention as flex
+from megatron_ext.layers import sdpa
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.causal_parts import attend_in_parts, prefers_parts
 from tests.gpu.runs import one_gpu
@@ -70,7 +71,7 @@ def test_block_masks_give_float64s_numbers(shape: Shape, window: Any, documents:
     with one_gpu() as context:
         module = ours(shape, context)
         module.window_size = window
-        if not masks.flex_fits(inputs.query.permute(1, 2, 0, 3), 0.0):
+        if not flex.flex_fits(inputs.query.permute(1, 2, 0, 3), 0.0):
             pytest.skip("Triton is not installed, or this torch takes powers of 2 alone")
         assert_near(outcome(lambda *qkv: module(*qkv, mask), inputs), truth)
 
@@ -91,7 +92,7 @@ def seconds_with(module: DotProductAttention, inputs: Inputs, mask: Tensor | Non
 def test_documents_cost_less_than_one_long_one() -> None:
     shape = Shape(8192, 1, 16, 16, 128)
     inputs = make_inputs(shape, DEVICE, torch.bfloat16)
-    if not masks.flex_fits(inputs.query.permute(1, 2, 0, 3), 0.0):
+    if not flex.flex_fits(inputs.query.permute(1, 2, 0, 3), 0.0):
         pytest.skip("Triton is not installed")
     mask = plain.document_indices(shape.s, [list(range(512, 8192, 512))]).to(DEVICE)
     with one_gpu() as context:

@@ -11,8 +11,9 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.layers import causal_parts, masks
-from megatron_ext.layers.masks import Span
+from megatron_ext.layers import causal_parts
+from megatron_ext.layers import flex_attention as flex
+from megatron_ext.layers.flex_attention import Span
 from tests.gpu_proof.cases import GROUPS, HEADS, D, S, half
 from tests.gpu_proof.compiler import compiled_graphs
 from tests.gpu_proof.fake_cuda import CAPABILITY, SHARED_MEMORY
@@ -60,7 +61,7 @@ def test_making_blocks_waits_for_nothing_and_stays_small(masked: bool) -> None:
     query, key, _ = queries_keys_values()
     mask = documents() if masked else None
     with Recorder() as seen:
-        masks.block_mask(query, key, Span(0, True, (1024, 0)), mask)
+        flex.block_mask(query, key, Span(0, True, (1024, 0)), mask)
     assert seen.names and seen.waits == []
     assert seen.largest <= S * S / 256
 
@@ -70,7 +71,7 @@ def test_blocks_of_a_dense_mask_wait_for_nothing() -> None:
     query, key, _ = queries_keys_values()
     forbidden = torch.zeros(1, 1, S, S, dtype=torch.bool, device=CUDA)
     with Recorder() as seen:
-        masks.block_mask(query, key, Span(0, False, None), forbidden)
+        flex.block_mask(query, key, Span(0, False, None), forbidden)
     assert seen.names and seen.waits == []
 
 
@@ -79,10 +80,10 @@ def test_blocks_of_a_dense_mask_wait_for_nothing() -> None:
 def test_documents_compile_to_kernels_that_fit(queries: int) -> None:
     """The first kernel of the backward pass sums products of the output and its gradient."""
     query, key, value = queries_keys_values(queries)
-    blocks = masks.block_mask(query, key, Span(S - queries, True, None), documents())
+    blocks = flex.block_mask(query, key, Span(S - queries, True, None), documents())
     with compiled_graphs() as graphs:
         megatrons = (x.permute(2, 0, 1, 3) for x in (query, key, value))
-        out = masks.attention_in_blocks(*megatrons, blocks, D**-0.5)
+        out = flex.attention_in_blocks(*megatrons, blocks, D**-0.5)
         torch.autograd.grad(out, (query, key, value), torch.empty_like(out))
     forward, backward = graphs
     assert backward.backward and not forward.backward
@@ -128,11 +129,11 @@ def test_heads_of_models_compile_to_kernels_that_fit(model: str) -> None:
     sinks = half(HEADS) if heads.sinks else None
     limit = torch.full((), 50.0, device=CUDA) if heads.capped else None
     views = [x.permute(1, 2, 0, 3) for x in (query, key)]
-    assert masks.flex_fits(views[0], 0.0)
-    blocks = masks.block_mask(*views, Span(0, True, (1023, 0)), documents())
+    assert flex.flex_fits(views[0], 0.0)
+    blocks = flex.block_mask(*views, Span(0, True, (1023, 0)), documents())
     with compiled_graphs() as graphs:
         scale = heads.sizes[0] ** -0.5
-        out = masks.attention_in_blocks(query, key, value, blocks, scale, limit, sinks)
+        out = flex.attention_in_blocks(query, key, value, blocks, scale, limit, sinks)
         inputs = [x for x in (query, key, value, sinks) if x is not None]
         torch.autograd.grad(out, inputs, torch.empty_like(out))
     assert out.shape == (S, 1, HEADS, heads.sizes[1])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.layers import masks
+from megatron_ext.layers import flex_attention as flex
 from megatron_ext.layers.compiled import Compiled, compiled_on_cpu
 from megatron_ext.layers.graphs import ChunkGraphs
 from megatron_ext.parallel.context import ParallelContext
@@ -66,9 +66,9 @@ def test_a_capture_forbids_nothing_that_layers_do(
 @pytest.mark.parametrize("mask", [None, MASK, DOCUMENTS])
 def test_blocks_of_a_mask_are_made_within_a_capture(mask: Tensor | None) -> None:
     query = torch.zeros(len(ENDS), HEADS, S, 16)
-    masks._position_mask.cache_clear()
+    flex._position_mask.cache_clear()
     with graphs_on_a_cpu(), Capture(CpuGraph()):
-        masks.block_mask(query, query, masks.Span(0, True, (3, 0)), mask)
+        flex.block_mask(query, query, flex.Span(0, True, (3, 0)), mask)
         assert CpuGraph.made[0].operations
 
 

@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
+from megatron_ext.layers import flex_attention as flex
 from megatron_ext.layers import masks
 from megatron_ext.layers.compiled import Compiled, compiled_on_cpu
 from megatron_ext.layers.graphs import ChunkGraphs, arguments_of
@@ -217,7 +218,7 @@ def test_graphs_keep_the_blocks_of_positions_that_they_read(context: ParallelCon
     query, kept = torch.zeros(B, HEADS, S, 16), dict[Any, Any]()
 
     def blocks() -> Any:
-        return masks.block_mask(query, query, masks.Span(0, True, (3, 0)), None)
+        return flex.block_mask(query, query, flex.Span(0, True, (3, 0)), None)
 
     common = blocks()
     with masks.newest.kept_for_graphs(kept):

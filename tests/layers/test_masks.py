@@ -14,11 +14,12 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 
 from megatron_ext.data.batch import documents_of_tokens
+from megatron_ext.layers import flex_attention as flex
 from megatron_ext.layers import masks as masking
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.layers.context_parallel import slices_of, to_rank_order
-from megatron_ext.layers.masks import Span
+from megatron_ext.layers.flex_attention import Span
 from megatron_ext.parallel.context import ParallelContext
 from tests.host_syncs import host_syncs
 from tests.layers import plain
@@ -34,8 +35,8 @@ FORMS = ["documents", "dense", None]
 @pytest.fixture
 def flexible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of a GPU, uncompiled."""
-    monkeypatch.setattr(masking, "flex_fits", lambda query, dropout: True)
-    masking._position_mask.cache_clear()
+    monkeypatch.setattr(flex, "flex_fits", lambda query, dropout: True)
+    flex._position_mask.cache_clear()
     monkeypatch.setattr(masking, "newest", masking.NewestMask())
 
 
@@ -43,14 +44,14 @@ def flexible(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Span]]:
     """Yield the spans of the block masks that are made within."""
     spans: list[Span] = []
-    genuine = masking._rule
+    genuine = flex._rule
 
     def watched(span: Span, *args: Any, **kwargs: Any) -> Any:
         spans.append(span)
         return genuine(span, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(masking, "_rule", watched)
+        patch.setattr(flex, "_rule", watched)
         yield spans
 
 
@@ -176,23 +177,23 @@ def test_layers_share_a_mask_until_it_changes(form: str, monkeypatch: pytest.Mon
     with made(monkeypatch) as spans:
         for seen in (mask, mask.detach(), mask[:]):
             for span in (plainly, windowed):
-                masking.block_mask(q, k, span, seen)
+                flex.block_mask(q, k, span, seen)
         assert spans == [plainly, windowed]
         for first in (0, 150, 0):
             part = mask[:, :, first : first + 150] if form == "dense" else mask
-            masking.block_mask(q[:, :, :150], k, Span(first, True, None), part)
+            flex.block_mask(q[:, :, :150], k, Span(first, True, None), part)
         assert len(spans) == 4
         copy = mask.clone()
-        masking.block_mask(q, k, plainly, copy)
+        flex.block_mask(q, k, plainly, copy)
         assert len(spans) == 5
         copy.copy_(copy.flip(0))
-        masking.block_mask(q, k, plainly, copy)
+        flex.block_mask(q, k, plainly, copy)
         assert len(spans) == 6
 
 
 def test_blocks_that_no_query_sees_are_left_out() -> None:
     q, k, _ = views()
-    made = masking.block_mask(q, k, Span(0, True, (100, 0)), None)
+    made = flex.block_mask(q, k, Span(0, True, (100, 0)), None)
     seen = made.to_dense()[0, 0]
     assert seen.tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 
@@ -216,7 +217,7 @@ def test_blocks_are_those_of_torch(
     _, k, _ = views()
     q = torch.zeros(B, N, 128 if first == 128 else 150, D)
     documents = given(form)
-    made = masking.block_mask(q, k, Span(first, True, window), documents)
+    made = flex.block_mask(q, k, Span(first, True, window), documents)
     batch = None if documents is None else B
     truth = create_block_mask(made.mask_mod, batch, None, q.size(2), S, device="cpu")
     (seen, whole), (true, true_whole) = blocks(made), blocks(truth)
@@ -232,19 +233,19 @@ def test_blocks_made_in_inference_mode_serve_training_too() -> None:
     query, key, _ = (x.permute(1, 2, 0, 3) for x in qkv())
     span = Span(0, True, (100, 0))
     with torch.inference_mode():
-        blocks = masking.block_mask(query, key, span, None)
-    assert masking.block_mask(query, key, span, None) is blocks
+        blocks = flex.block_mask(query, key, span, None)
+    assert flex.block_mask(query, key, span, None) is blocks
     # The backward pass of FlexAttention saves them.
     assert not any(x.is_inference() for x in blocks.as_tuple() if isinstance(x, Tensor))
     with torch.inference_mode():
-        assert not masking.limit_on(query.device, 0.7).is_inference()
+        assert not flex.limit_on(query.device, 0.7).is_inference()
 
 
 def test_indices_that_do_not_grow_lose_no_pair() -> None:
     order = torch.randperm(S, generator=torch.Generator().manual_seed(0))
     shuffled = plain.document_indices(S, ENDS)[:, order]
     q, k, _ = views()
-    made = masking.block_mask(q, k, Span(0, True, None), shuffled)
+    made = flex.block_mask(q, k, Span(0, True, None), shuffled)
     truth = create_block_mask(made.mask_mod, B, None, S, S, device="cpu")
     (seen, whole), (true, true_whole) = blocks(made), blocks(truth)
     assert bool((seen | ~true).all()) and bool((true_whole | ~whole).all())
@@ -257,7 +258,7 @@ def test_making_blocks_of_documents_never_looks_at_all_pairs() -> None:
     query = torch.empty(1, 1, length, D)
     for span in (Span(0, True, None), Span(0, True, (100, 0))):
         with Watch() as watch:
-            masking.block_mask(query, query, span, documents)
+            flex.block_mask(query, query, span, documents)
         assert watch.peak < length * length // 64, watch.peak
 
 
@@ -267,7 +268,7 @@ def test_making_blocks_takes_a_few_bytes_for_a_pair_of_positions() -> None:
     mask = plain.causal(length, 1)[:, None].contiguous()
     for span in (Span(0, False, None), Span(0, True, (100, 0))):
         with Watch() as watch:
-            masking._dense_block_mask(span, (length, length), mask)
+            flex._dense_block_mask(span, (length, length), mask)
         assert watch.peak < 4 * mask.numel()
 
 
@@ -277,17 +278,17 @@ def test_the_host_waits_for_no_mask(form: str | None, each: bool) -> None:
     """A plain number among the indices of a mask would be copied to the device, twice."""
     q, k, _ = views()
     mask = given(form)
-    masking._position_mask.cache_clear()
+    flex._position_mask.cache_clear()
     with host_syncs() as places:
         mask = mask if mask is None or each else mask[:1]
-        masking.block_mask(q, k, Span(0, True, (150, 0)), mask)
+        flex.block_mask(q, k, Span(0, True, (150, 0)), mask)
     assert places == []
 
 
 def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     query = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
-    assert not masking.flex_fits(query, 0.0), "a CPU has its own ways"
+    assert not flex.flex_fits(query, 0.0), "a CPU has its own ways"
 
     class Cuda:
         is_cuda = True
@@ -299,18 +300,18 @@ def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         def size(self, dim: int) -> int:
             return self.d
 
-    monkeypatch.setattr(masking, "compiles", lambda query: True)
+    monkeypatch.setattr(flex, "compiles", lambda query: True)
     given: list[Any] = [(Cuda(128), 0.0), (Cuda(192), 0.0), (Cuda(128), 0.1), (Cuda(8), 0.0)]
     for fills_up in (True, False):
-        monkeypatch.setattr(masking, "FILLS_UP_HEADS", fills_up)
-        assert [masking.flex_fits(*one) for one in given] == [True, fills_up, False, False]
+        monkeypatch.setattr(flex, "FILLS_UP_HEADS", fills_up)
+        assert [flex.flex_fits(*one) for one in given] == [True, fills_up, False, False]
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
     """Compile attention on a CPU, and count how often."""
     torch._dynamo.reset()
-    monkeypatch.setattr(masking.attention_in_blocks, "_variants", {})
+    monkeypatch.setattr(flex.attention_in_blocks, "_variants", {})
     counter = CompileCounter()
     with compiled_on_cpu(counter):
         yield counter
@@ -325,10 +326,10 @@ def test_a_micro_batch_compiles_nothing_anew(counted: CompileCounter) -> None:
         truth = plain.attention(*(x.double() for x in qkv()), plain.documents(S, ends))
         for first in (0, 150):
             part = q[first : first + 150]
-            blocks = masking.block_mask(
+            blocks = flex.block_mask(
                 part.permute(1, 2, 0, 3), views()[1], Span(first, True, None), documents
             )
-            found = masking.attention_in_blocks(part, k, v, blocks, D**-0.5).flatten(2)
+            found = flex.attention_in_blocks(part, k, v, blocks, D**-0.5).flatten(2)
             torch.testing.assert_close(
                 found.double(), truth[first : first + 150], rtol=0, atol=2e-6
             )
@@ -342,11 +343,11 @@ def test_kinds_of_calls_are_compiled_apart_and_once(counted: CompileCounter) -> 
     kinds = [(form, w) for form in FORMS for w in (None, *windows) if (form, w) != (None, None)]
     for again in (False, True):
         for form, window in kinds:
-            blocks = masking.block_mask(*views()[:2], Span(0, True, window), given(form))
-            masking.attention_in_blocks(q, k, v, blocks, D**-0.5)
+            blocks = flex.block_mask(*views()[:2], Span(0, True, window), given(form))
+            flex.attention_in_blocks(q, k, v, blocks, D**-0.5)
         assert counted.frame_count == len(kinds) > 8, f"again: {again}"
     with torch.no_grad():
-        masking.attention_in_blocks(q, k, v, blocks, D**-0.5)
+        flex.attention_in_blocks(q, k, v, blocks, D**-0.5)
     assert counted.frame_count == len(kinds) + 1
 
 
@@ -358,5 +359,5 @@ def test_no_lengths_and_batches_reach_the_limit_of_one_function(counted: Compile
                 q, k, v = (x[:, :batch] for x in qkv())
                 q, k, v = q[:queries], k[:keys], v[:keys]
                 query, key = (x.permute(1, 2, 0, 3) for x in (q, k))
-                blocks = masking.block_mask(query, key, Span(0, False, (100, 50)), None)
-                masking.attention_in_blocks(q, k, v, blocks, D**-0.5)
+                blocks = flex.block_mask(query, key, Span(0, False, (100, 50)), None)
+                flex.attention_in_blocks(q, k, v, blocks, D**-0.5)

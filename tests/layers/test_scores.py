@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.layers import masks as masking
+from megatron_ext.layers import flex_attention as flex
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.parallel.context import ParallelContext
@@ -37,7 +37,7 @@ def test_gradients_beside_sinks_are_those_of_one_more_key_without_a_value() -> N
     for alone in (True, False):
         own = [x.double().requires_grad_() for x in (scores, value, sinks)]
         if alone:
-            out = masking.beside_sinks(own[0].softmax(-1) @ own[1], own[0].logsumexp(-1), own[2])
+            out = flex.beside_sinks(own[0].softmax(-1) @ own[1], own[0].logsumexp(-1), own[2])
         else:
             column = own[2].view(1, -1, 1, 1).expand(B, -1, 5, 1)
             out = torch.cat([own[0], column], -1).softmax(-1)[..., :-1] @ own[1]
@@ -60,7 +60,7 @@ def test_compiled_sinks_and_caps_have_the_gradients_of_the_eager_path(
     for softcap, kind in SCORES:
         found = []
         for fits in (True, False):
-            monkeypatch.setattr(masking, "flex_fits", lambda query, dropout, fits=fits: fits)
+            monkeypatch.setattr(flex, "flex_fits", lambda query, dropout, fits=fits: fits)
             module = build_with_scores(context, softcap, kind)
             own = [x.requires_grad_() for x in qkv()]
             if kind is not None:

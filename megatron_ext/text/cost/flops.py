@@ -12,7 +12,6 @@ from typing import Any
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.losses.logit_blocks import default_rows, fused_rows
-from megatron_ext.planning.kernels import cast_of
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Flops, Network
 from megatron_ext.planning.stages import FP32, Ranks, Stage
 from megatron_ext.planning.state import Linear
@@ -291,6 +290,8 @@ class GptFlops(GptRun):
 
         The layer casts the inputs and the output gradients of its linear layers.
         """
+        from megatron_ext.planning.kernels import cast_of
+
         x = self.sizes
         gated = self.config.model.gated
         each = cast_of(self.config.fp8.fp8_recipe)[0]
@@ -333,7 +334,7 @@ class GptFlops(GptRun):
         scores = self._scores(self.sizes.layers - 1)
         return Flops(linear, scores=scores, weights=self._trained(linear))
 
-    def _logits_flops(self) -> Flops:
+    def logits_flops(self) -> Flops:
         head = self._on_rank("logits") * (1 + self.sizes.depths)
         return Flops(head=head, head_weights=self._trained(head))
 
@@ -343,7 +344,7 @@ class GptFlops(GptRun):
             total += self.layer_flops(number)
         for _ in range(stage.depths):
             total += self._depth_flops()
-        return total + self.recomputed(stage) + (self._logits_flops() if stage.head else Flops())
+        return total + self.recomputed(stage) + (self.logits_flops() if stage.head else Flops())
 
     def recomputed(self, stage: Stage) -> Flops:
         model = self.config.model

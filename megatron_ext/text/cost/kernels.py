@@ -5,11 +5,16 @@ Each function is one kernel, which reads its inputs and writes its outputs once.
 sums with those of a traced layer.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_ext.planning.kernels import Phase, Work, cast_of
 from megatron_ext.planning.stages import FP32, Stage
-from megatron_ext.text.cost.flops import GptFlops
+
+if TYPE_CHECKING:
+    from megatron_ext.text.cost.network import GptNetwork
 
 LAYER_KERNELS = {
     ("linear", Phase.FORWARD): 4,
@@ -52,31 +57,34 @@ ROW_PLUMBING = 2 + 4 + 4 + 8
 
 
 @dataclass(frozen=True)
-class GptKernels(GptFlops):
+class GptKernels:
     """Counts of the kernels of one micro-batch on one rank."""
+
+    network: GptNetwork
 
     def other_work(self, stage: Stage) -> list[Work]:
         """Return a stage's kernels of one micro-batch other than its matrix products."""
-        x = self.sizes
-        count = self.num_microbatches
-        fp8 = self.config.fp8
+        x = self.network.sizes
+        count = self.network.num_microbatches
+        fp8 = self.network.config.fp8
         work: list[Work] = []
         for number in stage.layers:
-            joins = self.joins_activation(number)
-            work += self.layer_work(self.sizes.experts[number], joins=joins)
-            if self.sizes.in_8_bits(fp8, number):
+            joins = self.network.joins_activation(number)
+            work += self.layer_work(self.network.sizes.experts[number], joins=joins)
+            if self.network.sizes.in_8_bits(fp8, number):
                 # Inputs and output gradients of four layers; once in a step their weights.
                 casts = 4 * cast_of(fp8.fp8_recipe)[1]
                 work.append(Work("casts", Phase.FORWARD, kernels=casts * (1 + 1 / count)))
                 work.append(Work("casts", Phase.INPUT, kernels=casts))
         for _ in range(stage.depths):
-            work += [*self.layer_work(self.sizes.experts[-1]), *self._norms(3)]
+            work += [*self.layer_work(self.network.sizes.experts[-1]), *self._norms(3)]
         if stage.final_norm:
             work += self._norms(1)
         if stage.embedding:
-            work.append(Work("pointwise", Phase.FORWARD, num_bytes=2 * self.residual, kernels=2))
-        if (stage.embedding or stage.depths) and self.trains:
-            moved = ZEROING * self.table / count + ROW_PLUMBING * x.tokens * x.h
+            embedded = 2 * self.network.residual
+            work.append(Work("pointwise", Phase.FORWARD, num_bytes=embedded, kernels=2))
+        if (stage.embedding or stage.depths) and self.network.trains:
+            moved = ZEROING * self.network.table / count + ROW_PLUMBING * x.tokens * x.h
             work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=8))
         return work + (self._head_work(stage) if stage.head else [])
 
@@ -86,15 +94,15 @@ class GptKernels(GptFlops):
         ``experts`` tells whether the layer has experts. ``joins`` leaves out the activation, which
         then the kernel that casts to 8 bits computes.
         """
-        x = self.sizes
-        model = self.config.model
-        r = self.residual
+        x = self.network.sizes
+        model = self.network.config.model
+        r = self.network.residual
         qkv = x.tokens * x.projected // x.tp * x.width
         f = x.tokens * x.f // x.tp * x.width
         routed = 0
         if experts:
-            routed = self.routed * x.h * x.width
-            f = self.routed * self.expert_width * x.width
+            routed = self.network.routed * x.h * x.width
+            f = self.network.routed * self.network.expert_width * x.width
         wide = 2 * f if model.gated else f
         # Forward, a norm moves 2 tensors, the sum with the norm after it 4, the other sum 3. Going
         # back, each norm reads 3, one of them the gradient of the residual, and writes 1. Experts
@@ -105,7 +113,7 @@ class GptKernels(GptFlops):
             forward = forward + wide + f
             backward = backward + 2 * wide + f
         moved = {("pointwise", Phase.FORWARD): forward, ("pointwise", Phase.INPUT): backward}
-        graphed = self.config.cuda_graphs.cuda_graph_impl == "local"
+        graphed = self.network.config.cuda_graphs.cuda_graph_impl == "local"
         return [
             Work(*which, num_bytes=moved.get(which, 0), kernels=count, graphed=graphed)
             for which, count in LAYER_KERNELS.items()
@@ -116,8 +124,9 @@ class GptKernels(GptFlops):
 
         Each norm moves 2 tensors in the forward pass and 3 in the backward pass.
         """
+        residual = self.network.residual
         return [
-            Work("pointwise", phase, num_bytes=count * tensors * self.residual, kernels=2 * count)
+            Work("pointwise", phase, num_bytes=count * tensors * residual, kernels=2 * count)
             for phase, tensors in ((Phase.FORWARD, 2), (Phase.INPUT, 3))
         ]
 
@@ -127,9 +136,9 @@ class GptKernels(GptFlops):
         It is always added with CUDA graphs, with sharded gradients, and on a stage with an
         embedding that shares the weight.
         """
-        tied = not self.config.model.untie_embeddings_and_output_weights
-        graphed = self.config.cuda_graphs.cuda_graph_impl == "local"
-        adds = graphed or self.config.optimizer.shards_gradients
+        tied = not self.network.config.model.untie_embeddings_and_output_weights
+        graphed = self.network.config.cuda_graphs.cuda_graph_impl == "local"
+        adds = graphed or self.network.config.optimizer.shards_gradients
         return not adds and not (tied and (stage.embedding or stage.depths))
 
     def _head_work(self, stage: Stage) -> list[Work]:
@@ -140,13 +149,15 @@ class GptKernels(GptFlops):
         other; 2 bytes per block are left out, since the assumed rate of matrix products covers
         them.
         """
-        x = self.sizes
-        losses = 1 + self.sizes.depths
-        chunked = self.config.loss.cross_entropy_impl == "chunked"
-        counted = self._logits_flops()
-        blocks = -(-x.tokens // self.loss_rows) if chunked else 1
+        x = self.network.sizes
+        losses = 1 + self.network.sizes.depths
+        chunked = self.network.config.loss.cross_entropy_impl == "chunked"
+        counted = self.network.logits_flops()
+        blocks = -(-x.tokens // self.network.loss_rows) if chunked else 1
         count = losses * blocks
-        summed = self.table * (8 * blocks - 4 - 2 * blocks) if chunked and self.trains else 0
+        summed = 0
+        if chunked and self.network.trains:
+            summed = self.network.table * (8 * blocks - 4 - 2 * blocks)
         inputs, weights = (Phase.FORWARD,) * 2 if chunked else (Phase.INPUT, Phase.WEIGHT)
         per_logit = (LOGIT if chunked else EAGER_LOGIT) * x.width / 2
         logits = losses * x.tokens * x.v // x.tp
@@ -162,8 +173,10 @@ class GptKernels(GptFlops):
                 count * (PASSES + VECTOR_KERNELS) + LOSS_KERNELS,
             ),
         ]
-        if self.trains:
+        if self.network.trains:
             first = -FP32 if self._overwrites_head(stage) else ZEROING
-            moved = (HEAD_PLUMBING * losses + first / self.num_microbatches) * self.table
+            moved = (
+                HEAD_PLUMBING * losses + first / self.network.num_microbatches
+            ) * self.network.table
             work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=5 * losses))
         return work

@@ -5,9 +5,11 @@ flops.py has the sizes of a run and its operations, activations.py the bytes kep
 pass, and kernels.py the bytes that kernels move.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.rules.parallel import mtp_stage, stages_of
@@ -27,9 +29,11 @@ from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
-from megatron_ext.text.cost.flops import GptRun, Sizes, attention_matrices, mlp_matrices
-from megatron_ext.text.cost.kernels import GptKernels
+from megatron_ext.text.cost.flops import GptFlops, GptRun, Sizes, attention_matrices, mlp_matrices
 from megatron_ext.text.cost.latent import LatentSizes
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.kernels import Work
 
 RECOMPUTATION: dict[str, dict[str, object]] = {
     "none": {"recompute_granularity": None},
@@ -189,11 +193,11 @@ class Parameters(GptRun):
 
 
 @dataclass(frozen=True)
-class GptNetwork(Parameters, Activations, GptKernels):
+class GptNetwork(Parameters, Activations, GptFlops):
     """Formulas for the weights, memory, traffic and operations of a GPT in one run."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> "GptNetwork":
+    def of(cls, config: RunConfig) -> GptNetwork:
         """Return the cost formulas for a resolved configuration.
 
         Raise a ConfigError if the vocabulary size is not set.
@@ -259,6 +263,11 @@ class GptNetwork(Parameters, Activations, GptKernels):
         eight = [n for n, layer in enumerate(stage.layers) if self.sizes.in_8_bits(fp8, layer)]
         names = tuple(f"decoder.layers.{n}." for n in eight)
         return fp8_bytes(fp8, [w for w in self.weights(stage) if w.name.startswith(names)])
+
+    def other_work(self, stage: Stage) -> list[Work]:
+        from megatron_ext.text.cost.kernels import GptKernels
+
+        return GptKernels(self).other_work(stage)
 
     def layer(self) -> LayerBytes:
         return self.layer_bytes(self.sizes.layers - 1)

@@ -8,7 +8,6 @@ from megatron.core.models.common.language_module.language_module import Language
 from torch import Tensor
 
 from megatron_ext.layers.auxiliary_loss import MTPTargets, OutputHead, attach
-from megatron_ext.layers.dropout import HiddenDropout
 from megatron_ext.layers.linear import OutputLayer, WordEmbedding
 from megatron_ext.layers.subclass import specialize
 
@@ -36,6 +35,8 @@ class TextModel(LanguageModule):  # type: ignore[misc]
             specialize(self.embedding.word_embeddings, WordEmbedding)
             self.embedding.word_embeddings.config = self.config
         if hasattr(self, "embedding") and getattr(self.config, "deterministic_dropout", False):
+            from megatron_ext.layers.dropout import HiddenDropout
+
             probability = self.config.hidden_dropout
             cut = self.config.sequence_parallel
             self.embedding.embedding_dropout = HiddenDropout(
