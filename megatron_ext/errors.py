@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from megatron_ext import limits
 
@@ -334,3 +334,14 @@ def _follow(parent: int, _worker: int) -> None:
     # With a fork server, Python's default since 3.14, the workers' parent is the server.
     if os.getppid() == parent:
         leave_signals_to(parent)
+    sys.excepthook = _unless_parent_ended
+
+
+def _unless_parent_ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Report an error of a loader's worker, unless it lost its parent.
+
+    Python's thread that hands tensors to the parent reports here what happens to it. That the
+    parent ended in the middle of this is no news.
+    """
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)

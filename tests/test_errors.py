@@ -244,3 +244,15 @@ def test_sigterm_lets_an_interrupted_program_clean_up() -> None:
         return False
 
     assert in_child(cleans_up)
+
+
+def test_a_worker_of_a_loader_is_silent_when_its_parent_has_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    loader_ends_with_parent()(0)
+    for error in (ConnectionResetError(), EOFError()):
+        sys.excepthook(type(error), error, None)
+    assert not capsys.readouterr().err
+    sys.excepthook(ValueError, ValueError("of another kind"), None)
+    assert "ValueError: of another kind" in capsys.readouterr().err

@@ -32,7 +32,7 @@ from megatron_ext.train.reporting.start import STARTED
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path("/dev/shm")
 """The folder in memory in which a run makes its host folder."""
-BUSY = 20.0
+BUSY = 60.0
 """Seconds of computing after which a process of a tiny run counts as hanging, however late its wall
 clock is on a busy machine."""
 PATIENCE = 2.0

@@ -18,8 +18,9 @@ from megatron_ext.layers.rope_scaling import (
     read_scaling,
     written,
 )
-from megatron_ext.layers.rotary import LayerRotary, RotaryEmbedding, inverse_frequencies
+from megatron_ext.layers.rotary import RotaryEmbedding, inverse_frequencies
 from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.layers.transformer_layer import LayerRotary
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config.positions import PositionConfig
 from tests.ranks import ranks

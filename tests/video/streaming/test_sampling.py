@@ -297,7 +297,8 @@ def test_videos_begin_with_a_picture_and_have_seeds(tmp_path: Path) -> None:
     start = str(tmp_path / "start.png")
     assert found == [("disc", 42, start), ("square", 7, None), ("square", 7, None)]
     (given, fps), (one, _), (two, _) = (read(folder / f"sample_00{i}.mp4") for i in range(3))
-    assert fps == 7.5 and np.array_equal(one, two)
+    # A sum may be rounded otherwise in another place of memory, and the codec makes 4 of 1 in 255.
+    assert fps == 7.5 and np.abs(one.astype(int) - two).max() <= 4
     assert np.abs(given[0].astype(int) - 128).max() <= 4
     assert np.abs(one[0].astype(int) - 128).max() > 20
 
