@@ -206,7 +206,9 @@ def test_the_flights_of_all_ranks_are_awaited(
     flights = tmp_path / "flight_0", tmp_path / "flight_1"
     content = b'{"behind": 0, "groups": {}}\n'
     flights[0].write_bytes(content)
-    timer = threading.Timer(0.1, lambda: flights[1].write_bytes(content))
+    aside = tmp_path / "aside"
+    aside.write_bytes(content)
+    timer = threading.Timer(0.1, lambda: aside.replace(flights[1]))
     timer.start()
     assert ask_flights(tmp_path, [0, 1], seconds=5.0) == {0: (), 1: ()}
     timer.join()
@@ -524,7 +526,7 @@ def test_faults_are_logged_with_rank_and_cause(forwarder: SignalForwarder, tmp_p
     supervisor, code = supervised(forwarder, {0: "kill -USR1 $$"})
     assert (code, supervisor.fault) == (128 + signal.SIGUSR1, None)
     supervisor, code = supervised(
-        forwarder, {4: "sleep 0.3; exit 123", 5: "exit 123"}, save=str(tmp_path), generation=2
+        forwarder, {4: "sleep 0.05; exit 123", 5: "exit 123"}, save=str(tmp_path), generation=2
     )
     assert code == 123 and supervisor.fault is not None
     assert (supervisor.fault.rank, supervisor.fault.cause) == (5, "lost contact")

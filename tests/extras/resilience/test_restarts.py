@@ -255,6 +255,7 @@ def test_numbers_of_replicas_that_change_the_batch_are_refused(
     pairs = "--tensor-model-parallel-size 2"
     assert sizes(f"{words} 1", 4) == (4, 2, 1)  # 16 samples, 2 at a time
     assert sizes(f"{words} 2 {pairs}", 8) == (8, 4)
+    assert sizes(f"{words} 4", 4) == (4,)
     with pytest.raises(ConfigError, match=r"go on with 3 nodes \(3 ranks\), but: .*16"):
         sizes(f"{words} 3", 4)
     with pytest.raises(ConfigError, match=r"`--elastic-min-nodes` \(5\) must be at most"):
