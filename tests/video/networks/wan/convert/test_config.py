@@ -10,16 +10,20 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.convert import read_config, reader_of
-from megatron_ext.video.networks.wan.config import SIZES
+from megatron_ext.video.config.rules import SECTIONS
+from megatron_ext.video.convert import is_streaming, read_config, reader_of
+from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
+from megatron_ext.video.networks.wan.convert import conversion, export
 from megatron_ext.video.networks.wan.convert.config import (
     WanModel,
     config_json,
     understand,
     understand_shapes,
 )
+from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
 from megatron_ext.video.networks.wan.convert.names import (
     Naming,
     from_wan,
@@ -27,6 +31,8 @@ from megatron_ext.video.networks.wan.convert.names import (
     to_wan,
     wan_names,
 )
+from megatron_ext.video.networks.wan.convert.weights import run_config
+from megatron_ext.video.streaming.config import StreamingConfig
 from tests.ranks import ranks
 from tests.video.networks.wan.convert.models import TINY, bare, network, options_of, original_names
 from tests.video.networks.wan.plain import num_parameters
@@ -55,6 +61,13 @@ def test_published_models_have_names_and_are_written_alike() -> None:
     assert understand(DIFFUSERS, PATH) == WanModel("14b", SIZES["14b"], Naming.DIFFUSERS)
     # Defaults are those of diffusers' class, and the width of the text is free.
     assert understand({"_class_name": CLASS}, PATH) == understand(DIFFUSERS, PATH)
+    assert understand({**DIFFUSERS, "out_channels": None}, PATH).size == "14b"
+    # The original's class has other defaults, a model of 2048 features that has no name.
+    with pytest.raises(CheckpointError) as caught:
+        understand({"_class_name": "WanModel"}, PATH)
+    said = str(caught.value)
+    for part in ("hidden_size 2048", "num_heads 16", "ffn_size 8192", "num_blocks 32"):
+        assert f"{part} instead of" in said
     found = understand({**DIFFUSERS, "text_dim": 48}, PATH)
     assert (found.size, found.sizes) == ("14b", dataclasses.replace(SIZES["14b"], text_width=48))
     assert config_json(SIZES["1.3b"], Naming.ORIGINAL) == {
@@ -97,6 +110,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"patch_size": [2, 2, 2]}, "`patch_size` [2, 2, 2]"),
     ({"in_channels": 36}, "`out_channels` 16 and `in_channels` 36"),
     ({"num_layers": "40"}, "`num_layers` '40', which must be an integer"),
+    ({"num_layers": 40.0}, "`num_layers` 40.0, which must be an integer"),
+    ({"ffn_dim": None}, "`ffn_dim` None, which must be an integer"),
     ({"num_layers": 0}, "`num_blocks` (0) must be 1 or more"),
     (
         {"num_layers": 30, "ffn_dim": 14336},
@@ -133,6 +148,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_config(pipeline)
     with pytest.raises(CheckpointError, match=r"no `patch_embedding.weight` of 5 dimensions"):
         understand_shapes({"patch_embedding.weight": (3, 4)}, Naming.ORIGINAL, PATH)
+    # A model narrower than one usual head has one head.
+    small: dict[str, tuple[int, ...]] = {
+        "patch_embedding.weight": (96, 4, 1, 2, 2), "text_embedding.0.weight": (96, 32),
+        "blocks.0.ffn.0.weight": (128, 96), "blocks.1.ffn.0.weight": (128, 96),
+    }  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"hidden_size 96 instead of 64, num_heads 1 instead"):
+        understand_shapes(small, Naming.ORIGINAL, PATH)
 
 
 def test_a_folder_finds_its_conversion_by_its_class(tmp_path: Path) -> None:
@@ -144,6 +166,19 @@ def test_a_folder_finds_its_conversion_by_its_class(tmp_path: Path) -> None:
         path.write_text(json.dumps({"_class_name": name}))
         conversion = reader_of(tmp_path)
         assert conversion is not None and conversion.title == "Wan"
+    for name in ("a.pt", "a.pth", "a.bin", "a.safetensors"):
+        (tmp_path / name).touch()
+        assert (reader_of(tmp_path / name) is None) == (name == "a.safetensors")
+    # A whole pipeline is told apart from a folder of something else.
+    (tmp_path / "pipeline" / "transformer").mkdir(parents=True)
+    assert reader_of(tmp_path / "pipeline") is None
+    (tmp_path / "pipeline" / "model_index.json").touch()
+    (tmp_path / "pipeline" / "transformer" / "config.json").touch()
+    with pytest.raises(CheckpointError, match=r"holds a whole pipeline; give .*/transformer"):
+        reader_of(tmp_path / "pipeline")
+    assert is_streaming({"video": {"task": "streaming"}}) is True
+    for other in ({"video": {"task": "flow"}}, {"video": None}, {}):
+        assert not is_streaming(other)
     path.write_text(json.dumps({"_class_name": "CogVideoXTransformer3DModel"}))
     unknown = "'CogVideoXTransformer3DModel', which cannot be converted; use one of WanTransf"
     with pytest.raises(CheckpointError, match=unknown):
@@ -173,3 +208,53 @@ def test_names_and_shapes_are_those_of_diffusers(name: str) -> None:
         found |= {name: tuple(part.shape) for name, part in zip(names, parts, strict=True)}
     assert found == {name: tuple(tensor.shape) for name, tensor in state.items()}
     assert sum(map(math.prod, found.values())) == num_parameters(sizes)
+
+
+def test_the_width_of_the_text_goes_with_imported_weights() -> None:
+    """Weights of a named size may have been trained with another text encoder."""
+    sizes = dataclasses.replace(SIZES["mini"], text_width=24)
+    for dtype, bf16 in (("bfloat16", True), ("float32", False)):
+        config = run_config(WanModel("mini", sizes, Naming.DIFFUSERS), dtype, Path("save"))
+        assert config.section(StreamingConfig).sizes() == sizes
+        assert config.model.hidden_size == sizes.hidden_size and config.precision.bf16 is bf16
+        assert is_streaming(config.to_dict())
+
+
+def test_an_export_takes_the_network_the_step_and_the_averages_that_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let critic and generator have different sizes."""
+    streaming = StreamingConfig(generator_size="tiny", critic_size="mini", text_features=24)
+    config = RunConfig(sections=tuple(kind() for kind in SECTIONS)).with_section(streaming)
+    asked: list[Any] = []
+
+    def stopped(path: Any, sizes: VideoDiTSizes, prefix: str) -> None:
+        asked.append((path, sizes.hidden_size, sizes.text_width, prefix))
+        raise CheckpointError("enough")
+
+    def content(load: Path, step: int | None) -> dict[str, Any]:
+        asked.append(step)
+        return config.to_dict()
+
+    monkeypatch.setattr(export, "read_run_config", content)
+    monkeypatch.setattr(export, "verified_folder", lambda load, step: (load, step))
+    monkeypatch.setattr(export, "_check_stored", stopped)
+    usual: dict[str, Any] = {
+        "dtype": None, "max_shard_size": "5GB", "step": None, "ema": False, "naming": None,
+        "network": "generator",
+    }  # fmt: skip
+    for changes, wanted in (
+        ({}, (64, 24, "")),
+        ({"ema": True}, (64, 24, "ema.")),
+        ({"network": "critic", "step": 7}, (128, 24, "critic.")),
+    ):
+        options = {**usual, **changes}
+        with pytest.raises(CheckpointError, match="enough"):
+            CONVERSION.export_weights(PATH, tmp_path / "new", **options)
+        assert asked == [options["step"], ((PATH, options["step"]), *wanted)]
+        asked.clear()
+    given: list[Any] = []
+    monkeypatch.setattr(conversion, "export_wan", lambda *_, **options: given.append(options))
+    for naming in (None, "original"):
+        CONVERSION.export_weights(PATH, tmp_path / "new", **{**usual, "naming": naming})
+    assert [options["naming"] for options in given] == [Naming.DIFFUSERS, Naming.ORIGINAL]

@@ -93,7 +93,8 @@ def save_pt(path: Path, diffusers: Path) -> Path:
     tensors = original_tensors(diffusers)
     generator = {f"model.{name}": tensor for name, tensor in tensors.items()}
     averages = {
-        f"model._fsdp_wrapped_module.{name.replace('.0.', '.0._fsdp_wrapped_module.')}": 2 * tensor
+        f"model._fsdp_wrapped_module._orig_mod.{name.replace('.0.', '.0._fsdp_wrapped_module.')}": 2
+        * tensor
         for name, tensor in tensors.items()
     }
     torch.save({"generator": generator, "generator_ema": averages, "step": 700}, path)
@@ -113,7 +114,10 @@ def test_a_file_of_longlive(tmp_path: Path, entry: str) -> None:
 def test_files_of_torch_with_one_entry_or_none(tmp_path: Path) -> None:
     """Read diffusers' naming too, and the form from before torch 1.6."""
     source = make(tmp_path / "diffusers")
-    content = {"bare.pt": tensors_of(source), "one.pth": {"model": original_tensors(source)}}
+    content = {
+        "bare.pt": tensors_of(source),
+        "one.pth": {"model": original_tensors(source), "optimizer": {}},
+    }
     for number, (name, value) in enumerate(content.items()):
         torch.save(value, tmp_path / name, _use_new_zipfile_serialization=bool(number))
         root = tmp_path / f"{name} ours"
