@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_ext.losses.contract import pair
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.step import StepInputs
 from megatron_ext.video.streaming import step as step_module
 from megatron_ext.video.streaming import task
 from megatron_ext.video.streaming.config import StreamingConfig
@@ -219,3 +220,99 @@ def test_samples_while_training_are_no_work_and_share_the_codec(
         "sampled 3 videos into videos in 1.2 s",
         "the sampled videos are not finite and are not written",
     ]
+
+
+class Recorder:
+    """A recorder of phases that keeps their names."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    @contextmanager
+    def phase(self, name: str) -> Any:
+        self.events.append(name)
+        yield
+
+
+def training_runner(events: list[str], per_frame: bool) -> StreamingRunner:
+    """Return a runner whose networks note what is done to them and whose clips have 2, 3 .. frames.
+
+    The loss of a clip is its number of frames times the weight of the network.
+    """
+    own = runner(generator_interval=2)
+    training = SimpleNamespace(calculate_per_token_loss=per_frame, seed=1)
+    own.config = SimpleNamespace(training=training)  # type: ignore[assignment]
+    own.context = SimpleNamespace(recorder=Recorder(events))  # type: ignore[assignment]
+    own.schedule = None  # type: ignore[assignment]
+    own.observer = own.check_zeroed = None
+    own.extra_state = SimpleNamespace(steps=0)  # type: ignore[assignment]
+    made = iter(range(2, 99))
+
+    def clip(*, trains_generator: bool) -> Any:
+        events.append("gc"[not trains_generator])
+        return SimpleNamespace(mask=torch.ones(1, next(made), dtype=torch.bool))
+
+    def network(name: str) -> Any:
+        def reduce(divisor: Tensor | None, everywhere: bool) -> None:
+            shown = "mean" if divisor is None else str(int(divisor))
+            events.append(f"{name} by {shown}{' everywhere' * everywhere}")
+
+        return SimpleNamespace(
+            zero_grad=lambda: events.append(f"{name} zero"), chunks=[name], reduce=reduce,
+            update=lambda: events.append(f"{name} update"),
+            weight=torch.ones((), requires_grad=True),
+        )  # fmt: skip
+
+    own.generator, own.critic = network("generator"), network("critic")
+    own.sequence = SimpleNamespace(next_clip=clip)  # type: ignore[assignment]
+    for name in ("generator", "critic"):
+        weight: Any = getattr(own, name).weight
+
+        def losses(clip: Any, _: Any, weight: Tensor = weight) -> Any:
+            count = clip.mask.sum()
+            # Two blocks of a clip, with a third and two thirds of its loss.
+            for part in (1 / 3, 2 / 3):
+                yield part * count * weight, count, {}
+
+        setattr(own, f"_{name}_losses", losses)
+    for name in ("settle", "_give_memory_back", "_advance_schedules"):
+        setattr(own, name, lambda *_, name=name: events.append(name))
+    own._result = lambda reports, updates: (reports, updates)  # type: ignore[assignment,method-assign,return-value]
+    return own
+
+
+@pytest.mark.parametrize("per_frame", [True, False])
+def test_a_step_of_two_micro_batches_takes_four_clips(
+    per_frame: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Take clips of 2 and 4 frames for the generator, of 3 and 5 for the critic."""
+    monkeypatch.setattr(step_module, "noised_clip", lambda *_: None)
+    events = list[str]()
+    own = training_runner(events, per_frame)
+    own.train(StepInputs(None, 2), 7)
+    frames = {"generator": 6, "critic": 8}
+    reduced = [
+        part
+        for name in ("critic", "generator")
+        for part in ("reduce", f"{name} by {frames[name] if per_frame else 'mean'}")
+    ]
+    assert [event for event in events if "give" not in event] == [
+        "critic zero", "generator zero", "forward", "g", "forward", "c", "forward", "g", "forward",
+        "c", *reduced, "settle", "update", "critic update", "generator update",
+        "_advance_schedules",
+    ]  # fmt: skip
+    for name, total in frames.items():
+        weight: Any = getattr(own, name).weight
+        # Means of clips are averaged over the clips; frames are summed until they are reduced.
+        assert float(weight.grad) == pytest.approx(total if per_frame else 1.0)
+    # In the next step the critic alone is trained.
+    events.clear()
+    own.extra_state.steps, own.observer = 1, lambda: events.append("observed")
+    own.check_zeroed = lambda chunks: events.append(f"{chunks[0]} checked")  # type: ignore[assignment]
+    own.train(StepInputs(None, 1), 7)
+    divisor = "6" if per_frame else "mean"
+    assert [event for event in events if "give" not in event] == [
+        "critic zero", "critic checked", "forward", "c", "reduce",
+        f"critic by {divisor} everywhere", "observed", "settle", "update", "critic update",
+        "_advance_schedules",
+    ]  # fmt: skip
