@@ -166,7 +166,7 @@ class Activations(GptRun):
     def _attention_transient(self) -> int:
         sizes = self.sizes
         qkv = sizes.projected // sizes.tp
-        weight = max(qkv, sizes.n * sizes.d // sizes.tp) * sizes.h * sizes.width
+        weight = qkv * sizes.h * sizes.width  # the output projection's is smaller
         scores = 0
         if self.attends_eagerly:
             elements = sizes.tokens * sizes.n // sizes.tp * sizes.s

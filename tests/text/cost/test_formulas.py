@@ -111,12 +111,13 @@ def test_recomputed_attention_comes_back_for_a_moment() -> None:
 
 
 def test_the_largest_matrix_of_attention_is_there_for_a_moment() -> None:
-    """With one query group the projection of queries, keys and values is a little larger."""
+    """That of queries, keys and values is larger than that of the output."""
     wide = llama_network("--kv-channels 256 --num-query-groups 1 --seq-length 8")
     qkv = (N + 2) * 256
     assert wide.attention().transient == 8 * H * 2 + qkv * H * 2
     latent = llama_network(f"{LATENT} --v-head-dim 1024 --seq-length 8")
-    assert latent.attention().transient >= N * 1024 * H * 2
+    up = N * KEY + N * (KEY - ROTATED + 1024)
+    assert latent.attention().transient == 8 * H * 2 + up * H * 2
 
 
 def test_only_the_first_layers_of_a_block_are_run_again() -> None:
@@ -173,6 +174,11 @@ def test_experts_keep_what_their_tokens_need() -> None:
     """Each token has two experts; a shared expert adds its own tensors."""
     plain = llama_network(EXPERTS)
     assert (plain.routed, plain.expert_width) == (2 * S, 1024)
+    # Gated, scaled outputs of the experts; inputs with places and weights; the map of tokens and
+    # experts; the router's choice and both of its scores.
+    kept = 6 * 2 * S * 1024 * 2 + 2 * S * (2 * H + 8 + 4) + S * 8 * (4 + 1)
+    kept += S * (2 * (8 + 4) + 2 * 8 * 4)
+    assert plain._experts().kept == kept
     shared = llama_network(f"{EXPERTS} --moe-shared-expert-intermediate-size 64")
     one, two = (x.mlp(experts=True) for x in (plain, shared))
     assert two.kept - one.kept == 5 * S * 64 * 2
@@ -211,6 +217,13 @@ def test_deferred_gradients_keep_inputs_and_output_gradients() -> None:
     quarter = llama_network("--tensor-model-parallel-size 4")
     split = 4 * H + (qkv + N * D + 3 * F) // 4
     assert quarter.deferred(only_stage(quarter)) == LAYERS * S * split * 2
+    # Outputs of the projections down, and inputs of those up; queries may have a vector too.
+    for rank in (0, 1536):
+        up = N * KEY + N * (KEY - ROTATED + VALUE)
+        small = 2 * (rank + RANK) + ROTATED
+        values = one - qkv - N * D + up + N * VALUE + small
+        latent = llama_network(f"{LATENT} {f'--q-lora-rank {rank}' if rank else ''}")
+        assert latent.deferred(only_stage(latent)) == LAYERS * S * values * 2
     mixed = llama_network(f"{EXPERTS} --moe-layer-freq [0]*20+[1]*12")
     experts = one - 2 * H - 3 * F + 2 * H + 2 * 3 * 1024
     assert mixed.deferred(only_stage(mixed)) == S * (20 * one + 12 * experts) * 2

@@ -2,20 +2,20 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra `eval`)")
-
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.evaluation import lm
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
-from megatron_ext.text.evaluation.lm import MegatronLM, run_tasks, task_manager
 from megatron_ext.text.evaluation.service import Score, ScoreRequest
 from megatron_ext.text.generation.decode import Completion, Request
 from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.tokenizers.base import ByteLevelTokenizer
+from tests.text.evaluation.stand_in import module_lm
+
+lm = module_lm()
+
 
 POSITIONS = 8
 
@@ -39,9 +39,9 @@ class Service:
         return [Completion(x.number, f"text {x.number}", (), "eos") for x in requests]
 
 
-def model_of(chat_tokenizer: Any = None) -> tuple[MegatronLM, Service]:
+def model_of(chat_tokenizer: Any = None) -> tuple[Any, Service]:
     service: Any = Service()
-    return MegatronLM(service, ByteLevelTokenizer(), chat_tokenizer), service
+    return lm.MegatronLM(service, ByteLevelTokenizer(), chat_tokenizer), service
 
 
 def asked(*arguments: Any) -> Any:
@@ -105,7 +105,7 @@ def test_the_chat_template_ends_with_a_question_or_an_open_answer() -> None:
         given.append(options)
         return f"{len(messages)} messages"
 
-    tokenizer = SimpleNamespace(apply_chat_template=apply)
+    tokenizer = SimpleNamespace(apply_chat_template=apply, get_chat_template=lambda *_: "")
     model, _ = model_of(tokenizer)
     history = [{"role": "user", "content": "a"}]
     assert model.apply_chat_template(history) == "1 messages"
@@ -117,17 +117,30 @@ def test_the_chat_template_ends_with_a_question_or_an_open_answer() -> None:
     ]
 
 
-TASK = """
-task: tiny
-dataset_path: json
-output_type: generate_until
-doc_to_text: a
-doc_to_target: a
-"""
+class Manager:
+    """Stands for lm-eval's manager, which knows tiny from a folder and others by itself.
+
+    Attributes:
+        made: for each manager, its folders, and whether it has lm-eval's own tasks.
+    """
+
+    made: ClassVar[list[tuple[list[str], bool]]] = []
+
+    def __init__(self, include_path: list[str], include_defaults: bool = True) -> None:
+        Manager.made.append((include_path, include_defaults))
+        self.all_tasks = ["tiny", "usual"] if include_defaults else ["tiny"]
 
 
-def test_flags_of_tasks_reach_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tiny.yaml").write_text(TASK)
+@pytest.fixture
+def managers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], bool]]:
+    monkeypatch.setattr(lm, "TaskManager", Manager)
+    monkeypatch.setattr(Manager, "made", [])
+    return Manager.made
+
+
+def test_flags_of_tasks_reach_lm_eval(
+    managers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[dict[str, Any]] = []
 
     def evaluate(model: Any, **options: Any) -> dict[str, Any]:
@@ -139,16 +152,38 @@ def test_flags_of_tasks_reach_lm_eval(tmp_path: Path, monkeypatch: pytest.Monkey
         eval_tasks=["tiny"], eval_tasks_path=[str(tmp_path)], eval_tasks_limit=3, eval_num_fewshot=2
     )
     model, _ = model_of()
-    assert run_tasks(model, flags, bootstrap_iters=7, apply_chat_template=True) == {"results": {}}
+    assert lm.run_tasks(model, flags, bootstrap_iters=7, apply_chat_template=True) == {
+        "results": {}
+    }
     (options,) = given
     assert options["tasks"] == ["tiny"]
     assert (options["limit"], options["num_fewshot"]) == (3, 2)
     assert (options["bootstrap_iters"], options["apply_chat_template"]) == (7, True)
-    # Neither may lm-eval draw its own seeds: a run's random states are not its to set.
-    assert {options[f"{kind}_seed"] for kind in ("random", "numpy_random", "torch_random")} == {
-        None
-    }
-    file = str(tmp_path / "tiny.yaml")
-    several = TaskEvaluationConfig(eval_tasks=[file, "ti*"], eval_tasks_path=[str(tmp_path)])
-    _, names = task_manager(several)
-    assert names == [file, "ti*"]
+    # lm-eval must not set the random states of a run.
+    seeds = [options[f"{kind}_seed"] for kind in ("random", "numpy_random", "torch_random")]
+    assert seeds == [None] * 3
+    assert managers == [([str(tmp_path)], False)]
+
+
+def test_lm_evals_own_tasks_are_searched_only_for_names_that_folders_lack(
+    managers: Any, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    file = tmp_path / "own.yaml"
+    file.touch()
+
+    def names(*tasks: str) -> list[str]:
+        managers.clear()
+        flags = TaskEvaluationConfig(eval_tasks=[*tasks], eval_tasks_path=[folder])
+        names_of: list[str] = lm.task_manager(flags)[1]
+        return names_of
+
+    assert names(str(file), "tiny") == [str(file), "tiny"]
+    assert managers == [([folder], False)]
+    for name in ("usual", "ti*"):
+        assert names("tiny", name) == ["tiny", name]
+        assert managers == [([folder], False), ([folder], True)]
+    with pytest.raises(
+        ConfigError, match=r"`--eval-tasks` \(neither\) is no task of lm-eval or of"
+    ):
+        names("tiny", "neither", "nor")

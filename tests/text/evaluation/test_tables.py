@@ -1,16 +1,22 @@
-"""Scores in the log and in tables: names, standard errors, and the steps at which they are made."""
+"""Scores in the log, in tables and files: names, errors, flags, and the steps of their making."""
 
+import json
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext.text.evaluation import scores
-from megatron_ext.text.evaluation.config import TaskEvaluationConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.evaluation import scores, service, tool
+from megatron_ext.text.evaluation.config import ResultsConfig, TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import TaskScores, table, values_of
+from megatron_ext.text.generation import decode, forward, requests
 from megatron_ext.text.tokenizers import TokenizerConfig
+from tests.training_runs import SMALL, config_of
 
 RESULTS: dict[str, Any] = {
     "results": {
@@ -82,3 +88,89 @@ def test_scores_are_made_at_intervals_and_once_at_the_end(
         assert record.consumed_samples == 4 * record.iteration
         assert (record.split, record.title, record.perplexity) == ("tasks", "task scores", False)
         assert record.losses["tiny exact strict"] == 1.0
+
+
+def test_scoring_takes_the_flags_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+
+    def decoder(*given: Any, **options: Any) -> str:
+        made["decoder"] = (given, options)
+        return "decoder"
+
+    def run_tasks(model: Any, flags: Any, **options: Any) -> dict[str, Any]:
+        made["tasks"] = (model, flags, options)
+        return RESULTS
+
+    leading = SimpleNamespace(lead=lambda work, what: (what, work()))
+    monkeypatch.setattr(forward.PackedForward, "of_run", lambda run: "forward")
+    monkeypatch.setattr(requests, "end_tokens", lambda config, tokenizer: {3})
+    monkeypatch.setattr(decode, "Decoder", decoder)
+    monkeypatch.setattr(service, "ModelService", lambda *given: leading)
+    lm = SimpleNamespace(MegatronLM=lambda *given: given, run_tasks=run_tasks)
+    monkeypatch.setitem(sys.modules, "megatron_ext.text.evaluation.lm", lm)
+    flags = TaskEvaluationConfig(eval_tasks=["tiny"], eval_batch_size=5)
+    run: Any = SimpleNamespace(config=None)
+    tokenizer: Any = "tokenizer"
+    found = scores.scored(run, tokenizer, flags, bootstrap_iters=7, chat_tokenizer="chat")
+    assert found == ("Scoring on `--eval-tasks`", RESULTS)
+    assert made["decoder"] == (("forward", "tokenizer", {3}), {"batch_size": 5})
+    options = {"bootstrap_iters": 7, "apply_chat_template": True}
+    assert made["tasks"] == ((leading, "tokenizer", "chat"), flags, options)
+    scores.scored(run, tokenizer, flags)
+    assert made["tasks"][2] == {"bootstrap_iters": 0, "apply_chat_template": False}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_program_prints_a_table_and_writes_its_results(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {}
+
+    def scored(run: Any, tokenizer: Any, flags: Any, **options: Any) -> Any:
+        given.update(options)
+        return RESULTS if rank == 0 else None
+
+    utils = SimpleNamespace(handle_non_serializable=str)
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(utils=utils))
+    monkeypatch.setitem(sys.modules, "lm_eval.utils", utils)
+    monkeypatch.setattr(tool, "scored", scored)
+    monkeypatch.setattr(tool, "with_tokenizer", lambda config: (config, "tokenizer"))
+    file = tmp_path / "results.json"
+    own = ResultsConfig(results_file=str(file), bootstrap_iters=9, apply_chat_template=True)
+    config = config_of(SMALL).with_section(own, TaskEvaluationConfig(eval_tasks=["tiny"]))
+    monkeypatch.setattr(tool, "load_chat_tokenizer", lambda *_, **__: "loaded")
+    monkeypatch.setattr(tool, "with_known_date", lambda loaded, date: (f"dated {loaded}", "a day"))
+    run: Any = SimpleNamespace(config=config, context=SimpleNamespace(rank=rank))
+    tool.evaluate_model(run)
+    told = capsys.readouterr().out
+    assert given["bootstrap_iters"] == 9
+    if rank == 0:
+        assert given["chat_tokenizer"] == "dated loaded"
+        assert told.splitlines() == ["> a day", *table(RESULTS)]
+        assert json.loads(file.read_text()) == RESULTS
+    else:
+        assert (given["chat_tokenizer"], told, file.exists()) == (None, "", False)
+
+
+def test_a_program_checks_its_flags_before_it_loads_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(tool, "prepare", lambda config: (config, "tokenizer"))
+    monkeypatch.setattr(tool, "check_tasks", checked.append)
+    flags = TaskEvaluationConfig(eval_tasks=["tiny"])
+    config = config_of(SMALL).with_section(flags)
+    fine = config.with_section(ResultsConfig(results_file=str(tmp_path / "x.json")))
+    assert tool.prepare_evaluation(fine) == (fine, "tokenizer")
+    assert (checked, capsys.readouterr().out) == ([flags], "")
+    bad = config.with_section(ResultsConfig(results_file="/proc/x/y"))
+    with pytest.raises(ConfigError, match=r"`--results-file` \(/proc/x/y\) cannot be written"):
+        tool.prepare_evaluation(bad)
+    monkeypatch.setattr(tool, "inference_rules", lambda given, run: ["another"])
+    none = config.with_section(TaskEvaluationConfig(eval_tasks_interval=2))
+    assert tool.evaluation_rules(none, none) == [
+        "another",
+        "`--eval-tasks` is missing; give names of tasks, or YAML files.",
+        "`--eval-tasks-interval` is a flag of training; leave it out.",
+    ]
+    assert tool.evaluation_rules(config, config) == ["another"]
