@@ -45,6 +45,20 @@ def test_a_class_takes_the_time_of_its_operations_and_bytes() -> None:
     streams = H200.memory_bandwidth * DEFAULT.copies * DEFAULT.streams
     assert lines["logits"].seconds == pytest.approx(6 * 8192 * 128256 / streams)
     assert lines["gaps"].seconds == pytest.approx(lines["gaps"].kernels * GAP)
+    assert lines["gaps"].rates == "5 µs a kernel"
+
+
+def test_messages_and_gaps_are_those_of_all_micro_batches() -> None:
+    """Eight tensor-parallel ranks, two micro-batches: only they have messages."""
+    found = estimate(llama_network("--tensor-model-parallel-size 8 --global-batch-size 2"), H200)
+    lines = {line.kind: line for line in budget(found)}
+    gather = 7 / 8 * 8192 * 4096 * 2
+    assert lines["communication"].num_bytes == pytest.approx(2 * (32 * 8 + 4) * gather)
+    graphed = estimate(llama_network("--cuda-graph-impl local"), H200)
+    (gaps,) = [line for line in budget(graphed) if line.kind == "gaps"]
+    # The loss and the update are not in graphs.
+    assert gaps.rates == "5 µs a kernel, 4.6 in graphs"
+    assert 4.6e-6 * gaps.kernels < gaps.seconds < 5e-6 * gaps.kernels
 
 
 def test_attention_has_a_rate_for_each_direction() -> None:

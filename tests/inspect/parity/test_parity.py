@@ -15,6 +15,7 @@ from megatron_ext.inspect import parity
 from megatron_ext.inspect.cores import Environment
 from megatron_ext.inspect.layouts import flags_of_run, parse_layout, split_layouts
 from tests.training_runs import SAME_WEIGHTS, mock_data
+from tools import parity as tool
 from tools.parity import main, prove, train
 
 
@@ -300,3 +301,30 @@ def test_a_layout_that_cannot_be_run_fails_alone(capfd: pytest.CaptureFixture[st
     shown = capfd.readouterr().out
     assert "tp4: FAIL" in shown and "dp2: PASS" in shown
     assert "must be divisible by" in shown
+
+
+def test_options_of_the_tool_reach_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    runs: list[tuple[str, int, str]] = []
+    monkeypatch.setattr(tool, "refuse_random_draws", lambda *_: None)
+
+    def proven(*arguments: Any) -> int:
+        given.append((*list(arguments[0]), *arguments[1:]))
+        return 0
+
+    monkeypatch.setattr(tool, "prove", proven)
+
+    def record(_: Any, words: Any, layout: Any, steps: int, folder: Path, *__: Any) -> str:
+        runs.append((str(layout.name), steps, folder.name))
+        return str(layout.name)
+
+    monkeypatch.setattr(tool, "record", record)
+    options = "--layouts tp2,pp2 --against cp2 --steps 3 --loss-tolerance 0.1"
+    assert main([*options.split(), "--gradient-tolerance", "0.2", "--", "--lr", "1"]) == 0
+    ((*recordings, layouts, limits),) = given
+    assert [layout.name for layout in layouts] == ["tp2", "pp2"]
+    assert (limits.loss, limits.gradient) == (0.1, 0.2)
+    assert recordings == ["cp2", "tp2", "pp2"]
+    assert runs == [("cp2", 3, "0"), ("tp2", 3, "1"), ("pp2", 3, "2")]
