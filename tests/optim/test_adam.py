@@ -156,12 +156,13 @@ def test_core_optimizers_are_updated_in_one_pass(words: str) -> None:
     on_ranks(_compare, {"dp": 2}, words=words)
 
 
-def test_moments_are_kept_in_16_bits() -> None:
-    """Without a kernel torch updates; between steps the moments are rounded to bfloat16."""
+@pytest.mark.parametrize("moments", [(HALF, HALF), (SINGLE, HALF), (HALF, SINGLE)])
+def test_moments_are_kept_in_16_bits(moments: tuple[torch.dtype, torch.dtype]) -> None:
+    """Without a kernel torch updates; between steps the moments are rounded to their dtypes."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(50, generator=generator)
     truth, settings = weight.double(), {"lr": 0.1, "weight_decay": 0.01}
-    adam = FusedAdam([weight], moments=(HALF, HALF), **settings)
+    adam = FusedAdam([weight], moments=moments, **settings)
     exp_avg, exp_avg_sq = torch.zeros(50).double(), torch.zeros(50).double()
     for step in range(1, 5):
         weight.grad = torch.randn(50, generator=generator)
@@ -170,9 +171,11 @@ def test_moments_are_kept_in_16_bits() -> None:
         exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * weight.grad.double().square()
         denominator = (exp_avg_sq / (1 - 0.999**step)).sqrt() + 1e-8
         truth -= 0.1 * 0.01 * truth + 0.1 * exp_avg / (1 - 0.9**step) / denominator
-        exp_avg, exp_avg_sq = (x.float().to(HALF).double() for x in (exp_avg, exp_avg_sq))
+        exp_avg, exp_avg_sq = (
+            x.to(dtype).double() for x, dtype in zip((exp_avg, exp_avg_sq), moments, strict=True)
+        )
         state = adam.state[weight]
-        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == HALF
+        assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == moments
         torch.testing.assert_close(state["exp_avg"].double(), exp_avg, rtol=2**-7, atol=0)
         torch.testing.assert_close(state["exp_avg_sq"].double(), exp_avg_sq, rtol=2**-7, atol=0)
         torch.testing.assert_close(weight.double(), truth, rtol=1e-2, atol=1e-2)
@@ -180,7 +183,7 @@ def test_moments_are_kept_in_16_bits() -> None:
     again.load_state_dict(adam.state_dict())
     (state,) = again.state.values()
     assert [state[name].dtype for name in ("exp_avg", "exp_avg_sq")] == [HALF, SINGLE]
-    assert torch.equal(state["exp_avg"], adam.state[weight]["exp_avg"])
+    assert torch.equal(state["exp_avg"], adam.state[weight]["exp_avg"].to(HALF))
 
 
 def test_moments_in_16_bits_are_cast_one_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,3 +329,54 @@ def test_one_pass_moves_30_bytes() -> None:
     assert _bytes(moments=SINGLE, copy=True) == 10 * 30
     assert _bytes(moments=SINGLE, copy=False) == 10 * 28
     assert _bytes(moments=HALF, copy=True) == 10 * 22
+
+
+def test_a_launch_has_tensors_of_the_same_types_and_alignment() -> None:
+    """A single address that is no multiple of 16 bytes keeps a weight from 16-byte moves."""
+
+    def entry(odd: int = -1, moment: torch.dtype = SINGLE, copy: torch.dtype = HALF) -> Entry:
+        types = (SINGLE, SINGLE, SINGLE, moment, copy)
+        tensors = [torch.zeros(16, dtype=dtype) for dtype in types]
+        if odd >= 0:
+            half_way = 8 // tensors[odd].element_size()
+            tensors[odd] = tensors[odd][half_way:]
+        return Entry(*tensors)
+
+    plain = entry()
+    assert plain.aligned and plain.kind == entry().kind
+    for number in range(5):
+        assert not entry(number).aligned and entry(number).kind != plain.kind
+    for other in (entry(moment=HALF), entry(copy=SINGLE)):
+        assert other.aligned and other.kind != plain.kind
+
+
+@WITH_TRITON
+def test_each_form_of_the_kernel_names_the_types_of_its_tensors() -> None:
+    import triton.language as tl
+
+    from megatron_ext.optim import fused_adam
+
+    def like(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(16, dtype=dtype)
+
+    entry = Entry(like(SINGLE), like(SINGLE), like(HALF), like(SINGLE), like(torch.float16))
+    chosen = fused_adam.constants(entry)
+    names = ("EXP_AVG", "EXP_AVG_SQ", "COPY", "HAS_COPY", "ALIGNED")
+    assert [chosen[name] for name in names] == [tl.bfloat16, tl.float32, tl.float16, True, True]
+    forms = {tuple(form[2].values()) for form in fused_adam.signatures()}
+    # Four pairs of moments, three kinds of copies, with and without alignment.
+    assert len(forms) == 4 * 3 * 2 and tuple(chosen.values()) in forms
+
+
+@WITH_TRITON
+def test_weights_of_two_kinds_are_updated_in_two_launches() -> None:
+    from megatron_ext.optim import fused_adam
+
+    def entry(size: int, moment: torch.dtype) -> Entry:
+        kept = torch.zeros(size, dtype=moment), torch.zeros(size)
+        return Entry(torch.zeros(size), torch.zeros(size), *kept)
+
+    entries = [entry(1, SINGLE), entry(5, HALF), entry(0, SINGLE), entry(7, SINGLE)]
+    launches = fused_adam._launches(entries)
+    assert [table[:, -1].tolist() for _, table, _ in launches] == [[1, 7], [5]]
+    assert [table[:, 4].tolist() for _, table, _ in launches] == [[0, 0], [0]]

@@ -2,12 +2,15 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.optim import ema as averaging
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
@@ -60,7 +63,9 @@ def _assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @ranks(dp=2)
 def test_the_average_is_the_closed_form(context: ParallelContext, distributed: bool) -> None:
     tiny = build(context, distributed=distributed)
-    ema, history = _ema(tiny), [_weights(tiny)]
+    # Weights are averaged in batches of a limited size.
+    with mock.patch.object(averaging, "_BATCH", 1000):
+        ema, history = _ema(tiny), [_weights(tiny)]
     for step in range(1, STEPS + 1):
         tiny.step()
         ema.update(step)
@@ -90,8 +95,10 @@ def test_an_average_warms_up_to_its_decay() -> None:
 
 
 def test_the_device_says_whether_a_step_is_averaged() -> None:
-    linear = torch.nn.Linear(1, 1, bias=False)
+    linear = torch.nn.Linear(1, 1)
+    linear.bias.requires_grad_(False)
     ema = ShardedEMA([linear], None, decay=DECAY)
+    assert [id(parameter) for parameter in ema.parameters] == [id(linear.weight)]
     start = float(linear.weight.detach())
     for step, applied in enumerate((False, True), start=1):
         torch.nn.init.constant_(linear.weight, start + step)
@@ -180,6 +187,12 @@ def test_each_rank_holds_a_quarter(context: ParallelContext) -> None:
     torch.distributed.all_reduce(total)
     assert int(total) == sum(parameter.numel() for parameter in _names(tiny))
     assert abs(int(held) - int(total) / 4) < 1000
+    # What is gathered has the bits of the parts, also of zeros with a sign.
+    ema = _ema(tiny)
+    for part in ema.parts:
+        part.average.fill_(-0.0)
+    for _, average in ema.gathered():
+        assert not average.any() and average.signbit().all()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -203,6 +216,13 @@ def test_swapping_in_and_back(context: ParallelContext, distributed: bool, preci
         raise KeyError
     for name, weight in _weights(tiny).items():
         assert torch.equal(weight, weights[name]), name
+    # Chunks that are not given keep their weights; while hooks gather weights none may change.
+    with ema.swapped_in([]):
+        for name, weight in _weights(tiny).items():
+            assert torch.equal(weight, weights[name]), name
+    hooked: Any = SimpleNamespace(remove_forward_pre_hook_handles=["hook"])
+    with pytest.raises(RuntimeError, match="nor while hooks gather"), ema.swapped_in([hooked]):
+        pass
     ema.update(3)
     mains.update(3)
     for name, average in _averages(tiny, mains).items():

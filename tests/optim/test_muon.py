@@ -4,10 +4,12 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor
 
 from megatron_ext.checkpoint.files import folder_of
@@ -16,11 +18,12 @@ from megatron_ext.layers.chunks import wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim import dealing
 from megatron_ext.optim.builder import build_optimizer
-from megatron_ext.optim.matrices import Matrix
+from megatron_ext.optim.matrices import Matrix, matrices_of
 from megatron_ext.optim.muon import Muon
 from megatron_ext.optim.newton_schulz import POLYNOMIALS, orthogonalize, polynomials
 from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.optim.shards import Shard
+from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.context import ParallelContext
 from tests.checkpoint.tiny import whole_tensors
 from tests.layers.test_lora import CONSTANT, bare_chunk, loss_of, near
@@ -36,6 +39,17 @@ QUINTIC = [
     (2.8366, -3.0525, 1.2012),
 ]
 SIMPLE = [(3.4445, -4.7750, 2.0315)] * 6
+POLAR_EXPRESS = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+]
+"""The coefficients of the paper, without its safety factor."""
 
 
 @pytest.mark.parametrize(
@@ -59,6 +73,20 @@ def test_singular_values_become_about_one_and_vectors_stay(
 def test_the_quintic_polynomials_are_as_many_as_the_flags_say() -> None:
     assert len(POLYNOMIALS["quintic"]) == QUINTIC_STEPS
     assert not orthogonalize(torch.zeros(1, 3, 4), polynomials("quintic", 5)).any()
+
+
+def test_more_steps_start_again_or_repeat_the_last_polynomial() -> None:
+    assert polynomials("quintic", 7) == [*QUINTIC, *QUINTIC[:2]]
+    assert polynomials("simple", 6) == SIMPLE
+    # All but the last step are made for singular values up to 1.01.
+    *early, last = POLAR_EXPRESS
+    safe = [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in early]
+    for steps in (2, 10):
+        wanted = [*safe, last, last, last][:steps]
+        found = polynomials("polar_express", steps)
+        assert len(found) == steps
+        for mine, want in zip(found, wanted, strict=True):
+            assert mine == pytest.approx(want, abs=1.01e-4)
 
 
 def plain_direction(momentum: Tensor, polynomials: Any, scale: str) -> Tensor:
@@ -267,7 +295,7 @@ def test_the_device_divides_gradients_and_skips_updates() -> None:
 
 
 def test_work_is_dealt_evenly_and_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dealing, "ROUND", 100)
+    monkeypatch.setattr(dealing, "ROUND", 90)  # Two matrices of 5 rows fill a round exactly.
     shards = []
     for rows in (12, 9, 5, 5, 3, 2):
         parameter = torch.nn.Parameter(torch.zeros(rows, 9))
@@ -287,8 +315,9 @@ def test_pieces_of_three_ranks_become_whole_matrices_and_pieces_again(
     context: ParallelContext,
 ) -> None:
     group, rank = context.pgs.dp, context.dp_rank
-    whole = [torch.arange(size * 4.0).view(size, 4) + size for size in (5, 3, 4)]
-    ends = [(0, 7, 7, 20), (0, 0, 1, 12), (0, 16, 16, 16)]
+    whole = [torch.arange(size * 4.0).view(size, 4) + size for size in (5, 3, 4, 2)]
+    # The last matrix, of the rank with the least work, lies on its owner alone.
+    ends = [(0, 7, 7, 20), (0, 0, 1, 12), (0, 16, 16, 16), (0, 0, 0, 8)]
     shards = []
     for tensor, at in zip(whole, ends, strict=True):
         parameter = torch.nn.Parameter(tensor)
@@ -296,7 +325,8 @@ def test_pieces_of_three_ranks_become_whole_matrices_and_pieces_again(
         matrix = Matrix(parameter, (tensor.size(0),), None, 0)
         shards.append((matrix, Shard(parameter, piece, at[rank], group)))
     (dealt,) = dealing.deal(shards, group)
-    assert sorted(each.owner for each in dealt) == [0, 1, 2]
+    assert sorted(each.owner for each in dealt) == [0, 1, 2, 2]
+    assert [each.is_whole for each in dealt] == [False, False, False, True]
     found = dealing.gather(dealt, [each.shard.main for each in dealt], group)
     owned = [each for each in dealt if each.owner == rank]
     for each, tensor in zip(owned, found, strict=True):
@@ -304,3 +334,121 @@ def test_pieces_of_three_ranks_become_whole_matrices_and_pieces_again(
     pieces = dealing.scatter(dealt, [-tensor for tensor in found], group, torch.float32)
     for each, piece in zip(dealt, pieces, strict=True):
         assert torch.equal(piece, -each.shard.main)
+
+
+class _Ranks:
+    """A group of a size, without communication."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+def test_work_is_that_of_the_whole_matrices_of_all_ranks() -> None:
+    """A product with a Gram matrix of the shorter side takes short * short * long operations."""
+
+    def work(rows: tuple[int, ...], columns: int, dim: int, ranks: int) -> int:
+        parameter = torch.nn.Parameter(torch.zeros(sum(rows), columns))
+        group: Any = _Ranks(ranks) if ranks > 1 else None
+        return Matrix(parameter, rows, group, dim).operations
+
+    assert work((3,), 8, 0, 1) == 3 * 3 * 8
+    assert work((3,), 8, 0, 2) == 6 * 6 * 8
+    assert work((3,), 8, 1, 2) == 3 * 3 * 16
+    assert work((6, 2, 2), 4, 0, 2) == 4 * 4 * 12 + 2 * (4 * 4 * 4)
+
+
+class _Fused(torch.nn.Module):
+    """A module with everything that decides what Muon updates."""
+
+    fused_parts = (4, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(6, 3))
+        self.bias = torch.nn.Parameter(torch.zeros(6))
+        self.table = torch.nn.Parameter(torch.zeros(5, 3))
+        self.table.is_table = True
+        self.words = torch.nn.Embedding(7, 3)
+        self.frozen = torch.nn.Linear(3, 2).requires_grad_(False)
+        self.plain = torch.nn.Linear(3, 4)
+
+
+def _groups(tp: int, expt_tp: int) -> Any:
+    return SimpleNamespace(tp=_Ranks(tp), expt_tp=_Ranks(expt_tp))
+
+
+def test_trained_matrices_that_are_no_tables_are_those_of_muon() -> None:
+    chunk = _Fused()
+    for split, rows in ((True, (4, 2)), (False, (6,))):
+        found = matrices_of(chunk, _groups(2, 2), split_qkv=split)
+        assert {id(weight) for weight in found} == {id(chunk.weight), id(chunk.plain.weight)}
+        assert found[chunk.weight].rows == rows and found[chunk.plain.weight].rows == (4,)
+        assert all(matrix.group is None for matrix in found.values())
+
+
+class _MoELayer(BaseMoELayer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.experts = torch.nn.Linear(3, 4, bias=False)
+        self.dense = torch.nn.Linear(3, 4, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_experts_are_shared_by_ranks_of_their_own_group() -> None:
+    layer = _MoELayer()
+    expert, dense = layer.experts.weight, layer.dense.weight
+    for weight in (expert, dense):
+        weight.tensor_model_parallel, weight.partition_dim = True, 1  # type: ignore[attr-defined]
+    groups = _groups(2, 4)
+    found = matrices_of(layer, groups, split_qkv=True)
+    assert (found[expert].group, found[expert].dim) == (groups.expt_tp, 1)
+    assert (found[dense].group, found[dense].dim) == (groups.tp, 1)
+    whole = matrices_of(layer, _groups(2, 1), split_qkv=True)[expert]
+    assert (whole.group, whole.dim) == (None, 0)
+
+
+class _MLP(torch.nn.Module):
+    def __init__(self, *, gated: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(gated_linear_unit=gated)
+        self.linear_fc1 = torch.nn.Linear(3, 8)
+
+
+def test_only_gated_layers_fuse_two_matrices() -> None:
+    for gated, rows in ((True, (4, 4)), (False, (8,))):
+        (matrix,) = matrices_of(_MLP(gated=gated), _groups(1, 1), split_qkv=True).values()
+        assert matrix.rows == rows
+
+
+def test_a_run_with_kernels_writes_the_copies_in_16_bits() -> None:
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+    muon = muon_of(weight, make_kernel=lambda: lambda _entries, _settings: None)
+    (main,) = muon.param_groups[0]["params"]
+    muon.copies = {main: torch.zeros(6, 4, dtype=torch.bfloat16)}
+    main.grad = torch.ones(6, 4)
+    muon.step()
+    assert not torch.equal(main, weight)
+    assert torch.equal(muon.copies[main], main.bfloat16())
+
+
+@ranks()
+def test_the_matrices_of_every_virtual_chunk_are_updated(context: ParallelContext) -> None:
+    run = gpt_config("--optimizer", "muon", *CONSTANT)
+    transformer_config = build_transformer_config(run)
+    chunks = wrap_chunks(
+        [bare_chunk(run, context) for _ in range(2)],
+        run,
+        transformer_config,
+        context,
+        torch.device("cpu"),
+    )
+    optimizer = build_optimizer(run, chunks, context.pgs)
+    weights = set().union(*(part.optimizer.weights for part in parts_of(optimizer)))
+    for chunk in chunks:
+        own = {w for name, w in chunk.named_parameters() if ".linear_" in name and w.dim() == 2}
+        assert own and own <= weights

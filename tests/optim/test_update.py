@@ -1,6 +1,7 @@
 """Updates against plain torch arithmetic, and steps that a bad gradient must not spoil."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_ext.optim import update
 from megatron_ext.optim.builder import choose_kernels
 from megatron_ext.parallel.context import ParallelContext
+from tests.checkpoint import tiny
 from tests.ranks import ranks
 
 
@@ -173,8 +175,19 @@ def test_the_fused_update_is_that_of_a_host(context: ParallelContext, clip_grad:
     assert updates[True].grad_norm == pytest.approx(0.01 * math.sqrt(30))
     for mine, want in zip(models[True][0].parameters(), models[False][0].parameters(), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-6, atol=1e-7)
-    states = models[True][1].chained_optimizers[0].optimizer.state.values()
+    states, others = (
+        models[fused][1].chained_optimizers[0].optimizer.state.values() for fused in (True, False)
+    )
     assert {float(state["step"]) for state in states} == {3.0}
+    # Adam's step hides a factor of all gradients, which its moments show.
+    for state, other in zip(states, others, strict=True):
+        torch.testing.assert_close(state["exp_avg"], other["exp_avg"], rtol=1e-6, atol=0)
+    # A rank without such a kernel makes all ranks decide on their hosts.
+    optimizer = models[True][1]
+    assert update.all_decide_on_device(optimizer)
+    choose_kernels(optimizer, fused=context.rank == 1)
+    assert update.decides_on_device(optimizer) == (context.rank == 1)
+    assert not update.all_decide_on_device(optimizer)
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -187,6 +200,10 @@ def test_zeros_are_megatron_cores(context: ParallelContext, distributed: bool) -
     assert update.update_parameters(optimizer, clip_grad=1.0).num_zeros == 6
     _fill(model, math.nan)
     assert update.update_parameters(optimizer, clip_grad=1.0).num_zeros is None
+    optimizer.config.log_num_zeros_in_grad = False
+    _fill(model, -1.0)
+    uncounted = update.update_parameters(optimizer, clip_grad=1.0)
+    assert uncounted.applied and uncounted.num_zeros is None
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -205,3 +222,106 @@ def test_the_kernel_is_not_the_checkpoints(context: ParallelContext, fused: bool
     assert {bool(group["fused"]) for group in inner.param_groups} == {fused}
     assert update.decides_on_device(optimizer) == fused
     assert {bool(group["fused"]) for group in other.param_groups} == {not fused}
+
+
+@ranks()
+def test_who_approves_sees_every_norm_and_can_only_forbid(context: ParallelContext) -> None:
+    """Gradients that are not finite are never applied, nor those whose norm is refused."""
+    model, optimizer = _optimizer(context, distributed=False)
+    scaled = tiny.build(context, layers=1, precision="fp16")
+    norms = list[float]()
+
+    def approve(answer: bool) -> Any:
+        def answered(norm: torch.Tensor) -> torch.Tensor:
+            norms.append(float(norm))
+            return torch.tensor(answer)
+
+        return answered
+
+    before = [p.detach().clone() for p in model.parameters()]
+    for value, answer in ((math.nan, True), (0.5, False)):
+        _fill(model, value)
+        assert not update.update_parameters(optimizer, 1.0, approve=approve(answer)).applied
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    _fill(model, 0.5)
+    assert update.update_parameters(optimizer, 1.0, approve=approve(True)).applied
+    for parameter in scaled.model[0].parameters():
+        parameter.main_grad.fill_(math.inf)
+    # The gradients of 16-bit floats have overflown before there is a norm.
+    overflow = update.update_parameters(scaled.optimizer, 0.0, approve=approve(True))
+    assert not overflow.applied
+    norm = math.sqrt(24 * 0.5**2 + 6 * 1.5**2)
+    assert math.isnan(norms[0]) and norms[1:] == pytest.approx([norm, norm, math.inf])
+
+
+class _Scaler:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+@pytest.mark.parametrize("overflown", [(), (0,), (1,), (0, 1)])
+def test_optimizers_of_a_chain_keep_one_loss_scale(overflown: tuple[int, ...]) -> None:
+    """megatron-core halves the scale of those whose gradients have overflown, and of no other."""
+    parts = [
+        SimpleNamespace(
+            grad_scaler=_Scaler(4.0 if number in overflown else 8.0),
+            found_inf=torch.tensor([float(number in overflown)]),
+        )
+        for number in range(2)
+    ]
+    chain: Any = SimpleNamespace(chained_optimizers=[*parts, SimpleNamespace(grad_scaler=None)])
+    update._share_loss_scale(chain)
+    assert [part.grad_scaler.scale for part in parts] == [4.0 if overflown else 8.0] * 2
+
+
+class _Chunk:
+    """Notes what is done to the hooks that gather a chunk's parameters."""
+
+    def __init__(self) -> None:
+        self.done = list[str]()
+
+    def disable_forward_pre_hook(self, *, param_sync: bool) -> None:
+        self.done.append("off and gathered" if param_sync else "off")
+
+    def enable_forward_pre_hook(self) -> None:
+        self.done.append("on")
+
+
+def test_the_hooks_that_gather_parameters_return_to_what_they_were() -> None:
+    chunks: Any = [_Chunk(), _Chunk()]
+    sync = object()
+    settings: Any = SimpleNamespace(param_sync_func=sync)
+    gather = update.ParameterGather(chunks, settings, overlap=True)
+    with pytest.raises(KeyError), gather.paused():
+        assert settings.param_sync_func is None
+        raise KeyError
+    assert settings.param_sync_func is sync
+    gather.switch_off(gather=False)
+    with gather.paused():
+        pass
+    assert settings.param_sync_func is None  # It was off before the pause.
+    gather.switch_on()
+    gather.switch_on()
+    assert settings.param_sync_func is sync
+    for chunk in chunks:
+        assert chunk.done == ["off and gathered", "on", "off", "on"]
+    without: Any = _Chunk()
+    gather = update.ParameterGather([without], settings, overlap=False)
+    with gather.paused():
+        pass
+    gather.switch_on()
+    assert without.done == [] and settings.param_sync_func is sync
+
+
+def test_a_long_gradient_has_the_norm_of_all_its_elements() -> None:
+    """Their squares are summed in blocks of 1024 elements, and those that are left."""
+    for size in (1, 1023, 1024, 1025, 3000):
+        gradient = torch.arange(1.0, size + 1)
+        wanted = size * (size + 1) * (2 * size + 1) / 6
+        assert float(update._square(gradient)) == pytest.approx(wanted, rel=1e-6)
