@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import os
+import pickle
 import random
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,6 +21,8 @@ from megatron_ext.checkpoint.background import BackgroundSaves, Helper
 from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.files import TRACKER, folder_of, published
 from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.prepared import PreparedSave
+from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.checkpoint.stored import choose
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
@@ -376,3 +380,339 @@ def test_a_save_that_cannot_begin_is_an_error_on_all_ranks(context: Any, tmp_pat
         refused = r"iteration 1 could not be saved: `--save` \(.*/file\) cannot be written: "
         with pytest.raises(CheckpointError, match=refused):
             save(checkpoints, build(context), 1, context)
+
+
+class Clock:
+    """A clock that a test sets, in place of a module's `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Scripted:
+    """A helper without a process, whose messages a test writes; None stands for its death."""
+
+    def __init__(self) -> None:
+        self.sent = list[int]()
+        self.messages: list[helper.Report] | None = []
+        self.restarts = 0
+
+    def send(self, job: helper.Job) -> None:
+        self.sent.append(job.number)
+
+    def reports(self) -> list[helper.Report] | None:
+        found, self.messages = self.messages, []
+        return found
+
+    def restart(self) -> str:
+        self.restarts += 1
+        return "SIGKILL"
+
+
+class Scene:
+    """Saves of one of two ranks, with a scripted helper and a clock."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
+        self.clock, self.helper, self.told = Clock(), Scripted(), list[str]()
+        monkeypatch.setattr(background, "time", self.clock)
+        context: Any = SimpleNamespace(rank=rank, pgs=SimpleNamespace(dp_cp=None), layout=Layout(2))
+        config = CheckpointConfig(save=str(root), async_save=True)
+        worker: Any = self.helper
+        self.saves = BackgroundSaves(config, context, torch.device("cpu"), worker, seconds=10)
+        monkeypatch.setattr(self.saves, "_say", self.told.append)
+
+    def submit(self, *iterations: int) -> None:
+        for iteration in iterations:
+            slot = SnapshotFile(Path(f"slot{iteration}"))
+            self.saves._submit(iteration, slot, (), ())
+
+    def at(self, now: float, *stages: tuple[int, str], dies: bool = False) -> None:
+        """Poll at a time, when the helper has reached stages of jobs or has died."""
+        self.clock.now = now
+        self.helper.messages = None if dies else [helper.Report(*stage) for stage in stages]
+        self.saves.poll()
+
+
+WHAT = "The helper process that writes checkpoints was ended by SIGKILL"
+
+
+def test_each_new_helper_gets_all_jobs_and_the_third_death_ends_the_oldest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path, monkeypatch)
+    scene.submit(5, 6)
+    assert scene.helper.sent == [1, 2]
+    for death in range(3):
+        scene.at(death, dies=True)
+    assert scene.helper.restarts == 3 and scene.helper.sent == [1, 2, 1, 2, 1, 2, 2]
+    takes_over = f"{WHAT}; another one takes over its work."
+    given_up = f"{WHAT}; it is replaced, but its checkpoint is given up."
+    assert scene.told == [takes_over, takes_over, given_up]
+    (outcome,) = scene.saves.ended()
+    assert (outcome.iteration, outcome.seconds) == (5, 2.0)
+    assert outcome.reason == f"{WHAT}, as 2 before it"
+    assert scene.saves.num_failed == 1 and scene.saves.last_has_failed
+    # The other job has tries of its own, and counts from now on.
+    scene.at(11.5)
+    assert scene.helper.restarts == 3
+    for death in (11.6, 11.7):
+        scene.at(death, dies=True)
+    assert [entry.job.iteration for entry in scene.saves._running] == [6]
+    scene.at(12, (2, helper.WRITTEN), (2, helper.PUBLISHED))
+    scene.at(12.5, dies=True)
+    (outcome,) = scene.saves.ended()
+    assert (outcome.iteration, outcome.seconds, outcome.reason) == (6, 12.5, "")
+    assert scene.saves.num_failed == 1 and not scene.saves.last_has_failed
+    assert scene.told[-1] == f"{WHAT}; it is replaced, but old checkpoints may be left."
+
+
+def test_other_ranks_tell_rank_0_why_they_give_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path, monkeypatch, rank=1)
+    scene.submit(5)
+    folder = scene.saves._running[0].job.folder
+    folder.mkdir()
+    for death in range(3):
+        scene.at(death, dies=True)
+    assert not scene.saves._running and scene.saves.ended() == []
+    job = dataclasses.replace(helper.Job(1, 5, 0, 2, "", str(tmp_path), 1.0, CheckpointConfig()))
+    assert job.folder == folder
+    (folder / "__0.result").touch()
+    with pytest.raises(CheckpointError, match=f"rank 1 could not write its part: {WHAT}$"):
+        helper._results(job)
+
+
+def test_only_silence_without_a_written_byte_ends_a_helper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path, monkeypatch)
+    scene.submit(5, 6)
+    folder = scene.saves._running[0].job.folder
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(bytes(8))
+    scene.at(10)
+    scene.at(11)  # It has written since the start.
+    scene.at(21)
+    assert scene.helper.restarts == 0
+    scene.at(21.5)
+    assert scene.helper.restarts == 1
+    assert scene.told[0].startswith(
+        f"{WHAT[:-16]}silent for 10 seconds, and then ended by SIGKILL;"
+    )
+    # Rank 0 waits for the others, as long as their helpers may be replaced.
+    scene.at(25, (1, helper.WRITTEN))
+    scene.at(25 + 10 + 30)
+    assert scene.helper.restarts == 1
+    scene.at(25 + 10 + 30.5)
+    assert scene.helper.restarts == 2
+    assert "silent for 40 seconds" in scene.told[1]
+    # The time of the next job begins when the one before has ended.
+    scene.at(100, (1, helper.TIDIED))
+    scene.at(110)
+    assert scene.helper.restarts == 2
+    scene.at(110.5)
+    assert scene.helper.restarts == 3
+
+
+def test_a_new_save_has_not_failed_yet_and_strange_messages_count_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path, monkeypatch)
+    scene.submit(5)
+    scene.at(3, (7, helper.FAILED), (1, helper.FAILED, "the disk is full"))
+    assert scene.saves.last_has_failed and scene.saves.num_failed == 1
+    assert [entry.reason for entry in scene.saves.ended()] == ["the disk is full"]
+    assert scene.saves.ended() == []
+    scene.submit(6)
+    assert not scene.saves.last_has_failed
+    scene.at(4, (2, helper.WRITTEN), (2, helper.PUBLISHED))
+    assert scene.saves._running
+    scene.at(5, (2, helper.TIDIED))
+    assert not scene.saves._running and not scene.saves.last_has_failed
+
+
+def test_other_ranks_are_done_when_their_files_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path, monkeypatch, rank=1)
+    scene.submit(5)
+    scene.at(1, (1, helper.WRITTEN))
+    assert not scene.saves._running and len(scene.saves._free) == 1
+
+
+@pytest.mark.parametrize(
+    ("buffer", "num_bytes", "slots"),
+    [(None, 10, 1), (1.0, 2**29, 2), (1.0, 2**29 + 1, 1), (0.5, 2**30, 1), (2.0, 2**30, 2)],
+)
+def test_the_buffer_holds_as_many_copies_as_fit(
+    buffer: float | None, num_bytes: int, slots: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    saves = Scene(tmp_path, monkeypatch).saves
+    saves._config = dataclasses.replace(saves._config, async_save_buffer=buffer)
+    taken = [saves._free_slot(num_bytes) for _ in range(slots)]
+    assert None not in taken and saves._free_slot(num_bytes) is None
+    saves._free.append(taken[0])  # type: ignore[arg-type]
+    assert saves._free_slot(num_bytes) is taken[0]
+
+
+def test_a_copy_that_fails_gives_its_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = Scene(tmp_path, monkeypatch).saves
+
+    def full(*_: Any, **__: Any) -> None:
+        raise CheckpointError("there is no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotFile, "write", full)
+        prepared = PreparedSave(b"", [torch.ones(3)], {})
+        assert saves._copy(1, prepared, b"") == (None, "there is no room")
+    slot, fault = saves._copy(1, prepared, b"")
+    assert slot is not None and fault == ""
+
+
+def test_the_size_of_a_prepared_save_is_in_bytes() -> None:
+    values = [torch.ones(3), torch.ones(5, dtype=torch.bfloat16), b"object"]
+    assert PreparedSave(b"", values, {}).num_bytes == 3 * 4 + 5 * 2
+
+
+def test_a_helper_that_ends_by_itself_names_its_exit_code() -> None:
+    process = Helper()
+    process.connection.close()  # An idle helper ends when its rank closes the connection.
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process.end() == "exit code 0"
+    process = Helper()
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.end() == "SIGKILL"
+
+
+def test_the_death_of_a_helper_is_seen_after_its_last_message() -> None:
+    process = Helper()
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process.reports() is None
+    process.end()
+
+
+@ranks(dp=2, timeout=120)
+def test_a_save_that_cannot_begin_on_one_rank_leaves_memory_for_the_next(
+    context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = build(context, layers=1)
+    tiny.step()
+
+    def refuse(*_: Any) -> None:
+        raise OSError(13, "Permission denied")
+
+    with background_manager(context, tmp_path) as (checkpoints, saves):
+        save(checkpoints, tiny, 1, context)
+        saves.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(background.publish, "prepare", refuse)
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match="Permission denied"):
+                    save(checkpoints, tiny, 2, context)
+        # Saving one iteration again waits for the first save of it.
+        for _ in range(2):
+            save(checkpoints, tiny, 2, context)
+        saves.wait()
+        assert saves.look_at_newest() == (False, False) and saves.num_failed == 0
+        torch.distributed.barrier()
+        assert published(tmp_path) == [1, 2]
+        # Only rank 0 knows how the newest save has ended, and tells the others.
+        saves.last_has_failed = context.rank == 1
+        assert saves.look_at_newest() == (False, False)
+        saves.last_has_failed = context.rank == 0
+        assert saves.look_at_newest() == (False, True)
+
+
+def test_results_are_those_of_the_ranks_in_order(tmp_path: Path) -> None:
+    job = helper.Job(1, 5, 0, 12, "", str(tmp_path), 1.0, CheckpointConfig())
+    job.folder.mkdir()
+    for rank in range(12):
+        (job.folder / f"__{rank}.result").write_bytes(pickle.dumps((rank, {})))
+    assert [written for written, _ in helper._results(job)] == list(range(12))
+    (job.folder / "__11.failed").touch()
+    (job.folder / "__11.result").unlink()
+    with pytest.raises(CheckpointError, match="rank 11 could not write .*: it could not even say"):
+        helper._results(job)
+
+
+def test_a_failure_is_told_on_a_full_disk_and_rank_0_removes_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = helper.Job(1, 5, 1, 2, "", str(tmp_path), 1.0, CheckpointConfig())
+    helper._give_up(job, "why")  # The folder of a checkpoint that rank 0 has given up.
+    assert not job.folder.exists()
+    job.folder.mkdir()
+    helper._give_up(job, "why")
+    assert (job.folder / "__1.failed").read_text() == "why"
+
+    def replace(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", replace)
+    helper.tell_failure(job.folder, 2, "why")
+    monkeypatch.undo()
+    assert (job.folder / "__2.failed").read_text() == ""
+    helper._give_up(dataclasses.replace(job, rank=0), "why")
+    assert not job.folder.exists()
+
+
+def test_a_checkpoint_that_is_written_again_is_not_published_yet(tmp_path: Path) -> None:
+    job = helper.Job(1, 5, 0, 2, "", str(tmp_path), 1.0, CheckpointConfig())
+    assert not helper.is_published(job)
+    folder_of(tmp_path, 5).mkdir()
+    assert helper.is_published(job)
+    job.folder.mkdir()
+    assert not helper.is_published(job)
+
+
+def test_a_helper_waits_for_the_folder_that_rank_0_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that machines share shows a new folder a little later."""
+    job = helper.Job(1, 5, 1, 2, "", str(tmp_path), 1.0, CheckpointConfig())
+    clock, written = Clock(), list[Any]()
+
+    class Writer:
+        def __init__(self, folder: Path, **_: Any) -> None:
+            assert folder.is_dir()
+
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            written.append(plan)
+            return SimpleNamespace(value=lambda: "record")
+
+    monkeypatch.setattr(helper, "time", clock)
+    monkeypatch.setattr(storage, "DiskWriter", Writer)
+    plan: Any = SimpleNamespace(items=[])
+    with pytest.raises(CheckpointError, match=r"iter_0000005.tmp has disappeared"):
+        helper._write_shards(job, plan, [])
+    assert 5 < clock.now < 5.1 and not written
+
+    def appear(seconds: float) -> None:
+        clock.now += seconds
+        job.folder.mkdir(exist_ok=True)
+
+    monkeypatch.setattr(clock, "sleep", appear)
+    helper._write_shards(job, plan, [])
+    helper._write_shards(job, plan, [])  # What an earlier helper has written stays.
+    assert len(written) == 1
+    result = pickle.loads((job.folder / "__1.result").read_bytes())
+    assert result == ("record", {}) and [*job.folder.glob("*.part")] == []
+
+
+def test_empty_tensors_are_written_as_they_are() -> None:
+    empty = torch.empty(0, 3, dtype=torch.bfloat16)
+    found = helper._compact(empty)
+    assert (found.shape, found.dtype) == (empty.shape, empty.dtype)
+    part = torch.arange(10.0)[2:5]
+    assert torch.equal(helper._compact(part), part)
+    assert helper._compact(part).untyped_storage().nbytes() == 12

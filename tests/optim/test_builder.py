@@ -11,12 +11,17 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_ext.optim import builder
-from megatron_ext.optim.adam import CountedAdam
+from megatron_ext.optim.adam import CountedAdam, start_state
 from megatron_ext.optim.adam import FusedAdam as FusedAdamOfTorch
 from megatron_ext.optim.update import parts_of
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
-from tests.training_runs import TINY, mock_data, train
+from tests.ranks import ranks
+from tests.runs_from_inside import build
+from tests.training_runs import TINY, mock_data, train, without
+
+HALF, SINGLE = torch.bfloat16, torch.float32
 
 SMALL = [
     *TINY,
@@ -57,10 +62,60 @@ def installed() -> Iterator[pytest.MonkeyPatch]:
 @pytest.mark.parametrize(("name", "rule"), [("adam", "AdamW"), ("muon", "Muon"), ("sgd", "SGD")])
 def test_the_flag_names_the_rule(name: str, rule: str, tmp_path: Path) -> None:
     def look(run: Run) -> None:
-        assert [type(part.optimizer).__name__ for part in parts_of(run.optimizer)] == [rule]
+        (part,) = parts_of(run.optimizer)
+        assert type(part.optimizer).__name__ == rule
+        # A checkpoint is loaded into a state that exists, with the step count of Adam.
+        part.init_state_fn(part.optimizer)
+        expected = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
+        for state in part.optimizer.state.values():
+            if rule in expected:
+                assert set(state) == expected[rule]
+        assert len(part.optimizer.state) == len(part.get_parameters())
 
     words = f"--train-iters 1 --no-use-distributed-optimizer --optimizer {name}"
     train([*SMALL, *words.split()], tmp_path, prepare=look)
+
+
+@ranks()
+def test_each_moment_has_the_dtype_of_its_own_flag(context: ParallelContext) -> None:
+    flags = without(SMALL, "--save-interval")
+    for name, moments in (("exp-avg", (HALF, SINGLE)), ("exp-avg-sq", (SINGLE, HALF))):
+        words = f"--use-precision-aware-optimizer --{name}-dtype bf16"
+        for part in parts_of(build([*flags, *words.split()], context).optimizer):
+            assert part.optimizer.moments == moments
+
+
+def test_momentum_is_kept_only_where_it_is_used() -> None:
+    first, second = torch.ones(2), torch.ones(3)
+    groups = [{"params": [first], "momentum": 0.9}, {"params": [second], "momentum": 0.0}]
+    sgd = torch.optim.SGD(groups, lr=0.1)
+    start_state(sgd)
+    assert not sgd.state[first]["momentum_buffer"].any()
+    assert second not in sgd.state or not sgd.state[second]
+
+
+def test_sharded_gradients_are_those_of_both_kinds_of_weights() -> None:
+    """A run in 16 bits may keep some weights, such as routers', in 32 bits."""
+
+    class Part(builder.DistributedOptimizer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            pairs = []
+            for value in (1.0, 2.0):
+                model, main = torch.zeros(2), torch.zeros(1)
+                model.main_grad = torch.full((1,), value)  # type: ignore[attr-defined]
+                pairs.append((model, main))
+            (half, main), (single, own) = pairs
+            self.is_stub_optimizer = False
+            self.model_float16_groups = [[half]]
+            self.shard_fp32_from_float16_groups = [[main]]
+            self.model_fp32_groups = [[single]]
+            self.shard_fp32_groups = [[own]]
+
+    part: Any = Part()
+    builder.take_sharded_gradients(part)
+    part._copy_model_grads_to_main_grads()
+    assert part.shard_fp32_from_float16_groups[0][0].grad.tolist() == [1.0]
+    assert part.shard_fp32_groups[0][0].grad.tolist() == [2.0]
 
 
 def _expect(run: Run) -> None:
@@ -119,6 +174,7 @@ def test_groups_keep_their_settings_in_another_adam() -> None:
     names = ("lr", "betas", "eps", "weight_decay")
     assert [first[name] for name in names] == [0.5, (0.8, 0.9), 1e-8, 0.3]
     assert [second[name] for name in names] == [0.1, (0.9, 0.999), 1.0, 0.0]
+    assert [part.optimizer.defaults[name] for name in names] == [0.1, (0.9, 0.999), 1e-8, 0.3]
 
 
 IN_16_BITS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".split()
@@ -145,9 +201,9 @@ def test_moments_in_16_bits_go_on_in_another_layout(tmp_path: Path) -> None:
         assert moment.dtype == torch.float32
         assert torch.equal(moment, moment.bfloat16().float())
     layouts = {"same": (2, []), "tp2": (2, "--tensor-model-parallel-size 2".split())}
-    for name, (ranks, more) in layouts.items():
+    for name, (size, more) in layouts.items():
         load = ["--load", str(first), *more]
-        rows = train([*words, *load], tmp_path / name, ranks=ranks, prepare=_narrow)
+        rows = train([*words, *load], tmp_path / name, ranks=size, prepare=_narrow)
         for row, other in zip(rows[-2:], whole[-2:], strict=True):
             exact = 0 if name == "same" else 1e-4
             assert row["lm loss"] == pytest.approx(other["lm loss"], rel=exact)

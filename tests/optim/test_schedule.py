@@ -255,3 +255,201 @@ def test_a_weight_decay_that_grows_goes_on_from_its_value(style: str, at: int) -
     assert decay == pytest.approx(0.1 * at / 12, rel=1e-9)
     assert all(now <= later for now, later in pairwise(decays)), "the weight decay falls"
     assert decays[1] > decays[0] and decays[-1] == pytest.approx(0.1, rel=1e-9)
+
+
+BY_SAMPLES = without(without(TINY, "--lr-warmup-iters"), "--lr-decay-iters")
+
+
+def test_lengths_of_each_phase_by_samples() -> None:
+    words = "--train-samples 480 --lr-decay-samples 320 --lr-warmup-samples 48"
+    words += " --lr-decay-style WSD --lr-wsd-decay-samples 80"
+    config = config_of([*BY_SAMPLES, *mock_data(), *words.split()])
+    assert schedule.schedule_lengths(config) == {
+        "lr_warmup_steps": 48,
+        "lr_decay_steps": 320,
+        "wd_incr_steps": 480,
+        schedule.WSD: 80,
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "iteration", "consumed", "left"),
+    [
+        ("--train-samples 480 --lr-decay-samples 320 --lr-warmup-samples 16", 5, 80, 240),
+        ("--train-samples 480 --lr-warmup-samples 16", 5, 80, 400),
+        ("--train-samples 480 --lr-decay-samples 320 --lr-warmup-samples 16", 25, 400, 0),
+        ("--train-iters 30 --lr-decay-iters 20", 5, 80, 15 * 16),
+        ("--train-iters 30", 5, 80, 25 * 16),
+        ("--train-iters 30 --lr-decay-iters 20", 20, 320, 0),
+        ("--train-iters 30 --lr-decay-iters 20", 25, 400, 0),
+        # Another batch before: the steps that are left have this run's batch.
+        ("--train-iters 30 --lr-decay-iters 20", 5, 40, 15 * 16),
+        ("--train-iters 30 --rampup-batch-size 4 4 24", 1, 4, 4 + 8 + 12 + 26 * 16),
+    ],
+)
+def test_samples_that_are_left_of_the_decay(
+    words: str, iteration: int, consumed: int, left: int
+) -> None:
+    config = config_of([*BY_SAMPLES, *mock_data(), *words.split()])
+    assert schedule.samples_of_decay_left(config, iteration, consumed) == left
+
+
+def _rate_at(style: str, place: schedule.Place, done: float) -> float:
+    """Return megatron-core's rate after ``done`` samples, for a peak of 1 and a floor of 0."""
+    if place.warmup and done <= place.warmup:
+        return done / place.warmup
+    if style == "constant":
+        return 1.0
+    if done > place.decay:
+        return 0.0
+    if style == "inverse-square-root":
+        return math.sqrt(max(place.warmup, 1) / max(done, 1))
+    start = place.decay - place.last_phase if style == "WSD" else place.warmup
+    over = max(0.0, done - start) / (place.decay - start)
+    return 0.5 * (1 + math.cos(math.pi * over)) if style == "cosine" else 1 - over
+
+
+def _check_place(style: str, warmup: int, done: int, left: int) -> None:
+    theirs = schedule.Place(warmup, 160, 60, done)
+    ours = schedule.Place(warmup, done + left, 60, -1)
+    place = schedule.continued(style, theirs, ours, left)
+    if done >= 160 and style != "constant":
+        # A decay that has ended stays ended, at the floor.
+        assert place.done > place.decay > place.warmup
+        return
+    assert _rate_at(style, place, place.done) == pytest.approx(_rate_at(style, theirs, done))
+    assert 0 <= place.warmup < place.decay
+    if style == "constant":
+        return
+    # A warm-up is followed by at least one sample of the decay.
+    assert place.decay - place.done == pytest.approx(max(left, place.warmup + 1 - place.done))
+    if style == "WSD" and warmup <= done <= 100:
+        assert place.last_phase == min(60, left)
+    rates = [_rate_at(style, place, place.done + step) for step in range(left + 1)]
+    if done >= warmup:
+        assert all(later <= now + 1e-12 for now, later in pairwise(rates))
+    if style != "inverse-square-root" and left > warmup:
+        assert rates[-1] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("style", [*SHAPES, "WSD"])
+def test_a_schedule_goes_on_at_the_same_rate_and_ends_on_time(style: str) -> None:
+    """From a decay of 160 samples, the last 60 of which are WSD's last phase."""
+    for warmup in (0, 32):
+        for done in (0, 16, 32, 40, 100, 150, 159, 160, 161):
+            for left in (20, 80, 400):
+                _check_place(style, warmup, done, left)
+
+
+def test_a_warm_up_that_the_flags_no_longer_have_is_over() -> None:
+    theirs = schedule.Place(32, 160, 60, 16)
+    place = schedule.continued("linear", theirs, schedule.Place(0, 320, 60, 0), 304)
+    assert (place.warmup, place.done, place.decay) == (0, 16, 320)
+
+
+def _scheduler(words: str) -> tuple[Any, dict[str, Any], schedule.Schedule]:
+    """Return the configuration, the only group of parameters and the schedule of some flags."""
+    config = config_of([*TINY, *mock_data(), *words.split()])
+    group: dict[str, Any] = {"params": [], "default_config": True}
+    optimizer: Any = SimpleNamespace(param_groups=[group])
+    return config, group, schedule.build_scheduler(config, optimizer)
+
+
+def _note(before: str, after: str, at: int) -> tuple[str | None, dict[str, Any]]:
+    """Return the note of a schedule that goes on after ``at`` steps, and its group."""
+    _, _, scheduler = _scheduler(before)
+    scheduler.step(16 * at)
+    state = scheduler.state_dict()
+    config, group, scheduler = _scheduler(f"{after} --override-opt-param-scheduler")
+    scheduler.load_state_dict(state)
+    return scheduler.go_on(config, at, 16 * at), group
+
+
+def test_who_overrides_a_schedule_is_told_where_it_goes_on() -> None:
+    before = "--lr-decay-style linear --train-iters 12"
+    after = "--lr-decay-style linear --lr-decay-iters 20 --train-iters 20"
+    assert _note(before, before, 7)[0] is None
+    note, group = _note(before, after, 7)
+    assert note == (
+        f"The schedule goes on at the checkpoint's place, with a learning rate of {group['lr']:g}, "
+        "and its decay ends where the flags say."
+    )
+    for at in (12, 13):
+        note, group = _note(before, after, at)
+        assert group["lr"] == FLOOR
+        assert note == (
+            "The decay of the checkpoint's learning rate has ended, so that it stays at `--min-lr` "
+            "(0.0001); give another one, or `--finetune` for a schedule that starts anew."
+        )
+    constant = "--lr-decay-style constant --lr-decay-iters {0} --train-iters {0}"
+    note, group = _note(constant.format(12), constant.format(20), 12)
+    assert note is not None and "has ended" not in note and group["lr"] == PEAK
+
+
+def test_a_last_phase_of_another_length_alone_is_a_change() -> None:
+    flags = "--lr-decay-style WSD --train-iters 12 --lr-wsd-decay-style linear"
+    note, group = _note(f"{flags} --lr-wsd-decay-iters 4", f"{flags} --lr-wsd-decay-iters 6", 10)
+    assert note is not None
+    assert group["lr"] == pytest.approx(FLOOR + 0.5 * (PEAK - FLOOR))
+
+
+def test_megatron_lms_checkpoints_lack_the_length_of_the_last_phase() -> None:
+    """It is the same share of the decay as that of the flags."""
+    flags = "--lr-decay-style WSD --lr-wsd-decay-style linear"
+    _, group, scheduler = _scheduler(f"{flags} --train-iters 12 --lr-wsd-decay-iters 3")
+    scheduler.step(16 * 11)
+    rate, state = group["lr"], scheduler.state_dict()
+    del state[schedule.WSD]
+    more = "--lr-decay-iters 20 --train-iters 20 --lr-wsd-decay-iters 5"
+    config, group, scheduler = _scheduler(f"{flags} {more} --override-opt-param-scheduler")
+    scheduler.load_state_dict(state)
+    scheduler.go_on(config, 11, 16 * 11)
+    assert group["lr"] == pytest.approx(rate) and FLOOR < rate < PEAK
+
+
+def test_a_checkpoints_schedule_keeps_the_length_of_its_last_phase() -> None:
+    flags = "--lr-decay-style WSD --lr-wsd-decay-style linear --train-iters 12"
+    _, group, scheduler = _scheduler(f"{flags} --lr-wsd-decay-iters 4")
+    scheduler.step(16 * 10)
+    rate, state = group["lr"], scheduler.state_dict()
+    other = f"{flags} --lr-wsd-decay-iters 8 --use-checkpoint-opt-param-scheduler"
+    _, group, scheduler = _scheduler(other)
+    scheduler.load_state_dict(state)
+    scheduler.step(0)
+    assert scheduler.wsd_decay_steps == 16 * 4 and group["lr"] == pytest.approx(rate)
+    _, _, scheduler = _scheduler(f"{flags} --lr-wsd-decay-iters 8 --override-opt-param-scheduler")
+    scheduler.load_state_dict(state)
+    assert scheduler.wsd_decay_steps == 16 * 8
+
+
+def test_a_weight_decay_that_has_grown_stays() -> None:
+    flags = (
+        "--lr-decay-style linear --start-weight-decay 0 --end-weight-decay 0.1 "
+        "--weight-decay-incr-style linear"
+    )
+    before = f"{flags} --lr-decay-iters 8 --train-iters 8"
+    _, group = _note(before, f"{flags} --lr-decay-iters 20 --train-iters 20", 12)
+    assert group["weight_decay"] == pytest.approx(0.1)
+
+
+def test_a_warm_up_begins_at_its_own_rate() -> None:
+    rates = _rates("--lr-warmup-init", "2e-4")
+    assert rates[: WARMUP + 1] == pytest.approx([2e-4, 6e-4, 1e-3])
+
+
+def test_an_override_takes_the_flags_warm_up_of_a_constant_rate() -> None:
+    flags = without(without(TINY, "--lr-warmup-iters"), "--lr-decay-iters")
+    flags += [*mock_data(), *"--lr-decay-style constant --override-opt-param-scheduler".split()]
+
+    def build(iterations: int) -> schedule.Schedule:
+        words = [*flags, "--train-iters", str(iterations)]
+        config = config_of(words, defaults={"usual_warmup_iters": 1000})
+        optimizer: Any = SimpleNamespace(param_groups=[{"params": [], "default_config": True}])
+        return schedule.build_scheduler(config, optimizer)
+
+    longer = build(400)
+    own = longer.lr_warmup_steps
+    shorter = build(40)
+    assert shorter.lr_warmup_steps < own
+    longer.load_state_dict(shorter.state_dict())
+    assert longer.lr_warmup_steps == own
