@@ -174,3 +174,114 @@ def test_a_folder_without_room_is_told(shared_memory: Path) -> None:
         CheckpointError, match=r"has no room for a snapshot of .* MiB \(the disk of"
     ):
         SnapshotPair(shared_memory, "rank0").reserve(1 << 50)
+
+
+def test_a_restart_writes_over_the_older_snapshot(tmp_path: Path) -> None:
+    """Also over one that is not whole, before any that is."""
+    pair = SnapshotPair(tmp_path, "rank0")
+    assert [pair.turn().path.name for _ in range(3)] == ["rank0.0", "rank0.1", "rank0.0"]
+    for number, iteration in enumerate((9, 7)):
+        pair.files[number].write(iteration, content_of([torch.zeros(3)]))
+    again = SnapshotPair(tmp_path, "rank0")
+    assert [again.turn().path.name for _ in range(3)] == ["rank0.1", "rank0.0", "rank0.1"]
+    pair.files[0].discard()
+    assert [each.iteration for each in whole_ones(pair)] == [7]
+    assert SnapshotPair(tmp_path, "rank0").turn().path.name == "rank0.0"
+
+
+def test_a_copy_is_whole_only_with_all_its_pieces(tmp_path: Path) -> None:
+    state = {"value": torch.arange(5000.0)}
+    taken = SnapshotFile(tmp_path / "own").write(3, content_of(state), {"rank": 1})
+    raw = taken.raw.clone()
+    cuts = [0, 5000, 9000, len(raw)]
+    pieces = [(a, raw[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    file = SnapshotFile(tmp_path / "copy")
+    found = file.write_raw(len(raw), pieces)
+    assert found is not None and found.is_intact()
+    assert (found.iteration, found.facts) == (3, {"rank": 1})
+    assert torch.equal(found.state()["value"], state["value"])
+
+    def broken() -> Iterator[tuple[int, torch.Tensor]]:
+        yield pieces[0]
+        assert file.read() is None  # The mark of the copy before is gone.
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        file.write_raw(len(raw), broken())
+    assert file.read() is None
+    assert file.write_raw(len(raw), pieces[1:]) is None
+
+
+def test_a_snapshot_is_not_whole_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = SnapshotFile(tmp_path / "file")
+    content = content_of({"value": torch.ones(3)})
+    file.write(1, content)
+
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(file._mapping), "copy", fail)
+        with pytest.raises(KeyError):
+            file.write(2, content)
+    assert file.read() is None
+    file.write(3, content)
+    assert (found := file.read()) is not None and found.iteration == 3
+
+
+def test_a_file_grows_with_its_content_and_belongs_to_its_user(tmp_path: Path) -> None:
+    file = SnapshotFile(tmp_path / "file")
+    first = file.reserve(10)
+    room = first.bytes.numel() - 4096
+    assert file.reserve(room) is first
+    larger = file.reserve(room + 1)
+    assert larger is not first and larger.bytes.numel() >= 4096 + room + 1
+    facts = (tmp_path / "file").stat()
+    assert facts.st_mode & 0o777 == 0o600
+    # Its space is reserved: a write to a page without any would kill the process.
+    assert facts.st_blocks * 512 >= facts.st_size == larger.bytes.numel()
+
+
+@pytest.mark.parametrize("cut", [1, 4095])
+def test_a_file_that_is_shorter_than_its_header_says_is_not_read(cut: int, tmp_path: Path) -> None:
+    file = SnapshotFile(tmp_path / "file")
+    taken = file.write(1, content_of([torch.ones(3000)]))
+    os.truncate(tmp_path / "file", 4096 + taken.num_bytes)
+    assert SnapshotFile(tmp_path / "file").read() is not None
+    os.truncate(tmp_path / "file", 4096 + taken.num_bytes - cut)
+    assert SnapshotFile(tmp_path / "file").read() is None
+
+
+def test_every_byte_of_a_small_state_is_in_its_digest(tmp_path: Path) -> None:
+    for size in (10, 1 << 16, (1 << 16) + 100):  # below, at and above a block of sums
+        taken = SnapshotFile(tmp_path / str(size)).write(1, content_of([torch.zeros(size)]))
+        for place in (0, 4 * size - 1, taken.num_bytes - 1):
+            taken.content[place] ^= 1
+            assert not taken.is_intact(), (size, place)
+            taken.content[place] ^= 1
+        assert taken.is_intact()
+
+
+def test_a_part_at_the_end_and_parts_of_tensors_with_gaps(tmp_path: Path) -> None:
+    whole = torch.arange(1000.0)
+    content = content_of([whole, whole[990:]])
+    assert len(content.tensors) == 1
+    wide = torch.arange(2000.0).view(1000, 2)
+    # The even elements begin where all of them do, but do not hold the odd ones.
+    state = [wide[:, 0], wide.view(-1)[:5], wide[:, 1]]
+    found = SnapshotFile(tmp_path / "file").write(1, content_of(state)).state()
+    for got, wanted in zip(found, state, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_what_is_pickled_later_does_not_take_the_whole_memory(tmp_path: Path) -> None:
+    taken = SnapshotFile(tmp_path / "file").write(1, content_of(a_state()))
+    state = taken.state(to_pickle=True)
+    size = taken.content.untyped_storage().nbytes()
+    assert state["moments"][0].untyped_storage().nbytes() < size
+    assert state["random"].data[0]["state"].untyped_storage().nbytes() == 9 * 8
+    assert state["model"]["weight"].data.untyped_storage().nbytes() == size
+    taken.content.zero_()
+    assert torch.equal(state["random"].data[0]["state"], torch.arange(9))

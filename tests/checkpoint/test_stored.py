@@ -1,10 +1,27 @@
 """Which checkpoint flags choose, and what they hear if there is none."""
 
+import json
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.stored import find, load_notes
+from megatron_ext.checkpoint import files, stored
+from megatron_ext.checkpoint.files import MANIFEST, TRACKER, describe_file, folder_of
+from megatron_ext.checkpoint.stored import (
+    CheckpointRef,
+    check_files,
+    choose,
+    fault_of,
+    find,
+    load_notes,
+    passes_over_damaged,
+    read_progress,
+    read_settings,
+    refusal,
+    stored_progress,
+)
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 
@@ -25,3 +42,195 @@ def test_the_save_folder_may_be_empty_at_first(tmp_path: Path) -> None:
     (note,) = load_notes(config)
     assert note.endswith("holds no checkpoint yet; training starts from scratch.")
     assert load_notes(CheckpointConfig(save=str(tmp_path))) == []
+
+
+def write(root: Path, *iterations: int) -> None:
+    """Write checkpoints with a manifest; the tracker names the last one."""
+    for iteration in iterations:
+        folder = folder_of(root, iteration)
+        folder.mkdir(parents=True)
+        (folder / "a").write_text(f"a of {iteration}")
+        (folder / "b").write_text(f"b of {iteration}")
+        listed = {name: describe_file(folder / name) for name in ("a", "b")}
+        (folder / MANIFEST).write_text(json.dumps({"version": 1, "files": listed}))
+    (root / TRACKER).write_text(str(iterations[-1]))
+
+
+def damage(root: Path, iteration: int) -> None:
+    (folder_of(root, iteration) / "b").write_text("")
+
+
+def test_the_checkpoint_of_iteration_0_is_one_like_others(tmp_path: Path) -> None:
+    """An import of public weights writes it."""
+    write(tmp_path, 0)
+    assert choose(tmp_path, None) == 0 and choose(tmp_path, 0) == 0
+    found = find(CheckpointConfig(load=str(tmp_path)))
+    assert found == CheckpointRef(tmp_path, 0, weights_only=False)
+    (tmp_path / TRACKER).unlink()
+    assert choose(tmp_path, None) == 0
+    (tmp_path / files.ANNOUNCEMENT).write_text("0")
+    (tmp_path / TRACKER).write_text("7")
+    assert choose(tmp_path, None) == 0
+
+
+def test_only_older_checkpoints_stand_in_for_a_damaged_one(tmp_path: Path) -> None:
+    write(tmp_path, 2, 4, 8, 6)
+    damage(tmp_path, 6)
+    advice = r"give `--ckpt-step 8` for the newest whole one"
+    with pytest.raises(
+        CheckpointError, match=rf"iteration 6 .*/b has 0 bytes instead of 6; {advice}"
+    ):
+        choose(tmp_path, None)
+    damaged: stored.Damaged = {}
+    assert choose(tmp_path, None, damaged) == 4
+    assert list(damaged) == [folder_of(tmp_path, 6)]
+    damage(tmp_path, 8)
+    assert "give `--ckpt-step 4`" in refusal(tmp_path, 6, "fault")
+    for iteration in (2, 4):
+        damage(tmp_path, iteration)
+    with pytest.raises(CheckpointError, match="there is no other whole one, so remove `--load`"):
+        choose(tmp_path, None, damaged)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_every_listed_file_is_verified(name: str, tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    checkpoint = CheckpointRef(tmp_path, 2, weights_only=False)
+    check_files(checkpoint)
+    path = folder_of(tmp_path, 2) / name
+    path.write_text(path.read_text().swapcase())
+    with pytest.raises(CheckpointError, match=rf"/{name} does not match its checksum; there is no"):
+        check_files(checkpoint)
+    check_files(checkpoint, lambda listed: set(listed) - {name})
+
+
+def test_a_restarted_run_passes_over_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 2, 4)
+    damage(tmp_path, 4)
+    config = CheckpointConfig(load=str(tmp_path))
+    with pytest.raises(CheckpointError, match="iteration 4 cannot be loaded"):
+        find(config)
+    monkeypatch.setattr(stored, "generation", lambda: 1)
+    assert passes_over_damaged(config)
+    found = find(config)
+    assert found is not None and found.iteration == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"resume_mode": "path"}, "--resume-mode path"),
+        ({"exit_on_missing_checkpoint": True}, "--exit-on-missing-checkpoint"),
+        ({"ckpt_step": 3}, "--ckpt-step"),
+        ({"finetune": True}, "--finetune"),
+    ],
+)
+def test_flags_that_need_a_checkpoint_are_named(
+    given: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    empty = str(tmp_path / "empty")
+    config = CheckpointConfig(load=empty, save=empty, **given)
+    with pytest.raises(CheckpointError, match=f"holds no checkpoint, but `{named}` is given"):
+        find(config)
+
+
+def test_other_weights_and_local_snapshots_stand_in_for_a_missing_checkpoint(
+    tmp_path: Path,
+) -> None:
+    empty, base = str(tmp_path / "empty"), tmp_path / "base"
+    write(base, 4)
+    config = CheckpointConfig(load=empty, pretrained_checkpoint=str(base), finetune=True)
+    assert find(config) == CheckpointRef(base, 4, weights_only=True)
+    config = CheckpointConfig(load=empty, non_persistent_local_ckpt_dir=str(tmp_path / "local"))
+    assert find(config) is None
+    (note,) = load_notes(config)
+    assert "training starts from what `--non-persistent-local-ckpt-dir`" in note
+    with pytest.raises(CheckpointError, match="is a file, but checkpoints are folders"):
+        find(CheckpointConfig(load=str(folder_of(base, 4) / "a")))
+
+
+def test_our_own_checkpoints_have_a_manifest(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    folder = folder_of(tmp_path, 2)
+    assert fault_of(folder) is None
+    (folder / MANIFEST).write_text(json.dumps({"files": {"a": describe_file(folder / "a")}}))
+    assert fault_of(folder) is None  # as of the first version, which did not say its number
+    (folder / MANIFEST).unlink()
+    (folder / stored.RUN_CONFIG).write_text("{}")
+    assert fault_of(folder) == f"{folder}/{MANIFEST} is missing"
+    (folder / stored.RUN_CONFIG).unlink()
+    assert fault_of(folder) == f"{folder}/metadata.json is missing"
+
+
+def test_counters_of_megatron_lm_are_among_its_arguments(tmp_path: Path) -> None:
+    arguments = Namespace(consumed_train_samples=24, consumed_valid_samples=8, iteration=3)
+    wanted = {"consumed_train_samples": 24, "consumed_valid_samples": 8}
+    assert stored_progress(tmp_path, arguments) == wanted
+    assert stored_progress(tmp_path, Namespace()) == dict.fromkeys(wanted, 0)
+    (tmp_path / stored.PROGRESS).write_text('{"iteration": 5}')
+    assert stored_progress(tmp_path, arguments) == {"iteration": 5}
+
+
+BEST = {"iteration": 4, "loss": 1.5, "regular": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("iteration", 0, -1),
+        ("consumed_train_samples", 3, 3.5),
+        ("consumed_valid_samples", 3, "3"),
+        ("skipped_iterations", 3, None),
+        ("nan_iterations", 3, True),
+        ("stale_evaluations", 0, -1),
+        ("epoch", None, "1"),
+        ("lowest_loss", 1.5, True),
+        ("floating_point_operations", 1e20, None),
+        ("best_checkpoints", [BEST], [{**BEST, "regular": 1}]),
+        ("best_checkpoints", [], [{**BEST, "loss": "low"}]),
+        ("best_checkpoints", [BEST], [{**BEST, "more": 1}]),
+        ("best_checkpoints", [BEST], [{**BEST, "iteration": -2}]),
+        ("recent_values", [[1, 2.5], []], [[1], 2]),
+        ("recent_values", [], [["1"]]),
+        ("data_plan", "x", 1),
+        ("data_order", {"a": 1}, [1]),
+        ("data_order", None, "a"),
+    ],
+)
+def test_each_counter_has_its_form(name: str, good: Any, bad: Any, tmp_path: Path) -> None:
+    (tmp_path / stored.PROGRESS).write_text(json.dumps({name: good, "of a later version": [1]}))
+    assert read_progress(tmp_path)[name] == good
+    (tmp_path / stored.PROGRESS).write_text(json.dumps({name: bad}))
+    with pytest.raises(CheckpointError, match=rf"damaged \(`{name}` is .* must be"):
+        read_progress(tmp_path)
+
+
+def test_the_device_of_a_run_is_stored_beside_its_sections(tmp_path: Path) -> None:
+    assert read_settings(tmp_path) == {}
+    path = tmp_path / stored.RUN_CONFIG
+    path.write_text('{"model": {"num_layers": 4}, "device": "cuda"}')
+    assert read_settings(tmp_path)["model"] == {"num_layers": 4}
+    path.write_text('{"model": 4}')
+    with pytest.raises(CheckpointError, match="model.* is a number instead of an object"):
+        read_settings(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["12 and more", "1.5", "-3", "0x12", "1" * 16, ""])
+def test_a_tracker_holds_one_number_and_nothing_else(text: str, tmp_path: Path) -> None:
+    write(tmp_path, 2, 4)
+    (tmp_path / TRACKER).write_text(text)
+    with pytest.raises(CheckpointError, match=r"must hold the number .* one of \[2, 4\] into"):
+        files.read_tracker(tmp_path)
+    (tmp_path / TRACKER).write_text(" 12\n")
+    assert files.read_tracker(tmp_path) == 12
+
+
+def test_a_manifest_has_the_digests_of_blake2(tmp_path: Path) -> None:
+    """The release that wrote a checkpoint and the one that reads it agree on them."""
+    (tmp_path / "a").write_bytes(b"abc")
+    assert describe_file(tmp_path / "a") == {
+        "bytes": 3,
+        "blake2b": "cf4ab791c62b8d2b2109c90275287816",
+    }
