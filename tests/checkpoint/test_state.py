@@ -76,13 +76,9 @@ def test_rates_of_a_group_are_the_flags_or_the_checkpoints_as_a_flag_says() -> N
     assert _settled(decoupled, LOADED) == LOADED
     older = {**LOADED, "default_config": False}
     for group in (decoupled, older):
-        with pytest.raises(
-            CheckpointError, match=r"--decoupled-lr` \(2.0\) .*'s \(1.0"
-        ):
+        with pytest.raises(CheckpointError, match=r"--decoupled-lr` \(2.0\) .*'s \(1.0"):
             _settled(group, OWN)
-        with pytest.raises(
-            CheckpointError, match=r"--decoupled-min-lr` \(0.2\) is"
-        ):
+        with pytest.raises(CheckpointError, match=r"--decoupled-min-lr` \(0.2\) is"):
             _settled(group, {"max_lr": 1.0, "min_lr": 0.2})
     assert _settled({**LOADED, "default_config": True}, OWN) == LOADED
 

@@ -245,6 +245,15 @@ def test_who_approves_sees_every_norm_and_can_only_forbid(context: ParallelConte
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     _fill(model, 0.5)
     assert update.update_parameters(optimizer, 1.0, approve=approve(True)).applied
+    # The norm of a chain, such as of dense weights and experts, is that of all its gradients.
+    other, second = _optimizer(context, distributed=False)
+    for each, its, value in ((model, optimizer, 0.5), (other, second, -2.0)):
+        _fill(each, value)
+        its.prepare_grads()
+    parts = [*update.parts_of(optimizer), *update.parts_of(second)]
+    chain: Any = SimpleNamespace(chained_optimizers=parts)
+    squares = 24 * 0.5**2 + 6 * 1.5**2 + 24 * 2.0**2 + 6 * 1.0**2
+    assert float(update.global_grad_norm(chain)) == pytest.approx(math.sqrt(squares))
     for parameter in scaled.model[0].parameters():
         parameter.main_grad.fill_(math.inf)
     # The gradients of 16-bit floats have overflown before there is a norm.
