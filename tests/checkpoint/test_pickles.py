@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import gc
 import io
 import pathlib
 import pickle
@@ -22,7 +23,14 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from megatron_ext.checkpoint.pickles import ForeignName, Refused, read_index
+from megatron_ext.checkpoint import pickles
+from megatron_ext.checkpoint.pickles import (
+    ForeignName,
+    MetadataMachine,
+    Refused,
+    Scan,
+    read_index,
+)
 from megatron_ext.checkpoint.unpickling import MetadataReader, plain_content
 from megatron_ext.errors import CheckpointError
 
@@ -398,3 +406,133 @@ def test_a_packed_file_is_refused() -> None:
 def test_a_foreign_name_is_told_by_its_own_error() -> None:
     with pytest.raises(ForeignName, match=r"^os\.system$"):
         read_index(pickle.dumps(_index(1))[:-1] + _name("os", "system") + b".")
+
+
+def _key(elements: int) -> bytes:
+    return b"}(" + b"(" + b"K\x01" * elements + b"t" + b"Nu."
+
+
+def _read(content: bytes) -> Any:
+    """Return the value of a pickle of an index's parts, without the check of its class."""
+    return MetadataMachine(b"\x80\x04" + content).load()
+
+
+def test_values_exactly_at_a_limit_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _read(_key(64)) == {(1,) * 64: None}
+    with pytest.raises(Refused, match="a tuple as a key"):
+        _read(_key(65))
+    assert Scan(b"\x80\x04" + _key(64)).load() == {(1,) * 64: None}
+    with pytest.raises(Refused, match="a tuple as a key"):
+        Scan(b"\x80\x04" + _key(65)).load()
+    assert _read(b"]" * 100 + b"a" * 99 + b".")
+    with pytest.raises(Refused, match="more than 100 deep"):
+        _read(b"]" * 101 + b"a" * 100 + b".")
+    size = _made("torch", "Size", b"(" + b"K\x00" * 64 + b"t")
+    assert len(_read(size + b".")) == 64
+    with pytest.raises(Refused, match="a size that is none"):
+        _read(_made("torch", "Size", b"(" + b"K\x00" * 65 + b"t") + b".")
+    content = pickle.dumps(_index(1))
+    monkeypatch.setattr(pickles, "MAX_BYTES", len(content))
+    read_index(content)
+    monkeypatch.setattr(pickles, "MAX_BYTES", len(content) - 1)
+    with pytest.raises(Refused, match=f"it has {len(content)} bytes, more than"):
+        read_index(content)
+
+
+def test_as_many_keys_with_one_hash_as_are_allowed() -> None:
+    """The first key of a hash has no equal yet."""
+    for count, refused in ((1001, False), (1002, True)):
+        content = b"}(" + b"N".join(COLLIDING[:count]) + b"Nu."
+        if refused:
+            with pytest.raises(Refused, match="with the hash of another one"):
+                _read(content)
+        else:
+            assert len(_read(content)) == count
+
+
+def _long(value: int) -> bytes:
+    content = value.to_bytes(9, "little", signed=True)
+    return b"\x8a\x09" + content
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_keys_are_integers_of_64_bits(sign: int) -> None:
+    largest = sign * ((1 << 63) - 1)
+    assert _read(b"}" + _long(largest) + b"Ns.") == {largest: None}
+    with pytest.raises(Refused, match="a int as a key"):
+        _read(b"}" + _long(largest + sign) + b"Ns.")
+    with pytest.raises(Refused, match="a int as a key"):
+        _read(b"}" + _long(sign << 70) + b"Ns.")
+
+
+def test_tuples_may_be_long_and_nested_tuples_may_not() -> None:
+    """A flat one costs no more than its pickle."""
+    flat = b"(" + b"K\x01" * 10_001 + b"t"
+    assert len(Scan(b"\x80\x04" + flat + b".").load()) == 10_001
+    inner = b"(" + b"K\x01" * 9_999 + b"t"
+    assert len(Scan(b"\x80\x04" + inner + b"\x85.").load()) == 1
+    with pytest.raises(Refused, match="tuples in tuples"):
+        Scan(b"\x80\x04" + inner + b"K\x01\x86.").load()
+
+
+def test_sizes_of_empty_and_huge_tensors() -> None:
+    assert _read(_made("torch", "Size", b"K\x00K\x02\x86") + b".") == torch.Size([0, 2])
+    assert _read(_made("torch", "Size", b")") + b".") == torch.Size([])
+    with pytest.raises(Refused, match="out of range"):
+        _read(_made("torch", "Size", _long(1 << 63) + b"\x85") + b".")
+
+
+@pytest.mark.parametrize(
+    "layout", [torch.contiguous_format, torch.channels_last, torch.preserve_format]
+)
+def test_each_memory_format_is_read_as_it_was_written(layout: torch.memory_format) -> None:
+    index = _index(1)
+    entry: Any = index.state_dict_metadata["layer.0.weight"]
+    entry.properties.memory_format = layout
+    entry.properties.requires_grad, entry.properties.pin_memory = True, False
+    found: Any = read_index(pickle.dumps(index)).state_dict_metadata["layer.0.weight"]
+    assert found.properties == entry.properties
+
+
+def test_a_place_has_a_length() -> None:
+    for offset, length in ((0, -1), (-1, 0)):
+        place = filesystem._StorageInfo("a", offset, length)
+        index = metadata.Metadata({}, storage_data={metadata.MetadataIndex("a"): place})
+        with pytest.raises(Refused, match="before the start of a"):
+            read_index(pickle.dumps(index))
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_afterwards_as_before(collects: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        read_index(pickle.dumps(_index(1)))
+        assert gc.isenabled() == collects
+        with pytest.raises(Refused):
+            read_index(pickle.dumps([]))
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_paths_of_another_system_keep_their_kind() -> None:
+    posix = _read(_made("pathlib", "PosixPath", _text("/a"), _text("b")) + b".")
+    windows = _read(_made("pathlib", "WindowsPath", _text("C:\\a"), _text("b")) + b".")
+    assert posix == pathlib.PurePosixPath("/a/b")
+    assert windows == pathlib.PureWindowsPath("C:\\a\\b")
+
+
+def test_texts_and_bytes_of_every_width_are_read() -> None:
+    short, long = b"\x8c\x01a", b"\x8d\x01\0\0\0\0\0\0\0b"
+    pieces = [b"C\x01c", b"B\x01\0\0\0d", b"\x8e\x01\0\0\0\0\0\0\0e", b"U\x01f"]
+    content = b"(" + short + long + _text("g") + b"".join(pieces) + b"\x89\x88t."
+    assert _read(content) == ("a", "b", "g", b"c", b"d", b"e", b"f", False, True)
+    with pytest.raises(EOFError, match="ends early"):
+        _read(b"\x8d\xff\0\0\0\0\0\0\0b.")
+
+
+def test_an_ordered_mapping_gets_its_items_by_instructions_alone() -> None:
+    pairs = b"](" + b"K\x01K\x02\x86" + b"e"
+    assert _read(_made("collections", "OrderedDict", pairs) + b".") == {}
+    assert _read(_made("collections", "OrderedDict") + _text("a") + b"Ns.") == {"a": None}
