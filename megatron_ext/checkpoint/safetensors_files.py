@@ -346,4 +346,4 @@ def write_tensors(path: Path, described: Mapping[str, Tensor], values: Iterable[
     with open_new(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for value in values:
-            file.write(value.contiguous().view(torch.uint8).numpy().data)
+            file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -129,6 +129,13 @@ def test_another_schedule_is_refused_by_the_flags_that_changed(
 )
 def test_a_longer_run_with_the_same_decay_has_the_same_schedule(now: str, before: str) -> None:
     changes(now, before, ENDLESS)
+    # So its length is not named among the flags that change the schedule.
+    unit = "samples" if "samples" in now else "iters"
+    warmup = f" --lr-warmup-{unit} 8"
+    with pytest.raises(CheckpointError) as caught:
+        changes(f"{now}{warmup}", before, ENDLESS)
+    assert f"`--lr-warmup-{unit}` (8, before" in str(caught.value)
+    assert "--train-" not in str(caught.value)
 
 
 def test_checkpoints_without_a_length_have_no_schedule_to_compare() -> None:
@@ -159,16 +166,16 @@ def test_a_constant_rates_usual_warm_up_may_follow_the_length_of_the_run() -> No
 
 
 def test_numbers_that_earlier_versions_stored_in_another_form_are_the_same() -> None:
-    stored = given("--train-iters 12").to_dict()
+    words = "--train-iters 12 --no-rope-freq 2"
+    stored = given(words).to_dict()
     how = {"weights_only": False, "with_optimizer": True}
-    section = next(name for name, values in stored.items() if "rotary_base" in values)
-    other = {**stored, section: {**stored[section], "rotary_base": 10000}}
-    assert check_changes(PATH, given("--train-iters 12"), other, **how) == []
-    name = next(name for name, values in stored.items() if "moe_layer_freq" in values)
-    frequency = stored[name]["moe_layer_freq"]
-    form = int(frequency) if str(frequency).isdigit() else str(frequency)
-    other = {**stored, name: {**stored[name], "moe_layer_freq": form}}
-    assert check_changes(PATH, given("--train-iters 12"), other, **how) == []
+    for name, form in (("rotary_base", 10000), ("no_rope_freq", 2)):
+        section = next(section for section, values in stored.items() if name in values)
+        other = {**stored, section: {**stored[section], name: form}}
+        assert check_changes(PATH, given(words), other, **how) == []
+    other = {**stored, section: {**stored[section], "no_rope_freq": 3}}
+    with pytest.raises(CheckpointError, match=r"`--no-rope-freq` \(2, before 3\)"):
+        check_changes(PATH, given(words), other, **how)
 
 
 def test_only_having_a_momentum_or_none_is_another_state() -> None:

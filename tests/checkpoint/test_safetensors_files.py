@@ -1,0 +1,198 @@
+"""Folders of safetensors: what is read and written, and what a failure leaves."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_ext.checkpoint import conversion, safetensors_files
+from megatron_ext.checkpoint.conversion import merge_checkpoint, only_dtype
+from megatron_ext.checkpoint.safetensors_files import (
+    Converted,
+    TensorFolder,
+    index_of,
+    plan_files,
+    write_folder,
+    write_tensors,
+    written_aside,
+)
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import CheckpointError
+
+HALF = torch.bfloat16
+
+
+def test_a_file_that_is_written_tensor_by_tensor_is_read_by_safetensors(tmp_path: Path) -> None:
+    """The header is padded to eight bytes, and no more."""
+    for length in range(1, 10):
+        tensors = {
+            "x" * length: torch.arange(6.0).view(2, 3).T,  # not contiguous
+            "half": torch.arange(3.0, dtype=HALF),
+            "empty": torch.zeros(0, 4, dtype=torch.float16),
+            "number": torch.tensor(2.5),
+        }
+        path = tmp_path / f"{length}.safetensors"
+        described = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        write_tensors(path, described, tensors.values())
+        found = load_file(path)
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        text = content[8 : 8 + size].decode()
+        assert size % 8 == 0 and len(text) - len(text.rstrip()) < 8
+        assert json.loads(text)["__metadata__"] == {"format": "pt"}
+
+
+def test_a_folder_counts_the_bytes_that_it_reads(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(4, 3), "b": torch.zeros(5, dtype=HALF)}, tmp_path / "m.safetensors")
+    with TensorFolder(tmp_path, "m") as folder:
+        assert folder.dtypes() == {"a": "float32", "b": "bfloat16"}
+        assert folder.shapes() == {"a": (4, 3), "b": (5,)}
+        folder.tensor("b")
+        assert folder.bytes_read == 5 * 2
+        assert folder.block("a", (slice(1, 3), slice(None))).shape == (2, 3)
+        assert folder.bytes_read == 5 * 2 + 2 * 3 * 4
+
+
+def test_each_tensor_lies_in_the_file_that_the_index_names(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({name: torch.full((2,), float(ord(name)))}, tmp_path / f"{name}.safetensors")
+    files = {"a": "a.safetensors", "b": "b.safetensors"}
+    index = tmp_path / index_of("model")
+    index.write_text(json.dumps({"weight_map": files}))
+    with TensorFolder(tmp_path) as folder:
+        assert float(folder.tensor("b")[0]) == ord("b")
+    for wrong in ({**files, "b": "a.safetensors"}, {**files, "c": "a.safetensors"}):
+        index.write_text(json.dumps({"weight_map": wrong}))
+        with pytest.raises(CheckpointError, match=r"a.safetensors does not hold `[bc]`, which"):
+            TensorFolder(tmp_path)
+
+
+def _converted(
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Converted, dict[str, Tensor], list[Any]]:
+    """Return two of our weights as halves of the other model's, and the names that are read."""
+    ours = {"w": torch.arange(6.0), "v": torch.arange(4.0)}
+    read = list[list[str]]()
+
+    def load(names: Iterable[str]) -> dict[str, Tensor]:
+        read.append(sorted(names))
+        return {name: ours[name] for name in read[-1]}
+
+    def halves(name: str, value: Tensor) -> dict[str, Tensor]:
+        return {f"{name}{number}": part for number, part in enumerate(value.chunk(2))}
+
+    shapes = {name: tuple(value.shape) for name, value in ours.items()}
+    return Converted(shapes, load, halves, dtype), ours, read
+
+
+def test_converted_weights_are_copies_of_what_was_asked_for() -> None:
+    tensors, ours, read = _converted()
+    assert list(tensors.described) == ["w0", "w1", "v0", "v1"]
+    assert all(tensor.is_meta for tensor in tensors.described.values())
+    found = tensors.some(["w1"])
+    assert list(found) == ["w1"] and read == [["w"]]
+    ours["w"].zero_()
+    assert found["w1"].tolist() == [3.0, 4.0, 5.0]
+    halves, _, _ = _converted(HALF)
+    assert halves.some(["v0", "w0"])["v0"].dtype == HALF == halves.described["v0"].dtype
+
+
+@pytest.mark.parametrize(("limit", "several"), [(1000, False), (20, True)])
+def test_several_files_have_an_index_and_one_has_none(
+    limit: int, several: bool, tmp_path: Path
+) -> None:
+    """Each file has its own tensors alone."""
+    tensors, ours, _ = _converted()
+    target = tmp_path / "out"
+    target.mkdir()  # An empty folder may be there.
+    copied = tmp_path / "tokenizer.json"
+    copied.write_text("{}")
+    write_folder(target, tensors, {"b": 1, "a": 2}, copied=[copied], max_shard_size=limit)
+    shards = sorted(target.glob("*.safetensors"))
+    assert (len(shards) > 1) == several == (target / index_of("model")).exists()
+    names = [name for shard in shards for name in load_file(shard)]
+    assert sorted(names) == ["v0", "v1", "w0", "w1"]
+    with TensorFolder(target) as folder:
+        for name, tensor in ours.items():
+            whole = torch.cat([folder.tensor(f"{name}{number}") for number in range(2)])
+            assert torch.equal(whole, tensor)
+    assert (target / "config.json").read_text() == '{\n  "a": 2,\n  "b": 1\n}\n'
+    assert (target / "tokenizer.json").read_text() == "{}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tokenizer.json"]
+    planned = plan_files(None, tensors.described, limit, "model")
+    assert sorted(planned) == [shard.name for shard in shards]
+
+
+def test_a_failed_export_leaves_nothing_and_a_good_one_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "models" / "out"
+    with pytest.raises(KeyError), written_aside(target) as folder:
+        (folder / "half").write_text("half")
+        raise KeyError
+    assert list(target.parent.iterdir()) == []
+    with (
+        pytest.raises(CheckpointError, match=r"`--to` \(.*/out\) cannot be written \(.*full"),
+        written_aside(target, "--to") as folder,
+    ):
+        raise OSError(5, "the disk is full")
+    done = list[str]()
+    monkeypatch.setattr(safetensors_files, "make_durable", lambda path: done.append(path.name))
+    monkeypatch.setattr(safetensors_files, "sync_folder", lambda path: done.append(path.name))
+    rename = Path.rename
+
+    def renamed(path: Path, other: Path) -> Path:
+        done.append("rename")
+        return rename(path, other)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with written_aside(target) as folder:
+        (folder / "a").write_text("a")
+    assert done == ["a", f".out.{os.getpid()}.tmp", "rename", "models"]
+    for taken in (target, target / "a"):
+        with pytest.raises(CheckpointError, match="holds something already"):
+            safetensors_files.check_target(taken)
+
+
+def test_a_checkpoint_of_one_dtype_needs_tensors_of_one_dtype() -> None:
+    def source(**dtypes: str) -> Any:
+        return SimpleNamespace(folder=Path("model"), dtypes=lambda: dtypes)
+
+    assert only_dtype(source(a="bfloat16", b="bfloat16")) == "bfloat16"
+    with pytest.raises(CheckpointError, match="tensors in bfloat16 and float32, but"):
+        only_dtype(source(a="float32", b="bfloat16"))
+    with pytest.raises(CheckpointError, match="tensors in no dtype, but"):
+        only_dtype(source())
+
+
+def test_merged_weights_need_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network: Any = conversion.Network(build=None)  # type: ignore[arg-type]
+    device: Any = SimpleNamespace(kind="cpu")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for save in (tmp_path / "run", tmp_path / "link", tmp_path / "x" / ".." / "run"):
+        with pytest.raises(CheckpointError, match="must be another folder than `--load`"):
+            merge_checkpoint(RunConfig(), network, tmp_path / "run", save, device)
+    for alone, base, text in (
+        (False, "base", r"`--pretrained-checkpoint` \(base\) has no effect"),
+        (False, None, "holds a model without adapters"),
+        (True, "base", "holds a model without adapters"),
+    ):
+        under = object() if alone else None
+        monkeypatch.setattr(conversion.FrozenBase, "under", lambda *_, under=under: under)
+        with pytest.raises(CheckpointError, match=text):
+            merge_checkpoint(
+                RunConfig(), network, tmp_path / "run", tmp_path / "new", device, base=base
+            )

@@ -1,0 +1,260 @@
+"""Errors of writers, files that are too short, and plans that are used again."""
+
+import errno
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from megatron_ext.checkpoint import prepared, storage, unpickling
+from megatron_ext.checkpoint.prepared import SavePreparer
+from megatron_ext.checkpoint.storage import (
+    bytes_of,
+    check_index,
+    describe_common,
+    describe_shards,
+    first_failure,
+    naming_disk,
+    one_line,
+    verify,
+)
+from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef
+from megatron_ext.checkpoint.unpickling import MetadataReader, plain_content
+from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.errors import CheckpointError
+from tests.checkpoint.tiny import build, load, manager, save
+from tests.ranks import ranks
+
+
+def test_the_lowest_rank_that_failed_is_named() -> None:
+    failures: Any = {
+        3: (OSError("third"), []),
+        1: (OSError("first\nmore. "), []),
+        2: (OSError(), []),
+    }
+    error = CheckpointException("write", failures)
+    rank, cause = first_failure(error)
+    assert rank == 1 and str(cause).startswith("first")
+    assert one_line(error) == "first"
+    nobody = CheckpointException("write", {})
+    assert first_failure(nobody) == (0, nobody)
+    assert one_line(OSError()) == "OSError"
+    assert one_line(ValueError("It failed. ")) == "It failed"
+
+
+def test_only_a_full_disk_gets_another_error(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), naming_disk(tmp_path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+    with pytest.raises(RuntimeError, match="a bug"), naming_disk(tmp_path):
+        raise RuntimeError("a bug")
+    with pytest.raises(CheckpointError, match=f"the disk of {tmp_path}"), naming_disk(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_plan_has_the_bytes_of_the_parts_that_are_written() -> None:
+    properties = TensorProperties(torch.bfloat16)
+    chunk = ChunkStorageMetadata(torch.Size([0, 2]), torch.Size([3, 4]))
+    tensor = TensorWriteData(chunk, properties, torch.Size([3, 8]))
+    items = [
+        WriteItem(MetadataIndex("a"), WriteItemType.SHARD, tensor_data=tensor),
+        WriteItem(MetadataIndex("b"), WriteItemType.BYTE_IO),
+    ]
+    assert bytes_of(SavePlan(items)) == 3 * 4 * 2
+
+
+def test_a_file_must_reach_the_end_of_its_last_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {
+        MetadataIndex("a"): _StorageInfo("x", 0, 10),
+        MetadataIndex("b"): _StorageInfo("x", 10, 5),
+    }
+    index = Metadata({}, storage_data=places)
+    monkeypatch.setattr(storage.MetadataReader, "read_metadata", lambda _: index)
+    check_index(tmp_path, {"x": {"bytes": 15}})
+    for files in ({"x": {"bytes": 14}}, {}):
+        with pytest.raises(CheckpointError, match=r"/x is too short for `[ab]`"):
+            check_index(tmp_path, files)
+
+
+def test_each_file_is_verified_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks share the files, and begin with the largest."""
+    files = {f"f{n}": {"bytes": 10 * n} for n in range(7)}
+    shares = list[list[str]]()
+    monkeypatch.setattr(storage, "gather_or_raise", lambda work, _: work())
+    monkeypatch.setattr(storage, "check_files", lambda _, own: shares.append(own(files)))
+    checkpoint = CheckpointRef(tmp_path, 1, weights_only=False)
+    for rank in range(3):
+        context: Any = SimpleNamespace(rank=rank, layout=SimpleNamespace(world_size=3))
+        verify(checkpoint, context)
+    assert shares == [["f6", "f3", "f0"], ["f5", "f2"], ["f4", "f1"]]
+
+
+def test_what_is_described_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file of the checkpoint has a checksum: those of a rank, and the others."""
+    flushed = list[str]()
+    monkeypatch.setattr(storage, "make_durable", lambda path: flushed.append(path.name))
+    for name in ("__1_0.distcp", "__1_1.distcp", "__10_0.distcp", "__0_0.distcp"):
+        (tmp_path / name).write_text(name)
+    for name in (".metadata", "common.pt", "metadata.json"):
+        (tmp_path / name).write_text(name)
+    assert list(describe_shards(tmp_path, 1)) == ["__1_0.distcp", "__1_1.distcp"]
+    assert flushed == ["__1_0.distcp", "__1_1.distcp"]
+    files = describe_common(tmp_path, {"iteration": 3}, {"model": {"x": 1}})
+    names = {".metadata", "common.pt", "metadata.json", PROGRESS, RUN_CONFIG}
+    assert files.keys() == names == set(flushed[2:])
+    assert json.loads((tmp_path / PROGRESS).read_text()) == {"iteration": 3}
+    assert json.loads((tmp_path / RUN_CONFIG).read_text()) == {"model": {"x": 1}}
+
+
+def _entries(**changed: Any) -> list[Any]:
+    """Return the entries of a state whose structure is the same but for ``changed``."""
+    how: dict[str, Any] = {"dtype": torch.float32, "shape": (2, 3), "offset": 0, "replica": 0}
+    how |= changed
+    data = torch.zeros(how["shape"], dtype=how["dtype"])
+    tensor = ShardedTensor.from_rank_offsets(
+        "weight", data, (0, how["offset"], 2), replica_id=how["replica"]
+    )
+    replica = how.get("object", 0)
+    return [tensor, ShardedObject("random", [1], (2,), (0,), replica_id=replica)]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": torch.bfloat16},
+        {"shape": (3, 2)},
+        {"offset": 1},
+        {"replica": 1},
+        {"object": 1},
+    ],
+)
+def test_another_structure_needs_another_plan(
+    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group: Any = None
+    preparer = SavePreparer(CheckpointConfig(), group)
+    entries = list[Any]()
+    monkeypatch.setattr(prepared, "save_preprocess", lambda *_, **__: ({"all": [*entries]}, {}))
+    monkeypatch.setattr(preparer, "_decide", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    entries += _entries()
+    assert preparer.prepare_alike({}) is None
+    preparer.prepare({})
+    assert preparer.prepare_alike({}) is not None
+    entries[:] = _entries(**changed)
+    assert preparer.prepare_alike({}) is None
+    entries[:] = _entries()
+    assert preparer.prepare_alike({}) is not None
+
+
+def test_a_plan_that_failed_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = None
+    preparer = SavePreparer(CheckpointConfig(), group)
+    entries = _entries()
+    monkeypatch.setattr(prepared, "save_preprocess", lambda *_, **__: ({"all": entries}, {}))
+
+    def fail(_: Any) -> None:
+        raise CheckpointError("no plan")
+
+    monkeypatch.setattr(prepared, "determine_global_metadata", fail)
+    preparer._structure = [prepared._structure_of(entry) for entry in entries]
+    with pytest.raises(CheckpointError):
+        preparer.prepare({})
+    assert preparer.prepare_alike({}) is None
+
+
+@pytest.mark.parametrize("value", [None, 0, [], {"a": 1}, torch.zeros(1)])
+def test_objects_are_stored_as_megatron_core_stores_them(value: Any) -> None:
+    entry = ShardedObject("random", value, (1,), (0,))
+    content = prepared._value_of(entry, None)
+    assert isinstance(content, bytes)
+    (found,) = torch.load(io.BytesIO(content), weights_only=True)
+    assert type(found) is type(value) and found == value
+
+
+@ranks(dp=2)
+def test_names_that_only_one_side_has_are_noted_but_for_random_states(
+    context: Any, tmp_path: Path
+) -> None:
+    tiny = build(context, layers=1)
+    tiny.step()
+    save(manager(context, tmp_path, no_save_rng=True), tiny, 1, context)
+    strict = {"dist_ckpt_strictness": "return_all"}
+    loaded = load(manager(context, tmp_path, no_load_rng=True, **strict), tiny)
+    assert not any("rng_state" in note for note in loaded.notes)
+    torch.distributed.barrier()
+    save(manager(context, tmp_path), tiny, 2, context)
+    # The weights alone leave the state of the optimizer, which only the checkpoint has.
+    found = manager(context, tmp_path, finetune=True, **strict).load(model=tiny.model)
+    assert found is not None
+    (note,) = [note for note in found.notes if "these names are not" in note]
+    assert "optimizer.state.exp_avg" in note and "rng_state" not in note
+
+
+def test_a_stream_is_read_from_where_it_stands() -> None:
+    file = io.BytesIO()
+    file.write(b"before")
+    torch.save({"a": 1}, file, _use_new_zipfile_serialization=False)
+    file.seek(6)
+    assert plain_content(file, "the file") == {"a": 1}
+
+
+@pytest.mark.parametrize("dtype", ["<c8", ">c16", ">f8", "<i2", "|u1", "|b1"])
+def test_arrays_keep_their_numbers_in_any_byte_order(dtype: str) -> None:
+    array = np.array([1, 0, 1]).astype(dtype)
+    file = io.BytesIO()
+    torch.save(array, file)
+    file.seek(0)
+    found = plain_content(file, "the file")
+    assert found.dtype == array.dtype.newbyteorder("=") and found.tolist() == array.tolist()
+
+
+def test_arrays_of_records_are_refused() -> None:
+    plain = unpickling.PlainType("f8")
+    with pytest.raises(unpickling.Refused, match="no plain numbers"):
+        plain.__setstate__((3, "<", None, ("a",), {"a": 1}, 8, 1, 27))
+
+
+def test_names_that_others_allow_to_unpickle_stay_and_ours_do_not() -> None:
+    before = torch.serialization.get_safe_globals()
+    file = io.BytesIO()
+    torch.save([1], file)
+    file.seek(0)
+    with torch.serialization.safe_globals([Path]):
+        plain_content(file, "the file")
+        assert set(torch.serialization.get_safe_globals()) == {*before, Path}
+    assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
+def test_the_cause_of_a_failed_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: Any = {0: (OSError("the disk is gone"), [])}
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise CheckpointException("read", failures)
+
+    monkeypatch.setattr(unpickling, "load", fail)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(the disk is gone\)"):
+        unpickling._fill({}, tmp_path, MetadataReader(str(tmp_path)))
