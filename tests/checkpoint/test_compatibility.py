@@ -11,12 +11,19 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from megatron_ext.checkpoint import adapters, compatibility
 from megatron_ext.checkpoint.adapters import FrozenBase, adapters_among, check_adapters
-from megatron_ext.checkpoint.compatibility import check_changes, check_model, check_optimizer
+from megatron_ext.checkpoint.compatibility import (
+    check_changes,
+    check_model,
+    check_optimizer,
+    check_resume,
+)
 from megatron_ext.checkpoint.files import MANIFEST
+from megatron_ext.checkpoint.stored import CheckpointRef
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.fp8.scaling import HISTORY
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.task import TEXT
 from tests.training_runs import TINY, mock_data, without
@@ -256,3 +263,60 @@ def test_random_weights_are_known_by_their_seed_where_they_are_not_saved(
 
 def _saving(lora: LoraConfig, alone: bool) -> Any:
     return Namespace(lora_rank=lora.lora_rank, saves_adapters_only=alone)
+
+
+def test_a_run_is_compared_with_its_checkpoint_before_any_rank_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that only evaluates goes on with no optimizer, so it may have another one."""
+    before = given("--train-iters 12")
+    checkpoint = CheckpointRef(Path("run"), 7, weights_only=False)
+    progress: Any = {}
+    for name, value in {
+        "find_intact": lambda *_: checkpoint,
+        "common_state_of": lambda _: {"args": Namespace(), "content_metadata": {}},
+        "read_settings": lambda _: before.to_dict(),
+        "read_progress": lambda _: progress["iteration"],
+    }.items():
+        monkeypatch.setattr(compatibility, name, value)
+    with pytest.raises(KeyError):  # The counters are read, too.
+        check_resume(before)
+    progress["iteration"] = 7
+    plain = "--no-use-distributed-optimizer --train-iters 12"
+    check_resume(given(plain))
+    with pytest.raises(CheckpointError, match="--use-distributed-optimizer"):
+        check_resume(before)
+    sgd = f"{plain} --optimizer sgd"
+    with pytest.raises(CheckpointError, match="--optimizer"):
+        check_resume(given(sgd))
+    for flag in ("--skip-train", "--no-load-optim"):
+        check_resume(given(f"{sgd} {flag}"))
+
+
+def test_new_branches_and_new_scales_are_told_each_once() -> None:
+    def marked() -> torch.Tensor:
+        value = torch.zeros(1)
+        value.new_branch = True  # type: ignore[attr-defined]
+        return value
+
+    branch = f"{PATH} holds no `gate`, so it starts at zero."
+    scales = f"{PATH} holds no scales of 8-bit products, so their history starts anew."
+    history = {f"{name}.{HISTORY}": marked() for name in "ab"}
+    assert adapters.new_branches(PATH, {"model": {"x.lora.a.weight": torch.zeros(1)}}) == []
+    assert adapters.new_branches(PATH, {"model": {"gate": marked()}}) == [branch]
+    assert adapters.new_branches(PATH, {"model": history}) == [scales]
+    both = {"model0": history, "model1": {"gate": marked()}}
+    assert adapters.new_branches(PATH, both) == [branch, scales]
+
+
+def test_the_adapters_of_a_second_network_are_verified_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def verify(checkpoint: CheckpointRef, _: Any) -> None:
+        raise CheckpointError(f"{checkpoint.iteration} is damaged")
+
+    monkeypatch.setattr(adapters, "verify", verify)
+    checkpoint = CheckpointRef(Path("run"), 7, weights_only=False)
+    none: Any = None
+    with pytest.raises(CheckpointError, match="7 is damaged"):
+        adapters.load_adapters(checkpoint, FrozenBase(None, "x"), [], "critic", none, none)
