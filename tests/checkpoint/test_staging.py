@@ -9,8 +9,7 @@ from megatron_ext.checkpoint import staging
 from megatron_ext.checkpoint.files import MANIFEST, TRACKER, folder_of
 from megatron_ext.checkpoint.remote import RemoteFolder
 from megatron_ext.checkpoint.stored import CheckpointRef
-from megatron_ext.config.output import CheckpointConfig, staging_folder
-from megatron_ext.config.output import PlanningConfig
+from megatron_ext.config.output import CheckpointConfig, PlanningConfig, staging_folder
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from tests.checkpoint.test_stored import damage, write
