@@ -1,5 +1,6 @@
 """What a checkpoint decides about the clips and videos that tools/sample_video.py makes."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.sampling import tool
 from megatron_ext.video.sampling.generate import shape_of
-from megatron_ext.video.streaming import long_videos
+from megatron_ext.video.streaming import decisions, long_videos
 from megatron_ext.video.streaming import tool as streaming_tool
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.long_videos import LongVideoSampler, Throughput
@@ -226,3 +227,66 @@ def test_blocks_and_frames_of_all_videos_are_counted(monkeypatch: pytest.MonkeyP
     found = timer.throughput
     assert (found.blocks, found.frames) == (6, 63)
     assert (found.first_block, found.seconds) == (0.5, 2.0) and seen == [(3, 0.5), (6, 2.0)]
+
+
+def streaming_run(words: str) -> Any:
+    flags = f"--train-iters 1 --prompts-path x --sample-interval 1 --sample-dir d {words}"
+    config = config_of(flags_of(Path(), flags), VIDEO)
+    return SimpleNamespace(
+        config=config, context=None, device=torch.device("cpu"), chunks=["chunk"]
+    )
+
+
+@pytest.fixture
+def sampler(monkeypatch: pytest.MonkeyPatch) -> LongVideoSampler:
+    """Return a sampler of two videos that switch, whose codec draws random numbers."""
+    monkeypatch.setattr(long_videos, "on_first_of_replica", lambda build, *_: build())
+    asked: list[Sequence[str]] = []
+
+    def encode(captions: Sequence[str]) -> torch.Tensor:
+        asked.append(captions)
+        return torch.arange(len(captions)).view(-1, 1, 1).expand(-1, 8, 32).float()
+
+    words = "--sample-texts a b --sample-second-texts c d --sample-fps 7.5 --sample-seed 5"
+    before = torch.get_rng_state()
+    found = LongVideoSampler(streaming_run(words), encode, lambda: torch.rand(3))  # type: ignore[arg-type,return-value]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert asked == [["a", "c", "b", "d"]]
+    return found
+
+
+def test_a_sampler_moves_no_random_state_and_keeps_the_captions_of_each_video(
+    sampler: LongVideoSampler,
+) -> None:
+    assert [text[:, 0, 0].tolist() for text in sampler._texts] == [[0, 1], [2, 3]]
+    assert (sampler.num_frames, sampler._fps, sampler._starts) == (27, 7.5, {})
+
+
+def test_noise_of_a_video_follows_its_own_seed_or_its_number(
+    sampler: LongVideoSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sample the second and the first video together, of which the second has a seed."""
+    caches, given = list[Any](), list[Any]()
+    network = SimpleNamespace(
+        sizes=SimpleNamespace(channels=4), new_cache=lambda *sizes: caches.append(sizes)
+    )
+    monkeypatch.setattr(long_videos, "unwrap_model", lambda _: [network])
+    monkeypatch.setattr(long_videos, "generate_blocks", lambda *x, **y: given.append((x, y)))
+    sampler._prompts[1] = dataclasses.replace(sampler._prompts[1], seed=9)
+    sampler._blocks([1, 0])
+    ((_, texts, noise), options) = given[0]
+    assert caches == [(2, 4, 4)] and options["num_frames"] == 27
+    assert not options["keep_sink"] and options["start"] is None
+    assert {frame: text[:, 0, 0].tolist() for frame, text in texts.items()} == {
+        0: [2, 0], 15: [3, 1]
+    }  # fmt: skip
+    wanted = [
+        decisions.block_noise(seed, [number], (3, 4, 4, 4), 6, 2, like=torch.empty(0))
+        for seed, number in ((9, 0), (5, 0))
+    ]
+    assert torch.equal(noise(6, 2), torch.cat(wanted))
+    sampler._starts = {0: torch.full((1, 3, 4, 4, 4), 7.0), 1: torch.full((1, 3, 4, 4, 4), 8.0)}
+    sampler._streaming = dataclasses.replace(sampler._streaming, sink_at_switch="keep")
+    sampler._blocks([1, 0])
+    options = given[1][1]
+    assert options["keep_sink"] and options["start"][:, 0, 0, 0, 0].tolist() == [8.0, 7.0]

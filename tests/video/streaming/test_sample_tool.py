@@ -100,6 +100,11 @@ def test_layouts_agree(sample: Sample, tmp_path: Path, capfd: pytest.CaptureFixt
         videos = sample(f"--nproc-per-node 2 {layout}", "parallel")
         torch.testing.assert_close(videos, base, atol=1e-5, rtol=1e-5)
         assert (tmp_path / "parallel" / LIST).read_text() == (folder / LIST).read_text()
+    said = capfd.readouterr().out
+    assert said.count("> made 3 videos of 12 frame blocks (36 latent frames, 135 frames) in") == 3
+    # The first of two replicas, which makes two videos, prints its progress.
+    progress = said.rpartition("> made")[0].rpartition("> made")[2]
+    assert "of 8 after" in progress and "of 4 after" not in progress
 
 
 def test_a_switch_acts_on_its_video_alone(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +125,13 @@ def test_weights_seed_and_sinks_are_followed(sample: Sample) -> None:
 
 
 def test_captions_on_the_command_line_switch_in_the_middle(sample: Sample, tmp_path: Path) -> None:
-    sample("--sample-texts a b --sample-second-texts c d --sample-batch-size 1")
+    words = "--sample-second-texts c d --sample-batch-size 1 --sample-fps 8"
+    sample(f"--sample-texts a b {words}")
     rows = [json.loads(line) for line in (tmp_path / "videos" / LIST).read_text().splitlines()]
+    files = sorted((tmp_path / "videos").glob("*.mp4"))
     # As long as the longest sequence of the training.
     assert [row["latent_frames"] for row in rows] == [27, 27]
+    assert [row["fps"] for row in rows] == [8, 8] == [read(x)[1] for x in files]
     assert [row["switches"] for row in rows] == [[{"frame": 15, "text": text}] for text in "cd"]
 
 

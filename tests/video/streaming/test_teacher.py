@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
 from megatron_ext.video.streaming import step
+from megatron_ext.video.streaming import teacher as teacher_module
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.teacher import ParallelTeacher, build_teacher
 from megatron_ext.video.task import VIDEO
@@ -238,6 +240,63 @@ def test_all_samples_are_shared_out(tmp_path: Path, layout: dict[str, int], word
 
     on_ranks(alone, {})
     on_ranks(apart, layout)
+
+
+@pytest.mark.parametrize(("groups", "samples"), [(4, 2), (4, 3), (3, 6), (2, 3)])
+def test_groups_of_a_replica_predict_each_sample(
+    groups: int, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let groups beside those that share all samples equally compute a part once more."""
+    given = inputs(samples)
+    parts: list[Tensor] = []
+
+    def member(rank: int) -> ParallelTeacher:
+        teacher = ParallelTeacher.__new__(ParallelTeacher)
+        torch.nn.Module.__init__(teacher)
+        teacher.network = torch.nn.Identity()
+        teacher._num_replicas = 1
+        teacher._peers = SimpleNamespace(rank=lambda: rank, size=lambda: groups)  # type: ignore[assignment]
+        teacher._predicted = lambda rows, count: 10 * rows[0]  # type: ignore[method-assign]
+        return teacher
+
+    monkeypatch.setattr(teacher_module, "unwrap_model", lambda _: [SimpleNamespace(sizes=None)])
+    checked = SimpleNamespace(check_inputs=lambda *_: None)
+    monkeypatch.setattr(teacher_module, "streamed_network", lambda: checked)
+    monkeypatch.setattr(teacher_module, "_gathered", lambda part, _: parts.append(part) or part)
+    for rank in range(groups):
+        member(rank)(**given)
+    assert len({part.size(0) for part in parts}) == 1
+    monkeypatch.setattr(teacher_module, "_gathered", lambda part, _: torch.cat(parts))
+    for rank in range(groups):
+        assert torch.equal(member(rank)(**given), 10 * given["x"])
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_group_over_several_replicas_predicts_the_samples_of_all(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = ParallelTeacher.__new__(ParallelTeacher)
+    torch.nn.Module.__init__(teacher)
+    teacher.network = torch.nn.Identity()
+    teacher._num_replicas = 3
+    teacher._peers = SimpleNamespace(rank=lambda: number, size=lambda: 3)  # type: ignore[assignment]
+    seen: list[tuple[int, int]] = []
+
+    def predicted(rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
+        seen.append((len(rows[0]), num_microbatches))
+        return 10 * rows[0]
+
+    teacher._predicted = predicted  # type: ignore[method-assign]
+    monkeypatch.setattr(teacher_module, "unwrap_model", lambda _: [SimpleNamespace(sizes=None)])
+    checked = SimpleNamespace(check_inputs=lambda *_: None)
+    monkeypatch.setattr(teacher_module, "streamed_network", lambda: checked)
+    shares = [part + 1000 * (i - number) for i in range(3) for part in [inputs(2)["x"]]]
+    monkeypatch.setattr(
+        teacher_module, "_gathered",
+        lambda part, _: torch.cat(shares) if part.dim() == 5 else torch.cat([part] * 3),
+    )  # fmt: skip
+    found = teacher(**inputs(2))
+    assert torch.equal(found, 10 * inputs(2)["x"]) and seen == [(6, 3)]
 
 
 @ranks(tp=2)
