@@ -13,8 +13,10 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.model.window import FrameWindow
 from megatron_ext.video.networks.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
 from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT_SIZES
+from megatron_ext.video.networks.mmdit.model import check_inputs as check_mmdit_inputs
 from megatron_ext.video.networks.mmdit.model import timestep_sinusoid
 from megatron_ext.video.networks.wan.attention import VideoDiTOptions
+from megatron_ext.video.networks.wan.blocks import check_inputs as check_wan_inputs
 from tests.ranks import ranks
 from tests.video.networks.harness import (
     Problem,
@@ -240,6 +242,56 @@ def test_inputs_that_do_not_fit_are_refused(
     inputs[name] = change(inputs[name])
     with pytest.raises(DataError, match=message):
         one(network(), context)(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("guidance", lambda x: x.half(), "`guidance` has the type torch.float16, but must be"),
+        ("timesteps", lambda x: x.long(), "`timesteps` has the type torch.int64, but must be"),
+        ("guidance", lambda x: x[:1], r"`guidance` has the shape \[1\], but .* \[2\]"),
+        ("cond", lambda x: x[:, 1:], r"`cond` has the shape \[2, 47, 20\]"),
+        ("img_ids", lambda x: x[..., :2], r"`img_ids` has the shape \[2, 48, 2\]"),
+        ("txt_ids", lambda x: x[:1], r"`txt_ids` has the shape \[1, 8, 3\]"),
+        ("txt_ids", lambda x: None, "`txt_ids` is None, but every stage needs the ids"),
+    ],
+)
+def test_each_input_of_an_mmdit_is_looked_at(name: str, change: Any, message: str) -> None:
+    problem = MMDiTProblem()
+    inputs: dict[str, Any] = dict(problem.inputs())
+    check_mmdit_inputs(problem.sizes, inputs, is_first_stage=True)
+    # Stages after the first are given the ids alone.
+    later = {key: value if key.endswith("_ids") else None for key, value in inputs.items()}
+    check_mmdit_inputs(problem.sizes, later, is_first_stage=False)
+    inputs[name] = change(inputs[name])
+    with pytest.raises(DataError, match=message):
+        check_mmdit_inputs(problem.sizes, inputs, is_first_stage=True)
+    if name.endswith("_ids"):
+        with pytest.raises(DataError, match=f"`{name}`"):
+            check_mmdit_inputs(problem.sizes, {**later, name: inputs[name]}, is_first_stage=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x", lambda x: x[:, :0]),
+        ("timesteps", lambda x: x[:, :-1]),
+        ("timesteps", lambda x: x[:, :1]),
+        ("timesteps", lambda x: x[..., None]),
+        ("timesteps", lambda x: x.long()),
+        ("timesteps", lambda x: x.half()),
+        ("text", lambda x: x[:, :0]),
+        ("text", lambda x: x[0]),
+    ],
+)
+def test_each_input_of_wan_is_looked_at(name: str, change: Any) -> None:
+    problem = WanProblem()
+    inputs: dict[str, Any] = dict(problem.inputs())
+    for timesteps in (inputs["timesteps"], inputs["timesteps"][:, 0], inputs["timesteps"].double()):
+        check_wan_inputs(problem.sizes, **{**inputs, "timesteps": timesteps})
+    inputs[name] = change(inputs[name])
+    with pytest.raises(DataError, match=f"`{name}` has the"):
+        check_wan_inputs(problem.sizes, **inputs)
 
 
 @ranks()

@@ -37,6 +37,11 @@ def test_11b_is_open_sora_2_and_1_3b_and_14b_are_wan() -> None:
     assert num_parameters(large) == 14_288_491_584
 
 
+def test_the_smallest_head_rotates_a_pair_for_each_axis() -> None:
+    assert dataclasses.replace(WAN["tiny"], hidden_size=24).axes_dim == (2, 2, 2)
+    assert dataclasses.replace(WAN["tiny"], hidden_size=64).axes_dim == (8, 4, 4)
+
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (MMDIT, {"hidden_size": 66}, r"`hidden_size` \(66\) must be divisible by `num_heads` \(4\)"),
     (MMDIT, {"axes_dim": (4, 6, 8)}, r"sum is the size of a head, hidden_size / num_heads \(16\)"),

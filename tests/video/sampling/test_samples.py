@@ -203,7 +203,9 @@ def test_flags_that_do_not_fit_are_refused(words: str) -> None:
 
 
 def test_a_video_dit_refuses_a_reference(clips: Path, tmp_path: Path) -> None:
-    words = f"{KINDS['video-dit']} {INTERVAL} --sample-texts left --sample-image {tmp_path}"
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "right"}\n{"text": "left", "image": "start.png"}\n')
+    words = f"{KINDS['video-dit']} {INTERVAL} --sample-prompts {path}"
     flags = [*WAN_FLAGS, "--video-data-path", str(clips), *words.split()]
     with pytest.raises(ConfigError, match=r"The prompt 'left' has a reference \(.*is given no ref"):
         prepared(flags, VIDEO)
