@@ -24,6 +24,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.extras.resilience import hang_guard as hang_guard_module
 from megatron_ext.extras.resilience import memory as memory_module
 from megatron_ext.extras.resilience import peers as peers_module
+from megatron_ext.extras.resilience import recovery as recovery_module
 from megatron_ext.extras.resilience import restarts, snapshots
 from megatron_ext.extras.resilience import watchdog as watchdog_module
 from megatron_ext.extras.resilience import watcher as watcher_module
@@ -52,7 +53,7 @@ from megatron_ext.extras.resilience.watch import Limits, Verdict
 from megatron_ext.extras.resilience.watchdog import ask_flights, collect, watchdog
 from megatron_ext.extras.resilience.watcher import Watcher
 from megatron_ext.parallel.board import Board, RankRecord, Word
-from megatron_ext.train.exit_codes import EXIT_CODE_COMES_BACK
+from megatron_ext.train.exit_codes import EXIT_CODE_COMES_BACK, EXIT_CODE_NO_ANSWER
 from megatron_ext.train.supervisor import SignalForwarder
 from tests.extras.resilience.test_watch import record
 from tests.ranks import layout_of, ranks
@@ -341,6 +342,50 @@ def test_room_and_rests_of_snapshots(context: Any, tmp_path: Path) -> None:
     assert store.listed() == []
 
 
+@ranks(dp=2)
+def test_a_machine_that_has_lost_its_snapshots_gets_its_neighbours_copy(
+    context: Any, tmp_path: Path
+) -> None:
+    """Each rank has a folder of its own, as on machines of one rank."""
+    peers_module.PIECE = recovery_module.PIECE = 1000
+    folder = tmp_path / str(context.rank)
+    machines = Machines.of(folder, context)
+    store = MemoryCheckpoints(folder, 1, machines, context, neighbours=True)
+    state = {"value": torch.arange(700 + 900 * context.rank, dtype=torch.float32)}
+    store.prepare(state, {}, {})
+    for iteration in (1, 2):
+        store.take(iteration, state, {"iteration": iteration}, {"rank": context.rank})
+    store.close()
+    if context.rank == 1:
+        for path in folder.iterdir():
+            path.unlink()
+    torch.distributed.barrier()
+    recovery = Recovery(store, context)
+    chosen = recovery.newest(0)
+    assert chosen is not None
+    assert [(x.rank, x.is_copy, x.iteration) for x in chosen] == [(0, False, 2), (1, True, 2)]
+    assert recovery.source(chosen) == "peer" and machines.several
+    values, progress, config, where = recovery.state_of(chosen)
+    assert (progress, config, where) == ({"iteration": 2}, {"rank": context.rank}, folder)
+    assert torch.equal(values["value"], state["value"])
+
+
+def test_a_damaged_snapshot_is_passed_over_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, copy, older = (
+        held(0, "m0", dp=1),
+        held(0, "m0", copy=True, dp=1),
+        held(0, "m0", iteration=2, dp=1),
+    )
+    monkeypatch.setattr(recovery_module, "from_all_ranks", lambda value, fault: [value])
+    recovery = Recovery.__new__(Recovery)
+    recovery._machines = SimpleNamespace(names=["m0"])  # type: ignore[assignment]
+    recovery._layout = layout_of(dp=1)
+    monkeypatch.setattr(recovery, "_listed", lambda with_earlier: [older, own, copy])
+    for damaged, chosen in ((set(), own), ({own}, copy), ({own, copy}, older)):
+        monkeypatch.setattr(recovery, "_damaged", lambda given, bad=damaged: {*given} & bad)
+        assert recovery.newest(0) == [chosen]
+
+
 def held(rank: int, machine: str, *, copy: bool = False, iteration: int = 4, **sizes: int) -> Any:
     layout = layout_of(**sizes)
     return HeldSnapshot(machine, f"{machine}.{rank}.{copy}", rank, iteration, layout, copy)
@@ -595,6 +640,26 @@ def test_a_hang_that_ends_by_itself_makes_the_watcher_patient(
     unknown = dataclasses.replace(case, blame=Blame((), "", ()))
     supervisor._see_whether_it_goes_on(unknown)
     assert supervisor.fault is None
+
+
+def test_a_hang_is_told_without_a_folder_and_an_end_that_was_asked_for_is_none(
+    forwarder: SignalForwarder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watcher: Any = Told()
+    telling = TellingSupervisor(forwarder, 1.0, watcher=watcher, save=None)
+    telling._hangs(Verdict(Kind.HANG, (), 6.0))
+    assert capsys.readouterr().err.startswith("Rank 1 (and rank 2) stopped first: it hangs, in st")
+    telling._note(Verdict(Kind.DEAD, (1,), 0.0), "exception")
+    assert capsys.readouterr().err == ""
+    for stop_signal, is_hang in ((signal.SIGTERM, False), (None, True)):
+        forwarder.stop_signal = stop_signal
+        ending = RestartSupervisor(
+            forwarder, 2.0, watcher=None, save=None, generation=0, check_request=lambda: None
+        )
+        ending._code = EXIT_CODE_NO_ANSWER
+        ending._end_all()
+        assert (ending.fault is not None) is is_hang
+        assert ending.fault is None or ending.fault.seen_after == 120.0
 
 
 @pytest.mark.parametrize(
