@@ -1,9 +1,14 @@
 """Worker processes of a data loader that are still there when their rank ends."""
 
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+
+from megatron_ext.data.workers import worker_context
 
 ENDS_WITH_WORKERS = """
 from contextlib import nullcontext
@@ -35,3 +40,35 @@ def test_a_program_that_ends_with_workers_left_says_nothing(folder: str, end: st
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+def _sleep() -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_the_handler_of_dead_workers_is_back_after_a_worker_was_ended(in_thread: bool) -> None:
+    """A worker ignores SIGTERM, so it is killed; torch is told of later deaths again."""
+    told: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        told.append(number)
+
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        context = worker_context(1)
+        assert context is not None and worker_context(0) is None
+        process = context.Process(target=_sleep)
+        process.start()
+        if in_thread:
+            thread = threading.Thread(target=process.terminate)
+            thread.start()
+            thread.join()
+        else:
+            process.terminate()
+            assert told == [], "the death that was asked for is no fault"
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert signal.getsignal(signal.SIGCHLD) is handler
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -342,3 +342,18 @@ def test_merge_keeps_modes_and_needs_a_folder_for_its_output(tmp_path: Path) -> 
     done = run("merge_datasets.py", *words, tmp_path / "all")
     assert done.returncode == 1
     assert "holds datasets of clips (clips) and others (" in done.stderr
+
+
+def test_a_damaged_folder_of_clips_and_a_dataset_named_twice(tmp_path: Path) -> None:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{")
+    prefix = write(tmp_path / "d", [3, 4, 4])
+    done = run("inspect_dataset.py", folder, prefix)
+    assert done.returncode == 1 and done.stderr.startswith("error: ")
+    assert f"dataset    {prefix}" in done.stdout
+    once, twice = (
+        run("inspect_dataset.py", *names, "--quality").stdout.rpartition("tokens per document")[2]
+        for names in ([prefix], [prefix, f"{prefix}.bin"])
+    )
+    assert once == twice and "3 documents with 11 tokens in 1 dataset" in once

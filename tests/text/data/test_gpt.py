@@ -35,7 +35,9 @@ def _config(*more: str) -> Any:
     return config_of([*words, *null, *more])
 
 
-def _dataset(prefix: str, cache: Path, samples: int | None = None) -> checked.KeyedGPTDataset:
+def _dataset(
+    prefix: str, cache: Path, samples: int | None = None, **changes: Any
+) -> checked.KeyedGPTDataset:
     from megatron.core.datasets.utils import Split
 
     config = _config("--data-path", prefix, "--data-cache-path", str(cache))
@@ -44,6 +46,8 @@ def _dataset(prefix: str, cache: Path, samples: int | None = None) -> checked.Ke
     data = config.section(DataConfig)
     files = checked.check_inputs(data, config.model, spec, tokenizer, [1, 0, 0])
     core = gpt.dataset_config(config, spec, tokenizer, files)
+    for name, value in changes.items():
+        setattr(core, name, value)
     low = checked.KeyedGPTDataset.build_low_level_dataset(prefix, core)
     indices = np.arange(len(low.sequence_lengths), dtype=np.int32)
     return checked.KeyedGPTDataset(low, prefix, indices, samples, Split.train, core)
@@ -76,7 +80,10 @@ def test_a_replaced_file_rebuilds_the_cache(tmp_path: Path) -> None:
     _write(prefix, 20, start=3)
     changed = _dataset(prefix, cache, samples=6)
     hashes = {x.unique_description_hash for x in (first, other, changed)}
-    assert len(hashes) == 3
+    for name in ("add_extra_token_to_sequence", "drop_last_partial_validation_sequence"):
+        made = _dataset(prefix, cache, samples=6, **{name: False})
+        hashes.add(made.unique_description_hash)
+    assert len(hashes) == 5
     assert max(changed.document_index) < 20
 
 

@@ -113,6 +113,7 @@ def test_a_part_that_always_dies_ends_the_run_and_the_next_one_goes_on(
     failure = failure_of(path_of_failure)
     assert (failure.key, failure.kind) == ("former", "refused")
     assert "were cut anew after this job had been submitted" in failure.messages[0]
+    path_of_failure.unlink()
     write_failure(folder, Failure("refused", ["of the earlier run"], read_plan(folder).key))
     here.deaths = {}
     assert run(tmp_path, path)[0].resumed_parts > 0

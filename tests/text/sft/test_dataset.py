@@ -356,3 +356,14 @@ def test_texts_of_several_days_are_told() -> None:
     assert sentence.startswith(
         "the texts were made on several days (2024-07-26, 2024-07-27), which"
     )
+
+
+def test_the_cost_of_experts_is_that_of_those_that_a_token_visits(folder: Path) -> None:
+    """Two of four gated experts of width 12 and a shared one of 5, in place of an MLP of 20."""
+    moe = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 12"
+    moe += " --moe-shared-expert-intermediate-size 5 --disable-bias-linear"
+    config = config_of(folder, "--data-path", "f", *moe.split())
+    model = cost_model(config)
+    logits = 8 * (config.model.padded_vocab_size or 0)
+    linear, quadratic = 2 * (4 * 64 + 3 * 8 * (2 * 12 + 5)) + logits, 2 * 2 * 4
+    assert model.linear * quadratic == model.quadratic * linear
