@@ -62,6 +62,26 @@ def test_dtype_is_cores_choice(vocab_size: int) -> None:
     assert optimal_dtype(vocab_size) == np.dtype(DType.optimal_dtype(vocab_size))
 
 
+def test_dtypes_have_the_codes_of_megatron_core() -> None:
+    from megatron.core.datasets.indexed_dataset import DType
+
+    assert {code: np.dtype(DType.dtype_from_code(code)) for code in range(1, 9)} == (
+        indexed.DTYPE_OF_CODE
+    )
+    assert {indexed.DTYPE_OF_CODE[c].name: c for c in range(1, 9)} == indexed.CODE_OF_DTYPE
+
+
+@pytest.mark.parametrize(
+    ("prefix", "is_one"),
+    [
+        ("s3://bucket/web", True), ("gs+x.1-a:/web", True), ("file:///a", True), ("web", False),
+        ("/data/a:/b", False), ("data/a:/b", False), ("1s3://a", False), ("a:b", False),
+    ],
+)  # fmt: skip
+def test_addresses_and_paths_are_told_apart(prefix: str, is_one: bool) -> None:
+    assert indexed.is_address(prefix) == indexed.is_address(Path(prefix)) == is_one
+
+
 def edit(path: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     def apply(prefix: Path) -> None:
         file = Path(f"{prefix}.{path}")

@@ -114,3 +114,34 @@ def test_the_package_of_a_scheme_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     for scheme, package in (("https", "aiohttp"), ("http", "aiohttp"), ("s3", "s3fs"), ("x", "x")):
         with pytest.raises(ConfigError, match=f"^`--save` needs the package {package}, which is"):
             file_system(f"{scheme}://b/a", "`--save`", ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("marks", "is_versioned"),
+    [
+        ({"ETag": "1"}, True), ({"generation": 1}, True), ({"mtime": 1.5}, True),
+        ({"LastModified": "1"}, True), ({"Last-Modified": "1"}, True), ({"content-md5": "1"}, True),
+        ({"ETag": None}, False), ({"owner": "1"}, False),
+    ],
+)  # fmt: skip
+def test_the_version_of_an_object_is_any_mark_that_its_storage_gives(
+    marks: dict[str, Any], is_versioned: bool
+) -> None:
+    made = Requests(lambda **more: None)
+
+    def described(**more: Any) -> StoredObject:
+        class Storage:
+            async_impl = False
+
+            def info(self, path: str) -> dict[str, Any]:
+                return {"name": path, "size": 5, "type": "file", **marks, **more}
+
+        made._places["s3://b/a.bin"] = Storage(), "b/a.bin"
+        return made.wait(made.describe("s3://b/a.bin"))
+
+    first = described()
+    assert (first.size, first.is_versioned) == (5, is_versioned)
+    assert (described().version == first.version) == is_versioned
+    changed = described(**{name: "2" for name in marks if is_versioned})
+    assert changed.version != first.version
+    assert described(size=6).version != first.version

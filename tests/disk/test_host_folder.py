@@ -244,3 +244,27 @@ def test_workers_of_the_caller_outlive_the_folder() -> None:
     finally:
         before.kill()
         before.join()
+
+
+@pytest.mark.parametrize(
+    ("rank", "fails", "stays"),
+    [(None, False, False), (None, True, False), ("0", False, False), ("0", True, True),
+     ("1", False, True), ("1", True, True)],
+)  # fmt: skip
+def test_a_folder_stays_for_ranks_that_are_started_again(
+    rank: str | None, fails: bool, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    folder = None
+    try:
+        with shared_host_folder() as folder:
+            assert host_folder() == folder
+            if fails:
+                raise KeyError
+    except KeyError:
+        assert fails
+    assert host_folder() is None and folder is not None
+    assert folder.exists() == stays
+    shutil.rmtree(folder, ignore_errors=True)

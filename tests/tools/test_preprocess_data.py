@@ -204,6 +204,13 @@ def test_megatrons_flags_reach_the_options() -> None:
     )
 
 
+def test_underscores_stand_for_dashes_in_names_alone() -> None:
+    words = ["--output_prefix=a_b", "--input=c_d", "--tokenizer_type", "NullTokenizer"]
+    options, _ = parse_options([*words, "--json_keys", "g_h", "--tokenizer_model=i_j=k_l"])
+    assert (options.output_prefix, options.inputs) == ("a_b", ["c_d"])
+    assert (options.json_keys, options.tokenizer.tokenizer_model) == (["g_h"], "i_j=k_l")
+
+
 @pytest.mark.parametrize(
     ("more", "sentences"),
     [

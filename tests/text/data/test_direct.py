@@ -441,3 +441,35 @@ def test_held_out_data_has_the_first_mixture_and_an_order_of_its_own(tmp_path: P
     assert isinstance(sets, list)
     assert [each.spans[0].name for each in sets] == [a, b]  # type: ignore[attr-defined]
     assert not isinstance(test, list)
+
+
+def test_ambiguous_padding_is_no_target_and_the_id_that_the_embedding_has(tmp_path: Path) -> None:
+    prefix = _documents(tmp_path / "docs")
+    _, dataset = _plan(_config("--data-path", prefix))
+    plain = dataset.batch(0, 40)
+    assert (plain["tokens"] == 7).any() and bool((plain["loss_mask"] == 1).all())
+    dataset.marks = dataclasses.replace(dataset.marks, pad=7)
+    padded = dataset.batch(0, 40)
+    for name in ("tokens", "labels"):
+        assert padded[name].tolist() == torch.where(plain[name] == 7, 0, plain[name]).tolist()
+    assert padded["loss_mask"].tolist() == (plain["labels"] != 7).float().tolist()
+
+
+def test_the_table_of_data_says_how_much_of_each_source_is_read(tmp_path: Path) -> None:
+    """In 30 samples: 24 of the first source, which has 48 windows, and 6 of the second, of 4."""
+    a, b = _numbered(tmp_path / "a", 0, 12), _numbered(tmp_path / "b", 900, 1)
+    words = ["--data-path", "4", a, "1", b, "--train-iters", "5"]
+    whole, _ = _plan(_config(*words, batch=6, vocabulary=20_000))
+    table = planning.use_table(whole)
+    assert [list(column.cells) for column in table.columns] == [
+        [a, b], ["768", "64"], ["24", "6"], ["384", "96"], ["80.00%", "20.00%"], ["0.500", "1.500"],
+    ]  # fmt: skip
+    assert table.caption == "mixtures start at samples 0 (16 tokens)"
+
+
+def test_about_sixteen_blocks_are_counted_of_all_sources_together() -> None:
+    order: Any = SimpleNamespace(cuts=lambda source, most: (source, most))
+    for number, sources, most in ((1, 1, 16), (5, 5, 3), (16, 16, 1), (17, 9, 1), (40, 14, 1)):
+        found = planning.cuts_by_source(order, dict.fromkeys(range(number)))  # type: ignore[arg-type]
+        assert len(found) == sources
+        assert all(value == (source, most) for source, value in found.items())

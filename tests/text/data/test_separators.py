@@ -18,6 +18,7 @@ from megatron_ext.text.data.blend import BlendSpec
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import dataset_config
 from megatron_ext.text.data.separators import (
+    appended_warnings,
     document_ends,
     ending_warnings,
     endings_of,
@@ -210,3 +211,15 @@ def test_ids_are_spelled_where_there_is_something_to_see() -> None:
         "90 (`90`)",
         "91",
     ]
+
+
+def test_appended_ends_that_a_run_would_not_know_are_told() -> None:
+    tokenizer = Named(eod=5, bos=6)
+    assert appended_warnings(tokenizer, 5) == []
+    (other,) = appended_warnings(tokenizer, 6)
+    assert other.startswith("Documents end with 6 (`6`), but the end of document of this tokenizer")
+    tokenizer.pad = 6
+    padded, again = appended_warnings(tokenizer, 6)
+    assert padded.startswith("Documents end with 6 (`6`), which is the padding") and again == other
+    tokenizer.pad = 5  # which is taken for an end, not for padding
+    assert appended_warnings(tokenizer, 5) == []

@@ -158,6 +158,7 @@ def test_the_progress_of_a_cluster_is_that_of_the_finished_parts(
     options = SimpleNamespace(log_interval=1)
     job: Any = SimpleNamespace(folder=tmp_path, key="key", parts=parts, options=options)
     watch = Watch(job, [1, 2, 3])
+    assert (watch.progress._total, watch.progress._earlier) == (43_210, 10)
     shown: list[tuple[int, int]] = []
     monkeypatch.setattr(watch.progress, "show", lambda *amounts: shown.append(amounts))
     assert watch.look() == [1, 2, 3]
@@ -189,3 +190,27 @@ def test_an_error_that_another_attempt_would_meet_ends_the_run(
     failures = [failure_of(path) for path in failure_paths(tmp_path)]
     assert failures == ([] if kind is None else [Failure(kind, [str(error)], "k")])
     assert list(task.attempt(tmp_path, "k", lambda: None)) == []
+
+
+def test_a_task_tells_by_its_exit_code_who_has_to_mend_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = str(tmp_path)
+    assert task.main([]) == task.main([folder, "0", "1"]) == 2
+    (tmp_path / "job.json").write_text("{}")
+    assert task.main([folder, "0"]) == 1
+    (tmp_path / "job.json").write_text("[")
+    assert task.main([folder, "0"]) == 1
+    (tmp_path / "job.json").write_text(json.dumps({"cwd": folder, "key": "k"}))
+    assert task.main([folder, "x"]) == 2
+    assert "The parts of a task (x) must be numbers" in capsys.readouterr().err
+    for error, code in ((None, 0), (MachineFault("disk full"), 1), (DataError("bad line"), 1)):
+
+        def encode(*_: Any, error: Exception | None = error) -> None:
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(task, "encode", encode)
+        assert task.main([folder, "0"]) == code
+        assert ("error: " in capsys.readouterr().err) == (code == 1)

@@ -19,7 +19,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess import packed
 from megatron_ext.text.preprocess.encode import sentence_splitter
 from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.run import planned
+from megatron_ext.text.preprocess.run import _named, planned
 from megatron_ext.text.preprocess.texts import TextEncoding
 from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.fast import FastEncoder
@@ -356,3 +356,9 @@ def test_threads_of_tokenizers_are_as_before_after_a_run(
     with pytest.raises(DataError, match="gives no token"):
         run(tmp_path, path)
     assert os.environ.get(name) == given
+
+
+def test_a_sentence_names_forty_and_counts_the_others() -> None:
+    counts = {f"k{number}": 1 for number in range(40)}
+    assert _named(counts).endswith("k38 (1), k39 (1)")
+    assert _named({**counts, "k40": 3, "k41": 1}).endswith("k39 (1), and 2 more")

@@ -278,3 +278,24 @@ def test_the_queue_is_asked_more_seldom_but_not_ever_more_seldom(
         made.submit([1])
         assert all(made.running([1]) for _ in range(12))
     assert pauses[:3] == [0.5, 0.75, 1.125] and pauses[11] == 15 and pauses[12] == 0.5
+
+
+def test_states_are_those_of_whole_tasks(
+    arrays: tuple[SlurmArrays, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = arrays
+    made.submit(range(3))
+    answer = "7_0|FAILED\n7_1|CANCELLED by 1000\n7_[2-3]|PENDING\n7_4|\n7_12|COMPLETED\n7|RUNNING\n"
+    done = SimpleNamespace(returncode=0, stdout=answer, stderr="")
+    monkeypatch.setattr(slurm_module, "_call", lambda *words: done)
+    assert made._states() == {0: "FAILED", 1: "CANCELLED", 12: "COMPLETED"}
+    done.stdout = " PENDING (Priority)\nRUNNING (None)\nRUNNING (None)\n\n"
+    assert made._queued() == {"PENDING (Priority)": 1, "RUNNING": 2}
+    done.stdout = "\n"
+    assert made._queued() is None
+    done.returncode, done.stderr = 1, "slurm_load_jobs error: Invalid job id specified"
+    assert made._queued() is None
+    done.stderr = "Unable to contact  slurm controller"
+    assert made._queued() == {"unknown: Unable to contact slurm controller": 1}
+    monkeypatch.setattr(slurm_module.shutil, "which", lambda program: None)
+    assert made._states() == {}

@@ -24,7 +24,7 @@ from megatron_ext.text.preprocess.cli import main
 from megatron_ext.text.preprocess.encode import BadLine
 from megatron_ext.text.preprocess.inputs import Part, blocks
 from megatron_ext.text.sft import preprocess as preprocess_module
-from megatron_ext.text.sft.chat import Chat, build_chat, key_of, with_known_date
+from megatron_ext.text.sft.chat import Chat, build_chat, key_of, with_date, with_known_date
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.intake import Intake
 from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
@@ -707,3 +707,15 @@ def test_a_merged_store_has_the_counts_of_all_its_parts_or_none(
     about_path(prefixes[0]).write_text(json.dumps(about))
     merge_stores(prefixes, str(tmp_path / "both"))
     assert SftStore(str(tmp_path / "both")).intake is None
+
+
+def test_the_day_of_a_template_can_be_set_again() -> None:
+    source = "{{ strftime_now('%d %b %Y|%-d|%H:%M|100%%') }}{{ messages[0].role }}"
+    first, second = (datetime.date(2024, 7, 6), datetime.date(2026, 12, 31))
+    made = with_date(source, second)
+    assert with_date(with_date(source, first), second) == made
+    assert with_date("{{ messages }}", first) == "{{ messages }}"
+    for day, wanted in ((first, "06 Jul 2024|6|00:00|100%"), (second, "31 Dec 2026|31|00:00|100%")):
+        chat = tiny.tokenizer("chatml", template=with_date(source, day))
+        text = chat.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        assert text == f"{wanted}user"
