@@ -5,6 +5,7 @@ hand, with sizes of which no two are equal.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.device.gpus import GPUS
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.network import Flops
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
@@ -22,12 +24,15 @@ from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.networks.mmdit.config import SIZES, MMDiTConfig
 from megatron_ext.video.networks.mmdit.cost import flops_of_clip
 from megatron_ext.video.networks.wan.config import VideoDiTConfig
+from megatron_ext.video.streaming import cost
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.task import VIDEO
 from tests.ranks import ranks
 from tests.training_runs import config_of
 from tests.video.clips import FLAGS
 from tests.video.networks.harness import one
 from tests.video.networks.mmdit.problem import Problem
+from tests.video.streaming.runs import flags_of
 
 CLIP = Clip("a", 5, 4, 6, num_text=24, micro_batch_size=3)
 RANKS = Ranks(
@@ -122,13 +127,20 @@ def stages_of(network: Any) -> list[Stage]:
     return found
 
 
-@pytest.mark.parametrize("words", ["", "--video-model video-dit"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num-double-blocks 3 --num-single-blocks 1 --recompute-single-blocks 0 "
+        "--recompute-double-blocks {}",
+        "--num-double-blocks 1 --num-single-blocks 3 --recompute-double-blocks 0 "
+        "--recompute-single-blocks {}",
+        "--video-model video-dit --recompute-blocks {}",
+    ],
+)
 def test_recomputation_takes_operations_memory_and_messages(words: str) -> None:
-    """Recompute the first of two (Wan) or of four (MMDiT) blocks, on two stages."""
+    """Recompute the first block of its kind, on the first of two stages."""
     layout = f"{TP2} {PP2} {CP2} --sequence-parallel"
-    flags = ("--recompute-double-blocks {} --recompute-single-blocks 0", "--recompute-blocks {}")
-    flag = flags["video-dit" in words]
-    kept, again = (planned(f"{words} {layout} {flag.format(n)}", 8) for n in (0, 1))
+    kept, again = (planned(f"{words.format(n)} {layout}", 8) for n in (0, 1))
     (first, last), (plain, _) = stages_of(again), stages_of(kept)
     assert again.flops(last) == kept.flops(last) and again.traffic(last) == kept.traffic(last)
     assert again.activations(last) == kept.activations(last)
@@ -226,3 +238,92 @@ def test_buckets_are_priced_with_their_share_of_an_epoch(monkeypatch: pytest.Mon
     assert [case.network.clip for case in found] == clips  # type: ignore[attr-defined]
     columns = [case.columns["text + image tokens"] for case in found]
     assert columns == ["24 + 120", "24 + 24"] and found[0].columns["clips at a time"] == "3"
+
+
+def streaming(words: str = "", ranks: int = 1) -> RunConfig:
+    flags = f"--train-iters 1 --prompts-path x {words}"
+    config = config_of(flags_of(Path(), flags, micro=2, batch=2), VIDEO, ranks=ranks)
+    own = replace(config.section(StreamingConfig), text_features=32)
+    return config.with_section(own)
+
+
+@pytest.mark.parametrize(
+    ("words", "tp", "cp"),
+    [("", 1, 1), (TP2, 2, 1), (f"{CP2} --cp-comm-type all_gather", 1, 2), (f"{CP2} --bf16", 1, 2)],
+)
+def test_the_cache_holds_frames_and_text_on_each_rank(words: str, tp: int, cp: int) -> None:
+    """Hold twelve frames of four tokens, and all of the text, in two blocks of two samples."""
+    rows = 12 * 4 // cp + 8
+    width = 2 if "bf16" in words else 4
+    wanted = 2 * 2 * rows * 2 * 64 // tp * width + 8 * 2 * 32 * 4
+    assert cost.streaming_memory(streaming(words, tp * cp)).cache == wanted
+
+
+def test_passes_of_a_step_follow_its_flags() -> None:
+    usual = cost.streaming_memory(streaming()).passes
+    plain = cost.streaming_memory(streaming("--guidance-scale 1")).passes
+    teacher = "teacher, forward on a clip"
+    # Guidance gives the teacher two prompts at once.
+    assert usual[teacher] == 2 * plain[teacher] > 0
+    assert {k: v for k, v in usual.items() if k != teacher} == {
+        k: v for k, v in plain.items() if k != teacher
+    }
+    one, all_blocks = (
+        next(name for name in cost.streaming_memory(streaming(words)).passes if "block(s)" in name)
+        for words in ("", "--no-two-phase")
+    )
+    assert "on 1 frame block(s)" in one and "on 3 frame block(s)" in all_blocks
+    assert len(cost.streaming_memory(streaming("--distribution-loss sid")).passes) == 5
+
+
+@pytest.mark.parametrize("words", ["", "--lora-rank 4"])
+def test_gradients_of_what_is_trained_wait_for_all_blocks(words: str) -> None:
+    """Without two phases three blocks are kept, and the sums of the gradients of weights."""
+    config = streaming(f"--no-two-phase {words}")
+    formulas = cost._Formulas(config)
+    block = formulas._on_block()
+    stage = formulas._whole("generator")
+    activations = block.activations(stage)
+    trained = sum(weight.numel for weight in block.weights(stage) if not weight.frozen)
+    assert (trained < 100_000) == bool(words)
+    found = formulas.passes()["generator, forward and backward on 3 frame block(s)"]
+    assert found == 3 * activations.kept + activations.transient + 4 * trained
+
+
+def test_networks_of_streaming_keep_what_they_are_for() -> None:
+    words = "--teacher-size mini --teacher-pipeline-model-parallel-size 3 --nproc-per-node 3"
+    flags = f"{words} --global-batch-size 6"
+    generator, critic, teacher = cost.streaming_memory(streaming(flags, 3)).networks
+    assert generator.state.average > 0 == critic.state.average == teacher.state.average
+    assert generator.state.optimizer == critic.state.optimizer > 0 == teacher.state.optimizer
+    # The fullest of three stages of four blocks has two.
+    blocks = {weight.name.split(".")[1] for weight in teacher.weights if "blocks." in weight.name}
+    assert len(blocks) == 2 and teacher.parameters > 2 * teacher.state.count / 1.5
+    notes = " ".join(cost.not_estimated(streaming(flags, 3)))
+    assert "The teacher has a layout of its own" in notes and "The codec (patch)" in notes
+    # Tensor ranks of the run share the teacher too.
+    whole, half = (
+        cost.streaming_memory(streaming(x, n)).networks[2] for x, n in (("", 1), (TP2, 2))
+    )
+    assert whole.parameters == half.parameters and half.state.count < whole.state.count
+    bare = streaming("--no-encode-first-frame")
+    assert "codec" not in " ".join(cost.not_estimated(bare))
+    begun = replace(bare.section(StreamingConfig), given_frames=3)
+    assert "The codec (patch)" in " ".join(cost.not_estimated(bare.with_section(begun)))
+
+
+def test_a_run_fits_with_the_reserve_of_its_gpu_to_the_byte(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = streaming()
+    memory = cost.streaming_memory(config)
+    assert memory.largest[1] == max(memory.passes.values())
+    assert memory.total == memory.state.total + memory.cache + max(memory.passes.values())
+    monkeypatch.setattr(cost, "reserve_on", lambda *_: {"a": 1000, "b": 500})
+    for spare, fits in ((1500, True), (1499, False)):
+        gpu = replace(GPUS["H100"], memory=memory.total + spare)
+        parts, found = cost.report(config, gpu)
+        assert found is fits
+        (line,) = [part for part in parts if isinstance(part, str) and " on H100" in part]
+        assert line.startswith("fits on" if fits else "DOES NOT FIT on")
+    assert cost.report(config, None)[1] is True

@@ -10,7 +10,13 @@ from torch import Tensor
 from megatron_ext.losses.contract import checked
 from megatron_ext.video.loss import x0_from_flow
 from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.loss import critic_loss, dmd_direction, dmd_loss, sid_losses
+from megatron_ext.video.streaming.loss import (
+    _frozen,
+    critic_loss,
+    dmd_direction,
+    dmd_loss,
+    sid_losses,
+)
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule, mixed
 
 SHAPE = (2, 7, 2, 3, 4)
@@ -223,7 +229,7 @@ def nearest_step(timestep: float) -> int:
 
 
 @pytest.mark.parametrize("warp", [True, False])
-@pytest.mark.parametrize("exit_step", [0, 1, 3])
+@pytest.mark.parametrize("exit_step", [0, 1, 2, 3])
 def test_exit_steps_bound_the_timesteps_of_scores(warp: bool, exit_step: int) -> None:
     """Count steps before the shift, from the step after the exit step to the exit step itself."""
     own = schedule(warp_denoising_steps=warp, min_timestep=1e-3, max_timestep=1000.0)
@@ -231,7 +237,7 @@ def test_exit_steps_bound_the_timesteps_of_scores(warp: bool, exit_step: int) ->
     low = nearest_step(steps[exit_step + 1]) if exit_step < 3 else 0
     high = nearest_step(steps[exit_step])
     if warp:
-        assert (low, high) == ({0: 750, 1: 500, 3: 0}[exit_step], 1000 - 250 * exit_step)
+        assert (low, high) == ((750, 500, 250, 0)[exit_step], 1000 - 250 * exit_step)
     uniforms = torch.rand(4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def drawn(**options: bool) -> set[int]:
@@ -251,6 +257,25 @@ def test_exit_steps_bound_the_timesteps_of_scores(warp: bool, exit_step: int) ->
     found = NoiseSchedule(both).score_timesteps(uniforms)
     # Blocks with exit steps of their own leave all timesteps.
     assert torch.equal(found, own.score_timesteps(uniforms))
+
+
+def test_denoising_steps_beside_each_other_leave_one_timestep() -> None:
+    """Let two denoising steps have the same nearest entry of the table, the first."""
+    own = schedule(
+        warp_denoising_steps=False, denoising_steps=(1000, 4, 3), min_timestep=1e-3,
+        ts_schedule=True, ts_schedule_max=True,
+    )  # fmt: skip
+    uniforms = torch.tensor([0.0, 0.5, 0.999], dtype=torch.float64)
+    assert own.score_timesteps(uniforms, 1).tolist() == pytest.approx([4.980] * 3, abs=1e-3)
+
+
+def test_networks_are_frozen_for_a_while_and_those_that_were_stay_so() -> None:
+    trained, frozen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="stop"), _frozen(trained, frozen, abs):
+        assert not any(p.requires_grad for x in (trained, frozen) for p in x.parameters())
+        raise ValueError("stop")
+    assert all(p.requires_grad for p in trained.parameters())
+    assert not any(p.requires_grad for p in frozen.parameters())
 
 
 def test_context_noise_and_conversions_are_what_they_say() -> None:

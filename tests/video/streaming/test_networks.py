@@ -23,6 +23,9 @@ def test_all_rates_of_the_critic_are_scaled_alike(context: ParallelContext, tmp_
     words = "--lr 1e-3 --min-lr 1e-4 --lr-warmup-init 2e-4 --critic-clip-grad 3"
     config = configured(tmp_path, words)
     streaming = config.section(StreamingConfig)
+    # Nine frames of four tokens; the text encoder tells the width of the text.
+    assert (config.model.seq_length, config.model.padded_vocab_size) == (9 * 4, None)
+    assert streaming.text_features == streaming.sizes().text_width == 32
     usual = config.with_section(dataclasses.replace(streaming, critic_lr=None))
     for own, ratio in ((config, 2.0), (usual, 0.2)):
         critic = build_critic(own, context, torch.device("cpu"))

@@ -107,6 +107,21 @@ def test_networks_share_channels_and_text_and_have_their_own_other_sizes() -> No
     assert given == StreamingConfig(**tuples, denoising_steps=(1000, 500))
 
 
+def test_defaults_are_those_of_longlive() -> None:
+    usual = StreamingConfig()
+    lengths = (usual.chunk_frames, usual.min_new_frames, usual.max_new_frames, usual.recache_frames)
+    assert lengths == (21, 18, 18, 21) and usual.sequence_lengths == (240,)
+    assert (usual.frame_block, usual.window_frames, usual.sink_frames) == (3, 12, 3)
+    assert (usual.generator_interval, usual.guidance_scale, usual.critic_clip_grad) == (5, 4, 10)
+    assert usual.denoising_steps == (1000, 750, 500, 250) and usual.warp_denoising_steps
+    assert (usual.timestep_shift, usual.min_timestep, usual.max_timestep) == (5, 20, 980)
+    assert (usual.distribution_loss, usual.denoising_loss, usual.sid_alpha) == ("dmd", "flow", 1)
+    assert usual.sink_at_switch == "rebuild" and usual.train_first_chunk and usual.two_phase
+    assert usual.encode_first_frame and usual.decode_history and usual.same_exit_across_blocks
+    off = (usual.ts_schedule, usual.ts_schedule_max, usual.last_step_only, usual.context_noise)
+    assert not any(off) and not usual.context_noise_from_table
+
+
 def layout(tp: int = 1, cp: int = 1, world: int = 1, **others: Any) -> ParallelConfig:
     sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
     return ParallelConfig(**sizes, world_size=world, **others)

@@ -145,6 +145,14 @@ def test_what_a_checkpoint_lacks_is_made_anew() -> None:
     assert sequence.state is None and notes == [] and sequence.coming == (0, 0)
 
 
+def test_weights_that_the_critic_lacks_are_told_first() -> None:
+    state = state_of(build(PLAIN, replica=REPLICA), "--window-frames 9")
+    state._left_out = ["Some weights of the critic are left out."]
+    notes = ["before"]
+    state.load(saved(state_of(begun())), with_optimizer=True, notes=notes)
+    assert notes[:2] == ["before", "Some weights of the critic are left out."] and len(notes) == 3
+
+
 def test_one_rank_of_a_replica_writes_the_sequence_and_each_its_cache() -> None:
     sequence = begun()
     entries = [
