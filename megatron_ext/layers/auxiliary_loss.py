@@ -107,7 +107,7 @@ def per_token_weights(
     ``scaling_factor / K`` times its mean loss over the global batch.
     """
     coefficient = scaling_factor / len(masks)
-    ratios = main_count / depth_counts.clamp(min=1)
+    ratios = main_count / _divisor(depth_counts)
     return [mask * (coefficient * ratio) for mask, ratio in zip(masks, ratios, strict=True)]
 
 
@@ -118,7 +118,12 @@ def mean_of_means_weights(masks: Sequence[Tensor], scaling_factor: float) -> lis
     ``scaling_factor`` is ``--mtp-loss-scaling-factor`` divided by the number of micro-batches.
     """
     coefficient = scaling_factor / len(masks)
-    return [mask * (coefficient / mask.sum().clamp(min=1)) for mask in masks]
+    return [mask * (coefficient / _divisor(mask.sum())) for mask in masks]
+
+
+def _divisor(counts: Tensor) -> Tensor:
+    """Return the counts, with 1 in place of 0. A sum of fractional weights may be less than 1."""
+    return torch.where(counts > 0, counts, 1.0)
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def _check_values(values: dict[str, Any]) -> None:
             plain = isinstance(number, (int, float)) and not isinstance(number, bool)
             # A weight of 0 is DeepSeek's way to leave a term of the magnitude out.
             least = 0.0 if name.startswith("mscale") else 1e-9
-            if not plain or not least <= number < math.inf:
+            if not plain or number < least:
                 raise ValueError(f"has {name} {number!r}, which must be a positive number; mend it")
     if "low_freq_factor" in values and values["low_freq_factor"] >= values["high_freq_factor"]:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron_ext.core import slice_batch
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.attention import DotProductAttention, _random_state
 from megatron_ext.layers.dropout import microbatch_masks, uniform
 from megatron_ext.layers.specs import torch_layer_spec
 from megatron_ext.layers.transformer_config import StepTransformerConfig
@@ -204,6 +205,45 @@ def test_what_it_cannot_do_it_says(context: ParallelContext) -> None:
     ours = build(DotProductAttention, config(), context)
     with pytest.raises(ConfigError, match="Attention bias and packed sequences are not supported"):
         ours(*qkv, None, attention_bias=torch.zeros(1))
+    with pytest.raises(ConfigError, match="Attention bias and packed sequences are not supported"):
+        ours(*qkv, None, packed_seq_params=object())
+
+
+@pytest.mark.parametrize("window", [(3, 2), (3, 0), (0, 0), (0, 4), (-1, 2), (3, -1)])
+@ranks()
+def test_a_window_of_two_sides(context: ParallelContext, window: tuple[int, int]) -> None:
+    """Its numbers are the farthest keys that a query sees; -1 sees all of a side."""
+    module = build(DotProductAttention, config(window_size=window), context)
+    module.causal = False
+    left, right = (S if side < 0 else side for side in window)
+    distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
+    forbidden = ((distance > left) | (-distance > right)).expand(B, -1, -1)
+    qkv = random_qkv(N)
+    assert_near(outcome(module, qkv, None), expected(qkv, forbidden), 1e-6)
+
+
+@ranks()
+def test_a_given_dropout_replaces_the_configurations(context: ParallelContext) -> None:
+    transformer_config = config(attention_dropout=0.3)
+    for given, want in ((None, 0.3), (0.0, 0.0), (0.1, 0.1)):
+        module = build(DotProductAttention, transformer_config, context, attention_dropout=given)
+        assert module.dropout == want
+
+
+@ranks()
+def test_masks_are_drawn_apart_unless_the_block_draws_apart_already(
+    context: ParallelContext,
+) -> None:
+    def drawn(sequence_parallel: bool, dropout: float) -> Tensor:
+        seed_everything(context, 11)
+        transformer_config: Any = SimpleNamespace(sequence_parallel=sequence_parallel)
+        with _random_state(transformer_config, dropout):
+            return torch.rand(8)
+
+    seed_everything(context, 11)
+    common = torch.rand(8)
+    assert not torch.equal(drawn(False, 0.1), common)
+    assert torch.equal(drawn(True, 0.1), common) and torch.equal(drawn(False, 0.0), common)
 
 
 CP_HEADS, CP_WIDTH = 8, 4
@@ -324,6 +364,43 @@ def test_deterministic_dropout_is_that_of_one_rank(context: ParallelContext, kin
     dropped = probabilities * (drawn >= 0.3) / 0.7
     want = torch.einsum("bnqk,kbnd->qbnd", dropped, value).chunk(2, dim=2)[tp.rank()].flatten(2)
     torch.testing.assert_close(out, plain.zigzag(want, cp.rank(), 2), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
+@ranks(tp=2, cp=2)
+def test_sinks_stay_with_their_heads(context: ParallelContext, kind: str) -> None:
+    """Ranks that exchange heads exchange their sinks too; zeros are one more key without value."""
+    tp, cp = context.pgs.tp, context.pgs.cp
+    sinks = torch.zeros(CP_HEADS, dtype=torch.float64)
+    if kind == "learnable":
+        sinks = torch.randn(CP_HEADS, generator=torch.Generator().manual_seed(5)).double()
+    query, key, value = full_qkv(CP_HEADS, torch.float64)
+    scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * CP_WIDTH**-0.5
+    scores = scores.masked_fill(plain.causal(S, B)[:, None], -math.inf)
+    column = sinks.view(1, -1, 1, 1).expand(B, -1, S, 1)
+    shares = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    want = torch.einsum("bnqk,kbnd->qbnd", shares, value).chunk(2, dim=2)[tp.rank()].flatten(2)
+    transformer_config = config(
+        hidden_size=CP_HEADS * CP_WIDTH,
+        num_attention_heads=CP_HEADS,
+        context_parallel_size=2,
+        tensor_model_parallel_size=2,
+        softmax_type=kind,
+    )
+    own = [plain.zigzag(x.chunk(2, dim=2)[tp.rank()], cp.rank(), 2) for x in (query, key, value)]
+    for exchange in CP_KINDS:
+        module = build(DotProductAttention, transformer_config, context, cp_comm_type=exchange)
+        if kind == "learnable":
+            module.double()
+            parameter = module.softmax_offset
+            assert parameter.tensor_model_parallel and parameter.partition_dim == 0
+            (saved,) = module.sharded_state_dict().values()
+            assert saved.global_shape == (CP_HEADS,)
+            assert saved.global_offset == (tp.rank() * CP_HEADS // 2,)
+            with torch.no_grad():
+                parameter.copy_(sinks.chunk(2)[tp.rank()])
+        out = module(*own, None)
+        torch.testing.assert_close(out, plain.zigzag(want, cp.rank(), 2), rtol=0, atol=1e-12)
 
 
 @ranks(cp=2)

@@ -21,9 +21,9 @@ S, B, H = 16, 3, 8
 CPU = torch.device("cpu")
 
 
-def full_mask(site: str, first_sample: int) -> Tensor:
-    """Return what one rank drops of ``[S, B, H]`` with probability 0.5."""
-    with microbatch_masks(7, first_sample):
+def full_mask(site: str, first_sample: int, seed: int = 7) -> Tensor:
+    """Return what one rank keeps of ``[S, B, H]`` with probability 0.5."""
+    with microbatch_masks(seed, first_sample):
         drawn = [uniform(site, sample, (S, H), CPU) for sample in range(B)]
     return torch.stack(drawn, dim=1) >= 0.5
 
@@ -49,6 +49,7 @@ def test_masks_go_with_the_sample_and_the_place(context: ParallelContext) -> Non
     assert not torch.equal(first[:, 0], first[:, 1])
     assert not torch.equal(first, full_mask("mlp 4", 40))
     assert not torch.equal(first, full_mask("attention 3", 40))
+    assert not torch.equal(first, full_mask("mlp 3", 40, seed=8))
     many = torch.stack([full_mask(f"mlp {layer}", 40) for layer in range(100)])
     assert float(many.float().mean()) == pytest.approx(0.5, abs=0.01)
 
@@ -117,3 +118,18 @@ def test_without_the_fusion_nothing_is_compiled(context: ParallelContext, fused:
         found = add((x, None), torch.zeros_like(x), 0.5)
     assert len(graphs) == fused
     assert torch.equal(found, full_mask("mlp 3", 40) * 2.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bias", [None, torch.arange(float(H))])
+@ranks()
+def test_the_bias_is_dropped_and_added_with_the_output(
+    context: ParallelContext, bias: Tensor | None, fused: bool
+) -> None:
+    dropout = HiddenDropout(0.5, "mlp 3", context.pgs, sequence_parallel=False)
+    x, residual = torch.full((S, B, H), 3.0), torch.full((S, B, H), 10.0)
+    summed = 3.0 + (0.0 if bias is None else bias)
+    for training, share in ((True, full_mask("mlp 3", 40) * 2.0), (False, torch.ones(S, B, H))):
+        with microbatch_masks(7, 40):
+            found = BiasDropoutAdd(dropout)(training, fused)((x, bias), residual, 0.5)
+        torch.testing.assert_close(found, 10.0 + summed * share)

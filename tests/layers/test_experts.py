@@ -1,12 +1,13 @@
 """Experts in grouped products against plain arithmetic and against one expert after the other."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.layers.experts import GroupedExperts, _has_kernel
+from megatron_ext.layers.experts import GroupedExperts, _Call, _has_kernel
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext
@@ -90,6 +91,16 @@ def results(
         ({**GATED, "weight_gradients": True}, False),
         ({**GATED, "weight_gradients": True, "adds_in_place": True}, True),
         ({**GATED, "adds_in_place": True}, True),
+        ({**GATED, "activation_func_clamp_value": 0.1, "glu_linear_offset": 0.5}, False),
+        (
+            {
+                **GATED,
+                "moe_apply_probs_on_input": True,
+                "moe_router_topk": 1,
+                "moe_router_pre_softmax": True,
+            },
+            False,
+        ),
     ],
 )
 @ranks()
@@ -126,8 +137,41 @@ def test_what_a_grouped_product_cannot_do_runs_expert_by_expert(context: Paralle
     assert experts._groups(tokens)
     assert not experts._groups(tokens[:0])
     assert not experts._groups(tokens.double())
-    experts.local_experts[0].linear_fc1.fp8 = object()
+    for name in ("fp8", "lora"):
+        linear = experts.local_experts[0].linear_fc1
+        setattr(linear, name, object())
+        assert not experts._groups(tokens)
+        setattr(linear, name, None)
+    assert experts._groups(tokens)
+    experts.local_experts = experts.local_experts[:1]
     assert not experts._groups(tokens)
+
+
+@ranks()
+def test_rows_that_the_grouped_kernel_refuses_are_not_grouped(context: ParallelContext) -> None:
+    """It takes rows of 16, 32, … bytes."""
+    for width, groups in ((24, True), (26, False)):
+        transformer_config = config(context, groups_experts=True, moe_ffn_hidden_size=width)
+        (experts,) = (
+            module
+            for module in torch_block(transformer_config, context).modules()
+            if isinstance(module, GroupedExperts)
+        )
+        assert experts._groups(torch.randn(4, H)) is groups
+
+
+@pytest.mark.parametrize("stale", [[], [1], [0, 2], [0, 1, 2]])
+def test_gradients_overwrite_the_old_ones_alone(stale: list[int]) -> None:
+    weights: list[Any] = [torch.nn.Parameter(torch.ones(4, 2)) for _ in range(3)]
+    gradients = torch.arange(24.0).view(3, 4, 2)
+    for index, weight in enumerate(weights):
+        weight.main_grad = torch.full((4, 2), math.nan if index in stale else 100.0)
+        weight.overwrite_main_grad = index in stale
+    placeholders = _Call(weights, None, True).add(gradients)
+    for index, (weight, placeholder) in enumerate(zip(weights, placeholders, strict=True)):
+        before = 0.0 if index in stale else 100.0
+        assert torch.equal(weight.main_grad, before + gradients[index])
+        assert weight.grad_added_to_main_grad and placeholder.shape == weight.shape
 
 
 @pytest.mark.parametrize(

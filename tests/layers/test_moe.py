@@ -16,6 +16,7 @@ from megatron_ext.extras.audit.reproduce_router import (
 )
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.chunks import mark_experts
+from megatron_ext.layers.dropout import microbatch_masks, uniform
 from megatron_ext.layers.moe import GroupRanking, Router
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
@@ -141,21 +142,83 @@ def test_recomputed_shared_experts(context: ParallelContext, modules: list[str] 
     )
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(None, torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)],
+)
+@pytest.mark.parametrize("biased", [False, True])
 @ranks()
 def test_logits_come_in_the_routers_dtype(
-    context: ParallelContext, name: str | None, dtype: torch.dtype
+    context: ParallelContext, name: str | None, dtype: torch.dtype, biased: bool
 ) -> None:
     transformer_config = config(
-        context, moe_router_dtype=name, params_dtype=torch.bfloat16, bf16=True
+        context,
+        moe_router_dtype=name,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        add_bias_linear=biased,
     )
     router = Router(transformer_config, pg_collection=context.pgs)
     x = torch.randn(S, B, H).bfloat16()
+    bias = torch.zeros(E)
+    if biased:
+        bias = torch.arange(1.0, E + 1)
+        router.bias.data.copy_(bias)
     logits = router.gating(x)
     assert logits.dtype == dtype
-    torch.testing.assert_close(
-        logits.double(), x.double() @ router.weight.double().T, rtol=1e-2, atol=1e-2
-    )
+    want = x.double() @ router.weight.double().T + bias
+    torch.testing.assert_close(logits.double(), want, rtol=1e-2, atol=1e-2)
+
+
+@ranks()
+def test_jitter_is_even_noise_around_1_and_only_in_training(context: ParallelContext) -> None:
+    eps = 0.25
+    given = {"moe_input_jitter_eps": eps, "deterministic_dropout": True}
+    router = Router(config(context, **given), pg_collection=context.pgs)
+    router.set_layer_number(3)
+    x = torch.randn(S, B, H)
+    with microbatch_masks(7, 40):
+        drawn = [uniform("router 3", sample, (S, H), x.device) for sample in range(B)]
+        found = router.apply_input_jitter(x)
+        assert router.eval().apply_input_jitter(x) is x
+    noise = torch.stack(drawn, dim=1)
+    torch.testing.assert_close(found, x * (1 - eps + 2 * eps * noise))
+
+
+@ranks()
+def test_padding_does_not_count_in_the_z_loss(context: ParallelContext) -> None:
+    scale = AuxiliaryScale(torch.tensor(1.0))
+    router, _ = router_of(context, Router, scale, **auxiliary_flags("z_loss"))
+    logits = torch.randn(6, E, requires_grad=True)
+    padding = torch.tensor([False, True, False, False, True, False])
+    core.take_auxiliary_losses()
+    router.apply_z_loss(logits, padding).sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    want = exact[~padding].logsumexp(-1).square().mean()
+    near(core.take_auxiliary_losses()["z_loss"][0], want.detach(), "log")
+    (COEFFICIENT * want + exact.sum()).backward()
+    near(logits.grad, exact.grad, "gradient")
+    with torch.no_grad():
+        assert router.apply_z_loss(logits) is logits
+    assert router.eval().apply_z_loss(logits) is logits
+    assert not any(values.any() for values in core.take_auxiliary_losses().values())
+
+
+@ranks()
+def test_padded_experts_compute_what_the_kept_tokens_do(context: ParallelContext) -> None:
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(5))
+    found = []
+    for pads in (False, True):
+        transformer_config = config(
+            context,
+            moe_token_dispatcher_type="alltoall",
+            moe_expert_capacity_factor=0.5,
+            moe_pad_expert_input_to_capacity=pads,
+        )
+        block = torch_block(transformer_config, context)
+        plain.fill(block, context, E)
+        found.append(block(x, None).detach())
+    near(found[1], found[0], "output", tolerance=1e-5)
 
 
 def router_of(
@@ -253,6 +316,22 @@ def test_biases_of_whole_experts_count_on_every_rank(context: ParallelContext) -
     mark_experts(block, context.pgs)
     assert [name for name, bias in named if bias.tensor_model_parallel] == [x for x, _ in named]
     assert len(named) == E
+
+
+@ranks(tp=2, etp=1)
+def test_whole_experts_are_summed_over_their_copies_alone(context: ParallelContext) -> None:
+    """Their copies are not on the ranks of dense weights, nor on tensor-parallel ones."""
+    block = torch_block(config(context, add_bias_linear=True), context)
+    assert block.config.sequence_parallel
+    mark_experts(block, context.pgs)
+    marks = {
+        name: (getattr(p, "allreduce", True), getattr(p, "sequence_parallel", False))
+        for name, p in block.named_parameters()
+    }
+    experts = {name: mark for name, mark in marks.items() if "local_experts" in name}
+    assert len(experts) == 4 * E and set(experts.values()) == {(False, False)}
+    assert all(dense for name, (dense, _) in marks.items() if name not in experts)
+    assert marks["final_layernorm.weight"] == (True, True)
 
 
 @ranks()

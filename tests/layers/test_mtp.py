@@ -33,6 +33,9 @@ def test_per_token_weights_give_each_depth_its_own_mean() -> None:
     weights = per_token_weights(masks, 0.1, main, torch.tensor([2.0, 1.0]))
     objective = sum(float((w * losses).sum()) for w in weights) / float(main)
     assert abs(objective - 0.05 * (8.0 / 2 + 3.0 / 1)) < 1e-7
+    scaled = [mask / 8 for mask in masks]
+    same = per_token_weights(scaled, 0.1, main, torch.tensor([2.0, 1.0]) / 8)
+    torch.testing.assert_close(same, weights)
 
 
 def test_a_mean_of_means_shares_its_factor_among_the_depths() -> None:
@@ -41,6 +44,7 @@ def test_a_mean_of_means_shares_its_factor_among_the_depths() -> None:
     weights = mean_of_means_weights(masks, 0.1)
     objective = sum(float((w * losses).sum()) for w in weights)
     assert abs(objective - 0.05 * (8.0 / 2 + 3.0 / 1)) < 1e-7
+    torch.testing.assert_close(mean_of_means_weights([mask / 8 for mask in masks], 0.1), weights)
 
 
 def test_a_depth_without_targets_contributes_nothing() -> None:
@@ -51,9 +55,11 @@ def test_a_depth_without_targets_contributes_nothing() -> None:
 
 
 def test_reports_hold_sum_and_count() -> None:
-    targets = MTPTargets([torch.zeros(1, 2)], [torch.tensor([[1.0, 0.0]])], [torch.ones(1, 2)])
+    masks = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.25, 0.5]])]
+    targets = MTPTargets([torch.zeros(1, 2)] * 2, masks, [torch.ones(1, 2)] * 2)
     targets.record(0, torch.tensor([[2.5, 100.0]]))
-    assert targets.reports[0].tolist() == [2.5, 1.0]
+    targets.record(1, torch.tensor([[4.0, 8.0]]))
+    assert [report.tolist() for report in targets.reports] == [[2.5, 1.0], [5.0, 0.75]]
 
 
 EOD = 99

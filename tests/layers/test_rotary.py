@@ -15,6 +15,7 @@ from megatron_ext.layers.rope_scaling import (
     OPTIONAL,
     REQUIRED,
     RopeScaling,
+    RotarySettings,
     read_scaling,
     written,
 )
@@ -107,6 +108,103 @@ def test_every_kind_of_transformers_is_known_or_refused_in_a_sentence() -> None:
     assert ROPE.keys() - known == {"dynamic"}
     with pytest.raises(ValueError, match="is dynamic"):
         read_scaling('{"rope_type": "dynamic", "factor": 2}', POSITIONS)
+
+
+LLAMA = {
+    "rope_type": "llama3",
+    "factor": 8,
+    "low_freq_factor": 2,
+    "high_freq_factor": 4,
+    **ORIGINAL,
+}
+LONG = {"rope_type": "longrope", **DIVISORS, **ORIGINAL}
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ([1], "must be a JSON object; write "),
+        ({"rope_type": "default", "factor": 2}, "has the rope_type default, which must be one of"),
+        ({"rope_type": "linear"}, "lacks factor, but linear takes factor; mend it"),
+        ({"rope_type": "linear", "factor": 2, "mscale": 1}, "has mscale, but linear takes factor"),
+        ({"rope_type": "linear", "factor": True}, "has factor True, which must be a positive num"),
+        ({"rope_type": "linear", "factor": "2"}, "has factor '2', which must be a positive number"),
+        ({"rope_type": "linear", "factor": 0}, "has factor 0, which must be a positive number"),
+        ('{"rope_type": "linear", "factor": 1e999}', "must be a JSON object; write "),
+        ({**LLAMA, "high_freq_factor": 2}, "has a high_freq_factor that is not above its low_freq"),
+        ({**LONG, "short_factor": []}, r"has short_factor \[\], which must be a list of numbers"),
+        ({**LONG, "long_factor": 2}, "has long_factor 2, which must be a list of numbers"),
+        ({**LONG, "long_factor": [1, -1]}, "has long_factor -1, which must be a positive number"),
+        ({"rope_type": "yarn", "truncate": 1, **ORIGINAL}, "has truncate 1, which must be true"),
+        (
+            {"rope_type": "yarn", "mscale": -1, **ORIGINAL},
+            "has mscale -1, which must be a pos",
+        ),
+    ],
+)
+def test_a_scaling_that_cannot_be_is_told_by_its_rule(values: Any, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        read_scaling(values if isinstance(values, str) else json.dumps(values), POSITIONS)
+
+
+def test_what_is_null_or_0_may_be_left_out() -> None:
+    for text in (None, '{"rope_type": "default"}', '{"type": "default", "factor": null}', "{}"):
+        assert read_scaling(text, POSITIONS) is None
+    both = read_scaling(json.dumps({**KINDS[6][0], "mscale": 0}), POSITIONS)
+    neither = read_scaling(json.dumps({**KINDS[6][0], "mscale": None}), POSITIONS)
+    assert both is not None and neither is not None
+    assert both.magnitude == neither.magnitude
+    higher = read_scaling(json.dumps({**LLAMA, "high_freq_factor": 2.5}), POSITIONS)
+    assert higher is not None and higher.high_freq_factor == 2.5
+
+
+def embedding(context: ParallelContext, **changes: Any) -> RotaryEmbedding:
+    """Return the angles' module of a model that rotates half of 16 channels."""
+    words = "--position-embedding-type rope --rope-local-base-freq 100 --window-size 4 0"
+    core = build_transformer_config(config_of([*SMALL, *words.split(), "--kv-channels", "16"]))
+    core.rotary_interleaved = changes.pop("interleaved", False)
+    usual: dict[str, Any] = dict(
+        percent=0.5, base=1e4, local_base=None, interpolation_factor=None, llama_factor=None,
+        scaling=None,
+    )  # fmt: skip
+    return RotaryEmbedding(RotarySettings(**{**usual, **changes}), core, context.pgs.cp)
+
+
+@ranks()
+def test_angles_are_those_of_the_positions_asked_for(context: ParallelContext) -> None:
+    """Angles of some positions are a part of those of all, for each kind of settings."""
+    linear = read_scaling('{"rope_type": "linear", "factor": 4}', POSITIONS)
+    kinds: list[dict[str, Any]] = [
+        {}, {"scaling": linear}, {"scaling": linear, "local_base": 100.0},
+        {"interpolation_factor": 4, "local_base": 100.0}, {"llama_factor": 8.0, "local_base": 10.0},
+    ]  # fmt: skip
+    for kind in kinds:
+        made = embedding(context, **kind)
+        whole = made.get_emb(9)
+        assert torch.equal(made.get_emb(4, offset=5), whole[5:])
+        neighbours = embedding(context, **kind, interleaved=True).get_emb(9)
+        assert torch.equal(neighbours[..., ::2], whole[..., :4])
+        assert torch.equal(neighbours[..., 1::2], whole[..., 4:])
+    # Positions are divided with --rotary-seq-len-interpolation-factor, but not those of a window.
+    plain = embedding(context, local_base=100.0).get_emb(9)
+    divided = embedding(context, local_base=100.0, interpolation_factor=4).get_emb(9)
+    assert torch.equal(divided[:, :, 0], plain[:, :, 0] / 4)
+    assert torch.equal(divided[:, :, 1], plain[:, :, 1])
+    factors = [
+        embedding(context, base=1e6, llama_factor=x).get_emb(9)[1, 0, 0, 3] for x in (1.0, 8.0)
+    ]
+    assert factors[0] == pytest.approx(8 * float(factors[1]))
+
+
+@ranks()
+def test_longrope_counts_all_positions_up_to_the_last(context: ParallelContext) -> None:
+    divisors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    values = {"rope_type": "longrope", **divisors, "original_max_position_embeddings": 8}
+    made = embedding(context, scaling=read_scaling(json.dumps(values), POSITIONS))
+    assert made.short_length == 8 and embedding(context).short_length is None
+    short, long = (made.get_emb(4, offset=offset) for offset in (4, 5))
+    assert torch.equal(made.get_emb(8)[4:], short)
+    assert torch.equal(2 * long[:3], short[1:])
 
 
 def test_yarn_by_flags_has_megatron_cores_magnitude() -> None:

@@ -34,6 +34,10 @@ def teacher(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) 
     return -(inputs["share"] * student).sum(dim=1)
 
 
+def teacher_by_ids(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
+    return -(inputs["share"] * head.log_prob(head.logits(hidden), inputs["ids"])).sum(dim=1)
+
+
 def entropy(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
     log_p = head.log_softmax(head.logits(hidden))
     return -head.sum(log_p.exp() * log_p)
@@ -44,12 +48,16 @@ def dense_entropy(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
+def dense_teacher(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    return -(inputs["share"] * logits.log_softmax(-1).gather(2, inputs["ids"])).sum(dim=2)
+
+
 FORMULAS: dict[str, Any] = {
     "focal": (focal, dense_focal),
-    "teacher": (teacher, lambda logits, inputs: (
-        -(inputs["share"] * logits.log_softmax(-1).gather(2, inputs["ids"])).sum(dim=2))),
+    "teacher": (teacher, dense_teacher),
+    "teacher by ids": (teacher_by_ids, dense_teacher),
     "entropy": (entropy, lambda logits, _inputs: dense_entropy(logits)),
-}  # fmt: skip
+}
 
 
 def values() -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
@@ -87,6 +95,7 @@ def check(
 ) -> None:
     hidden, weight, weights, inputs = values()
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    assert VocabularyHead(weight.chunk(size)[rank], group).vocab_size == V
     if sp:
         hidden = hidden.chunk(size)[rank]
     h = hidden.clone().requires_grad_()
@@ -194,6 +203,21 @@ def test_frozen_parts_take_no_gradient() -> None:
     with torch.no_grad():
         _, total, _ = blockwise_loss(focal, h, weight, weights, inputs, **ALONE)
     assert not total.requires_grad and close(total, truth("focal")[0])
+    w = weight.requires_grad_()
+    _, total, _ = blockwise_loss(focal, h.detach(), w, weights, inputs, **ALONE)
+    assert close(torch.autograd.grad(total, w)[0], truth("focal")[2])
+
+
+def test_a_loss_gets_logits_with_the_soft_cap() -> None:
+    hidden, weight, weights, inputs = values()
+    h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    capped = 1.5 * torch.tanh((h @ w.t()).transpose(0, 1) / 1.5)
+    want = (dense_focal(capped, inputs) * weights)[weights > 0].sum()
+    truths = torch.autograd.grad(want, (h, w))
+    h, w = hidden.requires_grad_(), weight.requires_grad_()
+    _, total, _ = blockwise_loss(focal, h, w, weights, inputs, **ALONE, block_size=7, softcap=1.5)
+    assert close(total, want.detach())
+    assert all(map(close, torch.autograd.grad(total, (h, w)), truths))
 
 
 def test_a_loss_and_inputs_of_a_wrong_shape_are_refused() -> None:

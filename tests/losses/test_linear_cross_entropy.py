@@ -217,6 +217,31 @@ def test_small_token_weights_survive_float16() -> None:
     assert error(found[2], dense(inputs())[2]) <= 1e-2
 
 
+def test_weights_may_all_be_negative() -> None:
+    hidden, weight, labels, weights = inputs()
+    negative = (hidden, weight, labels, -weights.abs())
+    assert_close(weighted(leaves(negative), block_size=7, **ALONE), dense(negative))
+
+
+def test_the_bias_of_a_16_bit_head_counts_and_its_gradient_is_rounded_once() -> None:
+    """There is a block for each token, so rounding each of them would add up."""
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(512, 1, H, generator=generator).bfloat16()
+    weight, bias = torch.randn(V, H, generator=generator), torch.randn(V, generator=generator)
+    labels = torch.randint(0, V, (1, 512), generator=generator)
+    weights = torch.rand(1, 512, generator=generator) + 0.5
+    h, w, b = (x.bfloat16().requires_grad_() for x in (hidden, weight, 2 * bias))
+    total = weighted_sum((h, w, labels, weights), bias=b, block_size=1, **ALONE)
+    found = torch.autograd.grad(total, (h, w, b))
+    exact = [x.detach().double().requires_grad_() for x in (h, w, b)]
+    logits = torch.einsum("sbh,vh->bvs", exact[0], exact[1]) + exact[2][:, None]
+    want = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    assert error(total.detach(), want.detach()) <= 1e-3
+    truth = torch.autograd.grad(want, exact)
+    assert error(found[0], truth[0]) <= 2e-2 and error(found[1], truth[1]) <= 1e-2
+    assert error(found[2], truth[2]) <= 3e-3
+
+
 def weight_error(values: Inputs, num_blocks: int, into_main: bool) -> float:
     """Return the relative error (root mean square) of a bfloat16 head's gradient."""
     hidden, weight, labels, weights = leaves(values, torch.bfloat16)
@@ -299,6 +324,7 @@ def test_loss_equals_eager_in_float32_and_sharp_logits_stay_finite() -> None:
     [
         ({"block_size": 0}, r"`block_size` \(0\) must be at least 1 token"),
         ({"label_smoothing": 1.0}, r"`label_smoothing` \(1.0\) must be in \[0, 1\)"),
+        ({"label_smoothing": -0.1}, r"`label_smoothing` \(-0.1\) must be in \[0, 1\)"),
         ({"softcap": 0.0}, r"`softcap` \(0.0\) must be above 0"),
         ({"z_loss_coefficient": -1.0}, r"`z_loss_coefficient` \(-1.0\) must be 0 or more"),
     ],
@@ -312,6 +338,8 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     hidden, weight, labels, weights = leaves(inputs())
     with pytest.raises(ConfigError, match=r"head bias is torch.float32 of shape \(3,\), but it mu"):
         weighted_sum(inputs(), bias=torch.zeros(3), **ALONE)
+    with pytest.raises(ConfigError, match=r"head bias is torch.bfloat16 of shape \(40,\), but it"):
+        weighted_sum(inputs(), bias=torch.zeros(V, dtype=torch.bfloat16), **ALONE)
     with pytest.raises(ConfigError, match="hidden states are torch.bfloat16 and the head weight"):
         weighted((hidden.bfloat16(), weight, labels, weights), **ALONE)
     with pytest.raises(DataError, match=r"labels have shape \(24, 2\), .* \[b, s\] = \(2, 24\)"):

@@ -64,9 +64,15 @@ def test_a_loss_returns_values_beside_its_own() -> None:
 
 def test_weights_of_tokens_and_steps_without_targets() -> None:
     weight, ((hidden, labels), _) = torch.randn(V, H), parts()
-    (part,) = StepLoss(weight).of_step([labels], [torch.full(labels.shape, 3.0)])
     want = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.T.flatten())
-    torch.testing.assert_close(part(hidden).loss, want)
+    for each in (3.0, 0.01):
+        (part,) = StepLoss(weight).of_step([labels], [torch.full(labels.shape, each)])
+        torch.testing.assert_close(part(hidden).loss, want)
+    smooth = F.cross_entropy(
+        (hidden @ weight.T).flatten(0, 1), labels.T.flatten(), label_smoothing=0.2
+    )
+    (part,) = StepLoss(weight, options={"label_smoothing": 0.2}).of_step([labels])
+    torch.testing.assert_close(part(hidden).loss, smooth)
     (empty,) = StepLoss(weight).of_step([torch.full(labels.shape, -100)])
     assert float(empty(hidden).loss.detach()) == 0.0
 
@@ -114,3 +120,32 @@ def test_a_loss_of_ones_own_takes_the_labels_of_all_parts_of_a_head(
     (part,) = loss.of_step([labels])
     with pytest.raises(DataError, match=f"A label is {2 * H}, but the head has {2 * H} rows"):
         part(hidden)
+
+
+@ranks(dp=2)
+def test_ranks_of_a_step_divide_by_the_tokens_of_all(context: ParallelContext) -> None:
+    """Their parts sum to the mean over unequal numbers of tokens; a group is asked for no more."""
+    weight = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
+    batches = parts()
+    hidden, labels = batches[context.dp_rank]
+    logits = torch.cat([(x.detach() @ weight.T).flatten(0, 1) for x, _ in batches])
+    want = F.cross_entropy(logits, torch.cat([y.T.flatten() for _, y in batches]))
+    for group in (None, context.pgs.dp):
+        (part,) = StepLoss(weight, group=group).of_step([labels])
+        total = part(hidden).loss.detach()
+        torch.distributed.all_reduce(total)
+        torch.testing.assert_close(total, want)
+    (alone,) = StepLoss(weight, group=context.pgs.tp).of_step([labels])
+    mine = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.T.flatten())
+    torch.testing.assert_close(alone(hidden).loss, mine)
+
+
+@ranks(tp=2)
+def test_hidden_states_may_be_cut_along_the_sequence(context: ParallelContext) -> None:
+    head = torch.randn(2 * H, H, generator=torch.Generator().manual_seed(1))
+    _, (hidden, labels) = parts()
+    loss = StepLoss(head.chunk(2)[context.tp_rank], group=context.pgs.dp, tp_group=context.pgs.tp,
+                    sequence_parallel=True)  # fmt: skip
+    (part,) = loss.of_step([labels])
+    want = F.cross_entropy((hidden.detach() @ head.T).flatten(0, 1), labels.T.flatten())
+    torch.testing.assert_close(part(hidden.detach().chunk(2)[context.tp_rank]).loss, want)

@@ -1,6 +1,9 @@
 """The doctor on what surrounds the GPUs: the host, their links, and what is tried on them."""
 
 import dataclasses
+import os
+import resource
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,9 +60,33 @@ def test_a_container_limits_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text(f"{2**27}\n")
     assert (this_host().cores, this_host().memory) == (0.5, 2**27)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5})
+    for quota, cores in (("150000 100000", 1.5), ("900000 100000", 3.0), ("max 100000", 3.0)):
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+        assert this_host().cores == cores
+    monkeypatch.undo()
+    monkeypatch.setattr(host_module, "CGROUP", tmp_path)
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert this_host() == whole
+
+
+def test_limits_are_those_that_hold_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The soft limits, all of the shared memory whoever uses it, and cards by name."""
+    soft = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_MEMLOCK: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft[kind], 4096))
+    usage = shutil._ntuple_diskusage(64, 60, 4)  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(host_module, "SHARED", str(tmp_path))
+    for name in ("mlx5_1", "mlx5_10", "mlx5_0", "mlx5_2"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(host_module, "RDMA", tmp_path)
+    found = this_host()
+    assert (found.open_files, found.locked_memory, found.shared_memory) == (1024, None, 64)
+    assert found.rdma == ("mlx5_0", "mlx5_1", "mlx5_10", "mlx5_2")
+    monkeypatch.setattr(host_module, "SHARED", str(tmp_path / "none"))
+    monkeypatch.setattr(host_module, "RDMA", tmp_path / "none")
+    assert (this_host().shared_memory, this_host().rdma) == (None, ())
 
 
 def test_pairs_without_nvlink_cost_tensor_parallelism() -> None:

@@ -1,0 +1,105 @@
+"""Which device and library the ranks of a machine take, and what is read of its GPUs."""
+
+import ctypes
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext import device as devices
+from megatron_ext.device import Device, gpus, select
+from megatron_ext.errors import ConfigError
+
+
+def test_a_cpu_talks_over_gloo_and_says_so_where_nccl_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with caplog.at_level(logging.INFO):
+        assert select() == select("gloo") == Device("cpu", "gloo")
+        assert caplog.messages == []
+        assert select("nccl") == Device("cpu", "gloo")
+    assert caplog.messages == ["no GPU was found: the ranks talk over gloo instead of nccl"]
+    with pytest.raises(ConfigError, match=r"`--distributed-backend` \(mpi\) must be nccl or gloo"):
+        select("mpi")
+
+
+def test_a_gpu_talks_over_nccl_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert select() == select("nccl") == Device("cuda", "nccl")
+    assert select("gloo") == Device("cuda", "gloo")
+
+
+def test_each_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    device = Device("cuda", "nccl")
+    assert [device.activate(rank) for rank in (0, 1)] == [
+        torch.device("cuda", 0),
+        torch.device("cuda", 1),
+    ]
+    with pytest.raises(ConfigError, match="Local rank 2 has no GPU: this machine shows 2; start"):
+        device.activate(2)
+    assert chosen == [0, 1]
+
+
+class Nvml:
+    """Stands in for NVIDIA's management library; ``fails`` names a function that fails."""
+
+    def __init__(self, fails: str | None = None) -> None:
+        self.fails = fails
+
+    def nvmlInit_v2(self) -> int:
+        return int(self.fails == "init")
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+        return int(self.fails == "handle" or index != 0)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
+        major._obj.value = 8
+        minor._obj.value = 9
+        return int(self.fails == "capability")
+
+
+@pytest.mark.parametrize(
+    ("fails", "generation"), [(None, 8), ("init", None), ("handle", None), ("capability", None)]
+)
+def test_the_generation_is_the_major_compute_capability(
+    fails: str | None, generation: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml(fails))
+    assert devices._generation() == generation
+
+
+def test_without_the_library_the_generation_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert devices._generation() is None
+
+
+def test_eight_bit_units_begin_with_ada(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for capability, has in (((8, 6), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, has=capability: has)
+        assert gpus.has_fp8(gpu) is has
+
+
+def test_the_rates_of_the_chosen_gpu_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(gpus, "rates", lambda device: {"bf16": 1.0 + device.index})
+    assert gpus.main(["--index", "3"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"bf16": 4.0}
+    assert chosen == [torch.device("cuda", 3)]
+
+
+def test_cublas_takes_more_memory_from_hopper_on() -> None:
+    assert {name for name, gpu in gpus.GPUS.items() if gpu.hopper} == {"H100", "H200", "B200"}
