@@ -1,6 +1,7 @@
 """When functions are compiled, how often, and what happens where they cannot be."""
 
 import logging
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,6 +144,15 @@ def test_what_the_compiler_lacks_is_said_once_and_nothing_is_compiled(
         assert not compiles(GPU) and not compiles(GPU)
     (record,) = caplog.records
     assert record.message.startswith(f"`torch.compile` needs {lack}")
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang", "cc", None])
+@pytest.mark.usefixtures("fresh")
+def test_one_c_compiler_is_enough(compiler: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "has_triton", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == compiler else None)
+    monkeypatch.delenv("CC", raising=False)
+    assert compiles(GPU) is (compiler is not None)
 
 
 @pytest.mark.usefixtures("fresh")

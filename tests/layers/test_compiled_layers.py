@@ -1,6 +1,9 @@
 """Layers with compiled parts compute what plain layers do, and are compiled no more than needed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +13,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from megatron_ext.layers import pointwise
-from megatron_ext.layers.compiled import (
-    compiled_on_cpu,
-)
+from megatron_ext.layers.compiled import Compiled, compiled_on_cpu
 from megatron_ext.layers.dropout import microbatch_masks
 from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.layers.transformer_layer import get_bias_dropout_add
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from tests.layers.test_compiled import odd
 from tests.layers.test_layers import HEADS, SMALL, B, H, S, check_block, torch_block
@@ -63,7 +65,8 @@ def gradients(context: ParallelContext, changes: dict[str, Any]) -> dict[str, Te
         if "norm" in name or name.endswith("bias"):
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     x = torch.randn(S, B, H, dtype=torch.float64, requires_grad=True)
-    angles = torch.randn(S, 1, 1, 1, dtype=torch.float64).expand(S, 1, 1, H // HEADS)
+    kinds = 2 if changes.get("has_local_rotary") else 1
+    angles = torch.randn(S, 1, kinds, 1, dtype=torch.float64).expand(S, 1, kinds, H // HEADS)
     with microbatch_masks(3, 40):
         out = block(x, None, rotary_pos_emb=angles.contiguous())
         weights = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view_as(out)
@@ -87,7 +90,8 @@ def check(context: ParallelContext, changes: dict[str, Any]) -> None:
             got = gradients(context, changes)
     finally:
         pointwise.bias_dropout_add_norm = own
-    assert calls or changes.get("deterministic_dropout"), "no layer was fused"
+    adds_apart = changes.get("deterministic_dropout") or changes.get("sandwich_norm")
+    assert calls or adds_apart, "no layer was fused"
     assert got.keys() == want.keys()
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
@@ -100,6 +104,75 @@ def check(context: ParallelContext, changes: dict[str, Any]) -> None:
 @ranks()
 def test_compiled_layers_give_the_same_gradients(context: ParallelContext, name: str) -> None:
     check(context, VARIANTS[name])
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Call the functions that a GPU compiles, ours and megatron-core's, as they are written."""
+    as_written = mock.patch.object(Compiled, "_compile", lambda self: self.eager)
+    with as_written, mock.patch.object(torch.compiler, "set_stance", return_value=nullcontext()):
+        yield
+
+
+UNCOMPILED: dict[str, dict[str, Any]] = {
+    **VARIANTS,
+    "experts with biases": {
+        **VARIANTS["experts"],
+        "add_bias_linear": True,
+        "moe_shared_expert_intermediate_size": None,
+    },
+    "sandwich norms and biases": {"sandwich_norm": True, "add_bias_linear": True},
+    "a larger magnitude": {"rotary_magnitude": 1.3},
+    "windows with angles of their own": {
+        "has_local_rotary": True,
+        "window_size": (3, 0),
+        "window_attn_skip_freq": 2,
+    },
+}
+
+
+@ranks()
+def test_fused_layers_give_the_same_gradients_uncompiled(context: ParallelContext) -> None:
+    """The parts that are compiled on a GPU are called as they are written."""
+    for name, changes in UNCOMPILED.items():
+        with uncompiled():
+            try:
+                check(context, changes)
+            except AssertionError as error:
+                raise AssertionError(name) from error
+
+
+@ranks(tp=2)
+def test_one_group_of_keys_on_two_ranks_is_not_fused(context: ParallelContext) -> None:
+    with uncompiled():
+        check(context, {"num_query_groups": 1})
+        check(context, {"num_query_groups": 2})
+
+
+@ranks()
+def test_a_layer_that_was_fused_runs_by_kernels_too(context: ParallelContext) -> None:
+    """The projection's bias is then added by the layer itself."""
+    changes = {"add_bias_linear": True, "add_qkv_bias": True, "bias_dropout_fusion": True}
+    block = torch_block(StepTransformerConfig(**{**SMALL, **changes}), context).eval()
+    for name, parameter in block.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    x = torch.randn(S, B, H)
+    want = block(x, None)
+    with uncompiled(), compiled_on_cpu("eager"):
+        torch.testing.assert_close(block(x, None), want, rtol=1e-4, atol=1e-5)
+    assert torch.equal(block(x, None), want)
+
+
+@pytest.mark.parametrize("bias", [None, torch.full((H,), 2.0**-9)])
+def test_a_float32_residual_stream_is_not_rounded(bias: Tensor | None) -> None:
+    x = torch.ones(S, B, H, dtype=torch.bfloat16)
+    residual = torch.full((S, B, H), 2.0**-12)
+    for fused in (False, True):
+        add = get_bias_dropout_add(training=False, fused=fused)
+        found = add((x, bias), residual, 0.5)
+        assert torch.equal(found, residual + (x if bias is None else x + bias))
+        assert found.dtype == torch.float32
 
 
 @pytest.mark.slow

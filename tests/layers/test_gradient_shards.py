@@ -10,11 +10,13 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from megatron_ext.layers.gradient_shards import GradientBucket, ShardedGradients
 from megatron_ext.parallel.context import ParallelContext, seed_everything
@@ -145,7 +147,8 @@ def _predicted(run: Run, context: ParallelContext) -> int:
 @ranks(dp=2, timeout=120)
 def test_weights_are_those_of_whole_gradients(context: ParallelContext) -> None:
     """They agree to the bit with one micro-batch; products may add in place, and in bf16."""
-    _agree(context, "--global-batch-size 2 --clip-grad 0", tolerance=0.0)
+    alone = "--global-batch-size 2 --clip-grad 0 --no-calculate-per-token-loss"
+    _agree(context, alone, tolerance=0.0)
     run, peak = _agree(context, "")
     (chunk,) = run.chunks
     whole = 4 * sum(p.numel() for p in chunk.parameters())
@@ -210,3 +213,85 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped(context: ParallelC
     ((norm, _, after),) = _steps(run, 1)
     assert not math.isfinite(norm)
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+SIZES = (3, 5)
+"""Numbers of elements of a bucket's parameters, which two ranks share unevenly."""
+
+
+def _bucket(context: ParallelContext, *, factor: float = 1.0, averages: bool = False) -> Any:
+    """Return a bucket of the parameters `SIZES`, without memory for their gradients."""
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
+    offset = 40  # other buckets come before it
+    ends = [(offset, offset + 3), (offset + 3, offset + 8)]
+    buffer = SimpleNamespace(
+        data_parallel_group=context.pgs.dp,
+        ddp_config=SimpleNamespace(average_in_collective=averages),
+        param_index_map={p: (*span, 0) for p, span in zip(parameters, ends, strict=True)},
+    )
+    grads = SimpleNamespace(
+        params_list=parameters,
+        grad_data=torch.zeros(8),
+        gradient_scaling_factor=factor,
+        offset=offset,
+    )
+    return GradientBucket(buffer, grads, torch.zeros(8 // context.pgs.dp.size()))
+
+
+@ranks(dp=2)
+def test_a_gradient_that_comes_late_is_reduced_apart(context: ParallelContext) -> None:
+    """It must not change what is under way, nor be lost; every rank keeps its half."""
+    bucket = _bucket(context, factor=0.5)
+    mine = torch.arange(8.0)
+    bucket.allocate()
+    bucket.whole += (context.dp_rank + 1) * mine
+    bucket.reduce()
+    assert bucket.reducing and bucket.live
+    bucket.allocate()
+    assert not bucket.reducing and not bucket.whole.any()
+    bucket.whole += 10
+    bucket.reduce()
+    bucket.add()
+    assert not bucket.live
+    total = (0.5 * 3 * mine + 10).chunk(2)[context.dp_rank]
+    assert torch.equal(bucket.sums, total)
+    bucket.show(whole=False)
+    own = [p.main_grad.tolist() for p in bucket.params]
+    assert own == ([total[:3].tolist(), total[3:].tolist()], [[], total.tolist()])[context.dp_rank]
+    bucket.gather()
+    bucket.show(whole=True)
+    assert torch.equal(torch.cat([p.main_grad for p in bucket.params]), 0.5 * 3 * mine + 10)
+
+
+@ranks()
+def test_the_remaining_buckets_of_a_pass_are_reduced_at_its_end(context: ParallelContext) -> None:
+    """The first came late again, the second was complete, the third lacks a gradient."""
+    late, complete, lacking = buckets = [_bucket(context) for _ in range(3)]
+    chunk: Any = SimpleNamespace(gradient_buckets=buckets, _reduced=2, _overlap=True, _last=None)
+    chunk._complete = partial(ShardedGradients._complete, chunk)
+    chunk._reduce = partial(ShardedGradients._reduce, chunk)
+    for bucket in (late, complete):
+        bucket.missing.clear()
+        chunk._reduce(bucket)
+    late.allocate()
+    late.whole += 7
+    ShardedGradients.finish_microbatch(chunk)
+    assert chunk._last is lacking and lacking.reducing and chunk._reduced == 0
+    chunk._complete()
+    assert [bucket.sums.tolist() for bucket in buckets] == [[7.0] * 8, [0.0] * 8, [0.0] * 8]
+    assert not any(bucket.live for bucket in buckets)
+    assert all(bucket.missing == set(bucket.params) for bucket in buckets)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+@ranks()
+def test_the_flag_decides_whether_the_collective_averages(
+    context: ParallelContext, averages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo has no average, which --ddp-average-in-collective asks NCCL for."""
+    used: list[Any] = []
+    monkeypatch.setattr(
+        torch.distributed, "reduce_scatter_tensor", lambda *_, op, **more: used.append(op)
+    )
+    _bucket(context, averages=averages).reduce()
+    assert used == [ReduceOp.AVG if averages else ReduceOp.SUM]

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import math
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,19 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer.utils import sharded_state_dict_default
+from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.chunks import build_chunks
-from megatron_ext.layers.initialization import Marked, initialize_by_name, mark_methods, shards_of
+from megatron_ext.layers.initialization import (
+    Marked,
+    initialize_by_name,
+    mark_methods,
+    shards_of,
+    unmark_methods,
+)
 from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext, embedding_ranks
@@ -76,7 +84,7 @@ def save_weights(
     chunks = build_chunks(GPT.model_chunk, config, transformer_config, context, vocab_size)
     assert torch.equal(torch.get_rng_state(), state)
     parts = [
-        (shard.name, shard.full_shape, shard.offset, shard.tensor.detach().clone())
+        (shard.name, shard.full_shape, shard.offset, shard.tensor.detach().clone(), shard.is_main)
         for chunk in chunks
         for shard in shards_of(chunk)
     ]
@@ -93,13 +101,16 @@ def weights_of(words: str, num_ranks: int, folder: Path) -> dict[str, Tensor]:
         save_weights, Layout.from_config(config.parallel), arguments, get_embedding_ranks=groups
     )
     full: dict[str, Tensor] = {}
+    mains: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for path in sorted(folder.glob("*.pt")):
-        for name, shape, offset, part in torch.load(path):
+        for name, shape, offset, part, is_main in torch.load(path):
+            mains[name, offset] += is_main
             whole = full.setdefault(name, torch.full(shape, math.nan, dtype=part.dtype))
             sizes = zip(offset, part.shape, strict=True)
             target = whole[tuple(slice(start, start + size) for start, size in sizes)]
             assert target.isnan().all() or torch.equal(target, part), f"{name} differs on {path}"
             target.copy_(part)
+    assert set(mains.values()) == {1}, "of the copies of a part one is the main one"
     return full
 
 
@@ -164,8 +175,10 @@ def test_xavier_leaves_the_biases_of_a_router_at_zero(tmp_path: Path) -> None:
     biases = [weight for name, weight in weights.items() if "router.bias" in name]
     assert len(biases) == 4 and not any(bias.any() for bias in biases)
     router = weights["decoder.layers.mlp.router.weight[0]"]
-    limit = math.sqrt(6 / sum(router.shape))
-    assert 0.9 * limit < float(router.abs().max()) <= limit
+    output = weights["decoder.layers.self_attention.linear_proj.weight[0]"]
+    for weight in (router, output):
+        limit = math.sqrt(6 / sum(weight.shape))
+        assert 0.9 * limit < float(weight.abs().max()) <= limit
 
 
 def test_the_seed_decides(tmp_path: Path) -> None:
@@ -261,11 +274,17 @@ class PlainModel(torch.nn.Module):
         self.linear = torch.nn.Linear(8, 4)
         self.last = torch.nn.Linear(8, 4)
         torch.nn.init.zeros_(self.last.weight)
+        self.cut = torch.nn.Linear(8, 4)
+        self.cut.weight.tensor_model_parallel = True
+        self.register_buffer("noise", torch.randn(3))
 
     def sharded_state_dict(self, metadata: Any = None) -> dict[str, Any]:
-        state = sharded_state_dict_default(self.linear, "linear.", (), metadata)
-        state.update(sharded_state_dict_default(self.last, "last.", (), metadata))
-        return dict(state)
+        state: dict[str, Any] = {}
+        for name in ("linear", "last", "cut"):
+            part = getattr(self, name)
+            state.update(sharded_state_dict_default(part, f"{name}.", (), metadata))
+        noise = make_sharded_tensor_for_checkpoint(self.noise, "noise")
+        return {**state, "noise": noise}
 
 
 def marked_config(method: Any = torch.nn.init.ones_) -> SimpleNamespace:
@@ -278,9 +297,12 @@ def marked_config(method: Any = torch.nn.init.ones_) -> SimpleNamespace:
 def plain_model(seed: int, dtype: torch.dtype = torch.float32) -> PlainModel:
     torch.manual_seed(seed)
     model = PlainModel().to(dtype)
+    cut = {name: p.detach().clone() for name, p in model.cut.named_parameters()}
     state = torch.get_rng_state()
     initialize_by_name([model], marked_config(), 1234)
     assert torch.equal(torch.get_rng_state(), state)
+    # A rank cannot draw its part of a cut weight by itself.
+    assert all(torch.equal(p, cut[name]) for name, p in model.cut.named_parameters())
     return model
 
 
@@ -294,6 +316,9 @@ def test_a_users_plain_modules_are_drawn_by_name_but_for_zeros(context: Parallel
         # As torch draws them: uniform between plus and minus 1/sqrt(inputs).
         assert 0 < float(value.detach().abs().max()) < 1 / math.sqrt(8)
     assert not torch.equal(one.linear.bias, one.last.bias)
+    names = {shard.name for shard in shards_of(one)}
+    assert {shard.name for shard in shards_of(one, buffers=True)} == {*names, "noise"}
+    assert "noise" not in names
     assert torch.equal(one.last.weight, torch.zeros(4, 8))
 
 
@@ -356,6 +381,10 @@ def test_marked_methods_fill_plain_tensors_at_once() -> None:
     mark_methods(config)
     assert config.init_method is marked and marked.method is method
     assert torch.equal(marked(torch.zeros(2)), torch.full((2,), 3.0))
+    unmark_methods(config)
+    unmark_methods(config)
+    methods = config.init_method, config.output_layer_init_method, config.embedding_init_method
+    assert methods == (method, method, method)
 
 
 def test_a_copied_configuration_marks_in_the_same_place() -> None:

@@ -17,6 +17,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.inspect import parity
 from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
+from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.lora import merge_adapters
 from megatron_ext.layers.moe import Router
 from megatron_ext.layers.transformer_config import build_transformer_config
@@ -269,3 +270,27 @@ def test_the_bias_of_experts_is_frozen(context: ParallelContext) -> None:
     finalize_model_grads([ddp], torch.tensor([1], dtype=torch.int))
     assert len(routers) == 2
     assert all(torch.equal(router.expert_bias, before) for router in routers)
+
+
+@ranks(tp=2)
+def test_shards_of_adapters_lie_as_those_of_their_weights(context: ParallelContext) -> None:
+    """Both halves of a gated layer are cut; whole matrices of cut sequences are summed."""
+    words = "--tensor-model-parallel-size 2 --sequence-parallel".split()
+    run = gpt_config(*LORA, *words, world_size=2)
+    (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
+    rows: dict[str, list[tuple[int, int]]] = {}
+    for shard in shards_of(chunk):
+        rows.setdefault(shard.name, []).append((shard.full_shape[0], shard.offset[0]))
+    for name in TARGETS:
+        (weight,) = (key for key in rows if f"{name}.weight[0]" in key)
+        assert rows[weight.replace("weight", "lora.b")] == rows[weight], name
+    assert len(rows["decoder.layers.mlp.linear_fc1.lora.b[0]"]) == 2
+    whole = {"a": ("linear_qkv", "linear_fc1"), "b": ("linear_proj", "linear_fc2")}
+    marks = dict(chunk.named_parameters())
+    for matrix, names in whole.items():
+        other = "b" if matrix == "a" else "a"
+        for key, parameter in marks.items():
+            if key.endswith(tuple(f"{name}.lora.{matrix}" for name in names)):
+                assert parameter.sequence_parallel and not parameter.tensor_model_parallel
+                cut = marks[f"{key.removesuffix(matrix)}{other}"]
+                assert cut.tensor_model_parallel and not getattr(cut, "sequence_parallel", False)

@@ -302,9 +302,10 @@ def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(flex, "compiles", lambda query: True)
     given: list[Any] = [(Cuda(128), 0.0), (Cuda(192), 0.0), (Cuda(128), 0.1), (Cuda(8), 0.0)]
+    given.append((Cuda(16), 0.0))
     for fills_up in (True, False):
         monkeypatch.setattr(flex, "FILLS_UP_HEADS", fills_up)
-        assert [flex.flex_fits(*one) for one in given] == [True, fills_up, False, False]
+        assert [flex.flex_fits(*one) for one in given] == [True, fills_up, False, False, True]
 
 
 @pytest.fixture

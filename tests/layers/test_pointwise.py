@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from megatron_ext.config.run import transformer_fields
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers import pointwise
-from megatron_ext.layers.compiled import compiled_on_cpu
+from megatron_ext.layers.compiled import Compiled, compiled_on_cpu
 from megatron_ext.layers.pointwise import Norm
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.transformer_layer import table_of
@@ -177,6 +179,72 @@ def over(cases: Sequence[Case], quick: Sequence[str]) -> pytest.MarkDecorator:
 @over(CASES, QUICK)
 def test_graphs_are_exact(case: Case) -> None:
     check_exact(case, "aot_eager")
+
+
+def test_statistics_of_a_norm_give_its_gradients() -> None:
+    """Uncompiled; whether the gain is centred, frozen or has a bias."""
+    with mock.patch.object(Compiled, "_compile", lambda self: self.eager):
+        for case in _norms():
+            check_exact(case, "eager")
+
+
+def rotate(x: Tensor, angles: Tensor, *, neighbours: bool) -> Tensor:
+    """Rotate pairs of channels of ``[s, b, n, d]`` as complex numbers by angles ``[s, pairs]``."""
+    width = 2 * angles.size(-1)
+    if neighbours:
+        first, second = x[..., :width:2], x[..., 1:width:2]
+    else:
+        first, second = x[..., : width // 2], x[..., width // 2 : width]
+    phases = torch.polar(torch.ones_like(angles), angles)[:, None, None]
+    turned = torch.complex(first, second) * phases
+    parts = turned.real, turned.imag
+    both = torch.stack(parts, -1).flatten(-2) if neighbours else torch.cat(parts, -1)
+    return torch.cat([both, x[..., width:]], -1)
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("kind", [None, "LayerNorm", "RMSNorm"])
+def test_heads_are_cut_normalized_and_rotated_as_the_formulas_say(
+    kind: str | None, neighbours: bool
+) -> None:
+    """Each query group is its queries, one key and one value, of which the values stay."""
+    groups, per_group = 2, 3
+    generator = torch.Generator().manual_seed(4)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    projected, bias = drawn(S, B, groups * (per_group + 2) * D), drawn(groups * (per_group + 2) * D)
+    angles = drawn(S, D // 4)
+    twice = angles.repeat_interleave(2, 1) if neighbours else torch.cat((angles, angles), 1)
+    table = pointwise.rotary_table(twice[:, None, None], torch.float64, neighbours)
+    weights: list[Any] = [None] * 5
+    if kind is not None:
+        weights = [drawn(D), drawn(D), drawn(D), drawn(D), (kind, 1e-3, True)]
+    if kind == "RMSNorm":
+        weights[1] = weights[3] = None
+    found = pointwise.queries_keys_values(projected, bias, groups, D, *table, neighbours, *weights)
+    heads = (projected + bias).view(S, B, groups, per_group + 2, D)
+    want = [heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]]
+    for index in range(2 if kind is not None else 0):
+        x, gain, shift = want[index], 1 + weights[2 * index], weights[2 * index + 1]
+        if kind == "LayerNorm":
+            want[index] = F.layer_norm(x, (D,), gain, shift, 1e-3)
+        else:
+            want[index] = F.rms_norm(x, (D,), gain, 1e-3)
+    want[:2] = [rotate(x, angles, neighbours=neighbours) for x in want[:2]]
+    for mine, truth in zip(found, want, strict=True):
+        torch.testing.assert_close(mine, truth, rtol=1e-12, atol=1e-12)
+        assert mine.is_contiguous()
+
+
+def test_the_magnitude_of_a_table_is_that_of_both_parts() -> None:
+    angles = torch.randn(S, 1, 1, 8, dtype=torch.float64)
+    for interleaved in (False, True):
+        once = angles[..., ::2] if interleaved else angles[..., :4]
+        cos, sin = pointwise.rotary_table(angles, torch.float32, interleaved, 1.5)
+        torch.testing.assert_close(cos, (1.5 * once.cos()).float())
+        torch.testing.assert_close(sin, (1.5 * once.sin()).float())
 
 
 @over([x for x in CASES if x.name in BY_KERNELS], ())

@@ -1,6 +1,7 @@
 """Preparation of a run with Transformer Engine's layers: GPUs, buffers, groups, kinds of CP."""
 
 import importlib.util
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,14 @@ from megatron_ext.config.run import transformer_fields
 from megatron_ext.core import MTP_LAYER
 from megatron_ext.device import Device
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.layers.transformer_engine import buffer_arguments, recipe_error
+from megatron_ext.layers.transformer_engine import (
+    buffer_arguments,
+    prepare_transformer_engine,
+    recipe_error,
+)
 from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from tests.config.runs import BF16
+from tests.config.runs import BF16, SMALL, with_transformer_engine
 from tests.ranks import ranks
 from tests.training_runs import config_of
 
@@ -87,6 +92,16 @@ MODES = SimpleNamespace(FP8="fp8", NONE="none")
         ("", ["none"]),
         ("--fp8-format hybrid", ["fp8"]),
         ("--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16", ["fp8", "none"]),
+        (
+            "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 "
+            "--num-layers-at-start-in-bf16 0",
+            ["fp8", "none"],
+        ),
+        (
+            "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 "
+            "--num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 0",
+            ["fp8"],
+        ),
     ],
 )
 def test_buffers_of_overlapped_communication(
@@ -110,3 +125,27 @@ def test_buffers_of_overlapped_communication(
     }
     assert buffer_arguments(config)["use_fp8"] is bool(words)
     assert transformer_fields(config)["tp_comm_overlap"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "scaling", "deterministic"),
+    [
+        ("--bf16", "0", None),
+        ("--fp16 --apply-query-key-layer-scaling", "1", None),
+        ("--bf16 --deterministic-mode", "0", "0"),
+    ],
+)
+def test_options_that_are_read_from_the_environment(
+    words: str, scaling: str, deterministic: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_transformer_engine(monkeypatch)
+    flags = f"{SMALL} --transformer-impl transformer_engine {words}"
+    prepare_transformer_engine(config_of(flags, device="cuda"))
+    assert os.environ["NVTE_APPLY_QK_LAYER_SCALING"] == scaling
+    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == deterministic
+
+
+def test_other_layers_leave_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVTE_APPLY_QK_LAYER_SCALING", raising=False)
+    prepare_transformer_engine(config_of(f"{SMALL} --deterministic-mode"))
+    assert "NVTE_APPLY_QK_LAYER_SCALING" not in os.environ

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ from torch import Tensor
 from megatron_ext.layers import weight_gradients
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_gradients import (
+    DeferredWeightGradients,
     StepGradients,
+    accumulate,
     add_product,
     expect_additions,
     gradient_placeholder,
+    takes_overwrite,
+    zero_untouched,
 )
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepInputs
@@ -232,3 +237,92 @@ def test_an_old_gradient_cannot_be_added_to_unseen() -> None:
     weight.overwrite_main_grad = True  # type: ignore[attr-defined]
     with pytest.raises(AssertionError, match="added to an old one"):
         gradient_placeholder(weight)
+
+
+class Product(torch.nn.Linear):
+    """A linear layer whose weight's gradient a product would add to the buffer itself."""
+
+    overwrites = True
+
+
+class Chunk(torch.nn.Module):
+    """A chunk with the buffers of data parallelism: a product's weight, a shared one, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product, self.head = Product(2, 3, bias=False), Product(2, 3, bias=False)
+        self.embedding = torch.nn.Embedding(3, 2)
+        self.head.weight = self.embedding.weight
+        self.norm = torch.nn.LayerNorm(2)
+        self.resets = 0
+        self.bucket_groups = [SimpleNamespace(reset=self.count)]
+        self.expert_parallel_bucket_groups = [SimpleNamespace(reset=self.count)]
+        self.params_with_grad: list[Any] = list(self.parameters())
+        for parameter in self.params_with_grad:
+            parameter.main_grad = torch.full_like(parameter, math.nan)
+            parameter.grad_added_to_main_grad = True
+
+    def count(self) -> None:
+        self.resets += 1
+
+    def zero_grad_buffer(self) -> None:
+        for parameter in self.params_with_grad:
+            parameter.main_grad.zero_()
+
+
+def test_a_step_begins_with_zeros_but_for_what_a_product_overwrites() -> None:
+    """Weights that another module uses, too, are zeroed, and all hooks and counts begin anew."""
+    chunk = Chunk()
+    gradients = StepGradients([chunk])
+    for step in (1, 2):
+        gradients.start(overwrite=True)
+        own = chunk.product.weight
+        assert [p for p in chunk.params_with_grad if takes_overwrite(p)] == [own]
+        assert [p for p in chunk.params_with_grad if p.main_grad.isnan().any()] == [own]
+        assert not any(p.grad_added_to_main_grad for p in chunk.params_with_grad)
+        assert chunk.resets == 2 * step
+    gradients.start(overwrite=False)
+    assert not any(p.main_grad.any() for p in chunk.params_with_grad)
+
+
+def test_what_nothing_overwrote_is_zeroed_before_another_gradient_and_at_the_end() -> None:
+    chunk = Chunk()
+    StepGradients([chunk]).start(overwrite=True)
+    weight: Any = chunk.product.weight
+    chunk.product(torch.ones(1, 2)).sum().backward()
+    assert not weight.main_grad.any() and not weight.overwrite_main_grad
+    weight.main_grad.fill_(5)
+    zero_untouched(chunk)
+    assert weight.main_grad.eq(5).all()
+    StepGradients([chunk]).start(overwrite=True)
+    zero_untouched(chunk)
+    assert not weight.main_grad.any() and not weight.overwrite_main_grad
+
+
+def test_deferred_gradients_are_added_where_the_first_ones_went() -> None:
+    gradient = torch.full((3, 2), 2.0)
+    weight: Any = torch.nn.Parameter(torch.ones(3, 2))
+    for total in (2.0, 4.0):
+        accumulate(weight, gradient.clone())
+        assert weight.grad.eq(total).all()
+    weight.main_grad, weight.overwrite_main_grad = torch.full((3, 2), math.nan), True
+    for total in (2.0, 4.0):
+        accumulate(weight, gradient)
+        assert weight.main_grad.eq(total).all() and weight.grad.eq(4.0).all()
+
+
+def test_gradients_are_queued_by_micro_batch_and_only_inside_the_block() -> None:
+    queue = DeferredWeightGradients()
+    ran: list[str] = []
+    for key, name in (((0, 0), "a"), ((1, 0), "b"), ((0, 0), "c")):
+        with queue.collect(key):
+            assert queue.collecting
+            queue.add(lambda name=name: ran.append(name))
+    assert not queue.collecting and ran == []
+    queue.add(lambda: ran.append("now"))
+    queue.compute((0, 0))
+    queue.compute((0, 0))
+    assert ran == ["now", "a", "c"]
+    with pytest.raises(RuntimeError), queue.collect((2, 0)):
+        raise RuntimeError
+    assert not queue.collecting

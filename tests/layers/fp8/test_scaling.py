@@ -148,7 +148,8 @@ ON_A_CPU: dict[str, Any] = {"num_layers": None, "on_gpu": False, "varies": False
 
 def chunk_of(flags: str, context: ParallelContext) -> torch.nn.Module:
     words = [*TINY, *mock_data(), *"--bf16 --ffn-hidden-size 192 --train-iters 1".split()]
-    config = config_of([*words, *f"--padded-vocab-size 2048 {flags}".split()])
+    words += f"--padded-vocab-size 2048 {flags}".split()
+    config = config_of(words, ranks=context.layout.world_size)
     return build_chunks(build_gpt_chunk, config, build_transformer_config(config), context)[0]
 
 
@@ -210,3 +211,121 @@ def test_layers_of_experts_vary_in_tokens(context: ParallelContext) -> None:
     assert experts == {name for name in kinds if ".local_experts." in name}
     assert len(experts) == 4 * 2 * 2 and any(".shared_experts." in name for name in kinds)
     assert all(parts.varies == (name in experts) for name, parts in kinds.items())
+
+
+def groups_of(context: ParallelContext, words: str) -> dict[str, list[list[str | None]]]:
+    """Return the groups of each kind of 8-bit layer: for tensors, rows and columns, by role."""
+    pgs = context.pgs
+    names = {id(pgs.tp): "tp", id(pgs.tp_cp): "tp_cp", id(pgs.cp): "cp", id(pgs.expt_tp): "etp"}
+
+    def name(group: Any) -> str | None:
+        return None if group is None else names[id(group)]
+
+    chunk = chunk_of(f"--fp8-format hybrid {words}", context)
+    return {
+        layer.rpartition(".")[2]: [
+            [name(of(role)) for role in Role]
+            for of in (
+                module.fp8.parts.of_tensor, module.fp8.parts.of_rows, module.fp8.parts.of_columns,
+            )
+        ]
+        for layer, module in chunk.named_modules()
+        if getattr(module, "fp8", None) is not None
+    }  # fmt: skip
+
+
+COLUMN = [["{tokens}", "tp", "tp_cp"], [None, None, "tp"], ["{tokens}", "tp", "cp"]]
+ROW = [["tp_cp", "tp", "cp"], ["tp", "tp", None], ["cp", None, "cp"]]
+LATENT = (
+    "--multi-latent-attention --no-group-query-attention --qk-layernorm --q-lora-rank 32 "
+    "--kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16"
+)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@ranks(tp=2, cp=2)
+def test_scales_are_agreed_on_by_the_ranks_that_hold_parts(
+    context: ParallelContext, cut: bool
+) -> None:
+    """Of an input, a weight and a gradient; ``cut`` cuts the sequence over the ranks of tp."""
+    layout = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    words = f"{layout} --sequence-parallel" if cut else layout
+    tokens = "tp_cp" if cut else "cp"
+    column = [[tokens if x == "{tokens}" else x for x in groups] for groups in COLUMN]
+    whole = [[tokens, None, tokens], [None] * 3, [tokens, None, tokens]]
+    mlp = {"linear_fc1": column, "linear_proj": ROW, "linear_fc2": ROW}
+    assert groups_of(context, words) == {"linear_qkv": column, **mlp}
+    ups, downs = ("linear_q_up_proj", "linear_kv_up_proj"), ("linear_q_down_proj",)
+    found = groups_of(context, f"{words} {LATENT}")
+    want = {**dict.fromkeys(ups, column), **dict.fromkeys(downs, whole), **mlp}
+    want["linear_kv_down_proj"] = whole
+    assert found == want
+
+
+@ranks(tp=2, dp=2, ep=2, etp=2)
+def test_scales_of_cut_experts_are_agreed_on_by_their_parts(context: ParallelContext) -> None:
+    """The tokens of an expert are those of this rank, whatever the others have."""
+    words = (
+        "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 "
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2"
+    )
+    found = groups_of(context, words)
+    etp = "tp" if context.pgs.expt_tp is context.pgs.tp else "etp"
+    assert found["linear_fc1"] == [[None, etp, etp], [None, None, etp], [None, etp, None]]
+    assert found["linear_fc2"] == [[etp, etp, None], [etp, etp, None], [None, None, None]]
+
+
+@ranks()
+def test_first_and_last_layers_stay_in_bf16(context: ParallelContext) -> None:
+    flags = (
+        "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 "
+        "--num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 2"
+    )
+    chunk = chunk_of(flags, context)
+    found = {name.split(".")[2] for name, _ in chunk.named_modules() if name.endswith(".fp8")}
+    assert found == {"1"}
+
+
+@ranks(tp=2)
+def test_all_ranks_see_what_is_not_finite_on_one(context: ParallelContext) -> None:
+    for bad in (torch.nan, torch.inf):
+        layer = scaling(context)
+        x = of_size(bad if context.tp_rank == 1 else 2.0)
+        assert layer.rows(x, Role.WEIGHT).scale.isnan()
+        AmaxHistories([layer]).advance()
+        assert not layer.amax_history.any()
+
+
+@ranks()
+def test_a_loaded_history_counts_where_all_tensors_have_one(context: ParallelContext) -> None:
+    """A tensor without one is scaled by its own largest magnitude."""
+    for roles, whole in (((Role.INPUT,), False), ((Role.INPUT, Role.WEIGHT), False), (Role, True)):
+        layer, other = scaling(context), scaling(context)
+        for role in roles:
+            layer.rows(of_size(2.0), role)
+        AmaxHistories([layer]).advance()
+        other.load_state_dict(layer.state_dict())
+        assert other.has_history is whole
+        assert torch.equal(other.scale, layer.scale)
+        assert torch.equal(other.inverse, 1 / other.scale)
+        want = 57344 / 2 if whole else 57344 / 8
+        assert float(other.rows(of_size(8.0), Role.GRADIENT).scale) == want
+
+
+@ranks()
+def test_marks_and_answers_are_those_of_the_state_they_belong_to(context: ParallelContext) -> None:
+    """A step that is computed again starts from the marks of before; a load drops an answer."""
+    layer = scaling(context)
+    histories = AmaxHistories([layer])
+    for role in Role:
+        layer.rows(of_size(2.0), role)
+    histories.advance()  # asks whether all have histories now
+    before = histories.marks()
+    assert before[1] == [False]
+    histories.advance()
+    assert layer.has_history and histories.marks() == (None, [True])
+    histories.set_marks(before)
+    assert not layer.has_history and histories.marks() == before
+    histories.forget()
+    histories.advance()
+    assert not layer.has_history
