@@ -101,5 +101,13 @@ def test_the_rates_of_the_chosen_gpu_are_printed(
     assert chosen == [torch.device("cuda", 3)]
 
 
+def test_peaks_are_those_of_the_width_of_a_number() -> None:
+    """Rates of the datasheets, dense and without TF32."""
+    h100 = gpus.GPUS["H100"]
+    assert [h100.peak(width) for width in (1, 2, 4)] == [1979e12, 989e12, 67e12]
+    with pytest.raises(ConfigError, match="The GPU A100 has no fp8 products, but `--fp8-format`"):
+        gpus.GPUS["A100"].peak(1)
+
+
 def test_cublas_takes_more_memory_from_hopper_on() -> None:
     assert {name for name, gpu in gpus.GPUS.items() if gpu.hopper} == {"H100", "H200", "B200"}

@@ -123,6 +123,7 @@ UNCOMPILED: dict[str, dict[str, Any]] = {
     },
     "sandwich norms and biases": {"sandwich_norm": True, "add_bias_linear": True},
     "a larger magnitude": {"rotary_magnitude": 1.3},
+    "recomputed mlp with biases": {**VARIANTS["recomputed mlp"], "add_bias_linear": True},
     "windows with angles of their own": {
         "has_local_rotary": True,
         "window_size": (3, 0),

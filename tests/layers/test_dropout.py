@@ -14,7 +14,9 @@ from megatron_ext.layers.dropout import (
     microbatch_masks,
     uniform,
 )
+from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
+from tests.layers.test_layers import SMALL, torch_block
 from tests.ranks import ranks
 
 S, B, H = 16, 3, 8
@@ -52,6 +54,24 @@ def test_masks_go_with_the_sample_and_the_place(context: ParallelContext) -> Non
     assert not torch.equal(first, full_mask("mlp 3", 40, seed=8))
     many = torch.stack([full_mask(f"mlp {layer}", 40) for layer in range(100)])
     assert float(many.float().mean()) == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@ranks(tp=2)
+def test_each_place_of_each_layer_drops_by_itself(
+    context: ParallelContext, sequence_parallel: bool
+) -> None:
+    transformer_config = StepTransformerConfig(
+        **{**SMALL, "hidden_dropout": 0.5, "deterministic_dropout": True},
+        tensor_model_parallel_size=2,
+        sequence_parallel=sequence_parallel,
+    )
+    block = torch_block(transformer_config, context)
+    found = [bda.dropout for x in block.layers for bda in (x.self_attn_bda, x.mlp_bda)]
+    assert [dropout.probability for dropout in found] == [0.5] * 4
+    assert {dropout.cut for dropout in found} == {sequence_parallel}
+    sites = ["attention 1", "mlp 1", "attention 2", "mlp 2"]
+    assert [dropout.site for dropout in found] == sites
 
 
 @ranks()

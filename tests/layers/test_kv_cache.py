@@ -40,6 +40,7 @@ class Texts:
         self.lengths = [0] * SLOTS
         self.cache = KeyValueCache(SLOTS, MOST)
         self.layer = LayerCache(self.cache)
+        self.other = LayerCache(self.cache)
 
     def step(
         self, new: dict[int, int], padding: int = 0, window: tuple[int, int] | None = None
@@ -53,7 +54,12 @@ class Texts:
         for x in self.qkv:
             own = [x[slot, span] for slot, span in parts]
             packed.append(torch.cat([*own, torch.full((padding, *x.shape[2:]), torch.nan)]))
-        found = self.layer.attend(*(x.unsqueeze(1) for x in packed), attend, window)
+        given_qkv = [x.unsqueeze(1) for x in packed]
+        # Another layer of the same pass may have no window.
+        whole = self.other.attend(*given_qkv, attend, None)
+        found = self.layer.attend(*given_qkv, attend, window)
+        if window is None:
+            assert torch.equal(found, whole)
         assert found.shape == (total, 1, N, DV)
         first = 0
         for slot, span in parts:
@@ -95,13 +101,14 @@ def test_a_window_counts_from_each_texts_own_position() -> None:
     texts.step({0: 3, 1: 1, 2: 3}, window=(MOST, 0))
     for _ in range(3):
         texts.step({0: 1, 1: 1, 2: 1}, window=(2, 0))
+        texts.step({0: 1, 1: 1, 2: 1})
     texts.step({1: 1, 2: 1}, window=(0, 0))
 
 
 def test_without_slots_texts_attend_to_themselves_and_nothing_is_stored() -> None:
     texts = Texts()
     texts.cache = KeyValueCache(0, MOST)
-    texts.layer = LayerCache(texts.cache)
+    texts.layer, texts.other = LayerCache(texts.cache), LayerCache(texts.cache)
     texts.step({0: 3, 1: 1, 2: MOST}, padding=1)
     assert not texts.layer.keys.numel()
 

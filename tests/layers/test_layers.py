@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_ext.core import moe_submodules
+from megatron_ext.core import MTP_LAYER, moe_submodules
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.moe import Router
@@ -218,6 +218,11 @@ def test_checkpoints_carry_the_names_of_megatron_cores_local_spec(context: Paral
     assert {k: v.key for k, v in ours.items()} == {k: v.key for k, v in theirs.items()}
     keys = {v.key for v in ours.values()}
     assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in keys
+    assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in keys
+    experts = config(num_moe_experts=2)
+    model = gpt(experts, layer_spec(experts, impl="torch"), None, context)
+    keys = {entry.key for entry in model.sharded_state_dict().values()}
+    assert "decoder.layers.pre_mlp_layernorm.weight" in keys
 
 
 @ranks()
@@ -230,6 +235,16 @@ def test_a_block_is_made_of_our_modules(context: ParallelContext) -> None:
     assert kinds.count(RMSNorm) == 0
     assert kinds.count(Router) == 1 and kinds.count(TopKRouter) == 0
     assert not hasattr(block.layers[0].mlp, "router") and hasattr(block.layers[1].mlp, "router")
+
+
+@ranks()
+def test_prediction_depths_are_like_the_last_layer(context: ParallelContext) -> None:
+    for pattern in ([0, 1], [1, 0]):
+        changes = {"num_moe_experts": 2, "moe_layer_freq": pattern, "mtp_num_layers": 1}
+        spec: Any = mtp_block_spec(config(**changes), impl="torch")
+        (depth,) = spec.layer_specs
+        layer = getattr(depth.submodules, MTP_LAYER)
+        assert (moe_submodules(layer.submodules.mlp) is not None) is bool(pattern[-1])
 
 
 @ranks(pp=2, vpp=2)

@@ -112,6 +112,21 @@ def test_three_steps_are_those_of_plain_torch(context: ParallelContext, targets:
 
 
 @ranks()
+def test_the_seed_draws_a_kaiming_uniform_a(context: ParallelContext) -> None:
+    """Within 1 / sqrt(inputs), as in the authors' code."""
+    found = []
+    for seed in ("1234", "7"):
+        run = gpt_config(*LORA, "--seed", seed)
+        (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
+        own = {k: v.detach() for k, v in chunk.named_parameters() if k.endswith("lora.a")}
+        for name, matrix in own.items():
+            limit = matrix.size(1) ** -0.5
+            assert 0.9 * limit < float(matrix.abs().max()) <= limit, name
+        found.append(own)
+    assert not any(torch.equal(matrix, found[1][name]) for name, matrix in found[0].items())
+
+
+@ranks()
 def test_starts_as_the_model_without_adapters_bit_for_bit(context: ParallelContext) -> None:
     run = gpt_config(*LORA)
     with_adapters, without = bare_chunk(run, context), gpt_chunk(gpt_config(), context)

@@ -149,6 +149,7 @@ def test_the_dense_mask_of_documents_equals_megatron_cores() -> None:
     documents = documents_of_tokens(tokens, eod).int()
     assert torch.equal(masking.document_mask(documents, 0, 40), theirs)
     assert torch.equal(masking.document_mask(documents, 10, 20), theirs[:, :, 10:30])
+    assert torch.equal(masking.document_mask(documents, 10, 5), theirs[:, :, 10:15])
 
 
 def test_one_dense_mask_of_documents_is_kept() -> None:
@@ -303,6 +304,9 @@ def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "compiles", lambda query: True)
     given: list[Any] = [(Cuda(128), 0.0), (Cuda(192), 0.0), (Cuda(128), 0.1), (Cuda(8), 0.0)]
     given.append((Cuda(16), 0.0))
+    single = Cuda(128)
+    single.dtype = torch.float32
+    assert not masking.flex_fits(single, 0.0)  # type: ignore[arg-type]
     for fills_up in (True, False):
         monkeypatch.setattr(flex, "FILLS_UP_HEADS", fills_up)
         assert [flex.flex_fits(*one) for one in given] == [True, fills_up, False, False, True]

@@ -236,6 +236,12 @@ def test_layers_with_a_window_have_angles_of_their_own(context: ParallelContext)
         assert torch.equal(angles[:, 0, index], torch.cat((once, once), -1))
     found = [LayerRotary.of(core, number, windowed=number == 1) for number in (1, 2, 3)]
     assert [rotary.index for rotary in found] == [1, None, None]
+    # The magnitude belongs to the scaling, which angles of a window do not have.
+    core.rotary_magnitude, core.no_rope_freq = 1.3, None
+    found = [LayerRotary.of(core, 1, windowed=windowed) for windowed in (False, True)]
+    assert found == [LayerRotary(0, 1.3), LayerRotary(1, 1.0)]
+    core.has_local_rotary = False
+    assert LayerRotary.of(core, 1, windowed=True) == LayerRotary(0, 1.3)
 
 
 def test_lists_and_numbers_say_which_layers() -> None:

@@ -59,6 +59,25 @@ def test_equals_plain_arithmetic(mask: str | None, scale: float | None) -> None:
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("value_size", [D // 2, 2 * D])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_values_of_another_size_leave_the_scale_alone(scale: float | None, value_size: int) -> None:
+    query, key, _ = heads()
+    value = torch.randn(S, B, G, value_size, generator=torch.Generator().manual_seed(4))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    for masked in (False, True):
+        forbidden = plain.documents(S, [[5], [3, 9]]) if masked else plain.causal(S, B)
+        seen = ~forbidden[:, None] if masked else None
+        out = sdpa.attend(q, k, v, mask=seen, causal=not masked, scale=scale)
+        exact = (x.detach().double() for x in (query, key, value))
+        torch.testing.assert_close(
+            out.permute(2, 0, 1, 3).flatten(2).double(),
+            plain.attention(*exact, forbidden, scale),
+            rtol=0,
+            atol=1e-6,
+        )
+
+
 @pytest.mark.parametrize(
     ("capability", "version", "lengths", "plainly", "masked"),
     [

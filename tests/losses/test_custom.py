@@ -76,6 +76,7 @@ class PlainConfig(TokenLossConfig):
     loss_class = Plain
     limit: float | None = 1.0
     count: int = 1
+    rule: str = ""
 
     def __post_init__(self):
         if self.count < 0:
@@ -206,6 +207,7 @@ def test_an_optional_number_may_be_null_and_a_run_has_one_loss_object(
     assert load_loss(options["options"]).config.limit == 1.0
     assert load_loss(options["options"], ("limit=2",)).config.limit == 2.0
     assert load_loss(options["options"], ("limit=null", "count=3")) is loss
+    assert load_loss(options["options"], ("rule=a=b",)).config.rule == "a=b"
 
 
 TOTAL, COUNT = torch.tensor(3.0), torch.tensor(3)
