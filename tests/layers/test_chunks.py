@@ -76,15 +76,17 @@ def test_flags_of_gradients_reach_megatron_core(
     assert not _ddp_config(shards, precision, config.fp8, context, 77).overlap_grad_reduce
 
 
-def chunks_of(context: ParallelContext, words: str) -> tuple[list[Any], Any]:
-    """Return this rank's wrapped chunks, and the configuration."""
+def chunks_of(context: ParallelContext, words: str, *, overlap: bool = False) -> list[Any]:
+    """Return this rank's wrapped chunks; with ``overlap``, which Gloo can do as well."""
     config = config_of(
         [*SMALL, "--padded-vocab-size", "128", *words.split()], ranks=context.layout.world_size
     )
+    optimizer = dataclasses.replace(config.optimizer, overlap_grad_reduce=overlap)
+    config = dataclasses.replace(config, optimizer=optimizer)
     transformer_config = build_transformer_config(config)
     chunks = build_chunks(build_gpt_chunk, config, transformer_config, context)
     device = torch.device("cpu")
-    return list(wrap_chunks(chunks, config, transformer_config, context, device)), config
+    return list(wrap_chunks(chunks, config, transformer_config, context, device))
 
 
 @ranks(dp=2)
@@ -92,7 +94,7 @@ def test_weights_that_replicas_draw_apart_are_made_equal(context: ParallelContex
     """With --data-parallel-random-init the first replica's weights count."""
     torch.manual_seed(context.rank)
     words = "--data-parallel-random-init --use-cpu-initialization"
-    (chunk,), _ = chunks_of(context, words)
+    (chunk,) = chunks_of(context, words)
     for name, parameter in chunk.named_parameters():
         first = parameter.detach().clone()
         torch.distributed.broadcast(first, src=0)
@@ -105,9 +107,11 @@ def test_weights_are_named_after_their_chunk_where_there_are_several(
 ) -> None:
     """Only the first chunk of a rank has several buckets, which overlap needs nowhere else."""
     words = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank"
-    chunks, _ = chunks_of(context, f"{words} 2 --bf16 --untie-embeddings-and-output-weights")
+    words = f"{words} 2 --bf16 --untie-embeddings-and-output-weights"
+    chunks = chunks_of(context, words, overlap=True)
     assert [chunk.module.module.vp_stage for chunk in chunks] == [0, 1]
-    assert [chunk.bucket_groups[0].buckets[0] is not None for chunk in chunks] == [True, True]
+    several = [chunk.bucket_size is not None for chunk in chunks]
+    assert several == [context.pp_rank == 0, False]
     names = [name for name, _ in named_parameters(chunks)]
     assert len(names) == sum(1 for chunk in chunks for _ in chunk.parameters())
     for index, chunk in enumerate(chunks):
@@ -124,8 +128,16 @@ def test_weights_are_named_after_their_chunk_where_there_are_several(
 
 @ranks()
 def test_without_virtual_stages_a_chunk_has_no_number(context: ParallelContext) -> None:
-    (chunk,), _ = chunks_of(context, "--bf16")
+    (chunk,) = chunks_of(context, "--bf16")
     assert chunk.module.module.vp_stage is None and chunk.module._is_last
+
+
+@ranks()
+def test_buckets_are_cut_from_the_parameters_that_train(context: ParallelContext) -> None:
+    words = "--lora-rank 4 --ddp-num-buckets 3"
+    (chunk,) = chunks_of(context, words, overlap=True)
+    trained = sum(p.numel() for p in chunk.parameters() if p.requires_grad)
+    assert chunk.ddp_config.bucket_size == trained // 3
 
 
 class Same(torch.nn.Module):

@@ -6,6 +6,7 @@ import resource
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_limits_are_those_that_hold_now(tmp_path: Path, monkeypatch: pytest.Monk
     """The soft limits, all of the shared memory whoever uses it, and cards by name."""
     soft = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_MEMLOCK: resource.RLIM_INFINITY}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft[kind], 4096))
-    usage = shutil._ntuple_diskusage(64, 60, 4)  # type: ignore[attr-defined]
+    usage = SimpleNamespace(total=64, used=60, free=4)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(host_module, "SHARED", str(tmp_path))
     for name in ("mlx5_1", "mlx5_10", "mlx5_0", "mlx5_2"):
