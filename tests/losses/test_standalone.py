@@ -90,10 +90,11 @@ def test_labels_outside_the_head_are_refused(label: int, own: bool) -> None:
     weights = (labels != label).float()
     (part,) = StepLoss(weight).of_step([labels], [weights])
     assert bool(part(hidden).loss.isfinite())
-    with pytest.raises(DataError, match="give such labels, or tokens without a target the label"):
-        weighted_linear_cross_entropy(
-            hidden, weight, labels, torch.ones(labels.shape), tp_group=None, sequence_parallel=False
-        )
+    alone = {"tp_group": None, "sequence_parallel": False}
+    for sign in (1, -1):
+        each = sign * torch.ones(labels.shape)
+        with pytest.raises(DataError, match="give such labels, or tokens without a target"):
+            weighted_linear_cross_entropy(hidden, weight, labels, each, **alone)
 
 
 def only_log_prob(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
