@@ -306,7 +306,7 @@ def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     given.append((Cuda(16), 0.0))
     single = Cuda(128)
     single.dtype = torch.float32
-    assert not masking.flex_fits(single, 0.0)  # type: ignore[arg-type]
+    assert not flex.flex_fits(single, 0.0)  # type: ignore[arg-type]
     for fills_up in (True, False):
         monkeypatch.setattr(flex, "FILLS_UP_HEADS", fills_up)
         assert [flex.flex_fits(*one) for one in given] == [True, fills_up, False, False, True]

@@ -12,6 +12,7 @@ from megatron_ext.config import finalize
 from megatron_ext.config.run import transformer_fields
 from megatron_ext.core import MTP_LAYER
 from megatron_ext.device import Device
+from megatron_ext.errors import ConfigError
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.transformer_engine import (
     buffer_arguments,
@@ -145,7 +146,11 @@ def test_options_that_are_read_from_the_environment(
     assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == deterministic
 
 
-def test_other_layers_leave_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NVTE_APPLY_QK_LAYER_SCALING", raising=False)
-    prepare_transformer_engine(config_of(f"{SMALL} --deterministic-mode"))
-    assert "NVTE_APPLY_QK_LAYER_SCALING" not in os.environ
+def test_a_build_of_torch_without_the_backend_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_transformer_engine(monkeypatch)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda backend: False)
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
+    flags = f"{BF16} --transformer-impl transformer_engine {layout}"
+    message = r"`--tp-comm-bootstrap-backend` \(nccl\) is not in this build of torch; use nccl"
+    with pytest.raises(ConfigError, match=message):
+        prepare_transformer_engine(config_of(flags, ranks=2, device="cuda"))

@@ -208,6 +208,20 @@ def test_frozen_parts_take_no_gradient() -> None:
     assert close(torch.autograd.grad(total, w)[0], truth("focal")[2])
 
 
+def test_weights_may_be_negative() -> None:
+    """A loss may push a token's probability down."""
+    hidden, weight, weights, inputs = values()
+    signs = torch.where(torch.arange(S) % 3 == 0, -1.0, 1.0)
+    h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    losses = dense_focal((h @ w.t()).transpose(0, 1), inputs)
+    want = (losses * weights * signs)[weights > 0].sum()
+    truths = torch.autograd.grad(want, (h, w))
+    h, w = hidden.requires_grad_(), weight.requires_grad_()
+    _, total, _ = blockwise_loss(focal, h, w, weights * signs, inputs, **ALONE, block_size=7)
+    assert close(total, want.detach())
+    assert all(map(close, torch.autograd.grad(total, (h, w)), truths))
+
+
 def test_a_loss_gets_logits_with_the_soft_cap() -> None:
     hidden, weight, weights, inputs = values()
     h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
