@@ -62,7 +62,10 @@ def note_losses(run: Run, sets: Path, note: Path) -> None:
     found = {}
     for name in NAMES:
         split = split_of(run, sets, name)
+        state = torch.get_rng_state()
         source = VideoSource(run, split, None, 0, True)
+        # Ranks without a loader must not get out of step with those that have one.
+        assert torch.equal(torch.get_rng_state(), state)
         count = split.plan.steps.num_microbatches
         for passed in ("first", "second"):
             losses, _ = evaluate(run.runner, source, split.plan.steps_per_epoch, count)
