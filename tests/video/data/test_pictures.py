@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms, ImageOps
+from PIL import Image, ImageCms, ImageOps, features
 
 from megatron_ext.video.data.pictures import (
     composited,
@@ -157,6 +157,27 @@ def test_films_of_jpegs_are_no_pictures(tmp_path: Path) -> None:
     for name, is_one in (("a.jpg", True), ("a.mjpeg", False), ("a.MJPG", False), ("a", True)):
         Image.fromarray(marked()).save(tmp_path / name, "JPEG")
         assert is_picture(tmp_path / name) is is_one
+
+
+@pytest.mark.parametrize(
+    ("head", "is_one"),
+    [
+        (b"\0\0\0\x1cftypavif", True), (b"\0\0\0\x1cftypavis", True),
+        (b"\0\0\0\x1cftypheic", False), (b"\0\0\0\x1cftypisom", False), (b"GIF89a", False),
+        (b"RIFF0000WEBPVP8L", True), (b"RIFF0000AVI LIST", False), (b"BM", True),
+        (b"\x1a\x45\xdf\xa3", False), (b"\x89PNG\r\n\x1a\n", True),
+    ],
+)  # fmt: skip
+def test_the_first_bytes_tell_pictures_from_videos(
+    head: bytes, is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "check", lambda name: name == "avif")
+    path = tmp_path / "a.png"
+    path.write_bytes(head.ljust(64, b"\0"))
+    assert is_picture(path) is is_one
+    # Where they tell nothing, the suffix does.
+    (tmp_path / "a.bin").write_bytes(b"BM".ljust(64, b"\0"))
+    assert not is_picture(tmp_path / "a.bin")
 
 
 def test_a_picture_beside_an_animation_and_pages_are_no_frames(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_frames_that_stand_still_are_repeated_and_the_last_one_ends() -> None:
     assert chosen([0.0, 1.0, 2.0, 3.0], [0.0, 1.5], 1.5) == [0, 2]
     # Frames whose time does not rise are left out.
     assert chosen([0.0, 1.0, 1.0, 2.0], [0.0, 1.0, 2.0], 1.0) == [0, 1, 3]
+    assert chosen([0.0, 1.0, 1.0, 0.5, 2.0], [0.0, 1.2], 1.2) == [0, 1]
 
 
 def test_a_last_frame_without_a_duration_lasts_one_frame() -> None:

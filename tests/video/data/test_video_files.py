@@ -88,6 +88,40 @@ def test_frames_without_times_of_their_own_take_those_of_their_packets() -> None
 
 
 @pytest.mark.parametrize(
+    ("keys", "sought", "begin"),
+    [
+        ([97], [90], 97), ([98, 30], [90, 20], 30), ([0, 97], [90, 20], 97),
+        ([98, 99], [90, 20], 0),
+        ([None, 1], [90, 20], 1), ([97, 30], [90], 97),
+    ],
+)  # fmt: skip
+def test_a_video_is_sought_to_a_key_frame_before_the_frame_that_is_wanted(
+    keys: list[int | None], sought: list[int], begin: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of a second before 10 s is the last place, since filters use earlier frames."""
+    seeks: list[int] = []
+
+    def frame(pts: int | None, key_frame: bool) -> Any:
+        return SimpleNamespace(pts=pts, key_frame=key_frame, time_base=Fraction(1, 10))
+
+    def decoded(container: Any, stream: Any) -> Any:
+        if not seeks:
+            return iter([frame(0, True), frame(1, False)])
+        return iter([frame(-9, False), frame(keys[len(seeks) - 1], True), frame(99, False)])
+
+    monkeypatch.setattr(video_files, "_decoded", decoded)
+    container = SimpleNamespace(
+        seek=lambda time, stream: seeks.append(time), format=SimpleNamespace(name="mp4")
+    )
+    near = video_files._near(container, SimpleNamespace(), 10.0)
+    assert seeks == sought
+    if begin == 0:
+        assert near is None
+    else:
+        assert near is not None and [one.pts for one in near] == [0, begin, 99]
+
+
+@pytest.mark.parametrize(
     ("audio", "video", "holds"),
     [
         ((), (), "neither sound nor pictures"),
