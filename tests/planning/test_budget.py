@@ -48,6 +48,16 @@ def test_a_class_takes_the_time_of_its_operations_and_bytes() -> None:
     assert lines["gaps"].rates == "5 µs a kernel"
 
 
+def test_the_classes_are_those_of_the_slowest_rank() -> None:
+    """The second of two ranks has 20 of 32 layers, and the head."""
+    more = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 12"
+    found = estimate(llama_network(more), H200)
+    lines = {line.kind: line for line in budget(found)}
+    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
+    assert lines["linear"].flops == 32 * 6 * 20 * layer * 8192
+    assert lines["head"].flops == 32 * 6 * 4096 * 128256 * 8192
+
+
 def test_messages_and_gaps_are_those_of_all_micro_batches() -> None:
     """Eight tensor-parallel ranks, two micro-batches: only they have messages."""
     found = estimate(llama_network("--tensor-model-parallel-size 8 --global-batch-size 2"), H200)

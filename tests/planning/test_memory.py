@@ -1,6 +1,7 @@
 """The memory of ranks and hosts: what counts at the peak, and which flags would fit."""
 
 import dataclasses
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_ext.planning.network import Case, TaskCost, fp8_bytes, step_plan
 from megatron_ext.planning.stages import LayerBytes, Stage, in_order, recomputed
 from megatron_ext.planning.state import Weight, _filled, _share, buckets
 from megatron_ext.schedules.orders import build_plan
+from megatron_ext.schedules.plan import COMPUTE, Kind
 from megatron_ext.text.cost.network import GPT_COST, GptNetwork, with_recomputation
 from megatron_ext.text.task import GPT
 from tests.planning.measure import configuration
@@ -29,6 +31,37 @@ def test_the_peak_is_the_largest_sum_of_what_is_kept_and_what_lasts_a_moment() -
     # Forward of both stages: 5 + 100 at the first, 35 + 1 at the second; going back, 5 + 100.
     assert walk(plan, 0, costs) == (5, 100, 1)
     assert walk(plan, 0, [LayerBytes(5, 20), LayerBytes(30, 1)]) == (35, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)],
+)
+def test_a_walk_counts_what_is_held_at_its_peak(schedule: str, chunks: int) -> None:
+    """Stages of unlike sizes have their peak in the middle of a step; a set shows what is held."""
+    plan = build_plan(schedule, pipeline_size=2, num_microbatches=6, num_chunks=chunks)
+    draw = random.Random(3)
+    for _ in range(20):
+        num_stages = 2 * chunks
+        costs = [LayerBytes(draw.randrange(1, 99), draw.randrange(99)) for _ in range(num_stages)]
+        deferred = [draw.randrange(99) for _ in range(num_stages)]
+        for rank in range(2):
+            held: dict[tuple[int, int], int] = {}
+            peaks = []
+            for action in plan.ranks[rank]:
+                if action.kind not in COMPUTE:
+                    continue
+                one = action.microbatch, action.stage
+                if action.kind is Kind.FORWARD:
+                    held[one] = costs[action.stage].kept
+                peaks.append((sum(held.values()), costs[action.stage].transient, len(held)))
+                if action.kind is Kind.INPUT:
+                    held[one] = deferred[action.stage]
+                elif action.kind is not Kind.FORWARD:
+                    del held[one]
+            assert not held
+            peak = max(peaks, key=lambda at: at[0] + at[1])
+            assert walk(plan, rank, costs, deferred=deferred) == peak
 
 
 def test_what_runs_after_another_is_freed_first() -> None:
@@ -196,6 +229,9 @@ def test_the_first_flags_that_fit_a_host_are_named(monkeypatch: pytest.MonkeyPat
     )
     told = refusal(config, needed(1, "full") - 1, monkeypatch)
     assert told is not None and told.endswith("; no smaller micro-batch alone would fit.")
+    single = config_of(f"{WORDS} --micro-batch-size 1")
+    told = refusal(single, needed(1, "full"), monkeypatch)
+    assert told is not None and told.endswith(f"; {full} needs at least {size(needed(1, 'full'))}.")
 
 
 def test_a_host_holds_its_own_ranks_of_each_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
