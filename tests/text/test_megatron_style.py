@@ -376,3 +376,50 @@ def test_flags_that_only_gpts_step_honours_are_refused(program: Path, tmp_path: 
     tied = [*RUN, "--mtp-num-layers", "1", *PP2.split()]
     with pytest.raises(ConfigError, match="add `--untie-embeddings-and-output-weights`"):
         runs.train_on_ranks(tied, ranks=2, save=tmp_path, task=task)
+
+
+def test_a_provider_gets_the_arguments_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    core_config: Any = SimpleNamespace(params_dtype=torch.bfloat16)
+    context: Any = SimpleNamespace(rank=3, pgs=SimpleNamespace(cp="cp", pp="pp"))
+    for name in ("args", "transformer_config", "cp_group", "pp_group"):
+        monkeypatch.setattr(megatron_style._current, name, None)
+    config = runs.config_of([*RUN, "--seed", "77"])
+    stage: dict[str, Any] = {"pre_process": True, "post_process": False, "vp_stage": 1}
+    whole = {**stage, "config": core_config, "pg_collection": context.pgs}
+
+    def few(pre_process: bool, config: Any) -> Any:
+        return pre_process, config
+
+    def all_of(**given: Any) -> Any:
+        return given
+
+    given = (config, core_config, context)
+    assert megatron_style._model_chunk(few, *given, **stage) == (True, core_config)
+    assert megatron_style._model_chunk(all_of, *given, **stage) == whole
+    args = get_args()
+    assert (args.seed, args.rank, args.params_dtype) == (77, 3, torch.bfloat16)
+    assert (args.legacy_tokenizer, args.create_attention_mask_in_dataloader) == (True, False)
+    assert megatron_style.core_transformer_config_from_args(args) is core_config
+    assert (megatron_style._current.cp_group, megatron_style._current.pp_group) == ("cp", "pp")
+    sliced: list[Any] = []
+    monkeypatch.setattr(megatron_style.core, "slice_batch", lambda *x: sliced.append(x))
+    megatron_style.get_batch_on_this_cp_rank({"tokens": 1})
+    assert sliced == [({"tokens": 1}, "cp")]
+
+
+def test_blends_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = runs.without([*RUN], "--split")
+    words.remove("--mock-data")
+    for more, splits in (
+        ("--data-path 0.3 a 0.7 b --split 90,10,0", None),
+        ("--train-data-path a --valid-data-path b", ["a", "b", None]),
+    ):
+        config = runs.config_of([*words, *more.split()])
+        args = argparse.Namespace(**vars(config.section(megatron_style.DataConfig)))
+        blend, per_split = megatron_style.get_blend_and_blend_per_split(args)
+        assert (blend is None) != (per_split is None)
+        if splits is None:
+            assert blend == (["a", "b"], [0.3, 0.7])
+        else:
+            assert per_split is not None
+            assert [None if each is None else each[0][0] for each in per_split] == splits

@@ -244,3 +244,26 @@ def test_messages_that_the_template_refuses_are_told_with_their_place(tmp_path: 
     encode = Encoder(config, build_tokenizer(settings))
     with pytest.raises(DataError, match=r"^line 3: the chat template refuses the messages \(roles"):
         encode(Prompt("The river", "line 3", {}))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"eos_token_id": "end"}', "gives `eos_token_id` as 'end', but it must be a number of a"),
+        ('{"eos_token_id": [3, -1]}', "but it must be a number of a token or a list of such; copy"),
+        ('{"eos_token_id": [3, 4.5]}', "but it must be a number of a token or a list of such"),
+        ("[1]", "is not a JSON object"),
+        ("{", "is not a JSON object"),
+    ],
+)
+def test_a_file_of_generation_that_cannot_be_followed_is_told(
+    content: str, said: str, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "t", None)
+    (folder / "generation_config.json").write_text(content)
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    config = RunConfig().with_section(GenerationConfig(), settings)
+    with pytest.raises(DataError) as caught:
+        end_tokens(config, build_tokenizer(settings))
+    assert said in str(caught.value)
+    assert str(folder / "generation_config.json") in str(caught.value)
