@@ -14,6 +14,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.kv_cache import Segment
 from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.generation.forward import NewTokens, PackedForward, check_model
 from megatron_ext.text.generation.tool import build_frozen_chunk
@@ -72,6 +73,27 @@ def test_scores_take_the_vocabulary_of_the_model_from_which_the_weights_come(
         other: Any = SimpleNamespace(_run_config=config)
         size = PackedForward.model_vocab_size.func(other)  # type: ignore[attr-defined]
         assert size == (VOCABULARY if given.load_hf is None else 300)
+
+
+@ranks()
+def test_replicas_that_share_experts_run_in_step(context: ParallelContext) -> None:
+    """Experts are spread over replicas if they have more ranks than a tensor-parallel group."""
+    forward = forward_of(context)
+    group = SimpleNamespace(size=lambda: 1)
+    for tp, ep, etp, in_step in (
+        (1, 1, 1, False), (1, 2, 1, True), (2, 1, 2, False), (2, 2, 2, True), (2, 2, 1, False),
+        (4, 2, 1, False), (2, 4, 1, True),
+    ):  # fmt: skip
+        layout = Layout(
+            8,
+            tensor_model_parallel_size=tp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+        )
+        other: Any = SimpleNamespace(pgs=SimpleNamespace(tp=group), layout=layout)
+        engine: Any = object()
+        parts = forward.chunks, forward._config, forward._run_config, other, forward.device, engine
+        assert PackedForward(*parts)._in_step is in_step
 
 
 def test_a_model_without_a_cache_is_refused() -> None:

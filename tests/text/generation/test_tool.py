@@ -98,12 +98,20 @@ def test_messages_go_through_the_chat_template_and_stop_strings_end_texts(
 
 
 def test_texts_of_prompts_are_shown_on_the_terminal(
-    source: Path, root: Path, capfd: pytest.CaptureFixture[str]
+    source: Path,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     texts = sentences()[:2]
     assert run(["--load", str(root), "--max-new-tokens", "6", "--prompt", *texts]) == 0
     told = [f"\n[{i}] {x}\n→ {expected(source, x, 6)}" for i, x in enumerate(texts, start=1)]
     assert "\n".join(told) in capfd.readouterr().out
+    monkeypatch.setattr(tool.Terminal, "show", lambda *_: print("piece"))
+    words = ["--load", str(root), "--max-new-tokens", "2", "--prompt", texts[0]]
+    for stream, count in (("--stream", 2), ("--no-stream", 0)):
+        assert run([*words, stream]) == 0
+        assert capfd.readouterr().out.count("piece") == count
 
 
 def test_typed_prompts_are_answered_one_after_the_other(source: Path, root: Path) -> None:
