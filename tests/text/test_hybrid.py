@@ -1,12 +1,15 @@
 """`--hybrid-layer-pattern` sets the flags of the GPT that it spells, or says what is wrong."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_ext import core
+from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.moe import MoEConfig
-from megatron_ext.text.hybrid import Pattern, read_pattern
+from megatron_ext.text.hybrid import Pattern, hybrid_errors, read_pattern
 from megatron_ext.text.model import gpt
 from megatron_ext.text.task import GPT
 from tests.training_runs import SMALL, check_refused, config_of, errors_of, prepared, without
@@ -54,6 +57,7 @@ def test_a_pattern_sets_the_flags_of_its_gpt() -> None:
     [
         ("*-|*-|*-|*-", "Et|t|t|tL", 2, ""),
         ("*-|*-|*-|*-/*-/*-", "Et|t|t|tmmL", 2, "--position-embedding-type rope"),
+        ("*-|*-/*-", "Et|tmL", None, "--position-embedding-type rope"),
         ("|*-*-*-", "E|tttL", None, ""),
         ("*-|*-*-", "Et|ttL", None, "--pipeline-model-parallel-layout Et|ttL"),
     ],
@@ -68,6 +72,17 @@ def test_the_stages_of_a_pattern_are_those_of_a_layout(
     assert (run.model.num_layers, run.model.mtp_num_layers or 0) == (
         pattern.split("/")[0].count("*"),
         pattern.count("/"),
+    )
+
+
+@pytest.mark.usefixtures("_has")
+def test_layers_of_transformer_engine_are_refused() -> None:
+    model = replace(config_of([*BASE, "--num-layers", "2"]).model, transformer_impl=TE_IMPL)
+    run = config_of([*BASE, "--hybrid-layer-pattern", "*-*-"])
+    assert [*hybrid_errors(run, run)] == []
+    (error,) = hybrid_errors(run, replace(run, model=model))
+    assert str(error).startswith(
+        "`--hybrid-layer-pattern` needs our own layers, which `--transformer-impl transformer_engin"
     )
 
 

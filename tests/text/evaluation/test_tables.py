@@ -52,11 +52,13 @@ def callback_of(num_iterations: int, interval: int) -> tuple[TaskScores, Any]:
     """Return a callback of a run that ends at a step, without the model of the run."""
     flags = TaskEvaluationConfig(eval_tasks=["tiny"], eval_tasks_interval=interval)
     records: list[Any] = []
+    paused: list[bool] = []
     run: Any = SimpleNamespace(
+        paused=paused,
         config=SimpleNamespace(section=lambda kind: TokenizerConfig("ByteLevelTokenizer")),
         progress=SimpleNamespace(iteration=0, consumed_train_samples=0),
         num_iterations=num_iterations,
-        parameter_gather=SimpleNamespace(paused=nullcontext),
+        parameter_gather=SimpleNamespace(paused=lambda: nullcontext(paused.append(True))),
         reporters=SimpleNamespace(on_evaluation=records.append),
     )
     callback = TaskScores.__new__(TaskScores)
@@ -76,7 +78,13 @@ def test_scores_are_made_at_intervals_and_once_at_the_end(
 ) -> None:
     """A run that ends before its last step goes on later, so that it is no end of the training."""
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
-    monkeypatch.setattr(scores, "scored", lambda *_, **__: RESULTS)
+
+    def scored(run: Any, *_: Any) -> dict[str, Any]:
+        # The gather of updated parameters must not run beside the forward passes.
+        assert run.paused.pop()
+        return RESULTS
+
+    monkeypatch.setattr(scores, "scored", scored)
     callback, records = callback_of(last, interval)
     for step in range(1, steps + 1):
         callback.run.progress.iteration = step

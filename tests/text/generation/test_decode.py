@@ -38,6 +38,7 @@ class Counting:
     @contextmanager
     def ready(self, slots: int, length: int) -> Iterator[None]:
         assert length <= POSITIONS
+        self.slots = range(slots)
         yield
 
     def any_left(self, own: bool) -> bool:
@@ -47,6 +48,7 @@ class Counting:
         logits = {}
         self.passes.append([tuple(text.ids) for text in texts])
         for text in texts:
+            assert text.segment.slot in self.slots
             start = text.segment.start
             self.positions += range(start, start + len(text.ids))
             following = torch.tensor([(text.ids[-1] + 1) % VOCABULARY])

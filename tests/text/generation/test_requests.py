@@ -93,7 +93,8 @@ DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}
 def test_a_chat_template_writes_the_date_of_the_training(
     tmp_path: Path, given: str | None, trained: str | None, day: str, said: str | None
 ) -> None:
-    folder = folder_of(tmp_path / "t", None)
+    # A chat template writes the beginning of a text itself.
+    folder = folder_of(tmp_path / "t", f"{END} $A")
     (tmp_path / "dated.jinja").write_text(DATED)
     settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
     flags = GenerationConfig(

@@ -67,6 +67,7 @@ def test_seed_and_number_decide_the_draws() -> None:
 
     assert drawn(1, 0) == drawn(1, 0)
     assert len({tuple(drawn(seed, number)) for seed in (1, 2) for number in (0, 1)}) == 4
+    assert drawn(1, 11) != drawn(11, 1)
 
 
 @pytest.mark.parametrize("penalty", [0.8, 1.4])

@@ -256,6 +256,7 @@ def test_a_checkpoint_gives_the_flags_of_its_model(
     flags = "--fp16 --mtp-num-layers 1 --position-embedding-type rope --rotary-base 500"
     stored = config_of([*SMALL, *flags.split()]).to_dict()
     stored["sft"]["written_date"] = date
+    stored["model"]["unpadded_vocab_size"] = 126
     stored["hugging_face"] = None if origin is None else {"origin": origin}
     asked = []
 
@@ -269,6 +270,7 @@ def test_a_checkpoint_gives_the_flags_of_its_model(
     assert (asked, notes) == ([(Path("run"), 7)], [])
     assert (defaults["fp16"], defaults["bf16"]) == (True, False)
     assert (defaults["num_layers"], defaults["rotary_base"]) == (2, 500)
+    assert defaults["unpadded_vocab_size"] == 126
     assert (defaults["tokenizer_type"], defaults["vocab_size"]) == ("NullTokenizer", 127)
     assert defaults["trained_date"] == (date if date == "2024-07-26" else None)
     assert defaults["origin"] == origin
@@ -331,7 +333,8 @@ def test_a_checkpoint_of_another_program_is_refused(
 
 
 def test_a_tokenizer_with_fewer_tokens_than_the_trained_one_is_refused() -> None:
-    check_vocabulary(512, ByteLevelTokenizer())
+    for trained in (512, 300):
+        check_vocabulary(trained, ByteLevelTokenizer())
     check_vocabulary(None, ByteLevelTokenizer())
     with pytest.raises(ConfigError, match=r"has 600 tokens, but the tokenizer \(ByteLevelToken"):
         check_vocabulary(600, ByteLevelTokenizer())

@@ -118,12 +118,19 @@ def test_a_shorter_last_group_of_layers_is_recomputed(context: ParallelContext) 
 def test_depths_are_recomputed_one_by_one_and_marked_as_embeddings(
     context: ParallelContext,
 ) -> None:
-    words = "--mtp-num-layers 2 --position-embedding-type rope --recompute-granularity full"
-    chunk = built(context, *words.split(), *"--recompute-method uniform".split(),
-                  *"--recompute-num-layers 2".split())  # fmt: skip
+    """A stage of depths without the first layers holds a copy of the embedding."""
+    words = "--mtp-num-layers 2 --position-embedding-type rope --recompute-granularity full "
+    words += "--recompute-method uniform --recompute-num-layers 2 --padded-vocab-size 128 "
+    words += "--untie-embeddings-and-output-weights"
+    config = config_of([*SMALL, *words.split()])
+    transformer_config = build_transformer_config(config)
+    transformer_config.distribute_saved_activations = True
+    stage = {"pre_process": False, "post_process": True}
+    chunk: Any = build_gpt_chunk(config, transformer_config, context, **stage)
     assert [depth.config.recompute_num_layers for depth in chunk.mtp.layers] == [1, 1]
     assert not any(depth.config.distribute_saved_activations for depth in chunk.mtp.layers)
     assert chunk.config.recompute_num_layers == 2
+    assert chunk.config.distribute_saved_activations
     assert chunk.embedding.word_embeddings.weight.is_embedding_or_output_parameter
 
 
