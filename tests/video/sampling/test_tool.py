@@ -1,4 +1,4 @@
-"""What a checkpoint decides about the clips and videos that tools/sample_video.py makes."""
+"""Defaults that a checkpoint gives the sampling programs, and how long videos are sampled."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a step of a streaming run counts, reports and hands on, with networks that do nothing."""
+"""Counts, reports and the order of a streaming step, with networks that do nothing."""
 
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a checkpoint of a streaming run holds of its sequence, and which changes begin it anew."""
+"""The sequence in a checkpoint of a streaming run, and the changes that begin it anew."""
 
 import copy
 from itertools import product
