@@ -134,3 +134,11 @@ def test_documents_of_a_file_are_found_in_any_part_of_it(tmp_path: Path) -> None
     for begin, end in ((0, 50), (0, 1), (17, 18), (200, 500), (0, total - first), (30, 30)):
         wanted = {int(x) - first for x in starts if begin <= x - first < end and x < total}
         assert documents(begin, end).tolist() == sorted(wanted)
+
+
+def test_a_document_that_goes_on_after_whole_samples_is_told_apart_from_those_before() -> None:
+    block = pack_block(np.array([0, 3, 4]), 12, 4, ends_document=False)
+    assert _samples(block) == [[(4, 4)], [(8, 4)], [(0, 3), (3, 1)]]
+    assert block.goes_on.tolist() == [True, True, False]
+    ended = pack_block(np.array([0, 3, 4]), 12, 4, ends_document=True)
+    assert ended.goes_on.tolist() == [True, False, False]

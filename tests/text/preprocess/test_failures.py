@@ -20,6 +20,7 @@ from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess import workers as worker_module
 from megatron_ext.text.preprocess.parts import PartWriter, WorkDirectory, read_marker
 from megatron_ext.text.tokenizers import TokenizerConfig
+from megatron_ext.text.tokenizers.fast import FastEncoder
 from tests.text import tiny
 from tests.text.preprocess.runs import (
     check_pair,
@@ -316,3 +317,22 @@ def test_a_run_that_failed_leaves_its_logs(tmp_path: Path) -> None:
         (work.folder / "slurm_1_0.log").touch()
         raise KeyError
     assert not work.folder.exists()
+
+
+def test_a_run_that_starts_over_takes_no_part_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fast engine has encoded some parts, and differs from the tokenizer in a later one."""
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(300))
+    stop_after(4, monkeypatch, tmp_path, path)
+    real, main = FastEncoder.encode_batch, os.getpid()
+
+    def wrong(self: FastEncoder, texts: Any) -> Any:
+        ids = real(self, texts)
+        return ids if os.getpid() == main else [np.append(each, 5) for each in ids]
+
+    monkeypatch.setattr(FastEncoder, "encode_batch", wrong)
+    report, said = run(tmp_path, path)
+    assert [line.partition(" ")[0] for line in said] == ["Resuming:", "Tokenizing", "Starting"]
+    assert report.resumed_parts == 0
+    check_pair(tmp_path, texts_of(tiny.corpus(300)))
