@@ -3,6 +3,7 @@
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.layers import chunks as chunks_module
 from megatron_ext.layers.chunks import (
     _ddp_config,
     _In16Bits,
@@ -26,6 +28,7 @@ from tests.ranks import ranks
 from tests.training_runs import SMALL, config_of
 
 MILLION = 1_000_000
+UNTIED = "--untie-embeddings-and-output-weights"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_weights_are_named_after_their_chunk_where_there_are_several(
 ) -> None:
     """Only the first chunk of a rank has several buckets, which overlap needs nowhere else."""
     words = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank"
-    words = f"{words} 2 --bf16 --untie-embeddings-and-output-weights"
+    words = f"{words} 2 --bf16 {UNTIED}"
     chunks = chunks_of(context, words, overlap=True)
     assert [chunk.module.module.vp_stage for chunk in chunks] == [0, 1]
     several = [chunk.bucket_size is not None for chunk in chunks]
@@ -169,3 +172,14 @@ def test_what_a_users_model_lacks_is_said_in_a_sentence_each() -> None:
     assert [text.split("`")[3] for text in caught.value.messages] == list(tied)
     with pytest.raises(ConfigError, match="has no `set_input_tensor`, by which a pipeline stage"):
         check_chunk(SimpleNamespace(sharded_state_dict=None), tied_stages=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("words", "tied"), [("", True), (UNTIED, False)])
+@ranks(pp=2)
+def test_stages_that_share_an_embedding_ask_more_of_a_model(
+    context: ParallelContext, words: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = mock.Mock()
+    monkeypatch.setattr(chunks_module, "check_chunk", record)
+    chunks_of(context, f"--pipeline-model-parallel-size 2 {words}")
+    assert record.call_args.kwargs == {"tied_stages": tied}

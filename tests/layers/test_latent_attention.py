@@ -7,6 +7,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
@@ -77,3 +78,22 @@ def test_norms_of_small_vectors_have_the_models_epsilon_and_engines_names(
     for name in ("q", "kv"):
         assert f"decoder.layers.self_attention.linear_{name}_up_proj.layer_norm_weight" in keys
     assert not any("q_layernorm" in key or "kv_layernorm" in key for key in keys)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@ranks(tp=2)
+def test_the_gradient_of_the_query_norm_is_shared_out_where_ranks_see_all_tokens(
+    context: ParallelContext, sequence_parallel: bool
+) -> None:
+    """megatron-core sums it over the ranks, which hold parts of it only if tokens are cut."""
+    words = ["--tensor-model-parallel-size", "2", *["--sequence-parallel"] * sequence_parallel]
+    config = config_of([*SMALL, *LATENT, *words], ranks=2)
+    (chunk,) = build_chunks(build_gpt_chunk, config, build_transformer_config(config), context)
+    layer = next(module for module in chunk.modules() if isinstance(module, LatentAttention))
+    share = 1 if sequence_parallel else 2
+    for norm, divisor in ((layer.q_layernorm, share), (layer.kv_layernorm, 1)):
+        x = torch.randn(3, 2, norm.weight.numel(), generator=torch.Generator().manual_seed(1))
+        norm(x).sum().backward()
+        want = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-3).sum((0, 1))
+        torch.testing.assert_close(norm.weight.grad, want / divisor)
+        assert norm.weight.sequence_parallel is sequence_parallel
