@@ -113,6 +113,12 @@ def test_heads_and_stages_are_shared_as_the_layout_says() -> None:
         assert sharing_ranks(config.parallel) == network_of(config).sequence_multiple == ranks
 
 
+def test_text_is_padded_until_the_ranks_share_all_tokens() -> None:
+    network = network_of(mmdit(f"{TP2} {CP2} --sequence-parallel", 4))
+    assert [network.padded_text(9, image) for image in (15, 16, 18, 19)] == [9, 12, 10, 9]
+    assert network_of(wan(CP2, 2)).padded_text(9, 16) == 9
+
+
 def clips_refused(config: RunConfig, *shape: int) -> str:
     try:
         network_of(config).check_clips(shape, "Clips")  # type: ignore[arg-type]

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.model.cache import CachePass, CacheShape, KVCache, TextMemo
+from megatron_ext.video.model.cache import (
+    CachePass,
+    CacheShape,
+    KVCache,
+    TextMemo,
+    _checked_sinks,
+    _ranges,
+)
 from megatron_ext.video.model.window import FrameWindow
 from megatron_ext.video.networks.wan.model import VideoDiT
 from tests.ranks import ranks
@@ -332,15 +339,31 @@ def test_frames_before_a_skip_are_absent_until_the_cache_is_reset() -> None:
 
 
 def test_a_pass_is_refused_that_was_open_when_a_cache_was_loaded() -> None:
-    """Load the same frames into the same slots, whose keys differ all the same."""
+    """Load the same frames into the same slots, all of the last write, whose keys may differ."""
     cache, other = small_cache(), small_cache()
+    new = torch.ones(3, 1, 1, 1, 1, dtype=torch.float64)
     for each in (cache, other):
-        run_frames(each, 0, 1, 2)
+        writing = CachePass(each, 0, 3, updates=True)
+        writing.record(0, new, new)
+        writing.finish()
     reading = CachePass(cache, 3, 1, updates=False)
     reading.past_key_values(0)
     cache.load_state_dict(other.state_dict())
     with pytest.raises(ConfigError, match="frames 0-2 of the cache were overwritten"):
         reading.past_key_values(0)
+
+
+def test_sinks_are_kept_or_given_from_the_frame_behind_them_on() -> None:
+    cache = small_cache()
+    run_frames(cache, 0, 1, 2)
+    assert _checked_sinks(cache, 1, None, keep_sink=True) == 1
+    with pytest.raises(ConfigError, match="would overwrite them; begin at frame 1 or later"):
+        _checked_sinks(cache, 0, None, keep_sink=True)
+    given = torch.zeros(1, 1, 1, 1, 1)
+    assert _checked_sinks(cache, 2, given, keep_sink=False) == 1
+    with pytest.raises(ConfigError, match=r"`sink_latents` \(0 frames\) must hold the first 1"):
+        _checked_sinks(cache, 2, given[:, :0], keep_sink=False)
+    assert _ranges([0, 1, 2, 9, 11, 12]) == "0-2, 9, 11-12" and _ranges([]) == "nothing"
 
 
 def test_a_memo_is_independent_of_its_text_and_of_what_was_stored() -> None:
