@@ -531,6 +531,11 @@ def test_a_new_save_has_not_failed_yet_and_strange_messages_count_nothing(
     assert scene.saves.ended() == []
     scene.submit(6)
     assert not scene.saves.last_has_failed
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.saves, "_worst", lambda own: own)
+        scene.saves.last_has_failed = True  # An earlier of two saves at once has failed.
+        assert scene.saves.look_at_newest() == (True, False)
+        scene.saves.last_has_failed = False
     scene.at(4, (2, helper.WRITTEN), (2, helper.PUBLISHED))
     assert scene.saves._running
     scene.at(5, (2, helper.TIDIED))

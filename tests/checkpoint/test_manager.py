@@ -13,8 +13,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_ext.checkpoint.files import TRACKER, folder_of, published, root_of
 from megatron_ext.checkpoint.stored import find, read_run_config
+from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.context import seed_everything
 from megatron_ext.parallel.grid import Layout
 from tests.checkpoint.tiny import RUN_CONFIG, build, load, manager, save, whole_tensors
@@ -268,3 +270,124 @@ def test_folders_of_other_names_are_roots(tmp_path: Path) -> None:
     assert root_of(tmp_path / "iter_0000012") == (tmp_path / "iter_0000012", None)
     (tmp_path / "iter_0000012").mkdir()
     assert root_of(tmp_path / "iter_0000012") == (tmp_path, 12)
+
+
+class Extra:
+    """State of a task, which notes what becomes of it."""
+
+    def __init__(self) -> None:
+        self.calls = list[str]()
+
+    def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
+        self.calls.append(f"save {with_optimizer}")
+        return {"extra": 7}
+
+    def state_to_load(
+        self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
+    ) -> dict[str, Any]:
+        self.calls.append(f"ask {with_optimizer}")
+        return {}
+
+    def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
+        self.calls.append(f"load {loaded['extra']} {with_optimizer}")
+
+
+def weights(tiny: Any) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in tiny.model[0].parameters()]
+
+
+def averages_of(tiny: Any, ema: ShardedEMA) -> list[torch.Tensor]:
+    found = {parameter: average.clone() for parameter, average in ema.gathered()}
+    return [found[parameter] for parameter in tiny.model[0].parameters()]
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def save_all(checkpoints: Any, tiny: Any, iteration: int, **more: Any) -> None:
+    checkpoints.save(
+        iteration,
+        model=tiny.model,
+        optimizer=tiny.optimizer,
+        scheduler=tiny.scheduler,
+        progress={"iteration": iteration, "average_updates": 9, "average_start": 0.5},
+        run_config=RUN_CONFIG,
+        **more,
+    )
+
+
+@ranks()
+def test_averages_take_the_place_of_weights_only_where_a_run_starts_from_them(
+    context: Any, tmp_path: Path
+) -> None:
+    tiny = stepped(context)
+    ema = ShardedEMA(tiny.model, tiny.optimizer, decay=0.5)
+    for part in ema.parts:
+        part.average.add_(1.0)
+    trained, averages = weights(tiny), averages_of(tiny, ema)
+    extra = Extra()
+    save_all(manager(context, tmp_path / "both"), tiny, 4, ema=ema, extra_state=extra)
+    save_all(manager(context, tmp_path / "plain"), tiny, 4)
+
+    def start(name: str, **how: Any) -> tuple[Any, Any, list[torch.Tensor], Extra]:
+        other, extra = build(context), Extra()
+        other.spoil()
+        own = ShardedEMA(other.model, other.optimizer, decay=0.5)
+        loaded = manager(context, tmp_path / name, pretrained_average=True, **how).load(
+            model=other.model,
+            optimizer=other.optimizer,
+            scheduler=other.scheduler,
+            ema=own,
+            extra_state=extra if name == "both" else None,
+        )
+        return loaded, weights(other), averages_of(other, own), extra
+
+    loaded, found, own, extra = start("both")
+    assert same(found, trained) and same(own, averages) and loaded.notes == []
+    assert loaded.progress["average_updates"] == 9
+    assert extra.calls == ["ask True", "load 7 True"]
+    loaded, found, own, extra = start("both", finetune=True)
+    assert same(found, averages) and same(own, averages)
+    assert loaded.progress == {"average_updates": 0, "average_start": 1.0}
+    assert extra.calls == []
+    loaded, found, own, _ = start("plain")
+    assert same(found, trained) and same(own, trained)
+    assert "holds no averaged weights, so they start from the loaded ones" in loaded.notes[0]
+    assert (loaded.progress["average_updates"], loaded.progress["average_start"]) == (0, 1.0)
+    loaded, found, _, _ = start("plain", finetune=True)
+    assert same(found, trained)
+    assert any("so its weights are taken" in note for note in loaded.notes)
+
+
+@ranks()
+def test_what_flags_leave_out_is_neither_saved_nor_loaded(context: Any, tmp_path: Path) -> None:
+    tiny = stepped(context)
+    extra = Extra()
+    bare = manager(context, tmp_path / "bare", no_save_optim=True, no_save_rng=True)
+    save_all(bare, tiny, 4, extra_state=extra)
+    assert extra.calls == ["save False"]
+    entries = stored_entries(folder_of(tmp_path / "bare", 4))
+    assert entries and not any(name.startswith(("optimizer", "rng_state")) for name in entries)
+    common = load_common_state_dict(str(folder_of(tmp_path / "bare", 4)))
+    assert "opt_param_scheduler" not in common and "optimizer" not in common
+    # A snapshot has all of it, whatever checkpoints leave out.
+    state = bare.state_in_memory(
+        model=tiny.model,
+        optimizer=tiny.optimizer,
+        scheduler=tiny.scheduler,
+        run_config=RUN_CONFIG,
+        ema=None,
+        extra_state=None,
+    )
+    assert {"optimizer", "rng_state", "opt_param_scheduler", "model"} <= state.keys()
+    save_all(manager(context, tmp_path / "all"), tiny, 4)
+    expected = draws()
+    own = load(manager(context, tmp_path / "all", no_load_rng=True, no_load_optim=True), tiny)
+    assert own.iteration == 4 and draws() != expected
+    leaves_out = manager(context, tmp_path / "all", no_load_rng=True, no_load_optim=True)
+    other = build(context)
+    leaves_out.load(
+        model=other.model, optimizer=other.optimizer, scheduler=other.scheduler, whole=True
+    )
+    assert draws() == expected and other.scheduler.num_steps == 1

@@ -2,12 +2,21 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_ext.checkpoint import optimizer_state
 from megatron_ext.checkpoint.files import folder_of
+from megatron_ext.checkpoint.optimizer_state import (
+    MAIN_WEIGHTS,
+    counted,
+    is_decoupled,
+    leave_out_nothing,
+    step_count,
+)
 from megatron_ext.errors import CheckpointError
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import train_on_ranks, train_steps
@@ -188,3 +197,128 @@ def test_state_of_one_layout_is_refused_in_another_before_any_rank_starts(tmp_pa
     words += ["--pipeline-model-parallel-size", "2"]
     with pytest.raises(CheckpointError, match="only with the same tensor, pipeline and expert"):
         train_on_ranks(words, ranks=2, save=tmp_path / "refused")
+
+
+def test_a_group_of_its_own_rate_is_known_by_the_keys_of_either_release() -> None:
+    assert is_decoupled({"is_decoupled_lr": True}) and is_decoupled({"default_config": False})
+    assert not is_decoupled({}) and not is_decoupled({"default_config": True})
+
+
+def _chain(*inners: Any) -> Any:
+    return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=x) for x in inners])
+
+
+def _adam(*steps: float | None) -> torch.optim.AdamW:
+    """Return Adam with weights that have been updated so often; None: not at all."""
+    weights = [torch.zeros(1) for _ in steps]
+    adam = torch.optim.AdamW(weights or [torch.zeros(0)])
+    for weight, count in zip(weights, steps, strict=True):
+        if count is not None:
+            adam.state[weight]["step"] = torch.tensor(count)
+    return adam
+
+
+@pytest.mark.parametrize("others", [[], [None], [5.0]])
+def test_the_number_of_updates_may_be_known_to_another_rank(
+    others: list[float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_state, "from_all_ranks", lambda own, _: [own, *others])
+    known = next((count for count in others if count is not None), None)
+    assert step_count(_chain(_adam(), torch.optim.SGD([torch.zeros(1)]))) == known
+    assert step_count(_chain(_adam(), _adam(3.0))) == 3.0
+    assert step_count(_chain(_adam(0.0))) == 0.0
+
+
+@pytest.mark.parametrize("count", [None, 0.0, 4.0])
+def test_an_optimizer_without_parameters_lends_a_count(count: float | None) -> None:
+    empty, full = _adam(), _adam(4.0)
+    with pytest.raises(KeyError), counted(_chain(empty, full), count):
+        found = [float(entry["step"]) for entry in empty.state.values()]
+        assert found == ([] if count is None else [count])
+        assert len(full.state) == 1
+        raise KeyError
+    assert not empty.state and len(full.state) == 1
+
+
+def test_what_only_an_optimizer_without_parameters_has_is_left_out() -> None:
+    nothing = optimizer_state._NOTHING
+    part = {"optimizer": {"state": {nothing: 1, 0: 2}}, "param_state": {}}
+    weights = {"optimizer": {"state": {}}, MAIN_WEIGHTS: [[], ["w"]], "param_state": {0: "x"}}
+    bare = {"state": {nothing: 1}, MAIN_WEIGHTS: [[], []]}
+    state: dict[Any, Any] = {0: part, 1: weights, 2: bare, 3: {"optimizer": "one object"}}
+    leave_out_nothing(state)
+    assert state == {
+        0: {"optimizer": {"state": {0: 2}}},
+        1: {"optimizer": {"state": {}}, MAIN_WEIGHTS: {1: ["w"]}, "param_state": {0: "x"}},
+        2: {"state": {}},
+        3: {"optimizer": "one object"},
+    }
+
+
+def _group(mult: float, rate: float, *, expert: bool = False, **more: Any) -> dict[str, Any]:
+    kind = {"wd_mult": mult, "lr_mult": 1.0, "is_decoupled_lr": False}
+    return {**kind, "is_expert_parallel": expert, "max_lr": rate, "min_lr": rate / 10, **more}
+
+
+def test_a_regrouped_group_has_the_settings_of_its_kind_and_its_own_experts() -> None:
+    saved = [{"optimizer": {"param_groups": [_group(0.0, 1.0), _group(1.0, 2.0, step=7)]}}]
+    found = optimizer_state._group_like(_group(1.0, 9.0, expert=True), saved)
+    assert found == _group(1.0, 2.0, expert=True, step=7)
+    with pytest.raises(CheckpointError, match="no group of parameters with wd_mult 0.5, lr_mult"):
+        optimizer_state._group_like(_group(0.5, 1.0), saved)
+
+
+def test_groups_are_matched_whatever_their_rates_and_get_those_that_were_saved() -> None:
+    inner = SimpleNamespace(param_groups=[_group(0.0, 1.0), _group(1.0, 1.0, expert=True)])
+    part = SimpleNamespace(optimizer=inner)
+    stored = [_group(1.0, 5.0, expert=True), _group(0.0, 3.0), _group(1.0, 7.0)]
+    state: dict[str, Any] = {"optimizer": {"param_groups": [dict(group) for group in stored]}}
+    with optimizer_state._matched_by_kind([part], [state]):
+        inside = state["optimizer"]["param_groups"]
+        assert [group["max_lr"] for group in inside] == [1.0, 1.0, 7.0]
+        inner.param_groups = [dict(group) for group in inner.param_groups]  # as a load does
+    assert [group["max_lr"] for group in inner.param_groups] == [3.0, 5.0]
+    assert [group["min_lr"] for group in inner.param_groups] == [0.3, 0.5]
+
+
+def test_several_whole_optimizers_become_one_with_count_and_loss_scale() -> None:
+    part = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[_group(1.0, 9.0)]))
+    saved: dict[Any, Any] = {
+        number: {
+            "optimizer": {"state": state, "param_groups": [_group(1.0, rate)]},
+            "grad_scaler": {"scale": 8.0},
+        }
+        for number, (state, rate) in enumerate((({}, 2.0), ({"common_step": 6}, 3.0)))
+    }
+    own = {"optimizer": {"state": {0: "moments"}, "param_groups": [{"params": [0]}]}}
+    (found,) = optimizer_state._regrouped_whole([part], {**own, **saved})
+    assert found["grad_scaler"] == {"scale": 8.0}
+    assert found["optimizer"]["state"] == {0: "moments", "common_step": 6}
+    assert found["optimizer"]["param_groups"] == [_group(1.0, 2.0, params=[0])]
+
+
+def test_each_weight_keeps_a_count_of_its_own_after_a_load() -> None:
+    """Core copies each entry of the state, but its files hold no count for each weight."""
+    adam = _adam(3.0, 3.0)
+    shared = torch.tensor(8.0)
+    seen = list[Any]()
+
+    class Part:
+        optimizer = adam
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert "param_state" not in state
+            for entry in adam.state.values():
+                entry["step"] = shared
+
+        def load_parameter_state_from_fully_reshardable(self, values: Any) -> None:
+            seen.append((values, [dict(entry) for entry in adam.state.values()]))
+
+        load_parameter_state_from_dp_reshardable = None
+
+    state = {"param_state_sharding_type": "fully_reshardable", "param_state": {0: "x"}}
+    optimizer_state._load_part(Part(), state)
+    assert seen == [({0: "x"}, [{}, {}])]
+    steps = [entry["step"] for entry in adam.state.values()]
+    assert [float(step) for step in steps] == [8.0, 8.0]
+    assert len({step.data_ptr() for step in (*steps, shared)}) == 3
