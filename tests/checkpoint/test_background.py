@@ -721,3 +721,15 @@ def test_empty_tensors_are_written_as_they_are() -> None:
     part = torch.arange(10.0)[2:5]
     assert torch.equal(helper._compact(part), part)
     assert helper._compact(part).untyped_storage().nbytes() == 12
+
+
+def test_a_job_for_a_dead_helper_is_no_error() -> None:
+    process = Helper()
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    job = helper.Job(1, 5, 0, 1, "", "", 1.0, CheckpointConfig())
+    for _ in range(2):
+        process.send(job)
+    assert process.reports() is None
+    assert process.end() == "SIGKILL"
+    assert process.end() == "an unknown cause"

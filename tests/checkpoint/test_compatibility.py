@@ -16,10 +16,12 @@ from megatron_ext.checkpoint.compatibility import (
     check_model,
     check_optimizer,
     check_resume,
+    loads_random,
 )
 from megatron_ext.checkpoint.files import MANIFEST
 from megatron_ext.checkpoint.stored import CheckpointRef
 from megatron_ext.config.optimizer import LoraConfig
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
@@ -320,3 +322,33 @@ def test_the_adapters_of_a_second_network_are_verified_first(
     none: Any = None
     with pytest.raises(CheckpointError, match="7 is damaged"):
         adapters.load_adapters(checkpoint, FrozenBase(None, "x"), [], "critic", none, none)
+
+
+def test_sizes_that_a_checkpoint_does_not_name_are_one() -> None:
+    same = compatibility.same_model_ranks
+    assert same(Namespace(), ONE) and not same(Namespace(), TP2)
+    assert same(Namespace(tensor_model_parallel_size=2), TP2)
+    for axis in ("pipeline", "expert"):
+        assert not same(Namespace(**{f"{axis}_model_parallel_size": 2}), ONE)
+
+
+def test_state_that_is_wanted_and_not_stored_is_told() -> None:
+    resumes = CheckpointRef(Path("run"), 7, weights_only=False)
+    starts = CheckpointRef(Path("run"), 7, weights_only=True)
+    bare = Namespace(no_save_optim=True, no_save_rng=True)
+    leaves_out = CheckpointConfig(no_load_optim=True, no_load_rng=True)
+    for checkpoint, config, arguments, loaded, told in (
+        (resumes, CheckpointConfig(), Namespace(), True, []),
+        (resumes, CheckpointConfig(), bare, False, ["holds no"]),
+        (resumes, leaves_out, Namespace(), False, []),
+        (starts, CheckpointConfig(), bare, False, []),
+    ):
+        for notes, found in (
+            (
+                said := list[str](),
+                compatibility.loads_optimizer(checkpoint, config, arguments, said),
+            ),
+            (said := list[str](), loads_random(checkpoint, config, arguments, ONE, said)),
+        ):
+            assert found == loaded and len(notes) == len(told)
+            assert all("run/iter_0000007 holds no " in note for note in notes)

@@ -230,3 +230,28 @@ def test_a_run_that_may_be_restarted_passes_over_a_damaged_checkpoint(
     scene = Scene(monkeypatch, 6, damaged=(6,))
     scene.steps.append(4)
     assert scene.load() == "checkpoint" and scene.resume.saved_at == 4
+
+
+def test_a_restart_prefers_what_this_run_has_written_itself(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Even if it began from a checkpoint of later steps, and if its own newest one is damaged."""
+    asked = list[bool]()
+
+    def own(_: Path, *, again: bool) -> list[int]:
+        asked.append(again)
+        return [8, 6, 4] if again else []
+
+    monkeypatch.setattr(resume, "own_checkpoints", own)
+    monkeypatch.setattr(
+        resume, "fault_of", lambda path: "a file is missing" if path.name[-1] == "8" else None
+    )
+    scene = Scene(monkeypatch, 400, generation=1, save="save", damaged=(6,))
+    assert scene.load() == "checkpoint" and scene.resume.saved_at == 4
+    (load,) = scene.manager.loads
+    assert load["checkpoint"] == CheckpointRef(Path("save"), 4, weights_only=False)
+    assert load["whole"]
+    assert [event["iteration"] for event in scene.events] == [8, 6]
+    assert asked == [True, True]
+    scene = Scene(monkeypatch, 400, save="save")
+    assert scene.load() == "checkpoint" and scene.resume.saved_at == 400

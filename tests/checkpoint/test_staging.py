@@ -9,6 +9,7 @@ from megatron_ext.checkpoint import staging
 from megatron_ext.checkpoint.files import MANIFEST, TRACKER, folder_of
 from megatron_ext.checkpoint.remote import RemoteFolder
 from megatron_ext.checkpoint.stored import CheckpointRef
+from megatron_ext.config.fault_tolerance import FaultToleranceConfig
 from megatron_ext.config.output import CheckpointConfig, PlanningConfig, staging_folder
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
@@ -309,3 +310,46 @@ def test_old_checkpoints_go_at_the_address_as_in_the_folder(
 def test_a_reference_names_the_folder_that_stands(tmp_path: Path) -> None:
     write(tmp_path, 2)
     assert CheckpointRef(tmp_path, 2, weights_only=False).path == folder_of(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "elastic", "local", "refused"),
+    [
+        ({"peer_checkpoint_interval": 1}, True, "2", True),
+        ({"non_persistent_save_interval": 1}, True, "2", True),
+        ({"peer_checkpoint_interval": 1}, False, "2", False),
+        ({"peer_checkpoint_interval": 1}, True, "4", False),
+        ({}, True, "2", False),
+    ],
+)
+def test_an_elastic_run_with_state_in_memory_needs_a_common_folder(
+    flags: dict[str, int],
+    elastic: bool,
+    local: str,
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    config = RunConfig(
+        checkpoint=CheckpointConfig(save="s3://b/run", **flags).resolved(),  # type: ignore[arg-type]
+        fault_tolerance=FaultToleranceConfig(elastic_min_nodes=1 if elastic else None),
+    )
+    if refused:
+        with pytest.raises(CheckpointError, match="gives several machines no common folder"):
+            staging._check_machines(config)
+    else:
+        staging._check_machines(config)
+
+
+def test_the_test_of_an_address_leaves_only_whole_checkpoints(
+    remote: RemoteFolder, tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    (folder_of(there, 4) / MANIFEST).unlink()
+    (there / "metrics").write_text("kept")
+    remote.check_writable()
+    left = sorted(path.name for path in there.iterdir())
+    whole = [f"iter_000000{iteration}" for iteration in (2, 6, 8)]
+    assert left == [*whole, TRACKER, "metrics"]
+    assert list(remote.root.iterdir()) == []

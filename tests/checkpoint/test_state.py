@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.dist_checkpointing import ShardedTensor
 from torch.nn import Parameter
 
 from megatron_ext.checkpoint import optimizer_state, state
@@ -179,3 +180,13 @@ def test_an_empty_stage_has_nothing_to_load_and_fp32_weights_follow_the_model() 
     state.apply_state({"model1": "values"}, chunks, optimizer, None, with_optimizer=False)
     assert [chunk.loaded for chunk in chunks] == [None, "values"]
     assert reloaded == ["reloaded"]
+
+
+def test_a_weight_gets_the_first_stored_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = dict.fromkeys(("critic.a", "ema.a", "a", "ema.b", "b", "c"))
+    monkeypatch.setattr(state, "stored_entries", lambda _: stored)
+    entries = {
+        name: ShardedTensor.from_rank_offsets(name, torch.zeros(1)) for name in ("a", "b", "c", "d")
+    }
+    state.take_named(Path("x"), {"model": entries, "other": 1}, ["model"], ["critic.", "ema."])
+    assert [entry.key for entry in entries.values()] == ["critic.a", "ema.b", "c", "d"]

@@ -234,3 +234,31 @@ def test_a_manifest_has_the_digests_of_blake2(tmp_path: Path) -> None:
         "bytes": 3,
         "blake2b": "cf4ab791c62b8d2b2109c90275287816",
     }
+
+
+def test_the_flags_of_a_run_are_those_of_the_step_that_is_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, 2, 4)
+    for iteration in (2, 4):
+        text = json.dumps({"training": {"seed": iteration}})
+        (folder_of(tmp_path, iteration) / stored.RUN_CONFIG).write_text(text)
+    assert stored.read_run_config(tmp_path)["training"]["seed"] == 4
+    assert stored.read_run_config(tmp_path, 2)["training"]["seed"] == 2
+    (folder_of(tmp_path, 2) / stored.RUN_CONFIG).unlink()
+    with pytest.raises(CheckpointError, match="so `--use-checkpoint-args` has nothing to read"):
+        stored.read_run_config(tmp_path, 2)
+    (tmp_path / "empty").mkdir()
+    for root, text in (("empty", "holds no checkpoint"), ("none", "is no folder")):
+        with pytest.raises(CheckpointError, match=text):
+            stored.read_run_config(tmp_path / root)
+
+
+def test_weights_of_another_flag_are_refused_under_its_name(tmp_path: Path) -> None:
+    stored.check_weights("--teacher-checkpoint", None)
+    write(tmp_path / "run", 2)
+    stored.check_weights("--teacher-checkpoint", str(tmp_path / "run"))
+    with pytest.raises(CheckpointError, match=r"^`--teacher-checkpoint` \(.*/none\) holds no"):
+        stored.check_weights("--teacher-checkpoint", str(tmp_path / "none"))
+    with pytest.raises(CheckpointError, match="leaves the weights to a checkpoint, but there is"):
+        stored.check_start(CheckpointConfig(), initializes=False)
+    stored.check_start(CheckpointConfig(), initializes=True)
+    stored.check_start(CheckpointConfig(load=str(tmp_path / "run")), initializes=False)

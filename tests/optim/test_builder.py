@@ -210,3 +210,15 @@ def test_moments_in_16_bits_go_on_in_another_layout(tmp_path: Path) -> None:
     wide = [word for word in words if word not in IN_16_BITS]
     rows = train([*wide, "--load", str(first)], tmp_path / "wide", ranks=2)
     assert rows[-2]["lm loss"] == whole[-2]["lm loss"]
+
+
+def test_only_an_adam_that_cannot_skip_on_the_device_is_replaced() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    theirs = FusedAdam([weight], 0.1, 0.2, (0.9, 0.99), 1e-8, adam_w_mode=True)
+    for inner, kind in ((theirs, FusedAdamOfTorch), (CountedAdam([weight]), CountedAdam)):
+        part: Any = SimpleNamespace(optimizer=inner)
+        builder.take_torchs_adam(part, (SINGLE, SINGLE), None)
+        assert type(part.optimizer) is kind
+    empty: Any = SimpleNamespace(optimizer=None)
+    builder.take_torchs_adam(empty, (HALF, HALF), None)
+    assert empty.optimizer is None
