@@ -392,6 +392,7 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+        assert self.now < 1000, "it waits for ever"
 
 
 class Scripted:
@@ -638,12 +639,22 @@ def test_a_save_that_cannot_begin_on_one_rank_leaves_memory_for_the_next(
         assert saves.look_at_newest() == (False, True)
 
 
-def test_results_are_those_of_the_ranks_in_order(tmp_path: Path) -> None:
+def test_results_are_those_of_the_ranks_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = helper.Job(1, 5, 0, 12, "", str(tmp_path), 1.0, CheckpointConfig())
     job.folder.mkdir()
     for rank in range(12):
         (job.folder / f"__{rank}.result").write_bytes(pickle.dumps((rank, {})))
     assert [written for written, _ in helper._results(job)] == list(range(12))
+    (job.folder / "__4.result").rename(tmp_path / "kept")
+    clock = Clock()
+    with monkeypatch.context() as patch:
+        patch.setattr(helper, "time", clock)
+        with pytest.raises(CheckpointError, match="has nothing of rank 4 after 10 seconds"):
+            helper._results(dataclasses.replace(job, seconds=10))
+    assert 20 < clock.now < 21  # The time begins anew as long as files grow.
+    (tmp_path / "kept").rename(job.folder / "__4.result")
     (job.folder / "__11.failed").touch()
     (job.folder / "__11.result").unlink()
     with pytest.raises(CheckpointError, match="rank 11 could not write .*: it could not even say"):

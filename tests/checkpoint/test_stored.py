@@ -143,6 +143,10 @@ def test_other_weights_and_local_snapshots_stand_in_for_a_missing_checkpoint(
     write(base, 4)
     config = CheckpointConfig(load=empty, pretrained_checkpoint=str(base), finetune=True)
     assert find(config) == CheckpointRef(base, 4, weights_only=True)
+    nothing = str(tmp_path / "nothing")
+    config = CheckpointConfig(load=empty, pretrained_checkpoint=nothing, finetune=True)
+    with pytest.raises(CheckpointError, match=r"^`--pretrained-checkpoint` .* holds no"):
+        find(config)
     config = CheckpointConfig(load=empty, non_persistent_local_ckpt_dir=str(tmp_path / "local"))
     assert find(config) is None
     (note,) = load_notes(config)
