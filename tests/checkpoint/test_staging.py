@@ -1,4 +1,4 @@
-"""What is copied from and to an address, in which order, and by which process."""
+"""Copies from and to an address: which ones, in which order, and by which process."""
 
 from pathlib import Path
 from typing import Any

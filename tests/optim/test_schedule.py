@@ -260,7 +260,16 @@ def test_a_weight_decay_that_grows_goes_on_from_its_value(style: str, at: int) -
 BY_SAMPLES = without(without(TINY, "--lr-warmup-iters"), "--lr-decay-iters")
 
 
-def test_lengths_of_each_phase_by_samples() -> None:
+def test_lengths_of_each_phase_by_samples_and_by_steps() -> None:
+    words = "--train-iters 30 --lr-decay-iters 20 --lr-warmup-iters 3"
+    words += " --lr-decay-style WSD --lr-wsd-decay-iters 5"
+    config = config_of([*BY_SAMPLES, *mock_data(), *words.split()])
+    assert schedule.schedule_lengths(config) == {
+        "lr_warmup_steps": 3 * 16,
+        "lr_decay_steps": 20 * 16,
+        "wd_incr_steps": 30 * 16,
+        schedule.WSD: 5 * 16,
+    }
     words = "--train-samples 480 --lr-decay-samples 320 --lr-warmup-samples 48"
     words += " --lr-decay-style WSD --lr-wsd-decay-samples 80"
     config = config_of([*BY_SAMPLES, *mock_data(), *words.split()])

@@ -329,7 +329,7 @@ def test_the_hooks_that_gather_parameters_return_to_what_they_were() -> None:
 
 
 def test_a_long_gradient_has_the_norm_of_all_its_elements() -> None:
-    """Their squares are summed in blocks of 1024 elements, and those that are left."""
+    """Squares are summed in blocks of 1024 elements, and the rest after them."""
     for size in (1, 1023, 1024, 1025, 3000):
         gradient = torch.arange(1.0, size + 1)
         wanted = size * (size + 1) * (2 * size + 1) / 6
