@@ -219,6 +219,9 @@ def test_only_an_adam_that_cannot_skip_on_the_device_is_replaced() -> None:
         part: Any = SimpleNamespace(optimizer=inner)
         builder.take_torchs_adam(part, (SINGLE, SINGLE), None)
         assert type(part.optimizer) is kind
+        # Settings that the other Adam has no use for have torch's defaults.
+        (group,) = part.optimizer.param_groups
+        assert (group["lr"], group["amsgrad"]) == (inner.defaults["lr"], False)
     empty: Any = SimpleNamespace(optimizer=None)
     builder.take_torchs_adam(empty, (HALF, HALF), None)
     assert empty.optimizer is None
