@@ -9,7 +9,7 @@ import yaml
 
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig
 from megatron_ext.config.flags import COUNT, changed, must_divide
-from megatron_ext.config.inapplicable import answer_to, by_flag, without
+from megatron_ext.config.inapplicable import answer_to, by_flag, names_of, without
 from megatron_ext.config.layers import (
     layers_with_experts,
     layers_without_rope,
@@ -366,3 +366,11 @@ def test_latent_attention_scales_scores_by_its_keys_and_lengths() -> None:
     assert "multi_latent_attention" not in LatentAttentionConfig().unused_fields()
     assert "q_lora_rank" in LatentAttentionConfig().unused_fields()
     assert latent.unused_fields() == frozenset()
+
+
+def test_flags_of_a_section_are_named_with_their_negative_spellings() -> None:
+    names = names_of(TrainingConfig).split()
+    assert {"calculate-per-token-loss", "no-calculate-per-token-loss"} <= set(names)
+    left = names_of(TrainingConfig, but=["calculate_per_token_loss"]).split()
+    assert "seed" in left
+    assert not [name for name in left if name.endswith("calculate-per-token-loss")]
