@@ -302,7 +302,7 @@ def test_rows_are_those_of_a_run(folder: Path, tmp_path: Path, batching: str) ->
     [
         "--rampup-batch-size 4 4 8 --reset-position-ids --reset-attention-mask --eod-mask-loss "
         "--mtp-num-layers 1 --loss-reduction sample",
-        "--dataloader-type cyclic",
+        "--dataloader-type cyclic --micro-batch-size 2",
     ],
 )
 def test_the_rows_are_those_of_a_run_on_a_blend(tmp_path: Path, more: str) -> None:
@@ -323,3 +323,5 @@ def test_the_rows_are_those_of_a_run_on_a_blend(tmp_path: Path, more: str) -> No
     for row in (row for step in steps for row in step.rows):
         high = bool((row.tokens[row.tokens < 500] >= 100).all())
         assert row.provenance.source == str(tmp_path / ("two" if high else "one"))
+    for step in steps:
+        assert len({row.provenance.sample for row in step.rows}) == len(step.rows)
