@@ -2,6 +2,8 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -146,3 +148,18 @@ def test_each_micro_batch_has_messages_of_its_own_shape(schedule: str, chunks: i
     """There are two pipelines, of the ranks 0 and 2, and of 1 and 3."""
     layout = replace(layout_of(schedule, 2, chunks), world_size=4)
     run_on_ranks(check_lengths, layout, {"schedule": schedule})
+
+
+@pytest.mark.parametrize("name", ["variable_seq_lengths", "mtp_standalone", ""])
+def test_messages_whose_size_the_receiver_cannot_know_tell_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage with nothing but multi-token prediction sends the states of all depths."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    flags = {"variable_seq_lengths": False, "mtp_standalone": False, "pipeline_dtype": None}
+    config: Any = SimpleNamespace(**{**flags, name: True})
+    context: Any = SimpleNamespace(
+        pp_rank=0, pipeline_ranks=[0, 1], recorder=None, pipeline_channels=()
+    )
+    channels = Channels(config, context, plan_of("1f1b", 2, 2), (3, 1, 2))
+    assert channels.shape == (None if name else (3, 1, 2))

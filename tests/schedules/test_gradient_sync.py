@@ -91,9 +91,12 @@ def _compare(context: ParallelContext, words: str, *, in_place: bool = False) ->
 class FakeChunk:
     """Notes what is asked of a model chunk with two buckets, one of them of experts."""
 
-    params_with_grad: tuple[Tensor, ...] = ()
-
     def __init__(self, number: int, events: list[str]) -> None:
+        # A weight that no product of this step touches still has the gradient of the last one.
+        idle = torch.nn.Parameter(torch.zeros(2))
+        idle.main_grad = torch.ones(2)  # type: ignore[attr-defined]
+        idle.overwrite_main_grad = True  # type: ignore[attr-defined]
+        self.params_with_grad = [idle]
         self.number = number
         self.events = events
         self.bucket_groups = [self.bucket("dense")]
@@ -174,8 +177,22 @@ def test_weights_are_gathered_a_chunk_ahead() -> None:
 
 def test_an_incomplete_count_of_the_first_step_is_forgotten() -> None:
     _, (chunk,) = synced("1f1b", 0, 1, aligned=False)
+    assert not chunk.params_with_grad[0].main_grad.any()  # type: ignore[attr-defined]
     buckets = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
     assert [bucket.per_param_grad_ready_counts for bucket in buckets] == [{}, {}]
+    # Counts of later steps, and complete ones, are those that megatron-core expects.
+    plan = build_plan("1f1b", pipeline_size=2, num_microbatches=2)
+    hooks: Any = SimpleNamespace(
+        no_sync_func=chunk.no_sync, grad_sync_func=None, param_sync_func=None
+    )
+    buckets[0].is_first_batch = False
+    buckets[1].params = ["a"]
+    for bucket in buckets:
+        bucket.per_param_grad_ready_counts = {"a": 1}
+    sync = GradientSync([chunk], hooks, plan.ranks[0], plan.placement)
+    last = [action for action in plan.ranks[0] if action.kind is Kind.BACKWARD][-1]
+    sync.computed(last)
+    assert [bucket.per_param_grad_ready_counts for bucket in buckets] == [{"a": 1}] * 2
 
 
 @ranks(dp=2)

@@ -1,25 +1,44 @@
 """Starts of a run, its ends by a signal or by the clock, and warnings that are known."""
 
+import dataclasses
 import logging
 import os
 import signal
 import threading
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_ext import device as devices
 from megatron_ext.checkpoint.files import read_tracker
+from megatron_ext.errors import CheckpointError, ConfigError, DataError, MegatronExtError
 from megatron_ext.text.task import GPT, TEXT
+from megatron_ext.train import main as module
 from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL, EXIT_CODE_USER_ERROR
-from megatron_ext.train.main import LOGGED, main, silence_known_warnings
+from megatron_ext.train.exit_signal import ExitSignal
+from megatron_ext.train.launch import Launch
+from megatron_ext.train.main import (
+    LOGGED,
+    check_folders,
+    main,
+    preflight,
+    pretrain,
+    silence_known_warnings,
+    splits_layers,
+    stored_config,
+)
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.run import StopRequests
+from megatron_ext.train.supervision import Supervision
 from tests import training_runs
 from tests.ranks import ParallelContext, ranks
+from tests.training_runs import config_of
 
 FLAGS = [*training_runs.TINY, *training_runs.mock_data(), "--train-iters", "500"]
 
@@ -194,3 +213,242 @@ def test_all_that_is_missing_is_told_together(
     assert len(shown) == len(expected), shown
     for part, line in zip(expected, shown, strict=True):
         assert part in line
+
+
+def words_of(**sections: dict[str, object]) -> Any:
+    return SimpleNamespace(values=sections)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "expected"),
+    [
+        ({}, None, False),
+        ({"tensor_model_parallel_size": 2}, None, True),
+        ({}, {"parallel": {"context_parallel_size": 2}}, True),
+        ({"context_parallel_size": 1}, {"parallel": {"context_parallel_size": 2}}, False),
+        ({"tensor_model_parallel_size": None}, {"parallel": {}}, False),
+        ({"pipeline_model_parallel_size": 2}, None, False),
+    ],
+)
+def test_flags_and_the_checkpoint_say_whether_layers_are_split(
+    given: dict[str, object], stored: dict[str, Any] | None, expected: bool
+) -> None:
+    assert splits_layers(words_of(parallel=given), stored) is expected
+
+
+def test_the_configuration_comes_from_the_step_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(module, "fetched", lambda *given: given)
+    monkeypatch.setattr(module, "root_of", lambda place: (place, "root"))
+    monkeypatch.setattr(module, "read_run_config", lambda *given: read.append(given) or {"a": 1})
+    use = {"use_checkpoint_args": True}
+    both = {"load": "l", "pretrained_checkpoint": "p"}
+    assert stored_config(words_of(checkpoint={**both})) is None
+    assert stored_config(words_of(checkpoint=use)) is None
+    assert stored_config(words_of(checkpoint={**use, **both, "ckpt_step": 5})) == {"a": 1}
+    assert stored_config(words_of(checkpoint={**use, "load": "l"})) == {"a": 1}
+    assert stored_config(words_of(checkpoint={**use, "pretrained_checkpoint": "p"})) == {"a": 1}
+    assert read == [
+        (("--load", "l", 5), 5),
+        (("--load", "l", None), None),
+        (("--pretrained-checkpoint", "p"), "root"),
+    ]
+
+
+def test_each_folder_that_is_not_writable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "write_error", lambda flag, folder: f"{flag} ({folder}) is odd.")
+    logs: Any = SimpleNamespace(tensorboard_dir="t", wandb_project="p", wandb_save_dir="w")
+    checkpoint: Any = SimpleNamespace(save="s")
+    with pytest.raises(ConfigError) as caught:
+        check_folders(logs, checkpoint)
+    three = ["--save (s) is odd.", "--tensorboard-dir (t) is odd.", "--wandb-save-dir (w) is odd."]
+    assert caught.value.messages == tuple(three)
+    # Without a project nothing is written there.
+    logs.wandb_project = logs.tensorboard_dir = checkpoint.save = ""
+    check_folders(logs, checkpoint)
+
+
+class Steps:
+    """Stands in for the parts of a rank's run, and notes in which order they come."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *words: str, code: int | None) -> None:
+        self.events: list[Any] = []
+        self.code = code
+        self.error: Exception | None = None
+        self.tp = 1
+        self.config = config_of([*TRAIN, *words])
+        note = self.events.append
+        self.context = SimpleNamespace(
+            rank=0,
+            pgs=SimpleNamespace(tp=SimpleNamespace(size=lambda: self.tp)),
+            abort=lambda: note("abort"),
+            destroy=lambda: note("destroy"),
+        )
+        self.run = SimpleNamespace(
+            chunks=[],
+            progress=SimpleNamespace(iteration=0),
+            num_iterations=2,
+            finish_saves=lambda: note("finish saves"),
+            stores=[SimpleNamespace(remove=lambda: note("remove"))],
+        )
+        self.groups: dict[str, Any] = {}
+        self.built: dict[str, Any] = {}
+        recorder = SimpleNamespace(close=lambda: note("close"))
+        for name, stand_in in {
+            "open_recorder": lambda: recorder,
+            "init_groups": self.init_groups,
+            "seed_everything": lambda *_, **__: None,
+            "compile_nothing": lambda: note("compile nothing"),
+            "compile_alike": lambda: note("compile alike"),
+            "tell_bus_errors": lambda: None,
+            "build_run": self.build_run,
+            "build_reporters": lambda *_, **__: nullcontext(),
+            "train": self.train,
+            "evaluate_at_end": lambda run: note("evaluate"),
+            "supervision_of": lambda config: Supervision(),
+        }.items():
+            monkeypatch.setattr(module, name, stand_in)
+        monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: note("deterministic"))
+
+    def init_groups(self, layout: Any, device: Any, **named: Any) -> Any:
+        self.groups = named
+        return self.context
+
+    def build_run(self, *_: Any, **named: Any) -> Any:
+        self.built = named
+        return self.run
+
+    def train(self, run: Any) -> int | None:
+        self.events.append("train")
+        if self.error is not None:
+            raise self.error
+        return self.code
+
+    def start(self, **options: Any) -> int:
+        device: Any = SimpleNamespace(activate=lambda rank: "cpu")
+        options.setdefault("exit_signal", ExitSignal(None))
+        return pretrain(GPT, self.config, device=device, assets=None, **options)
+
+
+TRAIN = [*training_runs.TINY, *training_runs.mock_data(), *"--train-iters 2".split()]
+TRAIN = [*training_runs.without(TRAIN, "--eval-iters"), *"--eval-iters 1".split()]
+END = ["finish saves", "remove", "close", "destroy"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "events"),
+    [
+        ("", None, ["train", "evaluate", *END]),
+        # A run that ends early does not evaluate, whatever its code.
+        ("", 0, ["train", *END]),
+        ("", 7, ["train", *END]),
+        ("--skip-train", None, ["evaluate", *END]),
+        ("--deterministic-mode", None, ["deterministic", "train", "evaluate", *END]),
+    ],
+)
+def test_a_rank_trains_evaluates_and_waits_for_its_saves(
+    words: str, code: int | None, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, *words.split(), code=code)
+    launched = Launch(77.0, ends_itself=True)
+    assert steps.start(launched=launched) == (code or 0)
+    assert [event for event in steps.events if event != "compile nothing"] == events
+    assert steps.built["started"] == 77.0
+    steps.start()
+    assert steps.built["started"] is None
+
+
+def test_a_rank_with_work_of_its_own_does_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, code=None)
+    steps.config = dataclasses.replace(
+        steps.config,
+        parallel=dataclasses.replace(steps.config.parallel, distributed_timeout_minutes=3),
+    )
+    assert steps.start(work=lambda run: 5) == 5
+    assert [event for event in steps.events if event != "compile nothing"] == END
+    assert steps.groups["timeout_minutes"] == 3
+
+
+def test_a_rank_that_fails_stops_its_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, code=None)
+    steps.error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        steps.start()
+    assert steps.events[-3:] == ["train", "abort", "destroy"]
+
+
+@pytest.mark.parametrize(
+    ("compiles", "tp", "sequence", "expected"),
+    [
+        (False, 2, False, ["compile nothing"]),
+        (True, 1, False, []),
+        (True, 2, False, ["compile alike"]),
+        (True, 2, True, []),
+    ],
+)
+def test_layers_without_sequence_parallelism_are_compiled_alike(
+    compiles: bool, tp: int, sequence: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, code=0)
+    config = steps.config
+    steps.config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, compile=compiles),
+        parallel=dataclasses.replace(config.parallel, sequence_parallel=sequence),
+    )
+    steps.tp = tp
+    steps.start()
+    assert [event for event in steps.events if str(event).startswith("compile")] == expected
+
+
+@pytest.mark.parametrize(
+    ("used", "initializes", "start", "resume"),
+    [
+        (False, True, False, False),
+        (True, True, True, True),
+        # Weights that are not initialized must come from somewhere.
+        (False, False, True, False),
+    ],
+)
+def test_what_is_checked_before_a_run_starts(
+    used: bool, initializes: bool, start: bool, resume: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(module, "check_folders", lambda *_: events.append("folders"))
+    monkeypatch.setattr(module, "check_start", lambda *_, **__: events.append("start"))
+    monkeypatch.setattr(module, "check_resume", lambda config: events.append("resume"))
+    config: Any = SimpleNamespace(
+        planning=SimpleNamespace(dry_run=False),
+        logging=None,
+        checkpoint=SimpleNamespace(is_used=used),
+        model=SimpleNamespace(perform_initialization=initializes),
+        loss=SimpleNamespace(loss=None),
+    )
+    assert preflight(config, lambda config: (config, "assets")) == (config, "assets")
+    assert events == ["folders", *["start"] * start, *["resume"] * resume]
+
+
+def test_one_error_keeps_its_class_and_several_are_told_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config: Any = SimpleNamespace(
+        planning=SimpleNamespace(dry_run=True),
+        checkpoint=SimpleNamespace(is_used=True),
+        model=SimpleNamespace(perform_initialization=True),
+        loss=SimpleNamespace(loss=None),
+    )
+
+    def fail(error: MegatronExtError) -> Any:
+        raise error
+
+    monkeypatch.setattr(module, "check_start", lambda *_, **__: None)
+    with pytest.raises(DataError, match=r"^no data$"):
+        preflight(config, lambda config: fail(DataError("no data")))
+    monkeypatch.setattr(
+        module, "check_start", lambda *_, **__: fail(CheckpointError("no checkpoint"))
+    )
+    with pytest.raises(ConfigError) as caught:
+        preflight(config, lambda config: fail(DataError(["no data", "no words"])))
+    assert caught.value.messages == ("no checkpoint", "no data", "no words")
