@@ -60,6 +60,30 @@ def test_a_rank_that_failed_by_itself_decides_after_those_that_waited_for_it(
     assert forwarder.sent == [signal.SIGTERM, signal.SIGKILL]
 
 
+def test_ranks_that_end_after_one_did_not_answer_do_not_decide(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "is_stopped", lambda pid: pid == 52)
+    forwarder = Forwarder()
+    forwarder.children.update({52: 2, 51: 1})
+    supervisor = Supervisor(forwarder, 10)
+    supervisor._ended(0, EXIT_CODE_NO_ANSWER)
+    clock[0] += 1.9
+    supervisor._look(clock[0])
+    assert forwarder.sent == []
+    clock[0] += 0.2
+    supervisor._look(clock[0])
+    assert forwarder.sent == [signal.SIGTERM]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("[rank 1] does not answer: ")
+    assert second.startswith("[rank 2] has been stopped by a signal: ")
+    supervisor._ended(1, -signal.SIGTERM)
+    assert supervisor._code == EXIT_CODE_NO_ANSWER
+    clock[0] += 0.6
+    supervisor._look(clock[0])
+    assert forwarder.sent == [signal.SIGTERM, signal.SIGKILL]
+
+
 def test_ranks_that_have_saved_give_the_others_a_minute(clock: list[float]) -> None:
     forwarder = Forwarder(signal.SIGTERM)
     supervisor = Supervisor(forwarder, 10)

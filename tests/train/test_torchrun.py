@@ -72,6 +72,7 @@ def test_the_first_rank_that_failed_by_itself_decides(
         (signal.SIGTERM, {0, 143}, [], 0),
         (signal.SIGTERM, {143, 125}, [], 143),
         (signal.SIGTERM, {121}, [], 143),
+        (signal.SIGINT, {121}, [], 143),
         (signal.SIGTERM, {125}, [], 125),
         (signal.SIGTERM, set(), ["train.py", "--exit-signal-handler"], 125),
         (signal.SIGTERM, set(), [], 143),
