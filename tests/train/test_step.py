@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext import core
 from megatron_ext.data.batch import Batch
 from megatron_ext.losses.contract import StepCounts
 from megatron_ext.parallel.context import ParallelContext
@@ -21,6 +22,7 @@ from megatron_ext.train.step import (
     means_of,
     reduce_reports,
     reduce_step,
+    take_auxiliary_losses,
 )
 from tests.ranks import ranks
 
@@ -403,3 +405,52 @@ def test_the_losses_of_routers_count_as_one_target_each(monkeypatch: pytest.Monk
     assert {name: float(x) for name, x in found.counts.items()} == {"lm loss": 4.0, "z_loss": 1.0}
     assert (numbers, advanced) == ([3], [12])
     assert found.update is found.model_update is update
+
+
+@ranks(pp=2)
+def test_losses_of_routers_are_means_over_the_layers_of_all_stages(
+    context: ParallelContext,
+) -> None:
+    """The second stage has no routers, and has logged nothing."""
+    config: Any = SimpleNamespace(
+        num_layers=2,
+        mtp_num_layers=None,
+        num_moe_experts=4,
+        moe_layer_freq=1,
+        moe_router_load_balancing_type=["aux_loss", "sinkhorn"],
+        moe_z_loss_coeff=0.1,
+    )
+    core.take_auxiliary_losses()
+    if context.pp_rank == 0:
+        for layer, loss in ((1, 3.0), (2, 9.0), (2, 6.0)):
+            router: Any = SimpleNamespace(config=config, layer_number=layer)
+            core.log_auxiliary_loss(router, "load_balancing_loss", torch.tensor(loss))
+            core.log_auxiliary_loss(router, "z_loss", torch.tensor(2 * loss))
+    found = take_auxiliary_losses(config, context, 3)
+    # A sum of 18 over two layers and three micro-batches.
+    assert {name: float(x) for name, x in found.items()} == {
+        "load_balancing_loss": 3.0,
+        "z_loss": 6.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("experts", "of_task", "scales"), [(None, False, False), (4, False, True), (None, True, True)]
+)
+def test_which_runs_scale_auxiliary_losses(
+    experts: int | None, of_task: bool, scales: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "StepGradients", lambda chunks: None)
+    config: Any = SimpleNamespace(
+        fp8=SimpleNamespace(fp8_format=None),
+        parallel=SimpleNamespace(pipeline_schedule="core-1f1b"),
+        optimizer=SimpleNamespace(shards_gradients=False),
+        training=SimpleNamespace(batch_sizes=(2, 8)),
+    )
+    task: Any = SimpleNamespace(forward_step=None, auxiliary_losses=of_task)
+    hooks: Any = SimpleNamespace(auxiliary_scale="scale", num_moe_experts=experts)
+    chunks: Any = [torch.nn.Linear(1, 1)]
+    context: Any = None
+    runner = StepRunner(config, task, context, hooks, chunks, None, None)
+    assert runner._has_auxiliary_losses is scales
+    assert (runner.engine, runner.trained_chunks, runner.schedules) == (None, chunks, [])
