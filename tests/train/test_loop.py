@@ -31,6 +31,7 @@ FEATURES = {
     "--check-invariants 2 --manual-gc": ["Invariants", "GarbageCollection"],
     "--exit-interval 3 --on-spike log": ["Spikes", "StopConditions"],
     "--check-state-interval 2 --profile": ["StepProfiler", "RestingState"],
+    "--profile --profile-ranks 1": [],
 }
 """By flags, the callbacks that they need besides `NonFinite`."""
 
@@ -302,9 +303,13 @@ def looped(
 ) -> tuple[int | None, Any]:
     """Return what the loop returns for steps that do nothing, and its run with the events."""
     events: list[str] = []
+    pauses: list[float] = []
     progress = Progress()
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     def save(superseded: Any, *, is_last: bool) -> bool:
+        now[0] += 3.0
         events.append(f"save {progress.iteration}" + " at the end" * is_last)
         return True
 
@@ -317,6 +322,7 @@ def looped(
     checkpoint = SimpleNamespace(save="here", save_interval=None, keep_best=None)
     run: Any = SimpleNamespace(
         events=events,
+        pauses=pauses,
         progress=progress,
         num_iterations=3,
         saved_at=0,
@@ -338,7 +344,7 @@ def looped(
     metrics = SimpleNamespace(
         settle=lambda: events.append("settled"),
         report_if_due=lambda: None,
-        pause=lambda seconds: None,
+        pause=pauses.append,
     )
     monkeypatch.setattr(loop, "IntervalMetrics", lambda run: metrics)
     return loop.train(run), run
@@ -363,6 +369,8 @@ def test_a_decision_saves_or_ends_a_run_after_its_step(monkeypatch: pytest.Monke
     saved = [["updated 1", "settled", "save 1", "after save 1"]]
     saved.append(["updated 2", "settled", "save 2", "after save 2"])
     assert run.events == [*saved[0], *saved[1], "end"]
+    # The time of a save is none of the step's.
+    assert run.pauses == [3.0, 3.0]
     assert run.reporters.reason == "the clock"
     assert run.reporters.said == ["exiting at iteration 2 (the clock)"]
 

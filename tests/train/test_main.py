@@ -26,6 +26,7 @@ from megatron_ext.train.launch import Launch
 from megatron_ext.train.main import (
     LOGGED,
     check_folders,
+    input_errors,
     main,
     preflight,
     pretrain,
@@ -452,3 +453,56 @@ def test_one_error_keeps_its_class_and_several_are_told_together(
     with pytest.raises(ConfigError) as caught:
         preflight(config, lambda config: fail(DataError(["no data", "no words"])))
     assert caught.value.messages == ("no checkpoint", "no data", "no words")
+
+
+@pytest.mark.parametrize(("rank", "fits", "code", "prints"), [
+    ("0", True, 0, 1), ("0", False, 1, 1), ("1", False, 0, 0),
+])  # fmt: skip
+def test_the_first_rank_alone_prints_a_plan(
+    rank: str, fits: bool, code: int, prints: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: list[Any] = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(
+        "megatron_ext.planning.report.print_plan", lambda *given: printed.append(given) or fits
+    )
+    assert main(GPT, [*TRAIN, "--dry-run"]) == code
+    assert len(printed) == prints
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_program_with_work_of_its_own_loses_nothing(
+    works: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(_: Any, *, tell: Any, **named: Any) -> int:
+        capsys.readouterr()
+        tell(130)
+        return 130
+
+    monkeypatch.setattr(module, "launch", launch)
+    work: Any = (lambda run: 0) if works else None
+    assert main(GPT, [*TRAIN, "--nproc-per-node", "1"], work=work) == 130
+    said = capsys.readouterr().err
+    assert (said == "interrupted\n") is works
+    assert said.startswith("interrupted")
+
+
+@pytest.mark.parametrize(
+    ("used", "addresses", "looks"),
+    [(True, [], True), (True, ["s3://b"], False), (False, [], False)],
+)
+def test_a_checkpoint_elsewhere_is_not_looked_for_here(
+    used: bool, addresses: list[str], looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find", lambda checkpoint: refuse_all("no checkpoint"))
+    checkpoint = SimpleNamespace(is_used=used, addresses=addresses)
+    config: Any = SimpleNamespace(
+        checkpoint=SimpleNamespace(resolved=lambda: checkpoint), loss=SimpleNamespace(loss=None)
+    )
+    task: Any = SimpleNamespace(inputs=lambda config: [lambda: refuse_all("no data")])
+    assert input_errors(task, config) == [*["no checkpoint"] * looks, "no data"]
+
+
+def refuse_all(sentence: str) -> None:
+    raise CheckpointError(sentence)

@@ -95,6 +95,8 @@ def test_how_many_samples_an_evaluation_has(context: ParallelContext) -> None:
     length = 37 if context.rank == 0 else None
     whole: Any = SimpleNamespace(plan=None, whole_epochs=True, num_samples=length)
     assert run.evaluation_samples(whole) == 37
+    whole.num_samples = 37  # on both ranks now
+    assert run.evaluation_samples(whole) == 37
     part: Any = SimpleNamespace(plan=None, whole_epochs=False, num_samples=length)
     assert run.evaluation_samples(part) == 48
     planned: Any = SimpleNamespace(plan=SimpleNamespace(steps_per_epoch=5))
@@ -174,3 +176,14 @@ def test_each_parameter_is_counted_once_on_several_ranks(context: ParallelContex
                     parameter.fill_(1.0)
         run.parameter_gather = SimpleNamespace(paused=nullcontext)  # type: ignore[assignment]
         assert run.params_norm() == pytest.approx(math.sqrt(total), rel=1e-12)
+
+
+@ranks(dp=2, ep=2)
+def test_experts_are_counted_once_on_ranks_that_share_them_out(context: ParallelContext) -> None:
+    layout = "--expert-model-parallel-size 2"
+    run = build([*SIZES, *EXPERTS.split(), *layout.split()], context)
+    h, ffn, vocabulary = 64, 172, 2048
+    attention = h * (h + 2 * 32) + h * h + 2 * h
+    total = 2 * vocabulary * h + h + 2 * (attention + 4 * h + 4 * 3 * h * ffn)
+    found, trained, largest = count_parameters(run.chunks, context)
+    assert (found, trained, largest) == (total, total, total - 2 * 2 * 3 * h * ffn)

@@ -190,11 +190,33 @@ def test_a_save_in_the_background_is_looked_at_in_steps_that_double(tmp_path: Pa
     # A save that follows a late failure keeps the long pause, counted from then.
     assert due(1) == []
     saves.save(works, 41, is_last=False)
-    background.newest = (False, False)
-    assert due(40) == []
+    background.num_failed = 2
+    assert due(40) == [32]
     saves.save(works, 90, is_last=False)
+    background.newest = (False, False)
+    assert due(70) == []
+    # A save without a failure before it ends the long pauses.
+    saves.save(works, 170, is_last=False)
     background.newest = (False, True)
-    assert due(1) == [1]
+    assert due(2) == [1]
+
+
+def test_pauses_begin_anew_after_a_save_that_has_worked(tmp_path: Path) -> None:
+    faults = [True, True, False, True]
+
+    def write(*, waits: bool) -> None:
+        if faults.pop(0):
+            raise CheckpointError("full")
+
+    saves = Saves(str(tmp_path), 0, tolerant=True)
+    saves.save(write, 1, is_last=False)
+    assert saves.must_repeat()
+    saves.save(write, 2, is_last=False)
+    assert [saves.must_repeat() for _ in range(2)] == [False, True]
+    saves.save(write, 4, is_last=False)
+    assert not saves.must_repeat()
+    saves.save(write, 8, is_last=False)
+    assert [saves.must_repeat() for _ in range(2)] == [False, True]
 
 
 def test_the_events_of_saves_in_the_background_hold_both_of_their_times(

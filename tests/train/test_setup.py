@@ -94,9 +94,12 @@ def test_splits_that_no_rank_has_are_left_out(monkeypatch: pytest.MonkeyPatch) -
     assert attached.attach() == ["train from 0"]
     assert attached.run.valid_sources == attached.run.test_sources == []
     # This rank reads nothing, but another one does.
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda found, op: found.fill_(1))
     elsewhere = Attached(monkeypatch, missing=("valid", "test"))
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda found, op: found.fill_(1))
+
+    def with_another(found: torch.Tensor, op: Any) -> None:
+        found.fill_(max(int(found), 1) if op == torch.distributed.ReduceOp.MAX else 0)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", with_another)
     assert elsewhere.attach() == ["train from 0", "None from 0", "None from 0"]
     several = Attached(monkeypatch)
     several.datasets.valid = ["a", "b"]
