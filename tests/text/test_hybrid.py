@@ -111,6 +111,7 @@ def test_a_release_without_hybrid_model_is_named() -> None:
         ("*-x --num-layers 2 --pipeline-model-parallel-size 2", "has x, which is no layer;"),
         ("**--", "must be pairs of *- or *E in each stage, which are the layers of a GPT;"),
         ("*|-*-", "must be pairs of *- or *E in each stage"),
+        ("*-*-/*-/*E", "must have depths of multi-token prediction like its last layers (*-);"),
         ("*-*-/*E", "must have depths of multi-token prediction like its last layers (*-);"),
         ("*-*- --num-layers 3", "has 4 layers, or 2 with attention and MLP as one, but "
          "`--num-layers` is 3; leave it out."),

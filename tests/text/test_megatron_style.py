@@ -387,14 +387,14 @@ def test_a_provider_gets_the_arguments_that_it_takes(monkeypatch: pytest.MonkeyP
     stage: dict[str, Any] = {"pre_process": True, "post_process": False, "vp_stage": 1}
     whole = {**stage, "config": core_config, "pg_collection": context.pgs}
 
-    def few(pre_process: bool, config: Any) -> Any:
-        return pre_process, config
+    def few(pre_process: bool, config: Any, vp_stage: int | None = None) -> Any:
+        return pre_process, config, vp_stage
 
     def all_of(**given: Any) -> Any:
         return given
 
     given = (config, core_config, context)
-    assert megatron_style._model_chunk(few, *given, **stage) == (True, core_config)
+    assert megatron_style._model_chunk(few, *given, **stage) == (True, core_config, 1)
     assert megatron_style._model_chunk(all_of, *given, **stage) == whole
     args = get_args()
     assert (args.seed, args.rank, args.params_dtype) == (77, 3, torch.bfloat16)

@@ -183,7 +183,7 @@ def folders_of(
         chunks=[],
         context=SimpleNamespace(rank=rank),
     )
-    return HuggingFaceFolders.of_run(run), done
+    return HuggingFaceFolders(run), done
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,6 @@ def test_folders_are_written_at_intervals_and_once_at_the_end(
         assert done == [x for step in found for x in ("paused", f"iter_{step:07d}")]
         told = [f"> wrote /hf/iter_{step:07d} (Hugging Face)" for step in found]
         assert capsys.readouterr().out.splitlines() == (told if rank == 0 else [])
-
-
-def test_a_run_without_the_flag_writes_no_folder() -> None:
-    run: Any = SimpleNamespace(config=config_of(SMALL))
-    assert HuggingFaceFolders.of_run(run) is None
 
 
 def test_special_tokens_are_those_within_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +272,6 @@ def test_depths_may_lack_weights_where_they_are_drawn(
     notes = load_initial_weights(config_of(words), nothing, [])
     assert notes == [f"loaded {tmp_path} (Hugging Face)", "a note"]
     assert given == {"may_lack_depths": draws}
-    assert load_initial_weights(config_of(SMALL), nothing, []) is None
 
 
 def test_an_export_reads_what_was_asked_for(tmp_path: Path) -> None:
