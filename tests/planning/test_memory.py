@@ -148,7 +148,7 @@ def test_weights_in_8_bits_have_a_transposed_copy() -> None:
 
 
 def test_a_rank_sends_to_both_neighbours_of_each_of_its_stages() -> None:
-    """Of four stages on two ranks, the first and the last have one neighbour."""
+    """The first and the last of four stages on two ranks have one neighbour."""
     network = GptNetwork.of(configuration(layouts.flags_of("pp2vpp2")))
     boundary = network.boundary
     assert boundary == 128 * 2 * 64 * 4
@@ -235,7 +235,7 @@ def test_the_first_flags_that_fit_a_host_are_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_host_holds_its_own_ranks_of_each_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four ranks in two pipelines of two stages, two may be on another machine."""
+    """Two of four ranks in two pipelines of two stages may be on another machine."""
     config = config_of([*WORDS.split(), *"--pipeline-model-parallel-size 2".split()], ranks=4)
     whole = least(config)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

@@ -117,7 +117,7 @@ def test_depths_are_the_layers_after_the_last_one(tmp_path: Path) -> None:
 def test_padding_of_the_vocabulary_is_zero_on_the_ranks_that_hold_it(
     context: ParallelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 384 rows, the second rank has 192 to 384, and the model has 300.
+    """The second rank has rows 192 to 384 of 384, and the model has 300.
 
     Files of older releases hold the frequencies of rotary positions too.
     """

@@ -111,7 +111,7 @@ def test_recomputed_attention_comes_back_for_a_moment() -> None:
 
 
 def test_the_largest_matrix_of_attention_is_there_for_a_moment() -> None:
-    """That of queries, keys and values is larger than that of the output."""
+    """The matrix of queries, keys and values is larger than that of the output."""
     wide = llama_network("--kv-channels 256 --num-query-groups 1 --seq-length 8")
     qkv = (N + 2) * 256
     assert wide.attention().transient == 8 * H * 2 + qkv * H * 2
@@ -252,7 +252,7 @@ def test_the_loss_keeps_logits_or_gradients() -> None:
 
 @pytest.mark.parametrize("left", [-1, 0, 1, 5, 30, 31, 32, 40])
 def test_a_window_counts_the_keys_that_it_shows(left: int) -> None:
-    """Of 32 positions, brute force; the exact mean is rounded down to whole multiplications."""
+    """Count the keys of 32 positions; the exact mean is rounded down to whole multiplications."""
     config = llama("--seq-length 32")
     shown = AttentionConfig(window_size=None if left < 0 else (left, 0))
     config = config.with_section(shown)
@@ -501,7 +501,7 @@ def test_learned_positions_are_whole_on_every_rank() -> None:
 
 
 def test_context_parallel_ranks_send_keys_around_or_trade_heads() -> None:
-    """Of 4 ranks, each passes on the keys and values of 3; or it keeps a quarter of all heads."""
+    """Each of 4 ranks passes on the keys and values of 3; or it keeps a quarter of all heads."""
     tokens = S // 4
     for more, key in (("", D), (LATENT, KEY)):
         groups = G if not more else N
@@ -514,7 +514,7 @@ def test_context_parallel_ranks_send_keys_around_or_trade_heads() -> None:
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:
-    """Of 4 ranks with experts: all tokens to all others, or each token twice to three quarters."""
+    """Each of 4 ranks sends all tokens to all others, or each token twice to three quarters."""
     flags = f"{EXPERTS} --expert-model-parallel-size 4 --moe-token-dispatcher-type"
     assert llama_network(f"{flags} allgather")._dispatch() == 2 * 3 * TENSOR
     assert llama_network(f"{flags} alltoall")._dispatch() == 2 * 3 / 4 * 2 * TENSOR

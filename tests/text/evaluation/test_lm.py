@@ -1,4 +1,4 @@
-"""What lm-eval asks of a model class: beginnings, lengths, options, and the flags of its tasks."""
+"""The model class that lm-eval calls: beginnings, lengths, options, and the flags of its tasks."""
 
 from pathlib import Path
 from types import SimpleNamespace
