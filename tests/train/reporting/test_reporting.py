@@ -239,6 +239,8 @@ def test_rows_of_time_stay_with_their_launch(tmp_path: Path) -> None:
         {"kind": "train", "iteration": 4, "launched_at": 100.5},
         {"kind": "launched", "iteration": 0, "launched_at": 90.0},
         {"kind": "ended", "iteration": 2},
+        # Further steps follow, so this one is no longer the evaluation at the end.
+        {"kind": "evaluation", "iteration": 3, "final": True},
     ]
     path = tmp_path / files.METRICS_FILE
 
@@ -756,6 +758,7 @@ def test_steps_whose_data_decides_their_size_say_so() -> None:
 
 def test_the_first_lines_name_experts_and_samples_and_quote_words(tmp_path: Path) -> None:
     more = "--num-experts 4 --expert-model-parallel-size 2 --train-samples 32 --no-load-optim"
+    more += " --no-calculate-per-token-loss"
     flags = [*TINY, *mock_data(), *more.split(), "--load", str(tmp_path / "a b")]
     config = config_of(without(flags, "--lr-warmup-iters", "--lr-decay-iters"), ranks=2)
     lines = start_lines(config, {"num_experts"})
@@ -763,6 +766,7 @@ def test_the_first_lines_name_experts_and_samples_and_quote_words(tmp_path: Path
     assert lines[1].startswith("> 32 samples; 16 samples in a step: ")
     text = " ".join(line.removeprefix(">").strip() for line in lines)
     assert f"--load '{tmp_path}/a b'" in text
+    assert "--no-calculate-per-token-loss" in text and "False" not in text
     assert lines[-1] == "> `--print-config` shows the whole configuration"
 
 
