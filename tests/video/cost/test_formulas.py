@@ -273,7 +273,15 @@ def test_passes_of_a_step_follow_its_flags() -> None:
         for words in ("", "--no-two-phase")
     )
     assert "on 1 frame block(s)" in one and "on 3 frame block(s)" in all_blocks
-    assert len(cost.streaming_memory(streaming("--distribution-loss sid")).passes) == 5
+    # Score identity distillation keeps what both networks need; their backward passes take turns.
+    config = streaming("--distribution-loss sid --critic-size mini --guidance-scale 1")
+    formulas = cost._Formulas(config)
+    learned, judged = (
+        formulas._on_clip(config, role).activations(formulas._whole(role))
+        for role in ("critic", "teacher")
+    )  # type: ignore[arg-type]
+    peak = learned.kept + judged.kept + max(learned.transient, judged.transient)
+    assert max(formulas.passes().values()) == peak and len(formulas.passes()) == 5
 
 
 @pytest.mark.parametrize("words", ["", "--lora-rank 4"])
