@@ -212,7 +212,7 @@ def test_what_it_cannot_do_it_says(context: ParallelContext) -> None:
 @pytest.mark.parametrize("window", [(3, 2), (3, 0), (0, 4), (-1, 2), (3, -1)])
 @ranks()
 def test_a_window_of_two_sides(context: ParallelContext, window: tuple[int, int]) -> None:
-    """Its numbers are the farthest keys that a query sees; -1 sees all of a side."""
+    """A window gives the farthest keys that a query sees; -1 sees all of a side."""
     module = build(DotProductAttention, config(window_size=window), context)
     module.causal = False
     left, right = (S if side < 0 else side for side in window)

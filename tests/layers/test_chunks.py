@@ -94,7 +94,7 @@ def chunks_of(context: ParallelContext, words: str, *, overlap: bool = False) ->
 
 @ranks(dp=2)
 def test_weights_that_replicas_draw_apart_are_made_equal(context: ParallelContext) -> None:
-    """With --data-parallel-random-init the first replica's weights count."""
+    """The first replica's weights count with --data-parallel-random-init."""
     torch.manual_seed(context.rank)
     words = "--data-parallel-random-init --use-cpu-initialization"
     (chunk,) = chunks_of(context, words)

@@ -320,7 +320,7 @@ def test_biases_of_whole_experts_count_on_every_rank(context: ParallelContext) -
 
 @ranks(tp=2, etp=1)
 def test_whole_experts_are_summed_over_their_copies_alone(context: ParallelContext) -> None:
-    """Their copies are not on the ranks of dense weights, nor on tensor-parallel ones."""
+    """Copies of experts are not on the ranks of dense weights, nor on tensor-parallel ones."""
     block = torch_block(config(context, add_bias_linear=True), context)
     assert block.config.sequence_parallel
     mark_experts(block, context.pgs)

@@ -1,4 +1,4 @@
-"""What megatron-core is told of a run, and the class of modules that it builds."""
+"""Tests of the configuration that megatron-core gets, and of the class of modules that it builds."""
 
 import pytest
 import torch

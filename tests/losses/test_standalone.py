@@ -125,7 +125,7 @@ def test_a_loss_of_ones_own_takes_the_labels_of_all_parts_of_a_head(
 
 @ranks(dp=2)
 def test_ranks_of_a_step_divide_by_the_tokens_of_all(context: ParallelContext) -> None:
-    """Their parts sum to the mean over unequal numbers of tokens; a group is asked for no more."""
+    """The ranks have unequal numbers of tokens, and their parts sum to the mean over all."""
     weight = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
     batches = parts()
     hidden, labels = batches[context.dp_rank]

@@ -247,7 +247,7 @@ LATENT = (
 def test_scales_are_agreed_on_by_the_ranks_that_hold_parts(
     context: ParallelContext, cut: bool
 ) -> None:
-    """Of an input, a weight and a gradient; ``cut`` cuts the sequence over the ranks of tp."""
+    """Check input, weight and gradient; ``cut`` cuts the sequence over tensor-parallel ranks."""
     layout = "--tensor-model-parallel-size 2 --context-parallel-size 2"
     words = f"{layout} --sequence-parallel" if cut else layout
     tokens = "tp_cp" if cut else "cp"
