@@ -1,4 +1,4 @@
-"""Tests of the configuration that megatron-core gets, and of the class of modules that it builds."""
+"""Tests of the configuration that megatron-core gets, and of the classes of its modules."""
 
 import pytest
 import torch
