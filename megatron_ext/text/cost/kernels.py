@@ -5,16 +5,11 @@ Each function is one kernel, which reads its inputs and writes its outputs once.
 sums with those of a traced layer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_ext.planning.kernels import Phase, Work, cast_of
 from megatron_ext.planning.stages import FP32, Stage
-
-if TYPE_CHECKING:
-    from megatron_ext.text.cost.network import GptNetwork
+from megatron_ext.text.cost.flops import GptFlops
 
 LAYER_KERNELS = {
     ("linear", Phase.FORWARD): 4,
@@ -60,7 +55,7 @@ ROW_PLUMBING = 2 + 4 + 4 + 8
 class GptKernels:
     """Counts of the kernels of one micro-batch on one rank."""
 
-    network: GptNetwork
+    network: GptFlops
 
     def other_work(self, stage: Stage) -> list[Work]:
         """Return a stage's kernels of one micro-batch other than its matrix products."""
