@@ -187,7 +187,7 @@ def test_a_section_takes_the_place_of_one_of_its_class() -> None:
 
 
 def test_an_entry_of_a_file_may_leave_a_flag_without_a_value(tmp_path: Path) -> None:
-    """Of several files the last one counts."""
+    """The last of several files counts."""
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("hidden_cap: 4\ncap_rate: 0.75\nlog_interval: 7\n")
     second.write_text("cap_rate: null\n")

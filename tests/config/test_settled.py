@@ -1,4 +1,4 @@
-"""What a configuration takes from flags, defaults, files and the environment."""
+"""A configuration takes values from flags, defaults, files and the environment."""
 
 import argparse
 from pathlib import Path

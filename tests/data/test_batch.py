@@ -208,7 +208,7 @@ def test_random_covers_each_epoch_once_and_resumes(sharded: bool) -> None:
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_random_leaves_out_what_fills_no_step_of_all_ranks(sharded: bool) -> None:
-    """Of 17 samples an epoch has two steps of 6; the run goes on after any of its steps."""
+    """An epoch has two steps of 6 of its 17 samples; the run goes on after any of them."""
     whole = [
         list(islice(RandomSampler(17, 0, 2, r, 3, data_sharding=sharded), 8)) for r in range(3)
     ]

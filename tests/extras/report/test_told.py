@@ -1,4 +1,4 @@
-"""What a report tells of a run, asked of its parts with rows and events that are made up."""
+"""A report's parts tell of a run by its rows and events, which are made up here."""
 
 import json
 import math

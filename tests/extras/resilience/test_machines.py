@@ -1,4 +1,4 @@
-"""What a machine's watchers, launchers and snapshots do, without training."""
+"""A machine's watchers, launchers and snapshots do their work without training."""
 
 import dataclasses
 import faulthandler

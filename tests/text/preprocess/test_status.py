@@ -122,7 +122,7 @@ MARKERS = [
 def test_speed_and_time_left_are_those_of_this_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 10 MB, 5 were read since this start and 4 are left; the run stands still or goes on."""
+    """Since this start 5 of 10 MB were read and 4 are left; the run stands still or goes on."""
     monkeypatch.setattr(status.time, "time", lambda: 1100.0)
     (tmp_path / "started").write_text("1000")
     assert list(status._lines(tmp_path, PARTS, MARKERS)) == [
