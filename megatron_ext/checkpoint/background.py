@@ -272,7 +272,10 @@ class BackgroundSaves:
         return slot, ""
 
     def _free_slot(self, num_bytes: int) -> SnapshotFile | None:
-        """Return a slot of ``num_bytes``; None if ``--async-save-buffer`` is in use now."""
+        """Return a free slot for a copy of ``num_bytes``, or else a new one.
+
+        Return None if the slots in use already fill the memory that ``--async-save-buffer`` allows.
+        """
         if self._free:
             return self._free.pop()
         buffer = self._config.async_save_buffer

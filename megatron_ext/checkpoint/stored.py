@@ -71,7 +71,10 @@ def cause_of(error: CheckpointError) -> str:
 
 
 def passes_over_damaged(config: CheckpointConfig) -> bool:
-    """Return whether a damaged checkpoint is skipped: the run has been, or may be, restarted."""
+    """Return whether the run loads the next older checkpoint if one is damaged, instead of failing.
+
+    This holds for runs that have been restarted, or may be.
+    """
     return config.passes_over_damaged or generation() > 0
 
 

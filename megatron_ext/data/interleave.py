@@ -165,9 +165,11 @@ class Interleave:
 
 
 def numbered(sources: Places, counts: Sequence[int]) -> Ints:
-    """Return, for each place, how many samples of its source come before it.
+    """Return the number of each sample within its own source, counted from 0.
 
-    ``counts`` are the samples of each source before the first place.
+    Args:
+        sources: sources of the samples at consecutive places of a mixture.
+        counts: number of samples of each source before the first of these places.
     """
     order = np.argsort(sources, kind="stable")
     sizes = np.bincount(sources, minlength=len(counts))

@@ -349,7 +349,8 @@ class RemoteSpan(TokenSpan):
         """Copy m token ranges of equal length out of ``content``, to ``[m, length]``.
 
         ``content`` holds pages one after another, each in a numbered slot. ``slots`` ``[m, k]`` are
-        the slots of the k pages of each range, and ``begins`` ``[m]`` the ranges' first tokens.
+        the slots of the k pages of each range. ``begins`` ``[m]`` are the positions of the ranges'
+        first tokens in the span.
         """
         per_page = PAGE // self.dtype.itemsize
         starts = (self.first + begins) % per_page

@@ -140,7 +140,11 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
 
     @property
     def bucket_size(self) -> int | None:
-        """Return the size of a bucket; megatron-core would use a single bucket on later stages."""
+        """Return the number of parameters at which a bucket is closed; None for a single bucket.
+
+        megatron-core's constructor sets this to None on all pipeline stages but the first. The
+        setter ignores that, so that buckets close at the same size on every stage.
+        """
         return self._bucket_size
 
     @bucket_size.setter

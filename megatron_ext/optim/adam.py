@@ -16,7 +16,8 @@ ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
     """Create the all-zero state of torch's Adam or SGD before its first update.
 
-    The matrices of `muon.Muon` have a momentum but no second moment.
+    Existing state is kept. `muon.Muon` is a subclass of AdamW, but its matrices get only the first
+    moment.
     """
     exp_avg, exp_avg_sq = getattr(inner, "moments", (None, None))
     for group in inner.param_groups:

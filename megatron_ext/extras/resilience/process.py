@@ -63,7 +63,10 @@ class MemoryKills:
         self._before = self._counts()
 
     def happened(self) -> bool:
-        """Return whether a counter has grown since the last call, or since the construction."""
+        """Return whether the kernel has killed a process for lack of memory since the last call.
+
+        The first call looks back to the creation of this object.
+        """
         before, self._before = self._before, self._counts()
         return any(count > before.get(path, 0) for path, count in self._before.items())
 

@@ -156,7 +156,10 @@ class History:
         return self.restarts >= self._max_restarts
 
     def forget_repeats(self) -> None:
-        """Forget repetitions, because the next restart differs from those before."""
+        """Reset the number of times in a row that the same fault has come back.
+
+        Call this if the next restart changes something, such as the number of ranks.
+        """
         self._repeated = 0
 
 

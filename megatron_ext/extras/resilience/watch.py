@@ -49,7 +49,9 @@ class Verdict:
     Attributes:
         ranks: ranks that have ended, or are stopped by a signal. For any other hang this is empty
             until `waits.blame` has found the rank from the processes' evidence.
-        silent: seconds since the last event of these ranks, or of all ranks.
+        silent: how long nothing has happened, in seconds. For a hang: since the last event of any
+            running rank, or the timeout that has passed. For an ended rank: since its own last
+            event, or 0 if its exit code has shown the end.
     """
 
     fault: Fault

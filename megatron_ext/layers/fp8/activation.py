@@ -46,9 +46,13 @@ class Activation:
         return after.pair_by(function, Role.INPUT, columns=columns)
 
     def hand_over(self, gradient: Tensor, wide: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Compute the gradient of ``wide`` from the activation's; hand it to the previous layer.
+        """Compute the 8-bit gradient of the activation's input; leave it for the previous layer.
 
-        Return a placeholder of shape ``shape`` for autograd.
+        Return the placeholder that autograd passes to that layer instead, in the shape ``shape``.
+
+        Args:
+            gradient: gradient of the activation's output.
+            wide: the activation's input.
         """
         kernels: Any = kernels_for(wide)
         function: Callable[..., Layouts] = partial(

@@ -169,10 +169,10 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
 
 
 def _is_taken_over(scaling: Any, settings: Settings) -> bool:
-    """Tell whether transformers kept everything in the entry `rope_scaling` of a config.json.
+    """Tell whether transformers has read every value in the `rope_scaling` of a config.json.
 
-    transformers 4 writes this entry, and transformers 5 moves it to `rope_parameters`. ``settings``
-    has the entries as transformers read them.
+    ``scaling`` is this entry, as written by transformers 4; transformers 5 moves its values to
+    `rope_parameters`. ``settings`` has the entries as transformers read them.
     """
     read = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
     given = dict(scaling or {})

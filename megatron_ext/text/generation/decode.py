@@ -119,13 +119,13 @@ class PartialText:
 
 @dataclass
 class _Text:
-    """A text that is being written, on every rank of the replica.
+    """The state of a request that is being completed; every rank of the replica has a copy.
 
     Attributes:
-        slot: the text's slot in the key-value cache.
-        ids: the tokens of the prompt and the text.
+        slot: the request's slot in the key-value cache.
+        ids: the tokens of the prompt and of the text so far.
         cached: number of tokens whose keys and values are cached.
-        writing: the text itself; None on ranks that do not choose tokens.
+        writing: chooses the tokens and decodes them to text; None on ranks that do not choose.
     """
 
     request: Request

@@ -206,9 +206,12 @@ def replace_file(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """The error of a task that another attempt would meet too; ``key`` is the key of its plan.
+    """An error with which a task ended, and with which it would end again if it were repeated.
 
-    ``kind`` is "inexact" for an InexactEngine, else "refused".
+    Attributes:
+        kind: "inexact" for an InexactEngine, else "refused".
+        messages: the messages of the error, at least one.
+        key: the key of the `Plan` of which the task encodes a part.
     """
 
     kind: str

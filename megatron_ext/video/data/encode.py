@@ -50,8 +50,9 @@ class PlannedClip:
         clip: the row of the list.
         shape: shape of the clip's file.
         bucket: bucket of the sample.
-        window: (number of the window, its first frame at the rate of samples). None if the position
-            of the sample in the clip follows from ``--temporal-crop``.
+        window: (number of the window in the clip, its first frame), where frames are counted at the
+            frame rate of the sample, not of the file. None if ``--temporal-crop`` says where in the
+            clip the sample begins.
     """
 
     number: int

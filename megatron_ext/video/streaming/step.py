@@ -187,7 +187,11 @@ class StreamingRunner(StepRunner):
         return self._result(reports, updates)
 
     def _advance_schedules(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
-        """Count the step, and advance all learning rates, even those of untrained networks."""
+        """Count the step, and advance the learning-rate schedules of all networks.
+
+        The schedule of a network that this step did not train, which is not in ``updates``, always
+        advances; that of a trained network advances if its update was applied.
+        """
         self.extra_state.steps += 1
         for kind, network in self._networks.items():
             if kind in updates:
