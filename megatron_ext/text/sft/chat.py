@@ -58,9 +58,9 @@ class ChatTokenizer(Protocol):
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if keywords of the user are ones that this module passes itself.
+    """Raise a ConfigError if ``--sft-template-kwargs`` has a keyword that this module sets itself.
 
-    The keywords are those of `apply_chat_template`.
+    ``kwargs`` are the user's keyword arguments for `apply_chat_template`.
     """
     for name in kwargs:
         if name in _RESERVED_KEYWORDS:
@@ -76,7 +76,8 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 class Template:
     """The chat template together with one conversation to whose messages it is applied.
 
-    `enable_thinking` in a row overrides the value in ``--sft-template-kwargs``.
+    If the conversation's row has `enable_thinking`, this value overrides the one in
+    ``--sft-template-kwargs``.
     """
 
     def __init__(
@@ -101,7 +102,11 @@ class Template:
         return self.text(len(self.conversation.messages))
 
     def apply(self, count: int, **kwargs: Any) -> Any:
-        """Apply the template to the first ``count`` messages; raise a DataError if it fails."""
+        """Return the result of `apply_chat_template` for the first ``count`` messages.
+
+        ``kwargs`` are more arguments of `apply_chat_template`. Raise a DataError if the template
+        fails.
+        """
         messages = [dict(message) for message in self.conversation.messages[:count]]
         try:
             return apply_template(self.tokenizer, messages, **{**self._kwargs, **kwargs})
@@ -152,9 +157,9 @@ class Template:
             ) from error
 
     def _half_pairs(self) -> Iterator[str]:
-        """Yield the name of each text in the conversation that has half a surrogate pair.
+        """Yield the name of each text in the conversation that contains a lone surrogate.
 
-        Such a half is no character.
+        A lone surrogate is half of a UTF-16 surrogate pair; it is not a character.
         """
         conversation = self.conversation
         values = {
@@ -182,8 +187,8 @@ class RefusedByTemplate(DataError):
     def with_part(self) -> DataError:
         """Return an error that names the message or the tools that the template refuses.
 
-        The part is found by applying the template again to fewer messages. This takes time, and
-        many refusals are never shown, so call this only to show the error.
+        To find out which, the template is applied again to fewer messages. This takes time, and
+        many refusals are never shown, so call this only when the error is about to be shown.
         """
         template = self._template
         conversation = template.conversation
@@ -254,7 +259,8 @@ def _texts_below(value: Any, name: str) -> Iterator[tuple[str, str]]:
 def _names_below(value: Any, name: str) -> Iterator[str]:
     """Yield the name of each value at any depth in ``value``; `[]` stands for every index.
 
-    ``name`` is the name of ``value`` itself. The arguments of tool calls are not entered.
+    ``name`` is the name of ``value`` itself. Values inside the arguments of tool calls are left
+    out.
     """
     if isinstance(value, dict) and value and not name.endswith("arguments"):
         for key, item in value.items():
@@ -302,9 +308,9 @@ class Chat:
 
 
 def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Chat:
-    """Return the `Chat` of a run; its token ids are those of ``tokenizer``.
+    """Return the `Chat` of a run, whose tokenizer gives the same token ids as ``tokenizer``.
 
-    Raise a ConfigError without a chat template, a DataError if a file cannot be read.
+    Raise a ConfigError if there is no chat template, and a DataError if a file cannot be read.
     """
     # A digest identifies the tokenizer wherever its file is, so a moved file keeps its stores.
     about = dict(tokenizer.unique_identifiers)
@@ -380,11 +386,10 @@ def writes_date(tokenizer: ChatTokenizer) -> bool:
 def with_known_date(
     tokenizer: ChatTokenizer, trained: str | None
 ) -> tuple[ChatTokenizer, str | None]:
-    """Fix the date that a tokenizer's chat template writes.
+    """Return a tokenizer whose chat template writes a fixed date, and a sentence with the date.
 
-    The date is ``trained``, that of the model's training data, or today if that is None. Return a
-    tokenizer and a sentence that names the date. The sentence is None if the template writes no
-    date.
+    ``trained`` is the date that the model's training data had; if it is None, today's date is used.
+    If the template writes no date, return ``tokenizer`` itself and None.
     """
     if not writes_date(tokenizer):
         return tokenizer, None
@@ -411,11 +416,11 @@ _AFTER_DATE = " }}{%- endmacro %}\n"
 
 
 def with_date(source: str, day: datetime.date) -> str:
-    """Return the template ``source`` changed to write ``day`` as the current day.
+    """Return the template ``source``, changed to write ``day`` as the current day.
 
-    A day that was fixed before is replaced. A macro replaces transformers' function `strftime_now`.
-    transformers' environment removes one newline after a block, so the newline after the macro is
-    not in the text.
+    The function `strftime_now` of transformers is replaced by a macro at the start of the template.
+    If an earlier call has added such a macro, the new one replaces it. The newline after the macro
+    does not appear in the text, because transformers renders templates with `trim_blocks`.
     """
     if source.startswith(_BEFORE_DATE):
         source = source[source.index(_AFTER_DATE) + len(_AFTER_DATE) :]
@@ -433,9 +438,9 @@ _DIRECTIVES = (*(f"-{letter}" for letter in "dmyjHIMS"), *"aAbBcdDeFGhHIjmMpSTuU
 
 
 def read_template(flag: str | None, path: str) -> str:
-    """Return the content of ``path``, a file of a chat template that ``flag`` gives.
+    """Return the text of the chat template file ``path``; raise a DataError if it cannot be read.
 
-    Raise a DataError if it is unreadable.
+    ``flag`` is the flag that gave the path, for the error.
     """
     try:
         return read_text(path)
@@ -456,13 +461,13 @@ def load_chat_tokenizer(
     flag: str = "--sft",
     template_flag: str | None = "--sft-chat-template",
 ) -> Any:
-    """Return a tokenizer of transformers with the same ids as ``tokenizer``, and a chat template.
+    """Return a transformers tokenizer with a chat template and with the same ids as ``tokenizer``.
 
     Args:
         template: a Jinja file that replaces the tokenizer's own template; None keeps its own.
-        flag: the flag that needs a template, for errors.
-        template_flag: the flag that names a template file, for errors; None if there is no such
-            flag.
+        flag: the flag for which a chat template is needed; errors name it.
+        template_flag: the flag with which the user can give a template file; errors name it. None
+            if there is no such flag.
 
     Raises:
         ConfigError: there is no chat template.
@@ -520,7 +525,7 @@ def reads_variable(source: str, name: str) -> bool:
 
 
 def key_of(*values: Any) -> str:
-    """Return a digest of JSON values as 20 hexadecimal digits, to be part of a file's name."""
+    """Return a digest of JSON values, 20 hexadecimal digits long, for use in a file name."""
     return _digest(values)[:20]
 
 
@@ -538,8 +543,9 @@ _BACKWARD_ATTRIBUTES = ("first", "index", "index0", "previtem", "cycle", "change
 def end_finder(template: Template, count: int, whole: str) -> FindEnd:
     """Return a function that finds where the first n messages end in the text ``whole``.
 
-    ``whole`` is the text of all ``count`` messages. The template is applied once for every n only
-    if no marks can be put into it (`marked_source`).
+    ``whole`` is the text of all ``count`` messages. If marks can be put into the template
+    (`marked_source`), the template is applied once to find all ends. Otherwise the returned
+    function applies the template at each call.
     """
 
     def templated(messages: int, prompt: bool) -> int | None:
@@ -565,7 +571,7 @@ def end_finder(template: Template, count: int, whole: str) -> FindEnd:
 
 
 def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] | None:
-    """Return, for each n, the number of characters of a rendered conversation up to message n.
+    """Return, for each n, the index in the text ``whole`` at which the first n messages end.
 
     The template is applied to the conversation once more, with a mark before each message. Return
     None if the template's source has no place for marks, or if they change the text.
@@ -626,9 +632,10 @@ def _over(loop: nodes.For, names: set[str]) -> bool:
 
 
 def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
-    """Return the one of ``names`` whose value an assignment copies.
+    """Return the variable whose value an assignment copies, if it is one of ``names``.
 
-    The copy is whole or without its first item. Return None for any other assignment.
+    A copy without the first item, as in `messages[1:]`, counts too. Return None for any other
+    assignment.
     """
     value = node.node
     if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
@@ -640,9 +647,10 @@ def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
 
 
 def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool:
-    """Tell whether an iteration of the loop over messages may read a later message.
+    """Tell whether an iteration of ``loop``, the loop over messages, may read a later message.
 
-    It can do so through a variable of ``names``, which hold messages, or through Jinja's `loop`.
+    It may do so through one of the variables ``names``, which hold the messages, or through Jinja's
+    variable `loop`.
     """
     allowed = [loop.iter]
     for item in tree.find_all(nodes.Getitem):
@@ -674,9 +682,10 @@ def _is_loop(node: nodes.Node) -> bool:
 
 
 def _is_constant(tail: list[nodes.Node], tree: nodes.Template) -> bool:
-    """Tell whether the nodes ``tail`` after the loop write the same text for any messages.
+    """Tell whether the end of a template writes the same text for all conversations.
 
-    They do if they call nothing and read no variable that the template sets.
+    ``tail`` holds the nodes after the loop over messages. They write the same text if they call
+    nothing and read no variable that the template sets.
     """
     stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
     output = nodes.Output(tail)

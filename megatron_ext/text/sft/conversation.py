@@ -70,14 +70,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One checked conversation; masks and null values have been removed from its messages.
+    """One checked conversation. Its messages hold neither null values nor keys for loss masks.
 
     Attributes:
         trained: for each message, whether its tokens are trained; this is True only for messages of
             the assistant.
         tools: the tool schemas; None if the row has none.
         enable_thinking: the value in the row; None leaves it to ``--sft-template-kwargs``.
-        place: the file of the row, and its number there.
+        place: the file of the row, and the row's number in this file.
         intake: counts of what was read from the row.
         names: for each message, where the message and its content are in the row, such as
             (`messages[1]`, `messages[1].content`).
@@ -94,9 +94,9 @@ class Conversation:
     tools_name: str = field(default="tools", compare=False)
 
     def name(self, index: int, *path: str | int) -> str:
-        """Return the name of a message in its row, or of the value at ``path`` in the message.
+        """Return the name of message ``index``, or of the value at ``path`` inside it, for errors.
 
-        The name is for errors, such as `messages[1].content`; ``index`` is that of the message.
+        The name tells where the message or value is in the row, such as `messages[1].content`.
         """
         name, content = self.names[index]
         if path[:1] == ("content",):
@@ -105,14 +105,17 @@ class Conversation:
 
 
 def steps(path: Sequence[str | int]) -> str:
-    """Write keys and indices as a suffix of a name, such as `.tool_calls[0]`."""
+    """Return a path of keys and indices as the suffix of a name, such as `.tool_calls[0]`."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
 
 def read_conversation(
     row: Mapping[str, Any], place: Place, sft: SftConfig | None = None
 ) -> Conversation:
-    """Return the conversation of a row; raise a DataError if a column is missing or wrong."""
+    """Return the conversation of a row; raise a DataError if a column is missing or wrong.
+
+    ``sft`` tells the layout of the row and the names of its columns; None means the defaults.
+    """
     return _Row(row, place, sft or SftConfig()).conversation()
 
 
@@ -133,7 +136,10 @@ def plain(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without keys of value null, at any depth; nulls in lists stay."""
+    """Return a JSON value without the object keys, at any depth, whose value is null.
+
+    Nulls in lists stay.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -142,7 +148,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Tell whether a value is empty; tables store such values in columns that a row lacks."""
+    """Tell whether a value is None or empty.
+
+    Parquet and Arrow tables store such a value in each column for which a row has no value.
+    """
     return value is None or value in ("", [], {})
 
 
@@ -259,7 +268,10 @@ class _Row:
         return items
 
     def _messages(self) -> tuple[list[tuple[str, Message]], list[bool]]:
-        """Return two lists: (name, message) of each message; whether to train it without a mask."""
+        """Return (name, message) of each message, and whether each message may be trained.
+
+        The second list applies to messages of the assistant that have no loss mask.
+        """
         layout = self.sft.sft_row_format
         if layout == "sharegpt":
             listed = self._from_sharegpt()
@@ -351,9 +363,9 @@ class _Row:
         ]
 
     def _from_prompt_completion(self) -> tuple[list[tuple[str, Message]], list[bool]]:
-        """Return two lists: (name, message) of each message; whether to train it.
+        """Return (name, message) of each message, and whether each message may be trained.
 
-        Only messages of the completion are trained.
+        Only messages of the completion may be trained.
         """
         listed: list[tuple[str, Message]] = []
         trains: list[bool] = []
@@ -371,9 +383,10 @@ class _Row:
         return [*system, *listed], [*(True for _ in system), *trains]
 
     def _from_alpaca(self) -> list[tuple[str, Message]]:
-        """Return (name, message) of the turns of `history`, of the instruction and of the output.
+        """Return (name, message) of each turn of `history`, of the instruction and of the output.
 
-        The turns of `history` are trained too. The input follows the instruction on a new line.
+        The answers in `history` are trained too. The text of the column `input` follows the
+        instruction on a new line.
         """
         sft = self.sft
         listed: list[tuple[str, Message]] = []
@@ -401,9 +414,9 @@ class _Row:
         return listed
 
     def _checked(self, message: Message, name: str) -> tuple[Message, bool | None]:
-        """Check a message; return (message without its mask, whether the mask trains it).
+        """Check a message; return a copy without its loss mask, and whether that mask is 1.
 
-        The second value is None if the message has no mask.
+        The second value is None if the message has no loss mask.
         """
         role = message.get("role")
         if role is None and "from" in message and self.sft.sft_row_format == "messages":
@@ -424,7 +437,11 @@ class _Row:
         return kept, self._mask(message, name, role)
 
     def _mask(self, message: Message, name: str, role: str) -> bool | None:
-        """Return whether the mask of a message says to train it; None if it has no mask."""
+        """Return whether the loss mask of a message is 1; None if the message has no loss mask.
+
+        Raise a DataError for a mask other than 0 or 1, for two masks that contradict each other,
+        and for a mask of 1 on a message that is not the assistant's.
+        """
         masks = {key: message[key] for key in MASKS if message.get(key) is not None}
         for key, mask in masks.items():
             if mask not in (0, 1):
@@ -536,9 +553,9 @@ def _holds_messages(text: str) -> bool:
 
 
 def not_json(error: UnreadableFile) -> str:
-    """Return the reason of an error without the words "it is no valid JSON".
+    """Return the reason of a parse error without its first words "it is no valid JSON: ".
 
-    Messages of this module have other words in their place.
+    The error messages of this package already say that the text is not JSON.
     """
     return error.reason.removeprefix("it is no valid JSON: ")
 

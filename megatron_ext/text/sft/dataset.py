@@ -42,7 +42,7 @@ Truncation = Literal["error", "left", "right"]
 def kept_tokens(max_length: int, truncation: Truncation) -> slice:
     """Return the slice of a conversation's tokens that truncation keeps.
 
-    It has the last ``max_length`` tokens for "left", else the first.
+    Truncation "left" keeps the last ``max_length`` tokens; any other keeps the first ones.
     """
     return slice(-max_length, None) if truncation == "left" else slice(max_length)
 
@@ -56,16 +56,17 @@ def lay_out(
     The first token is never a label.
 
     Args:
-        conversations: (ids, mask) of each conversation, at least 2 tokens, by the conversation's
-            number.
+        conversations: maps the number of each conversation to its (ids, mask), which have at least
+            2 tokens.
         length: the number of positions s of the row.
+        pad_id: the token id for padding.
 
     Raises:
         DataError: the conversations need more than s positions.
 
     Returns:
-        ``tokens``, ``labels``, ``position_ids`` (0 in padding) and ``sample_ids`` (-1 in padding),
-        ``[s]`` int64; ``loss_mask``, ``[s]`` float32, 0 in padding.
+        ``tokens``, ``labels``, ``position_ids`` (0 in padding) and ``sample_ids`` (numbers of
+        conversations, -1 in padding), ``[s]`` int64; ``loss_mask``, ``[s]`` float32, 0 in padding.
     """
     total = sum(np.size(ids) - 1 for ids, _ in conversations.values())
     if total > length:
@@ -128,11 +129,12 @@ class TruncationCounts:
 
 
 class SftDataset(StepDataset):
-    """The conversations of one split; an item is a row, indexed by the tuple of its conversations.
+    """The conversations of one split; ``dataset[3, 7]`` is a row that packs conversations 3 and 7.
 
-    ``members`` are the indices of the split's conversations; conversations are numbered through all
-    stores. The n conversations that still have a trained token after truncation are kept. With the
-    truncation "error", raise a DataError if a conversation is longer than ``max_length`` tokens.
+    ``stores`` hold the conversations, numbered from the first store to the last; ``members`` are
+    the numbers of those that belong to the split. Only the n conversations that still have a
+    trained token after truncation are kept, and an item's indices count these. With the truncation
+    "error", raise a DataError if a conversation is longer than ``max_length`` tokens.
 
     Attributes:
         lengths: number of positions that each conversation takes, ``[n]``.
@@ -186,9 +188,9 @@ class SftDataset(StepDataset):
     def _trains(self, long: Ints) -> NDArray[np.bool_]:
         """Return, for each conversation, whether a trained token is left after truncation, ``[n]``.
 
-        A store holds only conversations with a trained token, so only the conversations ``long``,
-        which are cut, need to be read. Stores of earlier versions also hold conversations without
-        one, so all of their conversations are read.
+        ``long`` are the indices of the conversations that truncation cuts. Only these are read,
+        since each conversation in a store has a trained token. But stores of earlier versions also
+        hold conversations without one; if there is such a store, all conversations are read.
         """
         trains = np.ones(len(self._members), np.bool_)
         checked = {int(number) for number in long}
@@ -207,9 +209,10 @@ class SftDataset(StepDataset):
         return {**self.__dict__, "plan": None}
 
     def __getitem__(self, row: tuple[int, ...]) -> dict[str, Tensor]:
-        """Return the row of the conversations in ``row``; ``()`` gives a row of padding.
+        """Return the tensors of a row that packs the conversations with the indices ``row``.
 
-        The row is padded; `lay_out` describes its tensors.
+        The row is padded to the sequence length; ``()`` gives a row of padding only. `lay_out`
+        describes the tensors.
         """
         conversations = {}
         for sample in row:
@@ -304,7 +307,8 @@ def names_by_flag(data: DataConfig) -> dict[str, list[str] | None]:
 def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
     """Open the conversations of a run, and divide them into splits.
 
-    Raise a ConfigError if data or chat template are not given, a DataError for unusable data.
+    Raise a ConfigError if no data or no chat template is given, and a DataError if the data cannot
+    be used.
     """
     sft = config.section(SftConfig)
     data = config.section(DataConfig)
@@ -353,10 +357,10 @@ def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
 
 
 def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
-    """Build the splits and plan their steps, on every rank.
+    """Build the splits, with a plan of their steps; every rank must call this.
 
-    A split without conversations is None. Ranks that read no data need the plans too. Raise a
-    ConfigError if data or chat template are not given, a DataError for unusable data.
+    Ranks that read no data need the plans too. A split without conversations is None. Raise a
+    ConfigError if no data or no chat template is given, and a DataError if the data cannot be used.
     """
     return planned(config, open_splits(config, tokenizer))
 
@@ -423,7 +427,8 @@ class ConversationReport:
 def report_conversations(config: RunConfig, tokenizer: Tokenizer) -> ConversationReport:
     """Return a report on the conversations that a run reads.
 
-    Raise a ConfigError if data or chat template are not given, a DataError for unusable data.
+    Raise a ConfigError if no data or no chat template is given, and a DataError if the data cannot
+    be used.
     """
     splits = open_splits(config, tokenizer)
     counted = [store.intake for store in splits.stores if store.intake is not None]

@@ -101,7 +101,8 @@ def _function(call: Message) -> Message:
 def _replaced(message: Message, list_name: str, convert: Callable[[Any, str], Any]) -> Message:
     """Return a message with ``convert(arguments, name)`` as the arguments of each tool call.
 
-    ``list_name`` names the message's list of tool calls in the row, for errors.
+    ``name`` tells where the arguments are in the row, for errors; ``list_name`` is the same for the
+    message's list of tool calls.
     """
     if "tool_calls" not in message:
         return message

@@ -70,7 +70,7 @@ class Intake:
         return self._sentences("changed")
 
     def warnings(self) -> list[str]:
-        """Return a sentence on each kind of values that were not used."""
+        """Return sentences on values and conversations that were not used; [] if there are none."""
         return self._sentences("ignored", "unrendered", "dropped")
 
     def _sentences(self, *kinds: str) -> list[str]:

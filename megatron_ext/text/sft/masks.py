@@ -58,12 +58,12 @@ def tokenize_conversation(
 def tokenize_samples(
     tokenizer: ChatTokenizer, conversation: Conversation, sft: SftConfig
 ) -> list[TokenizedConversation]:
-    """Return the token ids and the masks of the samples of a conversation.
+    """Return the token ids and the mask of each training sample that a conversation gives.
 
-    A conversation is one sample; with ``--sft-split-turns`` each trained turn is a sample. The
-    counts in ``conversation.intake`` get what was converted for the template, and what the template
-    leaves out. Raise a ConfigError if there is no chat template, a DataError if ids or mask cannot
-    be found.
+    The whole conversation is one sample; with ``--sft-split-turns`` each trained turn is a sample,
+    together with the messages before it. Values that are converted for the template, and values
+    that the template leaves out, are added to the counts in ``conversation.intake``. Raise a
+    ConfigError if there is no chat template, and a DataError if ids or mask cannot be found.
     """
     kwargs = sft.template_kwargs
     if kwargs.get("chat_template") is None and not tokenizer.chat_template:
@@ -93,9 +93,10 @@ def _tokenized_samples(template: Template, sft: SftConfig) -> list[TokenizedConv
 
 
 def _split(template: Template) -> list[Template]:
-    """Return a template for each trained turn, with the conversation up to this turn.
+    """Return a template for each trained turn, with the conversation up to and including the turn.
 
-    Only this turn is trained in it. If no turn is trained, return the given template.
+    In each of these conversations only the last turn is trained. If the given conversation has no
+    trained turn, return only the given template.
     """
     conversation = template.conversation
     turns = [index for index, trained in enumerate(conversation.trained) if trained]
@@ -127,11 +128,12 @@ def _tokenized(template: Template, *, realign: bool) -> TokenizedConversation:
 
 
 def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return ids and mask by the template's generation marks; turns of mask 0 are not trained.
+    """Return ids and mask; tokens between the template's ``{% generation %}`` marks are trained.
 
-    transformers marks wrongly where a turn's first or last character has no token: it drops all
-    later turns, or it marks all later text. To detect this, count the runs of marked tokens; unless
-    ``realign``, there must be one per turn.
+    Turns with a loss mask of 0 are not trained. transformers finds the marked tokens wrongly if a
+    turn's first or last character has no token: it then drops all later turns, or it marks all
+    later text. To detect this, count the runs of marked tokens: there must be one run per turn, or
+    a DataError is raised. With ``realign`` another number is accepted if all turns are trained.
     """
     conversation = template.conversation
     encoded = template.apply(
@@ -210,11 +212,12 @@ def _token_at(offsets: Sequence[tuple[int, int]], character: int) -> int | None:
 
 
 def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return ids and mask, by tokenizing the messages before and up to each trained turn.
+    """Return ids and mask, found by tokenizing the beginnings of the conversation.
 
-    Neither list of messages ends within a group of tool messages, so templates that merge such a
-    group write it as in the whole conversation. ``realign`` searches for turns whose tokens differ
-    in the whole conversation.
+    For each trained turn, tokenize the messages before it, and the messages up to and including it.
+    Neither beginning ends inside a group of tool messages, so a template that merges such a group
+    writes it as in the whole conversation. If a turn has other tokens in the whole conversation, a
+    DataError is raised; with ``realign`` the turn's tokens are searched for there instead.
     """
     conversation = template.conversation
     whole = template.ids(len(conversation.messages))
@@ -277,10 +280,11 @@ def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | No
 
 
 def _before_generation_prompt(template: Template, count: int) -> list[int] | None:
-    """Return the ids of the first ``count`` messages as the template writes them before an answer.
+    """Return the ids that the first ``count`` messages have before a generation prompt.
 
-    They are the ids with the generation prompt, less the ids of the prompt. The text with one
-    message less shows what the prompt is; return None if it does not.
+    These messages are written with the generation prompt, and the prompt is then removed. To see
+    what the prompt is, ``count - 1`` messages are written with and without it. Return None if this
+    does not show the prompt.
     """
     if count < 2:
         return None
@@ -312,8 +316,9 @@ def _refuse(template: Template, turn: int, rule: str) -> NoReturn:
 def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
     """Return (start, end) of a turn's tokens in ``whole``, the ids of the whole conversation.
 
-    If the messages before the turn have other tokens alone than in ``whole``, search for their end
-    in ``whole``. A token that joins generation prompt and turn belongs to the turn.
+    The messages before the turn may have other tokens in ``whole`` than when tokenized alone; if
+    so, search ``whole`` for their end. A token that holds the end of the generation prompt and the
+    start of the turn belongs to the turn.
     """
     messages = template.conversation.messages
     prompt_start = _end_of_messages(template, whole, turn)

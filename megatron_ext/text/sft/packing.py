@@ -257,8 +257,8 @@ class PackedEpochs:
 class PaddedEpochs:
     """Steps of ``rows_per_step`` rows with one conversation each.
 
-    The ranks take ``micro_batch_size`` rows of a step in turn. ``seed`` shuffles the conversations
-    differently in each epoch; without it they keep their order.
+    The rows of a step are dealt to the ranks in turn, ``micro_batch_size`` rows at a time. ``seed``
+    shuffles the conversations differently in each epoch; without it they keep their order.
     """
 
     num_samples: int

@@ -156,15 +156,16 @@ class SftPreprocessOptions(PreprocessOptions):
         return None
 
     def dataset_prefix(self, key: str, piece: str | None = None) -> str:
-        """Return the prefix of a dataset of the store.
+        """Return the prefix of one of the store's two datasets.
 
-        ``key`` is "document" for the token ids, or "mask".
+        ``key`` is "document" for the token ids, or "mask". ``piece`` is ignored, since a store is
+        not divided into shards or partitions.
         """
         return f"{self.output_prefix}_sft_{key}"
 
 
 class ConversationEncoding:
-    """Makes two documents, token ids and mask, of the conversation in each line."""
+    """The `Encoding` that makes two documents of each conversation: its token ids and its mask."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -180,7 +181,7 @@ class ConversationEncoding:
 
 
 def conversation_encoding(options: PreprocessOptions) -> ConversationEncoding:
-    """Return the encoding of the conversations that the options describe."""
+    """Return the `ConversationEncoding` for the tokenizer and the chat template in ``options``."""
     assert isinstance(options, SftPreprocessOptions)
     return ConversationEncoding(chat_of(options))
 
@@ -218,8 +219,8 @@ def write_store(
 ) -> tuple[Report, Intake]:
     """Tokenize conversations into a store; return a report and the counts of what was read.
 
-    Raise a DataError if there is no conversation. Raise one too if no conversation has a trained
-    token, unless ``may_be_empty``: the store is one of several.
+    Raise a DataError if there is no conversation, or if no conversation has a trained token.
+    ``may_be_empty`` allows the second case, for a run that reads other stores too.
     """
     start = time.monotonic()
     options = dataclasses.replace(options, sft=chat.sft)
@@ -304,10 +305,12 @@ def open_stores(
     Args:
         flag: the flag that gives the names, for errors.
         names: files or datasets of conversations, or prefixes of stores.
-        cache: folder for tokenized files; None takes the folder ``cache`` beside each file.
+        cache: folder to which tokenized files are written; None means a folder named "cache" beside
+            each file.
 
     Raises:
-        ConfigError: a name is a number, which would be a weight, or the cache cannot be written.
+        ConfigError: a name is a number (weights of a blend are not supported here), or the cache
+            cannot be written.
         DataError: a file is missing or holds a bad row, or a store does not fit the run.
     """
     stores = []
@@ -342,18 +345,20 @@ def cache_of(name: str, cache: str | None) -> Path:
 
 
 def cached_prefix(name: str, folder: Path, identity: Mapping[str, Any]) -> Path:
-    """Return the prefix under which the cache ``folder`` has the store of the file ``name``.
+    """Return the prefix of the store of the file ``name`` in the cache ``folder``.
 
-    It depends on the file's content and on ``identity``, everything else that determines tokens.
+    The prefix contains a digest of the file's content and of ``identity``, which holds everything
+    else that determines the tokens.
     """
     return folder / f"{Path(name).name}.{key_of([identity_of(name)], identity)}"
 
 
 def with_date_of_stores(chat: Chat, names: Sequence[str], cache: str | None) -> Chat:
-    """Return ``chat`` with the date of existing stores, so that a run reuses them on later days.
+    """Return ``chat`` with the date with which stores of the files ``names`` were tokenized before.
 
-    The stores are those of ``names``. A date that the user gave is kept. If the stores have several
-    dates, the latest is taken.
+    A run then reuses these stores on later days. If they have different dates, the latest is taken.
+    ``chat`` is unchanged if there is no such store, if the user gave a date, or if the template
+    writes none.
     """
     if chat.date is None or chat.date_is_given:
         return chat

@@ -52,10 +52,11 @@ class Unrendered:
 
 
 def find_left_out(samples: Sequence[Template]) -> Unrendered:
-    """Return the values of a conversation that the template writes in no sample.
+    """Return the values of a conversation that the template never writes, or never writes fully.
 
-    A later message is only in some samples. A value is left out if every sample that contains its
-    message leaves it out, and cut if every such sample leaves it out or cuts it.
+    ``samples`` are beginnings of the conversation, so later messages are only in some of them. A
+    value counts as absent if no sample that contains it writes it, and as partly written if each
+    such sample leaves it out or writes only a part.
     """
     parts = [find_unrendered(sample) for sample in samples]
     lengths = [len(sample.conversation.messages) for sample in samples]
@@ -113,9 +114,11 @@ def _is_code(value: str, mark: str) -> bool:
 
 
 def _other(value: Any, first: str, last: str) -> Any:
-    """Return a value changed to contain the marks ``first`` and ``last``.
+    """Return ``value`` changed to contain the marks ``first`` and ``last``, if its type has room.
 
-    It is of the same type if possible.
+    A text gets a mark at each end; a text that looks like an identifier becomes ``first``, padded
+    to the same length. A number is increased by a number made of ``first``, and a bool is negated.
+    An empty list or object gets the marks as its content, and None becomes ``first``.
     """
     if isinstance(value, str):
         # Some templates check the length of identifiers.
@@ -130,9 +133,10 @@ def _other(value: Any, first: str, last: str) -> Any:
 
 
 def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
-    """Return the texts by which one sees that a value changed by `_other` was written.
+    """Return the texts that show, if the template writes them, that it has written a value.
 
-    ``first`` and ``last`` are the marks that `_other` has put into ``value``.
+    Before the template is applied, `_other` changes ``value`` with the marks ``first`` and
+    ``last``.
     """
     if isinstance(value, str):
         return (first,) if _is_code(value, first) else (first, last)
@@ -146,7 +150,7 @@ def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
 def _leaves(conversation: Conversation, whole: str) -> Iterator[Leaf]:
     """Yield each value that a template may write, except roles, empty texts and constants.
 
-    Tools that the text ``whole`` contains as JSON are left out, since all their values are written.
+    A tool that occurs as JSON in the text ``whole`` is skipped, since all its values are written.
     """
     for index, message in enumerate(conversation.messages):
         for key, value in message.items():
@@ -181,7 +185,10 @@ def _below(value: Any, path: Path) -> Iterator[Leaf]:
 
 
 def _is_constant(value: Any, path: Path) -> bool:
-    """Tell whether a value is a `type` whose value is always the same: "function" or "text"."""
+    """Tell whether a value stands under a key `type` that always has this value.
+
+    This is "function" in a tool or a tool call, and "text" in a part of a message.
+    """
     is_call = len(path) == 5 and path[2] == "tool_calls"
     is_tool = len(path) == 3 and path[0] == "tools"
     is_part = len(path) == 5 and path[2] == "content"
@@ -221,10 +228,10 @@ def _text_with(
 def _confirmed(
     template: Template, leaves: Sequence[Leaf], marks: dict[Path, tuple[str, str]], whole: str
 ) -> list[Leaf]:
-    """Return the leaves whose values can be changed without changing the text.
+    """Return the leaves whose values do not influence the text that the template writes.
 
-    All values are changed together by `_other`, with their marks; if the text is then not
-    ``whole``, each half is searched.
+    All values are changed at once by `_other`, with the marks in ``marks``. If the text is then
+    still ``whole``, return all leaves; otherwise search each half of the leaves in the same way.
     """
     if not leaves:
         return []
@@ -302,8 +309,8 @@ def _meaning(
 ) -> str | None:
     """Name the part of the conversation that is lost with a value; None if the loss is harmless.
 
-    ``tools`` are the indices of the tools that are not written; ``realigned`` tells whether turns
-    are trained as the template writes them.
+    ``tools`` are the indices of the tools that are not written. ``realigned`` is True for
+    ``--sft-on-mismatch realign``, which trains a turn as it is written, even without its reasoning.
     """
     path = leaf.path
     if path[0] == "tools":

@@ -84,9 +84,9 @@ def write_about(
 
 
 def store_prefixes(datasets: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return the prefixes of the stores of which both datasets are among ``datasets``, in order.
+    """Return the prefix of each store whose two datasets (ids and masks) are both in ``datasets``.
 
-    A store has a dataset of token ids and one of masks.
+    The prefixes are in the order of ``datasets``.
     """
     names = [os.fspath(name) for name in datasets]
     stores = [prefix_of(name) for name in names if name.endswith(_SUFFIX)]

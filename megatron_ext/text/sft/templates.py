@@ -74,7 +74,8 @@ class _Budget:
     def timed(self, value: Any = None) -> Any:
         """Return ``value`` if time is left, else raise an _Excess.
 
-        Each filter and each call in a template passes its argument through this method.
+        In a template, the input of each filter and the function of each call pass through this
+        method, so that the time is checked there.
         """
         if time.thread_time() > self._end:
             raise _Excess(f"{MAX_SECONDS:.0f} seconds of computing")
@@ -152,9 +153,9 @@ _bounded = set[str]()
 
 @contextmanager
 def _limited_memory() -> Iterator[None]:
-    """Limit the memory that the process may map in addition within a ``with`` block.
+    """Raise an _Excess if the process maps too much additional memory within a ``with`` block.
 
-    Beyond the limit Python raises MemoryError.
+    Systems without `/proc/self/statm` have no limit.
     """
     if not _STATM.is_file():
         yield
@@ -180,7 +181,7 @@ def apply_template(tokenizer: Any, messages: Any, **kwargs: Any) -> Any:
 
     Raises:
         TooCostly: the template exceeds a bound.
-        DataError: the search of a regular expression of the tokenizer does not end.
+        DataError: a regular expression of the tokenizer takes too long on the text.
         Exception: the template raises an error, which may be of any class.
     """
     try:
