@@ -14,7 +14,11 @@ from megatron_ext.config.training import TrainingConfig
 def split_sizes(
     training: TrainingConfig, seq_length: int | None, data_parallel_size: int
 ) -> list[int | None]:
-    """Return the number of samples to draw for train, valid and test; None means one epoch."""
+    """Return how many samples a run draws from the train, validation and test splits, in order.
+
+    The validation number is None with ``--full-validation``: then each evaluation reads its split
+    once from beginning to end.
+    """
     _, batch = training.batch_sizes
     iterations = number_of_iterations(training, seq_length, data_parallel_size)
     train = training.train_samples
@@ -53,7 +57,7 @@ class Progress:
             without a digest.
         average_updates: updates of the averaged weights since they equalled the weights. Skipped
             steps count, since the host may not yet know that a GPU has skipped a step.
-        average_start: fraction of the averages that is still their start value; None if unknown.
+        average_start: share of the start values in the averaged weights, first 1; None if unknown.
         recent_values: loss and gradient norm of the latest steps for ``--on-spike``; else empty.
     """
 
@@ -89,7 +93,10 @@ class Progress:
 
     @property
     def average_note(self) -> str | None:
-        """Return a clause on the share of the initial weights in the averages; None if tiny."""
+        """Return a clause that says which share of the averaged weights is still the start values.
+
+        Return None if the share is below 0.1% or unknown, or if no update has been counted.
+        """
         share = self.average_start
         if not self.average_updates or share is None or share < 1e-3:
             return None
@@ -103,10 +110,10 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """Build counters from `to_dict`'s values; ignore unknown keys of newer versions.
+        """Build the progress from the values of `to_dict`; ignore unknown keys of newer versions.
 
-        Older values do not count updates of averages. They are assumed to have had one in each
-        step.
+        Values from versions that did not count the updates of averaged weights get one update for
+        each training step.
         """
         names = {field.name for field in fields(cls)}
         counters = {name: value for name, value in values.items() if name in names}

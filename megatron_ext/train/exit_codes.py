@@ -88,9 +88,10 @@ def is_worth_a_start(code: int) -> bool:
 def code_of_nodes(code: int, folder: Path | None) -> int:
     """Return the exit code of a multi-node job whose launcher ended with ``code``.
 
-    A node that was ended because of another one leaves no code in ``folder``. Among the codes, one
-    after which no restart helps comes first, and one that only follows from another rank's failure
-    last.
+    ``folder`` holds the exit code that each node has left there; a node that was ended because of
+    another one leaves none. Return the most telling of these codes and ``code``: preferably one
+    after which a restart is useless, and only as a last choice one that follows from the failure of
+    another rank.
     """
     paths = [] if folder is None else sorted(folder.glob("*"))
     left = [int(path.read_text(encoding="utf-8")) for path in paths]
@@ -98,9 +99,10 @@ def code_of_nodes(code: int, folder: Path | None) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Print the meaning of the exit code in ``words``.
+    """Print the meaning of the exit code that is the only item of ``words``.
 
-    Return 0 if a restart makes sense, 1 if not, and another code if ``words`` are wrong.
+    Return 0 if a restart makes sense, 1 if not, and `EXIT_CODE_USER_ERROR` if ``words`` is not one
+    number.
     """
     if len(words) != 1 or not words[0].isdecimal():
         print("usage: python -m megatron_ext.train.exit_codes CODE", file=sys.stderr)

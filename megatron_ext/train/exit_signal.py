@@ -22,10 +22,11 @@ from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL, code_of
 class ExitSignal:
     """The signal of ``--exit-signal-handler``, and whether this process has received it.
 
-    A process that is forked later inherits this knowledge.
+    A process that is forked later starts with the same state.
 
     Attributes:
         number: the signal; None if the flag is not given.
+        came: whether the signal has arrived.
     """
 
     def __init__(self, number: signal.Signals | None) -> None:
@@ -44,10 +45,10 @@ class ExitSignal:
         return exit_signal
 
     def watch(self) -> None:
-        """Note the signal when it arrives, instead of ending by it.
+        """Install a handler for the signal, which sets `came` instead of ending the process.
 
-        From then on SIGTERM is ignored: schedulers send it a little later, and torchrun after a
-        second signal, while the run is still on its way to the save.
+        Once the signal has arrived, SIGTERM is ignored until the run has saved: schedulers send
+        SIGTERM soon after the first signal, and so does torchrun when it receives a second signal.
         """
         if self.number is not None:
             signal.signal(self.number, self._on_signal)
@@ -57,11 +58,11 @@ class ExitSignal:
         self.came = True
 
     def end_by_sigterm(self, tell: Callable[[int], None]) -> None:
-        """Let SIGTERM end this process with the exit code for "not saved", if another signal saves.
+        """Make SIGTERM end this process with exit code `EXIT_CODE_NOT_SAVED`.
 
-        Do nothing if SIGTERM is the exit signal, or if there is none. ``tell`` is called with the
-        exit code. The shell's code for SIGTERM would claim that a run with
-        ``--exit-signal-handler`` has saved.
+        ``tell`` is called with the code first. Do nothing if there is no exit signal, or if it is
+        SIGTERM. Without this handler, SIGTERM would give exit code 143, which stands for a saved
+        checkpoint in runs with ``--exit-signal-handler``.
         """
 
         def end(_number: int, _frame: FrameType | None) -> None:
@@ -74,7 +75,8 @@ class ExitSignal:
     def obey(self) -> None:
         """Ignore signals from now on, since the run is saving and exiting.
 
-        A scheduler sends more of them soon after, and torchrun does when the first rank has ended.
+        A scheduler sends more signals soon after the first, and torchrun sends some when the first
+        rank has ended.
         """
         ignore_stop_signals()
 

@@ -89,9 +89,10 @@ class Launch:
 
     Attributes:
         started: when the launcher started, in seconds since the epoch.
-        ends_itself: whether the launcher is a process of this package, which writes the report when
-            all ranks have ended. Otherwise the reporting rank writes it.
-        data_lines: lines on the data that the run reads and does not use (`Task.data_lines`).
+        ends_itself: whether the launcher is a process of this package. Such a launcher writes the
+            run's report when all ranks have ended; otherwise the reporting rank writes it.
+        data_lines: lines that say which data the run reads and which it does not use
+            (`Task.data_lines`).
     """
 
     started: float
@@ -100,10 +101,11 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str]) -> Launch:
-    """Return the launch that this process belongs to; ``argv`` are its program's arguments.
+    """Return the launch that this process belongs to.
 
-    If this process is the program itself, the launch begins with the start of the process, before
-    all imports. Under torchrun, the launcher is torchrun's agent, which is the parent.
+    Under torchrun the launch started with torchrun's agent, the parent of this process. Otherwise,
+    if ``argv`` are the command-line arguments of this process, it started with this process, before
+    all imports; if not, it starts now.
     """
     is_rank = "RANK" in os.environ
     if is_rank and is_under_torchrun():
@@ -124,15 +126,18 @@ def _start_of(pid: int) -> float:
 
 @dataclass
 class End:
-    """The end of a launch or of a rank: its exit code, 1 unless it is set."""
+    """The exit code with which a launch or a rank ends; 1 unless it is set."""
 
     exit_code: int = 1
 
 
 def check_launcher() -> None:
-    """Remove empty variables of a launcher; raise a ConfigError for those that are not numbers.
+    """Delete a launcher's environment variables, such as ``RANK``, if they are empty.
 
     A script that copies a scheduler's variables leaves them empty if there is no scheduler.
+
+    Raises:
+        ConfigError: a variable is not a number. All of these variables are deleted then.
     """
     errors = []
     for name in _LAUNCHED:
@@ -178,12 +183,12 @@ def _tell_torchrun(message: str) -> None:
 
 @contextmanager
 def rank_end() -> Iterator[End]:
-    """Yield the end of the rank that runs in the block; print a failure with the rank's number.
+    """Yield an `End` for the rank that runs in this context; set its exit code after an error.
 
     A MegatronExtError, or an error caused by another rank's failure, is printed as a sentence; any
-    other error is printed with its traceback. If all ranks raise the same MegatronExtError, rank 0
-    prints it first, and its exit ends the others. An interruption is not printed, since all ranks
-    and their launcher receive it.
+    other error is printed with its traceback; both with the rank's number. If all ranks raise the
+    same MegatronExtError, rank 0 prints it first, and its exit ends the others. An interruption is
+    not printed, since all ranks and their launcher receive it.
     """
     end = End(exit_code=0)
     try:
@@ -249,11 +254,16 @@ def launch(
     exit_signal: ExitSignal | None = None,
     tell: Tell | None = None,
 ) -> int:
-    """Run ``main`` on every rank of this machine, and return the first failed rank's exit code.
+    """Run ``main`` on all ranks of this machine; return the first failed rank's exit code, or 0.
 
-    Start ``nproc_per_node`` ranks, unless torchrun has already started them. After a fault,
-    ``supervision`` decides on a restart, with ``main_of`` for the number of ranks. Faults are
-    logged in the folder ``save``. At ``exit_signal`` the ranks save and exit.
+    Args:
+        nproc_per_node: number of ranks to start, unless torchrun has already started them.
+        timeout_minutes: time limit of the ranks for a collective, and for a save after a signal.
+        supervision: restarts ranks after faults, if it allows restarts.
+        main_of: returns ``main`` for the number of ranks with which a run restarts.
+        save: folder in which faults are logged.
+        exit_signal: the signal at which the ranks save and exit.
+        tell: called with the exit code.
     """
     supervision = supervision or supervision_of_ranks()
     exit_signal = exit_signal or ExitSignal(None)
@@ -410,7 +420,7 @@ def fork_ranks(
 ) -> int:
     """Fork ranks, run ``main`` on each, and return the first failed rank's exit code, or 0.
 
-    If the ranks have a host folder, they are watched. Faults are logged in the folder ``save``.
+    A supervisor from ``supervision`` watches the ranks, and logs faults in the folder ``save``.
     """
     supervision = supervision or supervision_of_ranks()
     from megatron_ext.train.supervisor import SignalForwarder

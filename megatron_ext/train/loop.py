@@ -127,7 +127,10 @@ def callbacks_of(
 
 
 def _has_lost_a_save(run: Run) -> bool:
-    """Return whether a run resumes from snapshots after a fault that interrupted a save."""
+    """Return whether a run that resumes from a snapshot lacks a checkpoint that was due before it.
+
+    This happens if a fault interrupted the save.
+    """
     interval = run.config.checkpoint.save_interval
     return interval is not None and run.saved_at // interval < run.progress.iteration // interval
 
@@ -177,8 +180,8 @@ class Sums:
         losses: for each loss its sum and count over the steps with an update, ``[2]``.
         skipped: steps without an update.
         nans: skipped steps whose loss was not finite.
-        seconds: time of these steps; only known when they have ended.
-        pause: seconds in between that were not spent on steps.
+        seconds: time of the steps; 0 until `ended` sets it.
+        pause: seconds between the steps that are not counted as step time, such as evaluations.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -243,7 +246,7 @@ class IntervalMetrics:
 
     @property
     def _tracks(self) -> bool:
-        """Return whether TensorBoard or Weights & Biases, with their own interval, are used."""
+        """Return whether TensorBoard or Weights & Biases is used, which have their own interval."""
         logging = self._run.config.logging
         return bool(logging.tensorboard_dir or logging.wandb_project)
 

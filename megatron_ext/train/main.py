@@ -127,6 +127,8 @@ def main(
     """Parse the flags, check everything that needs no ranks, start the ranks, and train.
 
     Args:
+        program: the task to run, or several tasks among which a flag chooses.
+        argv: the command-line arguments.
         work: called with the run instead of training and evaluation.
         defaults: values by field that replace the task's default values of flags.
         elsewhere: explains flags of other programs in error messages.
@@ -134,8 +136,7 @@ def main(
 
     Returns:
         The exit code of the program: 2 after a user error, which has been printed; 1 if
-        ``--dry-run``
-        shows that the run does not fit the named GPU.
+        ``--dry-run`` shows that the run does not fit the named GPU.
     """
     try:
         check_launcher()
@@ -231,7 +232,7 @@ def _tell_loss(config: RunConfig, code: int) -> None:
 
 
 def _tell_interruption(code: int) -> None:
-    """Print that a program without training was interrupted; it loses nothing."""
+    """Print "interrupted" if ``code`` says so. A program without training loses no work."""
     if code == EXIT_CODE_INTERRUPTED:
         say_to_stderr("interrupted")
 
@@ -239,7 +240,10 @@ def _tell_interruption(code: int) -> None:
 def _resized(
     config: RunConfig, task: Task, parse: Callable[..., ParsedArgs], world_size: int
 ) -> RunConfig:
-    """Return the configuration for another (or the present) number of ranks."""
+    """Return the configuration of a run for ``world_size`` ranks, which may be the present number.
+
+    Flags are parsed again by ``parse``, and the task's data are checked again.
+    """
     if world_size == config.parallel.world_size:
         return config
     changed: RunConfig = task.preflight(parse(world_size=world_size).config)[0]
@@ -290,8 +294,8 @@ def pretrain(
         assets: what `Task.preflight` returned.
         prepare: called with the `Run` before training, for example to attach an observer.
         work: called with the `Run` instead of training and evaluation.
-        launched: the launch of the run, from which the account of its time begins; None for no
-            account.
+        launched: the launch of the run, from whose start the run records how its time is spent;
+            None to record nothing.
         exit_signal: the exit signal that the program already watches; None to watch it from now on.
         transformer_config: the result of `check_core` for ``config``; None to build it here.
     """
@@ -429,7 +433,7 @@ def input_errors(task: Task, config: RunConfig) -> list[str]:
 
 
 def _check_loss(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return a check of the user's loss, if there is one."""
+    """Return a list with a check that the function of ``--loss`` can be loaded; [] without it."""
     loss = config.loss
     if loss.loss is None:
         return []

@@ -40,16 +40,17 @@ if TYPE_CHECKING:
 
 
 class StopRequests:
-    """Watches for reasons to stop: the exit signal, the time limit, a change of replicas.
+    """Watches for reasons to stop: the exit signal, the time limit, or a new number of ranks.
 
     Args:
         started: when the run began, in seconds since 1970.
-        elastic: whether the run may be asked to continue with another number of replicas. torchrun
-            asks by SIGTERM, the launcher of forked ranks by a file (`is_asked_to_resize`).
+        elastic: whether the run may be stopped to continue with another number of data-parallel
+            replicas. torchrun asks for this by SIGTERM, the launcher of forked ranks by a file
+            (`is_asked_to_resize`).
         exit_signal: the exit signal that the program already watches; by default watched from now.
 
     Attributes:
-        watches: whether a flag sets any of these.
+        watches: whether the flags set any reason to stop; if not, `check` costs nothing.
     """
 
     def __init__(
@@ -103,10 +104,11 @@ class Run:
 
     Attributes:
         stores: the places where the run keeps snapshots; see `supervision.Supervision.stores`.
-        restored_from: the source of its state: "start", "checkpoint", "memory" or "peer".
-        rewinds: returns to an earlier state since the run started; each has the iteration after
-            which it happened, and the iteration of the restored state.
-        checkpoints: None if the run neither saves nor loads.
+        restored_from: where the state at the start came from: "start", "checkpoint", "memory" or
+            "peer".
+        rewinds: pairs of iterations, one for each time that the run went back to an earlier state:
+            the iteration that it had reached, and the iteration of the restored state.
+        checkpoints: saves and loads checkpoints; None if the run does neither.
         saved_at: iteration of the newest save, or of the checkpoint that the run has loaded.
         seq_length: tokens of a sample in the next training step; None if the task has no such
             length.

@@ -21,11 +21,12 @@ class Saves:
     """The saves of a run, written in the foreground or in the background.
 
     Attributes:
-        num_failed: number of failed saves; all ranks know it from the next save on.
+        num_failed: number of failed saves. A failure in the background is known on all ranks from
+            the next save on.
 
     Args:
-        folder: the save folder, whose log of events gets each save.
-        rank: only rank 0 reports.
+        folder: the save folder; each save is recorded in its log of events (`disk.events`).
+        rank: this rank; only rank 0 reports.
         tolerant: whether the run continues after a failed save.
     """
 
@@ -102,11 +103,11 @@ class Saves:
             self.look()
 
     def must_repeat(self) -> bool:
-        """Return whether the newest save has failed and is due again; called after each step.
+        """Return whether to save again because the newest save has failed; called after each step.
 
-        All ranks call this together. They check only 1, 2, 4, 8 and so on steps after a save,
-        until one succeeds. So neither repeated saves to a full disk nor the messages about saves in
-        the background cost much time.
+        All ranks call this together. They look at the newest save 1 step after it, then 2, 4, 8 and
+        so on steps after the last look, until a save succeeds. The growing intervals bound the time
+        spent on saves to a full disk, and on messages between ranks about background saves.
         """
         if not (self._is_open and self._tolerant):
             return False
@@ -156,10 +157,11 @@ class Saves:
         self._log("save_failed", iteration=iteration, rank=0, reason=sentence)
 
     def _tell_success(self, iteration: int, stall: float, seconds: float | None = None) -> None:
-        """Write a finished save to the log of events.
+        """Append a finished save to the log of events, if a failed save would not end the run.
 
-        ``stall`` are the seconds for which training waited; ``seconds`` those until a save in the
-        background ended. A run without background saves and restarts keeps no log of its saves.
+        Args:
+            stall: seconds for which training waited.
+            seconds: seconds until a background save ended; None for a save in the foreground.
         """
         if self._rank == 0 and self._tolerant:
             self._log(

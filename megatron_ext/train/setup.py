@@ -180,7 +180,10 @@ def _peak_flops(device: torch.device) -> float | None:
 def _background(
     config: RunConfig, context: ParallelContext, device: torch.device, helper: Helper | None
 ) -> BackgroundSaves | None:
-    """Return the background saves of a run; None without a helper, as without ``--async-save``."""
+    """Return the object that saves checkpoints in the background; None without a ``helper``.
+
+    The helper, a separate process, exists only with ``--async-save``.
+    """
     if helper is None:
         return None
     from megatron_ext.checkpoint.background import BackgroundSaves
@@ -203,7 +206,7 @@ def _checkpoints(
 def _saves(
     config: RunConfig, context: ParallelContext, background: BackgroundSaves | None
 ) -> Saves:
-    """Return the `Saves` of a run, which report how they end."""
+    """Return the `Saves` of a run, which reports the outcome of each save."""
     tolerant = config.checkpoint.async_save or config.fault_tolerance.may_be_restarted
     save = config.checkpoint.save
     return Saves(save, context.rank, background=background, tolerant=tolerant)
@@ -215,9 +218,10 @@ def _follow_new_weights(
     ema: ShardedEMA | None,
     context: ParallelContext,
 ) -> None:
-    """Restart optimizer and averages from the weights that the task has set; print its notes.
+    """Copy weights that the task has put into the model to the optimizer and the averaged weights.
 
-    ``notes`` is None if the task has not changed the model; then nothing is done.
+    Print the task's ``notes`` on the weights. If ``notes`` is None, the task has not changed the
+    model, and nothing is done.
     """
     if notes is None:
         return
@@ -232,7 +236,10 @@ def _follow_new_weights(
 def _continue_schedules(
     runner: StepRunner, config: RunConfig, loaded: LoadedCheckpoint, context: ParallelContext
 ) -> None:
-    """Let schedules continue at the rates of a loaded checkpoint; print a note if they changed."""
+    """Let each learning-rate schedule continue from the rate of a loaded checkpoint.
+
+    Print the note of the model's schedule, if it has one: that the flags change its lengths.
+    """
     progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
     consumed = progress.consumed_train_samples
     notes = [x.go_on(config, progress.iteration, consumed) for x in runner.schedules]

@@ -185,7 +185,10 @@ class StepRunner:
         return [] if self.scheduler is None else [self.scheduler]
 
     def model_steps(self, steps: int) -> int:
-        """Return how many of a run's first ``steps`` steps train its model: all, in this class."""
+        """Return how many of a run's first ``steps`` steps train its model.
+
+        Here these are all steps; a subclass may also train other networks.
+        """
         return steps
 
     def _connect(self, optimizer: MegatronOptimizer) -> None:
@@ -227,7 +230,11 @@ class StepRunner:
         return StepResult(losses, counts, update, update)
 
     def zero_gradients(self) -> None:
-        """Set all gradients to zero, unless the first product of the step overwrites them."""
+        """Set all gradients to zero before a step.
+
+        The gradient of a weight keeps its old values if the first matrix product of the step that
+        computes it overwrites them.
+        """
         assert self.optimizer is not None
         # CUDA graphs always add to the gradients, and so do products with sharded gradients.
         adds = self.engine is None or self.engine.graphs or self._shards_gradients
@@ -377,7 +384,7 @@ class StepRunner:
         return reports
 
     def _prepared(self, batches: Sequence[Batch] | None) -> Sequence[Batch] | None:
-        """Return the batches, with the task's additions on the last stage."""
+        """Return the batches of a step, on the last stage after `Task.prepare_batches`."""
         prepare = self.task.prepare_batches
         if prepare is None or batches is None or not self.context.is_last_stage:
             return batches
@@ -438,9 +445,10 @@ class StepRunner:
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
     ) -> None:
-        """Queue an update, by which ``scheduler`` may advance; settle it if its result is known.
+        """Queue an update, after which ``scheduler`` advances by ``num_samples`` if it was applied.
 
-        The scheduler advances by ``num_samples`` if the update was applied.
+        If the host already knows whether it was applied, the scheduler advances at once; otherwise
+        in `settle`.
         """
         self._unsettled.append((update, scheduler, num_samples))
         if update.is_read:
@@ -532,8 +540,8 @@ def mean_of(entry: Tensor) -> Tensor:
 def means_of(totals: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean of each loss from its ``[sum, count]``.
 
-    A loss without targets is left out, for example the loss of a kind that no sample had. The first
-    loss, which is the run's loss, is always kept; without targets it is 0.
+    A loss whose count is 0 is left out, except the first one, the run's main loss; its mean is then
+    0.
     """
     first = next(iter(totals), None)
     # In double precision: sums of a single step may still be in single precision.
@@ -555,12 +563,16 @@ NAMES = {
 def take_auxiliary_losses(
     transformer_config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
 ) -> dict[str, torch.Tensor]:
-    """Return each MoE router loss, averaged over layers and micro-batches.
+    """Return each MoE router loss by its name in the log, averaged over layers and micro-batches.
 
-    All ranks call this together. megatron-core's own reduction needs experts on every pipeline
-    stage, and a collective that Gloo lacks. A load-balancing loss is the sum of its parts on
-    tensor- and context-parallel ranks; the global one is also summed over the replicas. Each rank
-    holds the whole z-loss.
+    All ranks call this together. megatron-core's own reduction is not used, since it needs experts
+    on every pipeline stage, and a collective that Gloo lacks. The values on the ranks are combined
+    as follows:
+
+    - load-balancing loss: summed over tensor- and context-parallel ranks, which each hold a part,
+      and averaged over data-parallel replicas;
+    - global load-balancing loss: summed over all these ranks;
+    - z-loss: averaged over all these ranks, since each holds the whole loss.
     """
     logged = core.take_auxiliary_losses()
     kinds = transformer_config.moe_router_load_balancing_type

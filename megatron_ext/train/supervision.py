@@ -1,8 +1,8 @@
-"""The socket around the ranks of a run: who watches them, and what follows a fault.
+"""Decides who watches the ranks of a run, and what happens after a fault.
 
 `Supervision` is the default: if one rank fails, all are ended. The add-on ``resilience`` replaces
-it for runs with several ranks, or with flags that need more. It detects hangs and stragglers,
-restarts ranks, and keeps snapshots in memory for the restart.
+it for runs with several ranks, and for runs with one of the flags in `FLAGS`. It detects hangs and
+stragglers, restarts ranks, and keeps snapshots in memory for the restart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_ext.train.supervisor import SignalForwarder, Supervisor
 
 RESILIENCE = "resilience"
-"""The add-on that plugs into this socket."""
+"""The name of the add-on that replaces `Supervision`."""
 FLAGS = {
     "fault_tolerance": None,
     "checkpoint": {
@@ -58,7 +58,10 @@ class Supervision:
         return []
 
     def prepare(self, configure: Configure) -> None:
-        """Check all numbers of ranks with which the run may continue.
+        """Check that the flags suit every number of ranks with which an elastic run may continue.
+
+        Args:
+            configure: returns the configuration of the run for a number of ranks.
 
         Raises:
             ConfigError: a number of ranks does not fit the flags.
@@ -108,7 +111,11 @@ class Supervision:
 
 
 def supervision_of(config: RunConfig) -> Supervision:
-    """Return the add-on's supervision if a run needs it, otherwise the plain one."""
+    """Return the supervision of a run by the add-on ``resilience``, if it is installed.
+
+    Without the add-on, or for a single rank without torchrun and without flags of the add-on,
+    return a plain `Supervision`.
+    """
     if config.parallel.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         if not given_flags(config):
             return Supervision(config)
@@ -126,11 +133,14 @@ def _chosen_supervision(config: RunConfig | None) -> Supervision:
 
 
 def given_flags(config: RunConfig) -> list[str]:
-    """Return the flags of the add-on that the user has given."""
+    """Return the flags of the add-on ``resilience`` whose values differ from their defaults."""
     return [flag for section, names in FLAGS.items() for flag in changed(config, [section], names)]
 
 
 def check_add_ons(config: RunConfig) -> None:
-    """Raise a ConfigError with a sentence for each flag of the add-on if its folder is gone."""
+    """Raise a ConfigError if flags of the add-on ``resilience`` are given but it is missing.
+
+    The error has a sentence for each of these flags.
+    """
     if not extras.is_there(RESILIENCE) and (flags := given_flags(config)):
         raise ConfigError([extras.missing(RESILIENCE, flag) for flag in flags])

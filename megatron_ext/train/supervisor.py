@@ -119,7 +119,11 @@ class SignalForwarder:
 
 
 class Supervisor:
-    """Waits for ranks; ends all of them if one fails, or stays stopped for too long."""
+    """Waits for forked ranks to end.
+
+    If one fails, or a signal such as SIGSTOP keeps one stopped for longer than the timeout, all
+    ranks are ended.
+    """
 
     seconds_for_the_cause = _SECONDS_FOR_THE_CAUSE
 
@@ -136,8 +140,8 @@ class Supervisor:
     def wait(self) -> int:
         """Wait for all ranks; return the exit code of the first that failed, or 0.
 
-        Ranks that failed only because another did not answer are passed over if a rank failed by
-        itself.
+        A rank that failed by itself takes precedence over earlier ones that failed only because
+        another rank did not answer.
         """
         while self._children:
             if not self._reap():

@@ -108,13 +108,14 @@ class Task(TaskFlags):
         inputs: ``(config)`` to checks, one for each file and folder that flags name; a check raises
             an error if the input does not exist. They are called for a run that was refused, to
             report missing inputs as well, so they use only the flags as given.
-        data_lines: ``(config, assets)`` to lines on the data that was read and not used, which the
-            first rank prints at the start.
+        data_lines: ``(config, assets)`` to lines that say which data the run reads and which it
+            does not use; the first rank prints them at the start.
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
-        implements: the flags that a forward step or model chunk implements, by that function. These
-            are `STEP_FLAGS`, and flags of tenants that not every step or chunk follows. The task
-            refuses a flag that its own step and chunk do not implement.
-        step_advice: the remedy in the error about such a flag, besides leaving it out.
+        implements: for each forward step or model chunk, the names of the flags that it implements,
+            out of the flags that not all of them implement, such as `STEP_FLAGS`. The task refuses
+            a listed flag that its own forward step and model chunk do not implement.
+        step_advice: the remedy, besides leaving the flag out, in the error about a flag that is
+            refused for this reason.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
             the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
             ``process_non_loss_data_func``. ``collected`` holds the result of the loss function with
@@ -148,7 +149,11 @@ class Task(TaskFlags):
         return self
 
     def answers(self) -> tuple[Inapplicable, ...]:
-        """Return entries for the flags that do not apply or that no part implements."""
+        """Return entries for the flags that this task refuses.
+
+        These flags do not apply to the task, or its forward step, model chunk or step runner does
+        not implement them.
+        """
         parts = [part for part in (self.forward_step, self.model_chunk) if part is not None]
         own = {name for part in parts for name in self.implements.get(part, "").split()}
         names = " ".join([STEP_FLAGS, *self.implements.values()]).split()

@@ -45,9 +45,10 @@ _SECONDS_FOR_RANKS = 30.0
 def run_torchrun(words: Sequence[str]) -> int:
     """Run torchrun, and return 0 or the exit code of the rank that failed by itself.
 
-    torchrun itself prints what has failed. After a signal to torchrun, which passes it on, the code
-    is that of the ranks if they have exited by themselves since then, or else that of a rank that
-    the signal ended. The host folder is removed with this process, even after a failure.
+    torchrun itself prints what has failed, and passes signals on to its ranks. After such a signal,
+    return the exit code of the ranks that have since exited by themselves, or else of a rank that
+    the signal ended. The host folder, shared by the processes of this machine, is removed when this
+    process ends.
     """
     try:
         with shared_host_folder() as folder, _ended_ranks(folder) as left:
@@ -86,10 +87,10 @@ def _passing_signals_on() -> list[str]:
 
 @contextmanager
 def _ended_ranks(folder: Path | None) -> Iterator[set[int]]:
-    """Yield a set that gets the ranks' exit codes if a signal has ended the agent.
+    """Yield a set, to which the ranks' exit codes are added if a signal ends torch's agent.
 
-    Meanwhile signals are ignored, and running ranks are waited for: after several signals to the
-    agent, torch no longer waits for its ranks.
+    After such a signal the context waits, ignoring signals, until all ranks have ended: after
+    several signals, torch itself no longer waits for them.
     """
     left: set[int] = set()
     try:

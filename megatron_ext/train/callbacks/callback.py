@@ -86,7 +86,11 @@ def overridden(callbacks: Sequence[Callback], name: str) -> list[Callable[..., N
 
 
 class WeightAverage(Callback):
-    """Updates averaged weights: in each step before ``--ema-start``, later at an interval."""
+    """Updates the averaged weights after a training step.
+
+    Before iteration ``--ema-start`` they are set to the weights after every step; from then on they
+    are updated every ``--ema-update-every`` steps.
+    """
 
     def after_update(self, result: StepResult) -> None:
         run = self.run
@@ -175,7 +179,7 @@ class StopConditions(Callback):
 
     @staticmethod
     def apply(run: Run) -> bool:
-        """Return whether a flag of the run sets any of these conditions."""
+        """Return whether a flag of the run sets a save interval or a condition to stop."""
         interval = run.config.checkpoint.save_interval or run.config.training.exit_interval
         return bool(interval) or run.stop_requests.watches
 
@@ -197,7 +201,7 @@ class StopConditions(Callback):
 
 
 class SaveWatch(Callback):
-    """Reports how saves in the background end, and repeats a failed one."""
+    """Reports the outcome of background saves; requests another save if the newest one failed."""
 
     def after_step(self) -> None:
         self.run.saves.look()

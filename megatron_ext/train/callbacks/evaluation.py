@@ -24,7 +24,10 @@ from megatron_ext.train.step import StepRunner, means_of, reduce_reports
 
 
 def check_validation(config: RunConfig, *, given: bool) -> None:
-    """Raise a DataError if a flag needs a validation split but the run has none."""
+    """Raise a DataError if a flag needs a validation split but the run has none.
+
+    ``given`` says whether the run has one.
+    """
     best = config.checkpoint.keep_best
     patience = config.training.early_stop_patience
     for name, value in (("--keep-best", best), ("--early-stop-patience", patience)):
@@ -177,7 +180,8 @@ def evaluate_at_end(run: Run) -> None:
 def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str, float]]:
     """Evaluate and report the validation or test split, also with averaged weights (--eval-ema).
 
-    Return the losses of each set with the current weights, by name; {} before the last stage.
+    Return a dict of losses by name for each set of the split, computed with the current weights;
+    the dicts are empty on ranks without the last pipeline stage.
     """
     sources = run.valid_sources if name == "validation" else run.test_sources
     with run.context.recorder.phase("evaluate"), run.parameter_gather.paused():

@@ -42,11 +42,16 @@ def check_replicas(
 ) -> None:
     """Compare every parameter with its copies on other ranks; all ranks call this together.
 
-    Dense parameters must be equal on data- and context-parallel ranks, and experts on their
-    replicas. Dense parameters that are not sharded must be equal on tensor-parallel ranks, and a
-    tied embedding on its stages. fp8's amax histories must be equal on all ranks with a part or
-    copy of the layer. Raise an InvariantError that names the first tensor that differs, and the
-    ranks.
+    These tensors must be equal:
+
+    - dense parameters, on all data- and context-parallel ranks;
+    - experts, on all expert-data-parallel ranks;
+    - dense parameters that tensor parallelism does not shard, on all tensor-parallel ranks;
+    - a tied embedding, on its first and last pipeline stage;
+    - the amax histories of fp8, on all ranks that hold a shard or copy of the layer.
+
+    Raises:
+        InvariantError: two ranks differ; it names the ranks and the first tensor that differs.
     """
     named = named_parameters(chunks)
     expert_ids = {id(p) for chunk in chunks for p in expert_parameters(chunk)}
@@ -84,7 +89,7 @@ def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) 
 
 
 def check_zeroed(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
-    """Raise an InvariantError if a gradient of the previous step is left over before this one."""
+    """Raise an InvariantError if a gradient is not zero or None before step ``iteration``."""
     for name, parameter in named_parameters(chunks):
         buffer = getattr(parameter, "main_grad", None)
         if parameter.grad is not None or (buffer is not None and bool(buffer.any())):

@@ -89,10 +89,11 @@ def describe(
 ) -> dict[str, Any]:
     """Return facts about a step that was not finite, from the ranks' observations.
 
-    The facts are a sentence, the ranks, the first bad parameter, and the cause: "loss", "gradient"
-    or "norm" (only the sum of squares overflowed). Assuming a single fault, the ranks with the
-    fewest bad parameters are the closest to it. The gradients have been summed over the replicas,
-    so they cannot show which replica it was.
+    The facts are a sentence, the ranks where the fault probably arose, the first bad parameter, and
+    the cause: "loss", "gradient" or "norm" (only the sum of squares overflowed). A non-finite value
+    spreads to the gradients of other parameters, so the ranks with the fewest bad parameters are
+    assumed to be where it arose. Which data-parallel replica produced it is unknown, since the
+    gradients have already been summed over the replicas.
     """
     with_gradients = [each for each in observations if each.parameters]
     cause = "loss" if any(each.loss for each in observations) else "gradient"
@@ -114,11 +115,11 @@ def describe(
 
 
 class NonFinite(Callback):
-    """Reports where a skipped step was not finite.
+    """Reports on which ranks, and in which parameter first, a skipped step was not finite.
 
-    If the host decides on the update, as on a CPU, the report is part of the step itself. If the
-    device decides, the host learns of it in the next step, and then reads the stored norm of each
-    gradient.
+    If the host decides whether to apply the update, as on a CPU, the report comes in the same step.
+    If the device decides, the host knows the decision one step later, when the gradients are gone;
+    it then uses the stored norm of each gradient.
     """
 
     @staticmethod

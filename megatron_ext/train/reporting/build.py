@@ -156,7 +156,7 @@ def _follows_steps(sink: Reporter) -> bool:
 
 
 class TimeAccount(Protocol):
-    """Accounts for the time of a run between its records; the add-on ``report`` implements it."""
+    """A record of how the time of a run is spent; the add-on ``report`` implements it."""
 
     def launched(self, config: RunConfig, num_iterations: int) -> None:
         """Record the settings, the machine and the packages with which the ranks start."""
@@ -169,13 +169,19 @@ class TimeAccount(Protocol):
 
 
 def _report_of(save: str | None) -> Any:
-    """Return the add-on that accounts for the time of a run that saves; None without it."""
+    """Return the module of the add-on ``report`` that records how a run's time is spent.
+
+    Return None if the run has no save folder, or if the add-on is not installed.
+    """
     return None if save is None else extras.part("report", "time_rows")
 
 
 @contextmanager
 def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
-    """If the run saves, let the add-on ``report`` write its page when this context ends."""
+    """Yield the `End` of a launch; on exit, the add-on ``report`` writes the page about the run.
+
+    Nothing is written if the run has no save folder, or if the add-on is not installed.
+    """
     report = _report_of(save)
     if report is None:
         yield End()
@@ -199,9 +205,10 @@ class Reporters:
         self._warned: set[int] = set()
 
     def on_iteration(self, record: IterationRecord, own: IterationRecord | None = None) -> None:
-        """Report the steps of an interval; ``own`` is the record of the last step alone.
+        """Report the steps since the last report to all sinks.
 
-        A sink with its own interval gets ``own`` if that is given; any other sink gets ``record``.
+        A sink that reports single steps at its own interval gets ``own``, the record of the last
+        step alone, if it is given. All others get ``record``.
         """
         for sink in self.sinks:
             with self._going_on(sink):

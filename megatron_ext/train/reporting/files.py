@@ -32,7 +32,11 @@ SAME_LAUNCH = 1.0
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
-    """Return a report's log line: Megatron-LM's fields, with ours before the last two of them."""
+    """Return the log line of a report in Megatron-LM's format.
+
+    Fields that Megatron-LM does not have, such as tokens/s, are inserted before the last two
+    fields.
+    """
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record.iteration:8d}/{record.num_iterations:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
@@ -177,8 +181,9 @@ def is_launch(row: Mapping[str, Any], started: float) -> bool:
 class MetricsFile:
     """Appends to ``metrics.jsonl``; a resumed run first removes the steps that it will repeat.
 
-    A run that starts anew removes all rows except the time rows of its own launch. That launch
-    began at ``launched_at``, in seconds since the epoch, and may have restarted the run.
+    A run that starts from iteration 0 removes all rows, except the rows on how time was spent that
+    its own launch has written before a restart. The launch is recognized by ``launched_at``, when
+    it began, in seconds since the epoch.
 
     Each line is strict JSON: a number that is not finite, such as the gradient norm of a skipped
     step, is the word ``NaN``, ``Infinity`` or ``-Infinity``, as in Protocol Buffers' JSON.
@@ -301,7 +306,10 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
 
 
 def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
-    """Plot values over steps; without a colour, many become a smoothed line over a faint one."""
+    """Plot ``values`` over ``steps``; smooth the curve if it is long and ``style`` names no colour.
+
+    A smoothed curve is drawn over a faint line of the values themselves.
+    """
     if len(values) < SMOOTHED_FROM or style.get("color"):
         marker = "." if len(values) < 60 else ""
         axes.plot(steps, values, marker=marker, markersize=4, linewidth=1.4, **style)
@@ -311,7 +319,10 @@ def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> No
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the bias-corrected moving average over about a fiftieth of the values."""
+    """Return the bias-corrected exponential moving average of ``values``.
+
+    Its time constant is a fiftieth of their number. Non-finite values are passed over.
+    """
     keep = 1 - 1 / max(2.0, len(values) / 50)
     mean = 0.0
     weight = 0.0

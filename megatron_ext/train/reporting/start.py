@@ -131,7 +131,7 @@ def implementation_line(
 
 
 def parameters_line(total: int, trained: int, largest: int) -> str:
-    """Return the line with the number of all and of trained parameters, and the most on a rank."""
+    """Return a line with the numbers of all and trained parameters, and the most on one rank."""
     share = "" if trained == total else f", {trained:,} of them trained"
     return f"parameters: {total:,}{share}; at most {largest:,} on one rank"
 
