@@ -19,7 +19,7 @@ from megatron_ext.video.networks.network import (
 
 
 def network_named(name: str) -> VideoNetwork:
-    """Return the network that ``name``, a value of ``--video-model``, stands for."""
+    """Return the network of a value of ``--video-model``, given as ``name``."""
     network: VideoNetwork = import_module(NETWORKS[name]).NETWORK
     return network
 
@@ -35,24 +35,24 @@ def chosen(config: RunConfig) -> VideoNetwork:
 
 
 def network_of(config: RunConfig) -> FlowNetwork:
-    """Return the network that ``--video-model`` names, in the form that flow matching uses."""
+    """Return the network that ``--video-model`` names as a `FlowNetwork`, for flow matching."""
     network: FlowNetwork = _part(chosen(config).flow)(config)
     return network
 
 
 def _part(place: str) -> Any:
-    """Import and return the object at a place of the form ``module:name``."""
+    """Import and return the object that ``place``, a text ``module:name``, names."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
 def streamed() -> VideoNetwork:
-    """Return the network that streaming trains: the first in the table that it can train."""
+    """Return the network of ``--task streaming``: the first in the table that supports it."""
     return next(network for network in all_networks() if network.streamed is not None)
 
 
 def streamed_network() -> StreamedNetwork:
-    """Return the network that streaming trains, in the form that streaming uses."""
+    """Return the network of ``--task streaming`` as a `StreamedNetwork`."""
     place = streamed().streamed
     assert place is not None
     network: StreamedNetwork = _part(place)
@@ -60,12 +60,12 @@ def streamed_network() -> StreamedNetwork:
 
 
 def conversions() -> list[Conversion]:
-    """Return the conversions of public weights of all networks that have one."""
+    """Return the `Conversion` of each network whose published weights can be read and written."""
     return [_part(x.conversion) for x in all_networks() if x.conversion is not None]
 
 
 def streamed_conversion() -> Conversion:
-    """Return the conversion of public weights for the networks of a streaming run."""
+    """Return the `Conversion` for the published weights of the network of ``--task streaming``."""
     place = streamed().conversion
     assert place is not None
     conversion: Conversion = _part(place)
@@ -73,17 +73,19 @@ def streamed_conversion() -> Conversion:
 
 
 def named_by(names: Iterable[str]) -> str:
-    """Return words for a message: the flag ``--video-model`` with one of the values ``names``."""
+    """Return ``--video-model`` with all ``names``, joined by "or", for a message."""
     return f"`--video-model {' or '.join(names)}`"
 
 
 def without_pooled() -> str:
-    """Return words for a message: ``--video-model`` with the networks that need no pooled text."""
+    """Return ``--video-model`` with all networks that need no pooled text, for a message."""
     return named_by(name for name in NETWORKS if not network_named(name).takes_pooled)
 
 
 def with_widths(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with the widths of latents and text embeddings of a dataset.
+    """Return the configuration with a dataset's latent channels and text embedding widths.
+
+    ``manifest`` is the dataset's manifest.
 
     Raises:
         ConfigError: the network needs pooled vectors of the text, which the dataset lacks.

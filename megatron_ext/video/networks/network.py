@@ -49,27 +49,29 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VideoNetwork:
-    """The network of a folder, which has one or several values of ``--video-model``.
+    """The entry of a video network, by which the rest of the package finds the network's parts.
 
-    A place is written ``module:name``.
+    A network has one or several values of ``--video-model``. Some attributes hold a place: a text
+    ``module:name`` that names an object, which is imported only when a run needs it.
 
     Attributes:
         titles: words for the network in messages, with an article, by value of ``--video-model``.
         sections: frozen dataclasses whose fields are the network's flags.
         flow: place of the `FlowNetwork`, a class.
         resolve: a function that fills in the section ``model`` from the network's flags.
-        rules: a function of ``(given, resolved)`` that returns an error for each fault in flags
-            that only this network has.
+        rules: a function of ``(given, resolved)``, a run's configuration before and after
+            defaults are filled in; it returns an error for each faulty or useless flag.
         stored_model: a function of ``(stored, name)``, a checkpoint's configuration and the value
             of ``--video-model`` of its run; it returns the flags that describe the checkpoint's
             weights.
-        restated: a function of ``(stored, kind, builds)`` that returns the flags with which a run
-            of ``builds`` can start from a checkpoint of ``kind``. Both are values of
-            ``--video-model`` of this network, or `STREAMING`. None if they share no weights.
-        defaults: values that replace the usual defaults of flow matching, by field; the modes of
-            reference frames need none if the network takes no reference frames.
-        streaming_flags: by value of ``--video-model``, the fields of streaming's flags that flow
-            matching takes too.
+        restated: a function of ``(stored, kind, builds)``, a checkpoint's configuration, its
+            network, and the network of a run that starts from it. The networks are values of
+            ``--video-model``, or `STREAMING`. It returns the flags with which the run can start.
+            None if such networks share no weights.
+        defaults: defaults of flow matching's flags that differ for this network, by field.
+            `flow_defaults` adds those that follow from ``takes_references``.
+        streaming_flags: by value of ``--video-model``, the fields of streaming's flags that also
+            apply to the network in flow matching.
         takes_pooled: whether the network is given a pooled vector of the text.
         takes_references: whether the network is given reference frames.
         streamed: place of the `StreamedNetwork`, an object; None if streaming cannot train it.
@@ -95,7 +97,10 @@ class VideoNetwork:
 
     @property
     def flow_defaults(self) -> Mapping[str, Any]:
-        """Return the values that replace the usual defaults of flow matching, by field."""
+        """Return the defaults of flow matching's flags that differ for this network, by field.
+
+        If the network takes no reference frames, the modes that give them have weight 0.
+        """
         given = [mode for mode in MODES if mode != "t2v"] if not self.takes_references else []
         return {**{f"{mode}_weight": 0.0 for mode in given}, **self.defaults}
 
@@ -131,9 +136,9 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration with the widths of latents and text embeddings of a dataset.
+        """Return the configuration with a dataset's latent channels and text embedding widths.
 
-        ``manifest`` is that of the dataset.
+        ``manifest`` is the dataset's manifest.
         """
 
     @abstractmethod
@@ -174,10 +179,7 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def recomputing(self, mode: str) -> RunConfig:
-        """Return the configuration with all blocks recomputed, or none.
-
-        ``mode`` is "full" for all blocks.
-        """
+        """Return the configuration with all blocks recomputed if ``mode`` is "full", else none."""
 
     @abstractmethod
     def sampled(
@@ -236,7 +238,7 @@ class StreamedNetwork(ABC):
     def options(self, flags: WindowConfig, parallel: ParallelConfig, *, causal: bool) -> Any:
         """Return the options of the chunks; raise ConfigError for a flag out of range.
 
-        ``causal`` chooses attention with a window.
+        With ``causal`` attention is causal within a window, otherwise bidirectional.
         """
 
     @abstractmethod
@@ -245,7 +247,7 @@ class StreamedNetwork(ABC):
 
     @abstractmethod
     def weights(self, lora: LoraConfig, sizes: Any, tp: int, stage: Stage) -> list[Weight]:
-        """Return a stage's parameters on one of ``tp`` ranks, in the order of its module."""
+        """Return a stage's parameters on one of ``tp`` ranks, in the order of its module's."""
 
     @abstractmethod
     def on_clip(self, config: RunConfig, ranks: Ranks, sizes: Any, clip: Clip) -> StreamedCost:
@@ -255,9 +257,9 @@ class StreamedNetwork(ABC):
     def on_block(
         self, config: RunConfig, ranks: Ranks, sizes: Any, clip: Clip, window: FrameWindow
     ) -> StreamedCost:
-        """Return the cost formulas of a pass over a frame block with a full window of the past.
+        """Return the cost formulas of a pass over one frame block that attends to a full window.
 
-        ``clip`` has the size of the block.
+        The window holds the earlier frames. ``clip`` describes the block itself.
         """
 
     @abstractmethod
@@ -269,11 +271,12 @@ class StreamedNetwork(ABC):
 
 
 class Conversion(ABC):
-    """Reads and writes public weights of a network.
+    """Reads and writes the published weights of a network.
 
     Attributes:
         title: the name of the public network, such as "Wan".
-        namings: the codes whose names of tensors can be written; the first is the default.
+        namings: naming schemes of tensors in which weights can be written, such as "diffusers"; the
+            first is the default.
         classes: values of ``_class_name`` in the config.json of folders that can be read.
     """
 
@@ -328,4 +331,4 @@ class Conversion(ABC):
 
     @abstractmethod
     def adapters(self, sizes: Any) -> PeftLayers:
-        """Return the map from our adapters to peft's layers, for a network of these sizes."""
+        """Return the mapping of our LoRA adapters to peft's layers, for networks of ``sizes``."""

@@ -105,10 +105,11 @@ def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -
 
 @lru_cache(maxsize=16)
 def _deal(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
-    """Split blocks of the given costs into contiguous, nonempty stages of minimal largest cost.
+    """Split blocks into contiguous pipeline stages so that the most costly stage costs the least.
 
-    Ties are broken by the smallest sum of squared costs. The method is dynamic programming, where
-    ``best[i]`` is the best split of the first i blocks: (largest cost, sum of squares, ends).
+    Each stage gets at least one block; ``costs`` are the blocks' costs. Ties are broken by the
+    smallest sum of squared stage costs. The method is dynamic programming, where ``best[i]`` is the
+    best split of the first i blocks: (largest cost, sum of squares, ends of the stages).
     """
     sums = [0.0, *itertools.accumulate(costs)]
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
@@ -185,9 +186,9 @@ class DoubleBlock(Part):
         return zip((self.txt, self.img), streams, strict=True)
 
     def _enter(self, streams: Sequence[Tensor], tokens: LocalTokens) -> Sequence[Tensor]:
-        """Return the tokens of both streams, text first, whole on every tensor-parallel rank.
+        """Return (text, image) with all tokens of ``tokens.cp_slice`` on each tensor-parallel rank.
 
-        One collective gathers both.
+        Under sequence parallelism one collective gathers the tokens of both.
         """
         if self.tp_group.size() == 1:
             return streams

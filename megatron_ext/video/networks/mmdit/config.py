@@ -81,10 +81,7 @@ class MMDiTSizes(Sizes):
 
     @property
     def cond_width(self) -> int:
-        """Return the number of features of a condition token.
-
-        It is a patch of latents together with a patch of their mask.
-        """
+        """Return the features of a condition token: a patch of latents and one of their mask."""
         return (self.channels + 1) * self.patch_size**2
 
     def transformer_fields(self) -> dict[str, Any]:
@@ -170,7 +167,10 @@ class MMDiTConfig(Changeable):
     cond_embed: bool = derived(False)
 
     def sizes(self, model: ModelConfig) -> MMDiTSizes:
-        """Return the named size, with the changes of the flags and the widths of the data."""
+        """Return the sizes of the MMDiT.
+
+        They are those that ``--mmdit-size`` names, except where other flags or the data differ.
+        """
         given = {
             **{name: getattr(self, name) for name in _OF_SIZES},
             "text_width": self.caption_width,

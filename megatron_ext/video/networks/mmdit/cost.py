@@ -159,7 +159,7 @@ class MMDiTNetwork(ClipNetwork):
         return in_order(*parts)
 
     def layer(self) -> LayerBytes:
-        """Return the memory of a double or a single block, whichever there are more of."""
+        """Return the memory of one block, double or single: of the kind that is more frequent."""
         singles = self.model.num_single_blocks > self.model.num_double_blocks
         return self._single_block() if singles else self._double()
 
@@ -180,7 +180,7 @@ class MMDiTNetwork(ClipNetwork):
         )
 
     def _entering(self) -> LayerBytes:
-        """Return the memory of the embedders; in 16-bit runs they keep copies of their inputs."""
+        """Return the memory of the embedders, which in 16-bit runs keep copies of their inputs."""
         x = self.sizes
         model = self.model
         share = x.cp * x.sequence_size
@@ -197,9 +197,9 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes((1 + parts + scales) * self._vector, weight + self.block_bytes.stream)
 
     def _attended(self, *, joins: bool) -> int:
-        """Return the bytes that attention keeps.
+        """Return the bytes that a block's attention keeps for the backward pass.
 
-        ``joins`` tells whether text and image are first copied into one tensor.
+        ``joins`` tells whether queries, keys and values of text and image are concatenated first.
         """
         width = self.block_bytes
         h = self.model.hidden_size

@@ -93,7 +93,7 @@ def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig
 
 
 class MMDiTVelocity(ParallelVelocity):
-    """Predicts velocities with an `MMDiT`; its inputs are checked on every rank."""
+    """Predicts velocities with an `MMDiT`, after checking the model's inputs on every rank."""
 
     def check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         sizes = self._models[0].sizes
@@ -101,9 +101,9 @@ class MMDiTVelocity(ParallelVelocity):
 
 
 class MMDiTFlow(FlowNetwork):
-    """The MMDiT of a run in the form that flow matching uses.
+    """The `FlowNetwork` of a run that trains or samples an MMDiT.
 
-    It predicts the velocity of the rank's image tokens.
+    Each rank predicts the velocity of the image tokens that it holds.
     """
 
     builder = MMDiTBatchBuilder
@@ -115,7 +115,7 @@ class MMDiTFlow(FlowNetwork):
 
     @property
     def sequence_multiple(self) -> int:
-        """Return the number of ranks that share the tokens of [text; image] equally."""
+        """Return the number of ranks that divide the tokens of [text; image] equally."""
         return sharing_ranks(self.config.parallel)
 
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
@@ -128,7 +128,7 @@ class MMDiTFlow(FlowNetwork):
         return self.config.with_section(mmdit)
 
     def checked(self) -> RunConfig:
-        """Return the configuration with ``cond_embed`` set: True unless t2v is the only mode.
+        """Return the configuration with ``cond_embed`` set: False only if t2v is the sole mode.
 
         Raises:
             ConfigError: there are too many stages, or ``a2a`` cannot split the heads equally.
@@ -165,7 +165,7 @@ class MMDiTFlow(FlowNetwork):
     def options(self) -> MMDiTOptions:
         """Return the options that the flags set.
 
-        A number of blocks to recompute that is not given means all blocks.
+        Without ``--recompute-double-blocks`` all double blocks are recomputed; likewise for single.
         """
         mmdit = self.config.section(MMDiTConfig)
         sizes = self.sizes

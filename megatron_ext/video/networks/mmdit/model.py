@@ -143,7 +143,11 @@ class Embedding(Part):
         mark_replicated(self, plan.config)
 
     def forward(self, given: Mapping[str, Any], part: TokenRange) -> tuple[Tensor, Tensor]:
-        """Return (tokens ``[s, b, h]``, embedded timestep, pooled text and guidance ``[b, h]``)."""
+        """Return (embedded tokens of ``part``, ``[s, b, h]``; the conditioning vec, ``[b, h]``).
+
+        vec is the sum of the embeddings of timestep, pooled text and, with ``guidance_embed``,
+        guidance.
+        """
         dtype = self.img_in.weight.dtype
         image = self.img_in(given["img"][:, part.image].to(dtype))
         if self.cond_in is not None:
@@ -185,7 +189,7 @@ class MMDiT(VideoChunk):
         return LocalTokens(cp_slice, cp_slice.part(self.tp_group.rank(), self.tp_group.size()))
 
     def image_tokens(self, num_text: int, num_image: int) -> slice:
-        """Return the image tokens of which `forward` returns the velocity on this rank, as a slice.
+        """Return the slice of the image tokens whose velocity `forward` returns on this rank.
 
         Ranks may hold unequal numbers of image tokens, or none.
         """
@@ -208,10 +212,10 @@ class MMDiT(VideoChunk):
         guidance: Tensor | None = None,
         cond: Tensor | None = None,
     ) -> Tensor:
-        """Run this chunk; all ranks of a replica get the same, whole inputs.
+        """Run this chunk; all ranks of a replica pass the same, complete inputs.
 
-        The arguments are keywords, since the wrapper for 16-bit precision does not cast these;
-        timesteps thus stay float32. Stages after the first use only the ids.
+        All arguments are keywords, because the wrapper for 16-bit precision casts only positional
+        arguments, and timesteps must stay float32. Stages after the first use only the ids.
 
         Args:
             img_ids: latent frame, row and column of each of N image tokens, ``[b, N, 3]``.

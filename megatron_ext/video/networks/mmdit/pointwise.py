@@ -34,9 +34,10 @@ def _modulated_and_statistics(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[
 def _gradients(
     beside: Tensor, of_y: Tensor, x: Tensor, shift: Tensor, scale: Tensor, *statistics: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of x, shift and scale of a modulated norm; ``of_y`` is its output's.
+    """Return the gradients of x, shift and scale of a modulated norm.
 
-    ``beside``, the gradient of x as a residual, is added to that of x.
+    ``of_y`` is the gradient of the norm's output. ``beside``, the gradient that reaches x through
+    the residual connection, is added to the gradient of x.
     """
     plan = 1, (0, 1, 2)
     of_x, of_scale, of_shift = norm_gradients(
@@ -71,7 +72,10 @@ def _modulated_streams(
 
 
 def _streams_and_statistics(hidden: Tensor, num_text: int, *vectors: Tensor) -> tuple[Tensor, ...]:
-    """Return text and image normed and modulated, then the statistics of both norms."""
+    """Return text and image, normed and modulated; then the statistics of text, then of image.
+
+    Each norm has two tensors of statistics. ``vectors`` are shift and scale of text, then of image.
+    """
     txt, img = torch.split(hidden, [num_text, hidden.size(0) - num_text])
     of_txt = _modulated_and_statistics(txt, *vectors[:2])
     of_img = _modulated_and_statistics(img, *vectors[2:])
@@ -87,9 +91,11 @@ def _streams_gradients(
     num_text: int,
     *rest: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of those inputs that ``plan`` lists.
+    """Return the gradients of the arguments of `_modulated_streams` at the positions ``plan[1]``.
 
-    ``rest`` are 4 shifts and scales, then 4 statistics, text first.
+    ``of_hidden``, ``of_txt`` and ``of_img`` are the gradients of the residual stream and of the
+    modulated text and image. ``rest`` holds shift and scale of text, shift and scale of image, then
+    two norm statistics of text and two of image.
     """
     sizes = [num_text, hidden.size(0) - num_text]
     (txt, img), (txt_beside, img_beside) = (torch.split(x, sizes) for x in (hidden, of_hidden))
@@ -143,10 +149,10 @@ def add_streams(hidden: Tensor, *added: Tensor) -> Tensor:
 
 @compiled
 def add_and_modulate_streams(hidden: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `add_streams`, then its text and its image normed and modulated.
+    """Return the joint tensor of `add_streams`, then its text part and image part, each modulated.
 
-    ``parts`` are the arguments of `add_streams` after the first, then text shift and scale, image
-    shift and scale.
+    Modulation includes the norm. ``parts`` are the arguments of `add_streams` after the first, then
+    shift and scale of text, then shift and scale of image.
     """
     *added, txt_shift, txt_scale, img_shift, img_scale = parts
     txt, img = _added(hidden, *added)

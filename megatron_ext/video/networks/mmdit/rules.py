@@ -24,7 +24,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
-    """Return an error if ``--guidance`` is given to a model without that input; else []."""
+    """Return an error if ``--guidance`` is given without ``--guidance-embed``; else []."""
     mmdit = config.section(MMDiTConfig)
     if mmdit.guidance_embed or mmdit.guidance == default_of(mmdit, "guidance"):
         return []
@@ -32,7 +32,10 @@ def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
 
 
 def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
-    """Return the flags in a checkpoint that describe its MMDiT, by section and field."""
+    """Return the flags that describe a checkpoint's MMDiT, as ``{section: {field: value}}``.
+
+    ``stored`` is the configuration in the checkpoint; ``name`` is not used.
+    """
     # What else its model's section holds follows from these.
     names = ("hidden_size", "num_attention_heads")
     model = {name: stored["model"][name] for name in names}

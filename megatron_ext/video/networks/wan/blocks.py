@@ -123,7 +123,10 @@ class Embedder(Part):
             mark_replicated(module, plan.config)
 
     def tokens(self, x: Tensor, tokens: FrameTokens) -> Tensor:
-        """Embed this rank's tokens of whole latents ``[b, t, c, h, w]`` as ``[s, b, h]``."""
+        """Return the embeddings ``[s, b, h]`` of this rank's tokens.
+
+        ``x`` holds the latents of all tokens, ``[b, t, c, h, w]``.
+        """
         packed = pack(x.transpose(1, 2), self.patch_size)
         own = torch.unflatten(packed, 1, (tokens.num_frames, -1))[:, :, tokens.held].flatten(1, 2)
         embedded: Tensor = self.patch_in(own.to(self.patch_in.weight.dtype))
@@ -156,6 +159,8 @@ class Run:
         parts: number of ranks that split the tokens in sequence parallelism; 1 without it.
         table: rotary table of the tokens in the context-parallel rank's slice.
         plan: the key frames to which each block of frames attends.
+        cached: reads the keys and values of cached frames, and records those of this pass; None
+            without a cache.
         text: keys and values of the text by block number; a block computes and stores those that
             are missing. If None, blocks compute them in every pass, with gradients.
     """
@@ -192,7 +197,10 @@ class SelfAttention(Part):
         return out
 
     def _heads(self, fused: Tensor, bias: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys, normed and rotated, and values, ``[t, m, b, heads, d]`` each."""
+        """Return queries and keys, normed and rotated, and values, ``[t, m, b, heads, d]`` each.
+
+        They are those of t frames, with m tokens of each frame.
+        """
         config = self.config
         total = None
         if self.tp_group.size() > 1:
@@ -227,7 +235,8 @@ class CrossAttention(Part):
     def _key_value(self, text: Tensor, number: int, cache: dict[int, KeyValue] | None) -> KeyValue:
         """Return the text's keys and values, ``[l, b, n, d]`` each.
 
-        A ``cache`` is read under the block's ``number``; if it lacks them, it is filled.
+        If ``cache`` holds those of the block ``number``, they are returned. Otherwise they are
+        computed, and stored in ``cache`` unless it is None.
         """
         if cache is not None and number in cache:
             return cache[number]
@@ -240,7 +249,10 @@ class CrossAttention(Part):
 
 
 class Block(Part):
-    """Block ``number`` of the whole model; frames may have modulations of their own."""
+    """One transformer block; ``number`` is its index in the whole model.
+
+    If frames have different timesteps, each frame has its own shifts, scales and gates.
+    """
 
     def __init__(self, plan: Blueprint, number: int) -> None:
         super().__init__(plan)

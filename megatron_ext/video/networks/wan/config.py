@@ -81,10 +81,9 @@ def is_causal(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class VideoDiTConfig(Changeable):
-    """The flags that only a video DiT of ``--task flow`` has.
+    """The flags of a video DiT that apply only in ``--task flow``.
 
-    `WindowConfig` has the flags that also apply to the networks of streaming. A streaming run can
-    start from a checkpoint of a video DiT.
+    `WindowConfig` has the flags that also apply in ``--task streaming``.
 
     Attributes:
         dit_channels: latent channels of the data.
@@ -104,7 +103,7 @@ class VideoDiTConfig(Changeable):
 
     @property
     def sizes(self) -> VideoDiTSizes:
-        """Return the named size, with the latent channels and the text width of the data."""
+        """Return the sizes that ``--video-dit-size`` names, with the data's channels and widths."""
         named = SIZES[self.video_dit_size]
         return dataclasses.replace(
             named,

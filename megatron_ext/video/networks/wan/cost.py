@@ -121,7 +121,7 @@ class DiTNetwork(StreamedCost):
         return in_order(*parts)
 
     def _entering(self) -> LayerBytes:
-        """Return the memory of the embedder: of packed latents, text and timesteps."""
+        """Return the memory that the first stage needs to embed latents, text and timesteps."""
         x = self.sizes
         model = self.model
         h = self.model.hidden_size
@@ -136,7 +136,7 @@ class DiTNetwork(StreamedCost):
         )
 
     def _selected(self) -> int:
-        """Return the number of frames of which attention copies keys and values.
+        """Return the number of frames whose keys and values attention copies in a pass.
 
         A frame that is copied several times is counted several times.
         """

@@ -72,9 +72,10 @@ def flops_of_pass(
 def _frames_seen(
     window: FrameWindow | None, new: range, present: Set[int]
 ) -> Iterable[tuple[int, int]]:
-    """Return, for each block of new frames, the number of its frames and of those it attends to.
+    """Return, for each block of the frames ``new``, (its size, number of frames it attends to).
 
-    Only frames in ``present`` have keys. Without a window all new frames are one block.
+    Both are in frames. Only frames in ``present`` have keys. Without a window all new frames are
+    one block.
     """
     if window is None:
         return [(len(new), len(new))]

@@ -69,9 +69,9 @@ class WanBatchBuilder(FlowBatchBuilder):
         return torch.cat([first, later], dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return all targets.
+        """Return the targets of all tokens, with weight 0 where another rank counts the token.
 
-        A token has its weight on one context-parallel rank, and weight 0 on others.
+        Each token counts in the loss of exactly one context-parallel rank.
         """
         times = whole.times
         num_tokens = whole.weights.size(1)
@@ -127,9 +127,9 @@ class VideoDiTVelocity(ParallelVelocity):
 
 
 class WanFlow(FlowNetwork):
-    """The Wan network of a run in the form that flow matching uses.
+    """The `FlowNetwork` of a run that trains or samples a Wan network.
 
-    It predicts the velocity of whole latents.
+    Every rank predicts the velocity of whole latents.
     """
 
     builder = WanBatchBuilder

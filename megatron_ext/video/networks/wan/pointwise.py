@@ -91,8 +91,8 @@ class FullWidthRMSNorm(Part):
     def forward(self, x: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Normalize the heads of this rank, ``[s, b, n, d]``, after the bias ``[n * d]`` is added.
 
-        If ``x`` is None, return only the scales ``[h / tp]``. Calling the module, rather than
-        reading ``weight``, makes data parallelism gather them first.
+        If ``x`` is None, return only the scales ``[h / tp]``. Get them in this way rather than from
+        ``weight``, because data parallelism gathers sharded weights only when the module is called.
         """
         if x is None:
             return self.weight
@@ -123,9 +123,9 @@ def squares(x: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, total: Tensor, weight: Tensor, width: int, eps: float) -> Tensor:
-    """Return ``[..., n, d]`` RMS-normalized.
+    """Return ``x``, ``[..., n, d]``, RMS-normalized and multiplied by ``weight``.
 
-    ``total`` are sums of squares ``[...]`` over ``width`` features.
+    ``total`` holds the sums of squares ``[...]`` over ``width`` features, of all ranks' heads.
     """
     scale = torch.rsqrt(total / width + eps)
     return (x.to(_exact(x)) * scale[..., None, None]).to(x.dtype) * weight.view(x.shape[-2:])
@@ -158,7 +158,7 @@ def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def summed(sums: Tensor, group: ProcessGroup) -> Tensor:
-    """All-reduce ``sums``, and in backward their gradients, as all ranks use the result."""
+    """All-reduce ``sums`` over ``group``; in the backward pass all-reduce the gradient too."""
     total: Tensor = copy_to_tensor_model_parallel_region(
         reduce_from_tensor_model_parallel_region(sums, group=group), group=group
     )

@@ -58,15 +58,20 @@ def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
 
 
 def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
-    """Return the flags in a checkpoint that describe its video DiT, by section and field."""
+    """Return the flags that describe a checkpoint's video DiT, as ``{section: {field: value}}``.
+
+    ``stored`` is the configuration in the checkpoint, ``name`` the ``--video-model`` of its run.
+    """
     window = stored_window(stored) if name == CAUSAL else {}
     return {"video_dit": dict(stored["video_dit"]), "streaming": window}
 
 
 def restated(stored: Mapping[str, Any], kind: str, builds: str) -> Sections:
-    """Return size, channels and window of a checkpoint's video DiT as flags of another kind.
+    """Return the flags with which a run of ``builds`` can start from a checkpoint of ``kind``.
 
-    ``stored`` is the checkpoint's configuration, ``kind`` names its network, ``builds`` the other.
+    They are the checkpoint's model size; its latent channels if the run is one of streaming; and
+    its window if both networks are causal. ``stored`` is the configuration in the checkpoint;
+    ``kind`` and ``builds`` are values of ``--video-model``, or `STREAMING`.
     """
     streaming = stored["streaming"]
     dit = stored["video_dit"]

@@ -25,7 +25,7 @@ from megatron_ext.video.networks.wan.model import VideoDiT
 
 
 class StreamedWan(StreamedNetwork):
-    """Wan's network: a generator with a window, a critic and a teacher without one."""
+    """The Wan network in streaming: causal as generator, bidirectional as critic and teacher."""
 
     chunk = VideoDiT
 

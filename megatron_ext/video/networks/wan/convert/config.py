@@ -69,9 +69,12 @@ _OUTPUT = {
 
 @dataclass(frozen=True)
 class WanModel:
-    """A model of Wan as its config.json or the shapes of its tensors describe it.
+    """A model of Wan, described by its config.json or by the shapes of its tensors.
 
-    ``size`` names a size of the video DiT. ``sizes`` is that size with the model's own text width.
+    Attributes:
+        size: name of the size in `SIZES` that the model has.
+        sizes: the sizes under this name, except for the text width, which is the model's own.
+        naming: the scheme by which the model's tensors are named.
     """
 
     size: str

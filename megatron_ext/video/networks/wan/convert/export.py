@@ -94,7 +94,7 @@ def export_wan(
 
 
 def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:
-    """Check that the tensors of a checkpoint with a prefix are exactly those of a video DiT.
+    """Check that the tensors under ``prefix`` in a checkpoint are exactly those of a video DiT.
 
     A CheckpointError names the first tensor that is missing, has another shape, or is unknown.
     """

@@ -175,11 +175,11 @@ def wan_adapters(head_dim: int) -> PeftLayers:
 
 
 def _wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[Part]:
-    """Yield the adapter matrices of Wan's layers that make up our adapter matrix ``name``.
+    """Split our adapter matrix ``name`` into those of Wan's layers; yield (layer, kind, matrix).
 
-    Our fused layer stands for p layers of Wan, and its rows lie head by head, ``[n, p, d]``. The
-    rows of the adapter's B, ``[out, r]``, are divided among the p layers. Each of them gets the
-    same A, ``[r, in]``.
+    A layer of ours may fuse p layers of Wan, such as query, key and value, with rows ordered head
+    by head, ``[n, p, d]``. Then each of the p layers gets its own rows of LoRA's matrix B,
+    ``[out, r]``, and a copy of A, ``[r, in]``. The kind is "A" or "B".
     """
     match = _ADAPTER.match(name)
     assert match is not None

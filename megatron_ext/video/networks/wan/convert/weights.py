@@ -71,7 +71,8 @@ def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, Tensor
     """Open the model in a folder of safetensors or a file of torch.save; yield it and its tensors.
 
     ``entry`` is a key of a torch.save file; None takes the file's only dictionary of tensors.
-    CheckpointError is raised for a model that cannot be read or converted, or a key for a folder.
+    CheckpointError is raised if the model cannot be read or converted, or if ``entry`` is given for
+    a folder.
     """
     if source.is_file():
         tensors = TensorFile(source, entry)
