@@ -30,13 +30,13 @@ from megatron_ext.text.convert.table import Table
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A Hugging Face model as its config.json describes it, and as our flags do.
+    """A Hugging Face model as its config.json describes it, and the same values as our flags.
 
     Attributes:
         family: the family of models to which it belongs.
-        raw: the content of the file.
-        fields: the corresponding values of the fields of a `Gpt`.
-        path: the file that was read, for messages.
+        raw: the entries of config.json.
+        fields: our configuration fields that describe the same model, by name.
+        path: the path of config.json, for messages.
         ignored: entries that have no effect here, although they differ from transformers' defaults.
     """
 
@@ -55,11 +55,11 @@ class HuggingFaceModel:
         return [f"{self.path}: these entries have no effect here: {names}"]
 
     def sections(self) -> Gpt:
-        """Return the configuration sections that the model corresponds to."""
+        """Return our configuration sections that describe the same model."""
         return Gpt.of_fields(self.fields)
 
     def table(self) -> Table:
-        """Return the table that relates our weights to the model's tensors."""
+        """Return the table that maps our weights to the model's tensors."""
         return self.family.weights(self.sections(), self.vocab_size)
 
 
@@ -98,7 +98,10 @@ def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def _parsed(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
-    """Return the model that ``raw`` describes; an error for a bad entry may be of any class."""
+    """Return the model that ``raw``, the content of a config.json, describes.
+
+    A bad entry may raise an exception of any class, since transformers reads the entries too.
+    """
     family = FAMILIES[raw["model_type"]]
     config = _configuration(raw)
     settings = Settings(path, config.to_dict())
@@ -112,8 +115,9 @@ def _parsed(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
 def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> CheckpointError:
     """Return the error about a config.json that transformers or a family could not read.
 
-    Such errors seldom name the wrong entry. So try to read the file without each of its entries: an
-    entry is wrong if the rest can be read without it. Otherwise an entry may be missing.
+    The exception ``error`` seldom names the wrong entry. To find it, leave out one entry at a time:
+    where the rest can be read, the entry left out is wrong. Entries that may be missing are named
+    too.
     """
     reason = " ".join(str(error).split())[:300].rstrip(".:") or type(error).__name__
     if "rope_parameters" not in raw:
@@ -169,10 +173,12 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
 
 
 def _is_taken_over(scaling: Any, settings: Settings) -> bool:
-    """Tell whether transformers has read every value in the `rope_scaling` of a config.json.
+    """Tell whether every value of a config.json's entry `rope_scaling` is in ``settings`` too.
 
-    ``scaling`` is this entry, as written by transformers 4; transformers 5 moves its values to
-    `rope_parameters`. ``settings`` has the entries as transformers read them.
+    Args:
+        scaling: the entry, as transformers 4 writes it.
+        settings: the entries as transformers has read them. transformers 5 moves the values of
+            `rope_scaling` to `rope_parameters`.
     """
     read = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
     given = dict(scaling or {})
@@ -186,7 +192,7 @@ _DESCRIBING = ("model_type", "architectures", "quantization_config", "transforme
 
 
 def _unknown(raw: dict[str, Any], path: Path) -> str:
-    """Return the sentence of the error about an unknown `model_type`, with the nearest family."""
+    """Return the error message for an unknown `model_type`; it names the most similar family."""
     said = f"{path} says `model_type` {raw.get('model_type')!r}, which cannot be converted; use "
     choices = f"one of {', '.join(FAMILIES)}"
     samples = {name: _sample(family) for name, family in FAMILIES.items()}
@@ -215,7 +221,7 @@ _UNIMPORTANT = set(
 
 
 def _sample(family: Family) -> set[str]:
-    """Return the names of the entries that a family writes for a small model into config.json."""
+    """Return the names of the config.json entries that a family writes for a small sample model."""
     written = family.settings(Gpt.of_fields(_SAMPLE | dict(family.fixed)))
     return set(written) | set(family.same.values())
 
@@ -356,7 +362,7 @@ def _flag(name: str) -> str:
 
 
 def _check_like(gpt: Gpt, like: HuggingFaceModel) -> None:
-    """Raise a CheckpointError if our model is not the one that ``like`` describes."""
+    """Raise a CheckpointError if our model has another architecture than ``like``."""
     theirs = architecture_of(like.sections())
     for name, ours, other in differences(architecture_of(gpt), theirs):
         raise CheckpointError(
@@ -366,9 +372,11 @@ def _check_like(gpt: Gpt, like: HuggingFaceModel) -> None:
 
 
 def disagreements(given: Gpt, model: HuggingFaceModel) -> list[FlagError]:
-    """Return an error for each flag of a run that contradicts the config.json of its weights.
+    """Return an error for each flag that contradicts the config.json of the initial weights.
 
-    ``given`` has the flags of the run, ``model`` the config.json.
+    Args:
+        given: the configuration of the run.
+        model: the model that the config.json describes.
     """
     theirs = architecture_of(model.sections())
     return [

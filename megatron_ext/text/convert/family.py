@@ -42,9 +42,9 @@ class Settings:
     """The entries of a config.json, with transformers' defaults for missing ones.
 
     Attributes:
-        path: the file.
-        values: the entries.
-        read: the entries that have been read so far.
+        path: the path of config.json, for messages.
+        values: the entries, by name.
+        read: the names of the entries that have been read so far.
         ignored: parts of entries that have no effect here, such as ``rope_scaling.factor``.
     """
 
@@ -58,10 +58,12 @@ class Settings:
         return self.values.get(key)
 
     def refuse(self, key: str, value: Any = None, advice: str = "use a model without it") -> None:
-        """Raise a CheckpointError, since the converted model could not do what an entry says.
+        """Raise a CheckpointError about an entry with which the model cannot be converted.
 
-        ``key`` names the entry; the message shows ``value``, by default the entry's value, and ends
-        with ``advice``.
+        Args:
+            key: name of the entry.
+            value: the value that the message shows; None shows the value of the entry.
+            advice: the end of the message, which tells the user what to do.
         """
         shown = self[key] if value is None else value
         raise CheckpointError(
@@ -98,7 +100,7 @@ class Gpt:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> Gpt:
-        """Return sections with the given values; other fields have defaults or derived values."""
+        """Return sections with the given fields; other fields get default or derived values."""
 
         def section(kind: type[Any]) -> Any:
             names = {field.name for field in dataclasses.fields(kind)} & fields.keys()
@@ -132,9 +134,11 @@ class Family:
     Attributes:
         model_type: the entry `model_type` of its config.json.
         architecture: the name of its class in transformers.
-        same: our fields that equal an entry of config.json: name of the field to name of the entry.
-        fixed: our fields that have the same value in all models of the family: name to value.
-        only: entries of config.json that may have only this value, or None, or be missing.
+        same: names of our fields that have the same value as an entry of config.json, each with the
+            name of the entry.
+        fixed: our fields that have the same value in all models of the family, by name.
+        only: entries of config.json for which just one value is supported, by name; they may also
+            be None or missing.
         read: a function that returns the other fields; it raises a CheckpointError for entries that
             our fields cannot express.
         write: a function that returns the other entries of config.json; the inverse of ``read``.
@@ -207,7 +211,7 @@ def differences(ours: Fields, theirs: Fields) -> list[tuple[str, Any, Any]]:
 
 
 def words_of(fields: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line that set the given fields; defaults are left out."""
+    """Return the command-line arguments that set the given fields; leave out defaults."""
     words: list[str] = []
     for section, kind in SECTIONS.items():
         for flag in flags_of(section, kind):

@@ -161,7 +161,7 @@ def _vocab_size(order: Export, padded: int, like: HuggingFaceModel | None) -> tu
 
 
 def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
-    """Raise a CheckpointError if the export would lose weights of the checkpoint.
+    """Raise a CheckpointError if the checkpoint holds weights that the exported model would lack.
 
     Raise one too if averaged weights are to be exported, but the checkpoint has none.
     """
@@ -191,8 +191,8 @@ class Import:
         dtype: dtype of the checkpoint; None keeps the dtype of the source.
         tensor_parallel_size: number of ranks for which the vocabulary is padded, so that they share
             it equally.
-        make_vocab_size_divisible_by: a divisor of the number of vocabulary rows on each of these
-            ranks.
+        make_vocab_size_divisible_by: the padding makes the number of vocabulary rows on each of
+            these ranks a multiple of this.
         seq_length: ``--seq-length`` to store for ``--use-checkpoint-args``; None stores the model's
             max_position_embeddings.
         verify: whether to compare logits with transformers before anything is written.
@@ -210,8 +210,8 @@ class Import:
 def import_model(order: Import) -> tuple[list[str], list[str]]:
     """Write a Hugging Face model as a checkpoint of iteration 0.
 
-    Return the words of the flags with which to train the model, and notes for the user. Raise a
-    CheckpointError for a model that cannot be converted, or an unusable folder.
+    Return the command-line flags with which the model can be trained, and notes for the user. Raise
+    a CheckpointError if the model cannot be converted or a folder is unusable.
     """
     model = without_missing_depths(read_model(order.source))
     conversion.refuse_checkpoints(order.save)

@@ -61,11 +61,12 @@ def load_folder(
     *,
     may_lack_depths: bool = True,
 ) -> Loaded:
-    """Fill a rank's model chunks, wrapped or not, with the weights of a Hugging Face folder.
+    """Fill this rank's model chunks with the weights of a Hugging Face folder.
 
-    All ranks of the run call this together. Adapters keep their values. If the folder lacks the
-    depths of multi-token prediction, these keep their values too; if ``may_lack_depths`` is False,
-    their lack is an error. Afterwards an optimizer must copy the weights again.
+    All ranks call this together. Adapters keep their values. If the folder has no weights for the
+    MTP depths, the depths keep their values too, or are an error if ``may_lack_depths`` is False.
+    An optimizer that already exists must copy the weights again afterwards. The chunks may be
+    wrapped, for example by DDP.
 
     Raise a CheckpointError on every rank if a tensor is missing, superfluous, or of another shape.
     """
@@ -96,10 +97,9 @@ class _Reading:
         ]
 
     def open(self) -> tuple[Shapes, Shapes]:
-        """Open the folder; return the least shapes that this rank needs its tensors to have.
+        """Open the folder; return the shapes that its tensors must at least have for this rank.
 
-        The first mapping has the tensors of the decoder, the second those of the depths of
-        multi-token prediction.
+        The first mapping has the tensors of the decoder, the second those of the MTP depths.
         """
         self.model = read_model(self.folder)
         self.notes += self.model.notes()
@@ -129,11 +129,12 @@ class _Reading:
         return runs
 
     def check(self, decoder: Shapes, depths: Shapes, may_lack_depths: bool) -> None:
-        """Check that the folder has the tensors that the slices of all ranks need.
+        """Check that the folder has every tensor that some rank needs, and no others.
 
-        ``decoder`` and ``depths`` hold their least shapes. If the folder lacks the depths of
-        multi-token prediction, do not load them, or raise an error unless ``may_lack_depths``.
-        Raise a CheckpointError if a tensor is missing, superfluous, or of another shape or dtype.
+        ``decoder`` and ``depths`` have the shapes of the needed tensors, for the decoder and for
+        the MTP depths. If the folder has no tensors of the depths, skip the depths, or raise a
+        CheckpointError if ``may_lack_depths`` is False. Raise one too if a tensor is missing,
+        superfluous, or of another shape or dtype.
         """
         source = self.source
         num_layers = self.model.fields["num_layers"]
@@ -159,7 +160,7 @@ class _Reading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copy the folder's values into each shard, and zeros into the vocabulary's padding."""
+        """Copy the folder's values into this rank's shards; fill vocabulary padding with zeros."""
         shown = {"unit": "tensor", "delay": 1.0, "leave": False, "disable": None}
         for shard in tqdm(self.shards, "Loading", **shown):
             if shard.is_vocabulary:
@@ -173,7 +174,7 @@ class _Reading:
 
 
 class WeightFolder(TensorFolder):
-    """The weights of a Hugging Face model, read block by block."""
+    """A folder with the weights of a Hugging Face model, from which slices of tensors are read."""
 
     def __init__(self, model: HuggingFaceModel) -> None:
         super().__init__(model.path.parent)
@@ -192,11 +193,10 @@ class WeightFolder(TensorFolder):
         check_dtype(self.folder, name, kind, kind)
 
     def copy(self, name: str, index: Index, target: Tensor, *, transposed: bool) -> None:
-        """Copy a block of the tensor ``name`` to ``target``, transposed if ``transposed``.
+        """Copy a slice of the tensor ``name`` to ``target``.
 
-        ``index`` selects the block.
-
-        Weights in fp8 are multiplied by their scales.
+        ``index`` selects the slice. It is transposed if ``transposed``. Weights in fp8 are
+        multiplied by their scales.
         """
         values = self.block(name, index)
         if values.dtype != torch.float8_e4m3fn:
@@ -226,13 +226,15 @@ def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
 
 
 def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
-    """Return the blocks of an axis that an index touches, and the block of each selected value.
-
-    The blocks are a slice; the block of a value counts from the slice's first block, ``[size]``.
+    """Locate the values that an index selects along one axis of a weight with a scale per block.
 
     Args:
-        entry: the entry of the index for this axis, a slice that selects ``size`` values.
-        block: length of a block.
+        entry: the index along this axis, a slice that selects ``size`` values.
+        block: number of values that share a scale.
+
+    Returns:
+        The slice of blocks that the values touch, and for each value the index of its block within
+        this slice, ``[size]``.
     """
     assert isinstance(entry, slice)
     positions = torch.arange(size) * (entry.step or 1) + (entry.start or 0)
@@ -242,9 +244,9 @@ def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
 
 
 def without_missing_depths(model: HuggingFaceModel) -> HuggingFaceModel:
-    """Return the model without depths of multi-token prediction if its folder has none.
+    """Return the model without MTP depths if its folder has no weights for them.
 
-    transformers does not save the weights of depths, but keeps their number in config.json.
+    transformers does not save the weights of MTP depths, but keeps their number in config.json.
     """
     if not model.fields.get("mtp_num_layers"):
         return model
@@ -255,10 +257,10 @@ def without_missing_depths(model: HuggingFaceModel) -> HuggingFaceModel:
 
 
 def check_one_dtype(model: HuggingFaceModel) -> str:
-    """Return the dtype of a model's weights, such as ``"bfloat16"``.
+    """Return the dtype that all of a model's weights have, such as ``"bfloat16"``.
 
-    Weights in fp8 are taken as bfloat16; tensors that are always float32 are left out of account.
-    Raise a CheckpointError if dtypes differ.
+    Weights in fp8 count as bfloat16; tensors that are always float32 do not count. Raise a
+    CheckpointError if the dtypes differ.
     """
     table = model.table()
     with WeightFolder(model) as source:
@@ -293,9 +295,9 @@ def is_of_depth(name: str) -> bool:
 
 
 def beyond_decoder(tensors: Iterable[str], num_layers: int) -> set[str]:
-    """Return those of ``tensors`` that belong to layers after the last decoder layer.
+    """Return the names in ``tensors`` that belong to layers after the last decoder layer.
 
-    These are the depths of multi-token prediction.
+    transformers numbers the MTP depths as such layers.
     """
     numbers = {name: _LAYER_NUMBER.search(name) for name in tensors}
     return {name for name, match in numbers.items() if match and int(match[1]) >= num_layers}
@@ -309,7 +311,7 @@ def check_tensors(
 ) -> None:
     """Raise a CheckpointError if a tensor is missing, superfluous, or of another shape or dtype.
 
-    ``needs`` has the shape of each tensor that a model with the folder's config.json has.
+    ``needs`` has the shape of each tensor that the folder must hold.
     """
     shapes = source.shapes()
     for name, shape in needs.items():

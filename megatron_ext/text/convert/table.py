@@ -56,10 +56,10 @@ Parts = Sequence[Part]
 
 @dataclass(frozen=True)
 class Run:
-    """A `Part` of one certain parameter, with the numbers of layer and expert filled in.
+    """A `Part` of one particular parameter, with layer and expert numbers filled in.
 
-    The ``count`` rows of the parameter from ``row`` on are the rows of ``tensor`` from ``start``
-    on.
+    The parameter's rows ``row`` to ``row + count - 1`` are rows of ``tensor``: the first of them is
+    row ``start``, each next one is ``step`` rows further.
     """
 
     row: int
@@ -82,8 +82,9 @@ class Run:
     def overlap(self, offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, Index] | None:
         """Return where this run and a block of our parameter overlap; None if they do not.
 
-        The block begins at ``offset`` in our parameter and has the shape ``shape``. The result has
-        the rows of the block that belong to the run, and the index of their values in the tensor.
+        The block begins at the index ``offset`` of the parameter and has the shape ``shape``.
+        Return the overlap twice: as a slice of the block's rows, and as an index into the tensor of
+        transformers.
         """
         low = max(self.row, offset[0])
         high = min(self.row + self.count, offset[0] + shape[0])
@@ -99,15 +100,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Table:
-    """The parts of each of a model's parameters.
+    """Maps each parameter of our model to its parts in transformers' tensors.
 
     Attributes:
-        outer: parts of parameters outside of layers, by our name.
+        outer: parts of the parameters outside of layers, by our name.
         layer: parts of the parameters of a decoder layer, by our name within the layer.
-        depth: parts of the parameters of a depth of multi-token prediction, except its transformer
-            layer. transformers numbers depths as layers after the decoder's.
-        copies: tensors that are copies of other tensors: name of the copy to name of the original.
-            Copies are written, but not read.
+        depth: parts of the parameters of an MTP depth, except those of its transformer layer.
+            transformers numbers depths as layers after the decoder's.
+        copies: names of tensors that are copies, each with the name of the original. Copies are
+            written, but not read.
         exact: suffixes of the names of tensors that stay in float32, whatever the model's dtype.
     """
 
@@ -155,7 +156,7 @@ class Table:
 
 @dataclass(frozen=True)
 class OurName:
-    """The parsed name of a parameter of a layer.
+    """The components of a parameter's name in `sharded_state_dict`, for a parameter of a layer.
 
     Attributes:
         block: "decoder", "depth", or "depth's layer" for the transformer layer in an MTP depth.
@@ -177,10 +178,10 @@ _NAME = re.compile(
 
 
 def parse(name: str) -> OurName | None:
-    """Parse the name of a parameter's shards; return None for a parameter outside of layers.
+    """Parse a parameter's name in `sharded_state_dict`; return None for one outside of layers.
 
-    The number of the layer is within the name if the layers differ, else it is the first of the
-    indices in brackets at the end.
+    The layer's index follows ``layers.`` if the layers differ in kind. Otherwise it is the first of
+    the indices in brackets at the end of the name.
     """
     match = _NAME.match(name)
     if match is None:
@@ -195,12 +196,12 @@ def parse(name: str) -> OurName | None:
 
 
 def whole(tensor: str, *, transposed: bool = False) -> Parts:
-    """Return the parts of a parameter that equals one tensor, or its transpose."""
+    """Return the parts of a parameter that equals one whole tensor, or its transpose."""
     return (Part(tensor, transposed=transposed),)
 
 
 def joined(*tensors: str) -> Parts:
-    """Return the parts of a parameter that concatenates tensors with equally many rows."""
+    """Return the parts of a parameter that concatenates ``tensors`` of equally many rows."""
     return tuple(Part(tensor) for tensor in tensors)
 
 

@@ -24,9 +24,9 @@ from megatron_ext.train.run import Run
 
 
 def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
-    """Return the values of flags that the folder of ``--load-hf`` determines.
+    """Return the configuration fields that follow from the folder of ``--load-hf``.
 
-    They are keyed by section, then by field.
+    The result maps the name of each section to its fields and their values.
     """
     folder = config.section(HuggingFaceConfig).load_hf
     assert folder is not None
@@ -51,7 +51,10 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
 
 
 def resolve_folder(config: RunConfig) -> RunConfig:
-    """Add the vocabulary size and the config.json of ``--load-hf`` to the configuration."""
+    """Add to a run's configuration what the folder of ``--load-hf`` determines.
+
+    This is the padded vocabulary size, unless it is set, and the content of config.json.
+    """
     given = config.section(HuggingFaceConfig)
     assert given.load_hf is not None
     from megatron_ext.text.convert.config import read_model
@@ -68,7 +71,7 @@ def resolve_folder(config: RunConfig) -> RunConfig:
 
 
 def folder_errors(run: RunConfig) -> list[str]:
-    """Return a sentence on each error in the flags of Hugging Face folders."""
+    """Return a sentence on each error in flags such as ``--load-hf`` and ``--save-hf``."""
     given = run.section(HuggingFaceConfig)
     errors: list[str] = []
     if given.load_hf is not None:
@@ -233,7 +236,7 @@ def special_tokens(settings: TokenizerConfig, vocab_size: int) -> dict[str, int]
 
 
 def merged_weights(chunks: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tensor]:
-    """Return a function from a parameter to its values with its LoRA adapter merged in."""
+    """Return a function that maps a parameter to its values with any LoRA adapter merged in."""
     from megatron_ext.layers.lora import merged_weight_of
 
     merged = merged_weight_of(unwrap_model(list(chunks)))

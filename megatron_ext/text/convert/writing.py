@@ -54,12 +54,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Described:
-    """A shard without its values.
+    """The name, shape and position of a shard, without its values.
 
     Attributes:
         name: name of the parameter.
         full_shape: shape of the whole parameter.
-        offset: the place in the parameter at which the shard begins.
+        offset: index in the parameter at which the shard begins.
         shape: shape of the shard.
     """
 
@@ -71,7 +71,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors to write, on the meta device, and the pieces of each; both by tensor name."""
+    """The tensors to write, on the meta device, and the pieces of each, both by tensor name."""
 
     tensors: dict[str, Tensor]
     pieces: dict[str, list[Piece]]
@@ -84,10 +84,10 @@ class Plan:
         num_layers: int,
         dtype: torch.dtype,
     ) -> Plan:
-        """Plan the tensors to write from the shards of all ranks.
+        """Plan which tensors of transformers to write, and from which shards.
 
-        ``by_rank`` has a list of shards for each rank. Raise a CheckpointError if a parameter has
-        no place in the table.
+        ``by_rank`` lists the shards that each rank holds. Raise a CheckpointError if a parameter is
+        not in the table.
         """
         shapes: Shapes = {}
         pieces: dict[str, list[Piece]] = {}
@@ -200,7 +200,10 @@ class _Sender:
         self._owners: list[Tensor] = []
 
     def describe(self) -> list[Described]:
-        """Return the shards that this rank sends: those whose main copy is here."""
+        """Describe the shards that this rank sends.
+
+        Where several ranks hold the same shard, only the one with the main copy sends it.
+        """
         for chunk in self._bare:
             own = {x.data_ptr(): x for x in (*chunk.parameters(), *chunk.buffers())}
             starts = sorted(own)
@@ -216,7 +219,7 @@ class _Sender:
         ]
 
     def gather(self, plan: Plan, name: str) -> Tensor | None:
-        """Gather a tensor of transformers, ``name``, on the first rank; elsewhere return None."""
+        """Gather transformers' tensor ``name`` on the first rank; elsewhere return None."""
         described = plan.tensors[name]
         by_rank = dict[int, list[Piece]]()
         for piece in plan.pieces[name]:
@@ -246,9 +249,10 @@ class _Sender:
         return torch.cat([value.to(dtype).flatten() for value in self._values(pieces)])
 
     def _values(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
-        """Yield the values of each piece, with the axes in the order of transformers' tensor.
+        """Yield the values of each piece, transposed where transformers stores ``[in, out]``.
 
-        Consecutive pieces of one parameter share one call of ``value_of``, which may be expensive.
+        For consecutive pieces of one parameter, ``value_of`` is called only once, since it may be
+        slow.
         """
         last = replaced = None
         for piece in pieces:

@@ -1,4 +1,4 @@
-"""Flags of scoring a model on tasks of lm-eval, in training and by tools/evaluate.py."""
+"""Flags for scoring a model on lm-eval tasks, during training or by tools/evaluate.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ext.errors import FlagError
 
 @dataclass(frozen=True)
 class TaskEvaluationConfig(UsersOwn):
-    """The flags of scoring a model on tasks of lm-eval."""
+    """The flags for scoring a model on lm-eval tasks."""
 
     eval_tasks: list[str] | None = flag(
         None, "tasks of lm-eval to score the model on: names, or YAML files", nargs="+"
@@ -35,7 +35,7 @@ class TaskEvaluationConfig(UsersOwn):
     )
 
     def training_errors(self) -> list[FlagError]:
-        """Return a sentence for each flag that has no effect in training."""
+        """Return an error for each flag that has no effect in training without another flag."""
         interval = self.eval_tasks_interval
         errors = []
         if self.eval_tasks and interval is None:

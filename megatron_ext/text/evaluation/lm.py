@@ -1,4 +1,4 @@
-"""Presents our models to lm-eval as a model class of its own, and runs its tasks.
+"""Gives lm-eval a model class that runs our models, and runs its tasks.
 
 The package lm_eval must be installed.
 """
@@ -27,10 +27,10 @@ Encoded = tuple[tuple[str, str], list[int], list[int]]
 
 
 class MegatronLM(TemplateLM):  # type: ignore[misc]
-    """A model of this package, in any layout, as lm-eval's model; only rank 0 has this object.
+    """The model class through which lm-eval runs one of our models, in any parallel layout.
 
-    Texts are tokenized as in training: a begin-of-text token is added only with
-    ``--tokenizer-hf-include-special-tokens``.
+    Only rank 0 has an instance. Texts are tokenized as in training: a begin-of-text token is added
+    only with ``--tokenizer-hf-include-special-tokens``.
 
     Args:
         chat_tokenizer: a tokenizer of transformers with a chat template; None if there is none.
@@ -69,7 +69,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return messages as the text that the chat template makes of them."""
+        """Return messages as one text, written by the tokenizer's chat template."""
         return str(
             apply_template(
                 self.tokenizer,
@@ -83,9 +83,10 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], **_kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability, whether greedy decoding gives it) of each continuation.
+        """Return (log-probability, whether greedy decoding would give it) for each continuation.
 
-        Contexts that are too long lose their beginning.
+        Each request is a context and a continuation. A context that is too long loses its
+        beginning.
         """
         fitting = [
             ScoreRequest.of_continuation(context, continuation, self.max_length)
@@ -114,9 +115,10 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each context; contexts that are too long lose their beginning.
+        """Return the model's continuation of each context.
 
-        Raise a ConfigError if a task wants more new tokens than the model has positions.
+        A context that is too long loses its beginning. Raise a ConfigError if a task asks for as
+        many new tokens as the model has positions, or more.
         """
         completion_requests = []
         for number, request in enumerate(requests):
@@ -150,8 +152,8 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 def task_manager(flags: TaskEvaluationConfig) -> tuple[TaskManager, list[str]]:
     """Return lm-eval's task manager, and the names of the tasks that the flags give.
 
-    lm-eval's own tasks are searched only for names that the folders of ``--eval-tasks-path`` lack,
-    since that takes long.
+    Searching lm-eval's own tasks takes long. They are searched only if a name is not found in the
+    folders of ``--eval-tasks-path``.
 
     Raises:
         ConfigError: a task is unknown.
@@ -186,9 +188,9 @@ def run_tasks(
     bootstrap_iters: int,
     apply_chat_template: bool = False,
 ) -> dict[str, Any]:
-    """Score a model on the tasks of the flags; return lm-eval's results.
+    """Score a model on the tasks that the flags give; return lm-eval's results.
 
-    The results of single samples are left out.
+    The results leave out the single samples.
     """
     manager, tasks = task_manager(flags)
     results = lm_eval.simple_evaluate(

@@ -47,12 +47,13 @@ def scored(
     bootstrap_iters: int = 0,
     chat_tokenizer: Any = None,
 ) -> dict[str, Any] | None:
-    """Score the run's model on tasks; all ranks call this together.
+    """Score the run's model on the tasks that the flags give; all ranks call this together.
 
     Return lm-eval's results on rank 0, elsewhere None.
 
     Args:
-        chat_tokenizer: a tokenizer whose chat template is applied to the questions; None for none.
+        chat_tokenizer: a tokenizer whose chat template is applied to the questions; None leaves the
+            questions as they are.
     """
     # Imported here, since a run that scores nothing does not need them.
     from megatron_ext.text.evaluation.service import ModelService

@@ -27,9 +27,9 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A text, of which the tokens from index ``first`` on are scored by their log-probabilities.
+    """A request for the log-probabilities of a text's tokens from index ``first`` on.
 
-    ``first`` is at least 1.
+    ``ids`` has all tokens of the text. ``first`` is at least 1.
     """
 
     ids: tuple[int, ...]
@@ -39,10 +39,10 @@ class ScoreRequest:
     def of_continuation(
         cls, context: Sequence[int], continuation: Sequence[int], max_length: int
     ) -> ScoreRequest:
-        """Return the request that scores ``continuation`` after the part of ``context`` that fits.
+        """Return the request that scores ``continuation`` as it follows ``context``.
 
-        A model of ``max_length`` positions scores texts of one token more, since it does not read
-        the last one. A context that is too long loses its beginning.
+        The text is cut at its beginning to ``max_length + 1`` tokens. A model with ``max_length``
+        positions can score that many, because the last token is never an input.
         """
         ids = tuple([*context, *continuation][-(max_length + 1) :])
         return cls(ids, max(1, len(ids) - len(continuation)))
@@ -63,7 +63,7 @@ class Score:
 
 
 class ModelService:
-    """Lets a program on rank 0 score and continue texts with the ranks of all replicas."""
+    """Lets a program on rank 0 score and continue texts, for which all ranks do the work."""
 
     def __init__(self, forward: PackedForward, decoder: Decoder) -> None:
         self.forward = forward
@@ -128,9 +128,10 @@ class ModelService:
         return self._on_rank_0(scores)
 
     def _score_batch(self, batch: Sequence[tuple[int, ScoreRequest]]) -> list[Score]:
-        """Score numbered texts in one forward pass.
+        """Score texts in one forward pass; ``batch`` has pairs of a number and a request.
 
-        Return the scores on the rank that chooses tokens, elsewhere [].
+        Return the scores on the rank that has the logits for this replica
+        (`PackedForward.decides`), elsewhere [].
         """
         texts = [
             NewTokens(Segment(number, 0, len(row.ids) - 1), row.ids[:-1]) for number, row in batch
@@ -143,7 +144,10 @@ class ModelService:
         return scores if self.forward.decides else []
 
     def _scores(self, hidden: Hidden, rows: dict[int, ScoreRequest]) -> list[Score]:
-        """Return the scores of a micro-batch's texts; ``rows`` has their requests by cache slot."""
+        """Return the scores of the texts in a micro-batch.
+
+        ``rows`` has the request of each text, by its number, which is also its cache slot.
+        """
         places = list[int]()
         targets = list[int]()
         counts = list[int]()
@@ -171,16 +175,18 @@ class ModelService:
         ]
 
     def _token_scores(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each target's log-probability ``[n]``, and whether it is the likeliest ``[n]``.
+        """Return each target's log-probability ``[n]`` and whether it is the likeliest token.
 
-        ``states`` are the n hidden states ``[n, 1, h]`` before the targets ``[n]``.
+        Args:
+            states: the hidden states ``[n, 1, h]`` from which the model predicts the targets.
+            targets: token ids ``[n]``.
         """
         logits = self.forward.logits(states, self.forward.model_vocab_size)
         at_target = logits.gather(1, targets[:, None])[:, 0]
         return at_target - logits.logsumexp(-1), logits.argmax(-1) == targets
 
     def _share(self, entries: Sequence[T]) -> list[T]:
-        """Return this replica's share of a list: one of every dp entries, for dp replicas."""
+        """Return the entries that this replica handles: every dp-th one, for dp replicas."""
         context = self.forward.context
         return list(entries[context.dp_rank :: context.layout.data_parallel_size])
 
@@ -196,9 +202,9 @@ class ModelService:
 
 
 def _batches(rows: Sequence[tuple[int, ScoreRequest]]) -> list[list[tuple[int, ScoreRequest]]]:
-    """Group numbered requests in order, so that a group has at most `PROMPT_TOKENS` tokens.
+    """Group numbered requests, in their order, into batches of at most `PROMPT_TOKENS` tokens.
 
-    A longer text is a group by itself.
+    A text with more tokens is a batch by itself.
     """
     batches = list[list[tuple[int, ScoreRequest]]]()
     total = 0
@@ -213,10 +219,7 @@ def _batches(rows: Sequence[tuple[int, ScoreRequest]]) -> list[list[tuple[int, S
 
 
 def _from_rank_0(order: Any) -> Any:
-    """Return the object ``order`` of rank 0 on every rank.
-
-    On other ranks the argument is ignored.
-    """
+    """Return rank 0's argument ``order`` on every rank; the other ranks' arguments are ignored."""
     objects = [order]
     torch.distributed.broadcast_object_list(objects, src=0)
     return objects[0]

@@ -39,9 +39,9 @@ def evaluation_rules(given: RunConfig, run: RunConfig) -> list[str]:
 
 
 def prepare_evaluation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check model, tasks and results file; return the configuration and the tokenizer.
+    """Check model, tasks and results file before the model is built.
 
-    The configuration then has its vocabulary size.
+    Return the configuration with the vocabulary size filled in, and the tokenizer.
     """
     config, tokenizer = prepare(config)
     results = config.section(ResultsConfig)

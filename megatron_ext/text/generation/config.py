@@ -65,7 +65,7 @@ class GenerationConfig(UsersOwn):
     """The date that the chat template wrote in the training data; None if unknown."""
 
     def sampling(self, seed: int) -> Sampling:
-        """Return the sampling options of the flags, which all requests share."""
+        """Return the sampling options that the flags give; all requests share them."""
         return Sampling(
             max_new_tokens=self.max_new_tokens,
             do_sample=self.do_sample,

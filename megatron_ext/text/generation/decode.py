@@ -1,4 +1,4 @@
-"""Continues prompts token by token; when a text ends, the next request gets its cache slot."""
+"""Continues prompts token by token; a text that ends gives its cache slot to the next request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ UNFINISHED = "\ufffd"
 
 @dataclass(frozen=True)
 class Request:
-    """The tokens of a prompt, and how to continue it; ``number`` is its index in all requests."""
+    """A prompt to continue.
+
+    Attributes:
+        number: index of this request among all requests.
+        ids: the tokens of the prompt.
+        sampling: how to choose the tokens, and where to end.
+    """
 
     number: int
     ids: tuple[int, ...]
@@ -52,7 +58,7 @@ OnText = Callable[[int, str], None]
 
 
 class PartialText:
-    """The text of one request while it is written, kept on the rank that chooses tokens."""
+    """The text written so far for one request; only the rank that chooses tokens has it."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, end_ids: Collection[int]) -> None:
         self.request = request
@@ -66,10 +72,13 @@ class PartialText:
         self._num_shown = 0
 
     def choose(self, logits: torch.Tensor, ids: Sequence[int]) -> int:
-        """Choose and return the token that follows ``ids``, given its logits ``[v]``.
+        """Choose and return the next token.
 
-        ``ids`` are the tokens of the prompt and the text so far. Update `text`; if the text ends,
-        set `reason`.
+        Update `text`; if the text ends, set `reason`.
+
+        Args:
+            logits: the logits ``[v]`` of the next token.
+            ids: the tokens of the prompt and of the text so far.
         """
         token = self._chooser.choose(logits, ids)
         sampling = self.request.sampling
@@ -125,7 +134,8 @@ class _Text:
         slot: the request's slot in the key-value cache.
         ids: the tokens of the prompt and of the text so far.
         cached: number of tokens whose keys and values are cached.
-        writing: chooses the tokens and decodes them to text; None on ranks that do not choose.
+        writing: the object that chooses the tokens and decodes them to text; None on ranks that do
+            not choose.
     """
 
     request: Request
@@ -135,10 +145,11 @@ class _Text:
     writing: PartialText | None = field(default=None)
 
     def new_tokens(self, short_length: int | None) -> NewTokens:
-        """Return the tokens whose keys and values are not cached.
+        """Return the tokens that the model must run next: those without cached keys and values.
 
-        When a text becomes longer than ``short_length``, positions are rotated differently, so the
-        cache is invalid: return all of the text's tokens. None is for models without such a length.
+        Return all tokens when the text has just become longer than ``short_length``, because
+        LongRoPE then rotates all positions differently and the cached keys are wrong.
+        ``short_length`` is None for models without LongRoPE.
         """
         if short_length is not None and self.cached <= short_length < len(self.ids):
             self.cached = 0
@@ -172,9 +183,9 @@ class Decoder:
     ) -> list[Completion]:
         """Complete this replica's requests; return the completions on the rank that chooses tokens.
 
-        Other ranks return []. A text ends at the latest when it fills the positions of the model.
-        On the rank that chooses tokens, ``on_text`` is called with the pieces of the texts while
-        they are written.
+        Other ranks return []. A text ends at the latest when prompt and text fill the model's
+        positions. On the rank that chooses tokens, ``on_text`` is called with each piece of text as
+        soon as it is written.
         """
         forward = self._forward
         most = self._forward.max_length
@@ -204,10 +215,9 @@ class Decoder:
         return completions
 
     def _admitted(self, waiting: deque[Request], slots: list[int]) -> list[_Text]:
-        """Move waiting requests into free slots; return their texts.
+        """Start as many requests as free slots and one forward pass can take; return their texts.
 
-        As many are moved as fit into one forward pass. They are removed from ``waiting``, and their
-        slots from ``slots``.
+        Started requests are removed from ``waiting``, and the slots that they get from ``slots``.
         """
         admitted = list[_Text]()
         total = 0
@@ -226,7 +236,8 @@ class Decoder:
     ) -> list[tuple[int, bool]]:
         """Choose a token for each text; return (token, whether the text ends) on all ranks.
 
-        ``logits`` has the logits ``[v]`` of each text, by slot, on the rank that chooses.
+        ``logits`` has the logits ``[v]`` for each text, by cache slot, on the rank that chooses
+        tokens; on other ranks it is ignored.
         """
         forward = self._forward
         rows = torch.zeros(len(active), 2, dtype=torch.int64, device=forward.device)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """New tokens of one text: their ids, and the segment of the cache for their keys and values."""
+    """The tokens of a text that the model runs next, and the cache segment for keys and values."""
 
     segment: Segment
     ids: Sequence[int]
@@ -44,7 +44,7 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The new tokens of some texts, and the arguments with which a model chunk is called."""
+    """The new tokens of some texts, and the keyword arguments for model chunks to run them."""
 
     tokens: PackedTokens
     arguments: Mapping[str, Any]
@@ -52,14 +52,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Hidden:
-    """The hidden states ``[s, 1, h]`` of a micro-batch's s tokens, before the output layer."""
+    """The hidden states ``[s, 1, h]`` of a micro-batch's s new tokens, before the output layer."""
 
     tokens: PackedTokens
     states: Tensor
 
 
 def check_model(config: RunConfig) -> None:
-    """Raise a ConfigError if a model or layout with these flags cannot use a key-value cache."""
+    """Raise a ConfigError if the flags give a model or layout that cannot use a key-value cache."""
     errors = []
     if config.parallel.context_parallel_size > 1:
         errors.append(
@@ -78,8 +78,8 @@ def check_model(config: RunConfig) -> None:
 class PackedForward:
     """Runs model chunks over the new tokens of several texts, which share one key-value cache.
 
-    Call `run` within `ready`. If experts are spread over replicas, all replicas must call `run`
-    equally often; a replica without texts calls it with an empty list.
+    `run` may be called only inside ``with ready(...)``. If expert parallelism spans replicas, all
+    replicas must call `run` equally often; a replica without texts passes an empty list.
 
     Args:
         engine: the pipeline engine of a training run; None makes one for forward passes.
@@ -125,7 +125,7 @@ class PackedForward:
 
     @property
     def max_length(self) -> int:
-        """Return the largest number of tokens of a text: the number of the model's positions."""
+        """Return the largest number of tokens in a text: the model's number of positions."""
         longest = self._run_config.section(PositionConfig).max_position_embeddings
         assert longest is not None
         return longest
@@ -139,7 +139,7 @@ class PackedForward:
     def short_length(self) -> int | None:
         """Return the length beyond which LongRoPE rotates all positions of a text differently.
 
-        When a text exceeds it, all tokens of the text must be run again. It is None for models
+        When a text grows beyond it, all of its tokens must be run again. Return None for models
         without LongRoPE.
         """
         lengths = (getattr(module, "short_length", None) for module in self._rotary_embeddings)
@@ -192,10 +192,10 @@ class PackedForward:
         return list(dict.fromkeys(own))
 
     def any_left(self, has_texts: bool) -> bool:
-        """Tell whether a further call of `run` is needed.
+        """Tell whether `run` must be called again.
 
-        It is needed if this replica has texts left or, where experts are spread over replicas, if
-        any replica has.
+        This is so if this replica has texts left (``has_texts``). If expert parallelism spans
+        replicas, it is also so if any other replica has texts left.
         """
         if not self._in_step:
             return has_texts
@@ -204,9 +204,9 @@ class PackedForward:
         return bool(left)
 
     def run(self, texts: Sequence[NewTokens]) -> list[Hidden]:
-        """Run the model over new tokens of texts; return the hidden states of each micro-batch.
+        """Run the model over the new tokens of texts; return the hidden states of each micro-batch.
 
-        Ranks of other pipeline stages than the last return [].
+        Ranks of pipeline stages before the last return [].
         """
         batches = self._micro_batches(texts)
         length = batches[0].tokens.length // self._multiple
@@ -264,9 +264,9 @@ class PackedForward:
 
     @functools.cached_property
     def model_vocab_size(self) -> int | None:
-        """Return the vocabulary size of the Hugging Face model that the run loads.
+        """Return the vocabulary size of the Hugging Face model with which the run began.
 
-        Without one, return that of the tokenizer.
+        Return the tokenizer's vocabulary size if there is no such model.
         """
         if self._run_config.has(HuggingFaceConfig):
             source = self._run_config.section(HuggingFaceConfig).model()
@@ -277,9 +277,8 @@ class PackedForward:
     def logits(self, states: Tensor, vocab_size: int | None = None) -> Tensor:
         """Return float32 logits ``[n, v]`` of hidden states ``[n, 1, h]``.
 
-        Call this on ranks of the last pipeline stage only.
-
-        v is ``vocab_size``, by default that of the tokenizer.
+        v is ``vocab_size``, or the tokenizer's vocabulary size if it is None. Call this only on
+        ranks of the last pipeline stage, on all of them together.
         """
         model: TextModel = unwrap_model(self.chunks[-1])
         number = states.size(0)
@@ -298,9 +297,9 @@ class PackedForward:
         return torch.cat(parts, dim=-1)[:, :size]
 
     def next_logits(self, texts: Sequence[NewTokens]) -> dict[int, Tensor]:
-        """Return the logits ``[v]`` of the token after each text, by the text's slot in the cache.
+        """Run new tokens; return the logits ``[v]`` for the token after each text.
 
-        Pipeline stages other than the last return {}.
+        The keys are the cache slots of the texts. Pipeline stages before the last return {}.
         """
         by_slot: dict[int, Tensor] = {}
         for hidden in self.run(texts):

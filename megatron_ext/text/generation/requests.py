@@ -1,4 +1,4 @@
-"""Makes requests from the prompts in flags and files, with chat templates."""
+"""Turns the prompts in flags and files into requests, with chat templates."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ class Prompt:
     """A text or messages to continue.
 
     Attributes:
-        place: the flag or the line of a file that gave the prompt, for errors.
-        row: the object in a file that holds the prompt; the output repeats it with the result.
+        content: the text or the messages.
+        place: the flag or file line that gave the prompt, for errors.
+        row: the JSON object that holds the prompt; ``--output-file`` repeats it with the
+            completion.
     """
 
     content: str | Messages
@@ -54,9 +56,9 @@ class Prompt:
 
 
 def read_prompts(generation: GenerationConfig) -> list[Prompt]:
-    """Return the prompts that the flags give, by themselves or in a file.
+    """Return the prompts of ``--prompt``, or those in ``--prompt-file``.
 
-    Raise a DataError for a file that is unreadable or has no prompt.
+    Raise a DataError if the file cannot be read, has no prompt, or has a line that is none.
     """
     if generation.prompt is not None:
         return [
@@ -99,19 +101,19 @@ def _prompt(line: str, place: str, generation: GenerationConfig) -> Prompt:
 
 
 class Encoder:
-    """Turns prompts into tokens, with ``--chat`` through the chat template.
+    """Turns prompts into tokens; ``--chat`` puts them into the chat template first.
 
     A prompt for a Hugging Face model begins with the tokens that transformers adds, such as
-    ``<s>``. A prompt for a model trained here from scratch begins without them, as the documents of
-    its training data do.
+    ``<s>``. A prompt for a model trained here from scratch begins without them, because the
+    documents of its training data do.
 
     Attributes:
-        note: a sentence on the tokens that transformers would add, or, with ``--chat``, on the date
-            that the template writes.
+        note: a sentence for the user: with ``--chat``, on the date that the chat template writes,
+            otherwise on the tokens that transformers adds; None if there is nothing to say.
 
     Raises:
-        ConfigError: ``--chat`` is given, but the tokenizer has no chat template and no file gives
-            one.
+        ConfigError: ``--chat`` is given, but neither the tokenizer nor ``--chat-template`` gives a
+            chat template.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -153,7 +155,7 @@ class Encoder:
         return dated_tokenizer(chat, given)
 
     def __call__(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt; raise a DataError if there are none."""
+        """Return the tokens of a prompt; raise a DataError if the prompt has none."""
         if self._chat is not None:
             content = prompt.content
             messages = content
@@ -207,7 +209,7 @@ def encoded_requests(
 ) -> list[Request]:
     """Return a request for each prompt, numbered from 0.
 
-    DataError is raised for a prompt that leaves none of the model's ``positions`` free.
+    Raise a DataError for a prompt that fills all of the model's ``positions``.
     """
     requests = []
     for number, prompt in enumerate(prompts):
@@ -220,8 +222,9 @@ def encoded_requests(
 def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
     """Return the tokens that end a text.
 
-    These are the tokenizer's end of document and the end tokens in the generation_config.json of a
-    Hugging Face model, which may end its turns by another token.
+    They are the tokenizer's end-of-document token and the end tokens in the generation_config.json
+    of a Hugging Face model. A chat model may end its answers with a token that only this file
+    names.
     """
     ends = {tokenizer.eod} - {NO_TOKEN}
     path, entries = _generation_config(config, tokenizer)
@@ -236,9 +239,9 @@ def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
 
 
 def generation_notes(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return a sentence that names the ignored entries of a generation_config.json, in a list.
+    """Return a list with one note that names the ignored entries of a generation_config.json.
 
-    The list is empty without such entries.
+    The list is empty if there are none.
     """
     path, entries = _generation_config(config, tokenizer)
     skipped = (*DESCRIBING, "_from_model_config", "eos_token_id")

@@ -1,7 +1,7 @@
 """Chooses the next token: greedily, or at random after temperature, top-k and top-p.
 
-Options have the same names and meanings as in `generate` of transformers, and are applied in the
-same order. Random choices depend only on the seed and the number of the request, not on the layout,
+Options have the same names and meanings as in transformers' `generate`, and are applied in the same
+order. Random choices depend only on the seed and on the number of the request, not on the layout,
 the batch or other requests.
 """
 
@@ -17,17 +17,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """The options by which the tokens of one text are chosen and the text ends.
+    """How to choose the tokens of one text, and where to end the text.
 
     Attributes:
-        do_sample: draw tokens at random; if False, take the likeliest.
+        max_new_tokens: end after this many new tokens.
+        do_sample: whether to draw tokens at random; if False, take the likeliest.
         temperature: divides the logits.
-        top_k: draw from this many of the likeliest tokens; None means from all.
-        top_p: draw from the smallest set of likeliest tokens whose probabilities sum to this or
-            more.
+        top_k: draw only from this many of the likeliest tokens; None draws from all.
+        top_p: draw only from the smallest set of likeliest tokens whose probabilities sum to this
+            or more; None draws from all.
         repetition_penalty: divides positive, and multiplies negative, logits of tokens that are in
-            the text already (Keskar et al., CTRL, arXiv:1909.05858, section 4.1).
-        stop_strings: end at the first of these strings, which is left out of the text.
+            the prompt or the text already (Keskar et al., CTRL, arXiv:1909.05858, section 4.1).
+        stop_strings: end before the first of these strings in the text.
+        seed: seed of the random choices.
     """
 
     max_new_tokens: int = 128
@@ -44,7 +46,7 @@ class Chooser:
     """Chooses the tokens of one text, one after another.
 
     Args:
-        number: number of the request; it and the seed determine all random choices.
+        number: index of the request; together with the seed it determines all random choices.
     """
 
     def __init__(self, sampling: Sampling, number: int) -> None:
@@ -53,7 +55,7 @@ class Chooser:
         self._generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
     def choose(self, logits: Tensor, ids: Sequence[int]) -> int:
-        """Return the token that follows the tokens ``ids``, given its logits ``[v]``."""
+        """Return the token that follows the tokens ``ids``, chosen by the logits ``[v]`` for it."""
         options = self.sampling
         if options.repetition_penalty != 1.0:
             logits = penalized(logits, ids, options.repetition_penalty)
@@ -93,13 +95,13 @@ def penalized(logits: Tensor, ids: Sequence[int], penalty: float) -> Tensor:
 
 
 def top_k_only(logits: Tensor, k: int) -> Tensor:
-    """Return logits ``[v]`` in which all below the k-th largest are -inf."""
+    """Return the logits ``[v]`` with all below the k-th largest set to -inf."""
     least = logits.topk(min(k, len(logits))).values[-1]
     return logits.masked_fill(logits < least, -torch.inf)
 
 
 def top_p_only(logits: Tensor, p: float) -> Tensor:
-    """Return logits ``[v]`` in which all outside of the nucleus are -inf.
+    """Return the logits ``[v]`` with all tokens outside of the nucleus set to -inf.
 
     The nucleus is the smallest set of likeliest tokens whose probabilities sum to p or more
     (arXiv:1904.09751, section 3.1).

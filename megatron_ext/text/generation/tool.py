@@ -59,9 +59,9 @@ def build_frozen_chunk(*args: Any, **kwargs: Any) -> Any:
 
 
 def inference_task(*sections: type) -> Task:
-    """Return the task of pretrain_gpt.py without data and training, and with more flags.
+    """Return pretrain_gpt.py's task changed for inference: no data, no training, frozen weights.
 
-    ``sections`` are the classes of the added flags.
+    ``sections`` are configuration classes whose flags are added.
     """
     without = tuple(kind for kind in GPT.sections if kind is not TaskEvaluationConfig)
     return GPT.replace(
@@ -76,21 +76,21 @@ def inference_task(*sections: type) -> Task:
 
 
 def inference_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors in the flags of model, tokenizer and Hugging Face folder."""
+    """Return the errors in the flags for the model, the tokenizer and the Hugging Face folders."""
     return [*text_rules(given, run), *folder_errors(run)]
 
 
 def model_defaults(
     argv: Sequence[str], program: Task, tool: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return defaults of flags, by name, that the model of ``--load`` or ``--load-hf`` determines.
+    """Return the flag defaults, by name, that follow from the model of ``--load`` or ``--load-hf``.
 
-    Also return sentences on flags in a checkpoint's configuration that are not taken over. ``tool``
-    is the name of the program in errors.
+    Also return notes on flags in the checkpoint's configuration that are ignored. ``tool`` is the
+    name of the program, for errors.
 
     Raises:
-        ConfigError: neither or both of the flags are given, or the checkpoint is not of a text
-            model.
+        ConfigError: neither or both of the two flags are given, or the checkpoint does not hold a
+            text model.
         CheckpointError: the checkpoint, the folder or its configuration is missing or damaged.
     """
     reading = read_words(argv, program)
@@ -131,8 +131,11 @@ def run_model(
     """Load the model of ``--load`` or ``--load-hf``, call ``work``; return the exit code.
 
     Args:
+        argv: the command-line arguments.
+        program: the task whose flags the program has.
         tool: name of the program, for errors.
-        defaults: further defaults of flags, by name.
+        work: what to do with the loaded model.
+        defaults: further flag defaults, by name.
     """
     try:
         of_model: dict[str, Any] = {}
@@ -145,9 +148,9 @@ def run_model(
 
 
 def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[str, Any]:
-    """Return the values of the flags that determine what the model of a checkpoint computes.
+    """Return the flags that determine what the model in a checkpoint computes, by name.
 
-    ``stored`` is the configuration in the checkpoint ``load``.
+    ``stored`` is the configuration in the checkpoint folder ``load``.
     """
     if "tokenizer" not in stored:
         raise ConfigError(
@@ -172,9 +175,9 @@ def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[s
 
 
 def prepare(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check model and tokenizer; return the completed configuration and the tokenizer.
+    """Check model and tokenizer before the model is built.
 
-    The configuration is completed by the vocabulary size.
+    Return the configuration with the vocabulary size filled in, and the tokenizer.
     """
     check_model(config)
     trained = config.model.unpadded_vocab_size
@@ -184,9 +187,9 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def prepare_generation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check model, tokenizer and prompts; return the completed configuration and the tokenizer.
+    """Check model, tokenizer, prompts and output file before the model is built.
 
-    The configuration is completed by the vocabulary size.
+    Return the configuration with the vocabulary size filled in, and the tokenizer.
     """
     config, tokenizer = prepare(config)
     generation = config.section(GenerationConfig)
@@ -237,9 +240,9 @@ class Writer:
     ) -> list[Completion]:
         """Complete requests; return the completions in order on the reporting rank, elsewhere [].
 
-        ``on_text`` gets the pieces of each text while it is written. Requests are assigned to
-        replicas in turn. The replica of the reporting rank gets the first request, so that a single
-        text can be shown while it is written.
+        ``on_text`` gets each piece of text as soon as it is written. Replicas take the requests in
+        turn. The replica of the reporting rank takes the first request, so that a single text can
+        be shown while it is written.
         """
         replicas = self.context.layout.data_parallel_size
         turn = replicas - 1 - self.context.dp_rank
@@ -258,7 +261,7 @@ class Writer:
 
 
 def write_texts(run: Run) -> None:
-    """Complete the prompts of the flags, and print or save the texts; all ranks call this."""
+    """Complete the prompts that the flags give; print or save the texts. All ranks call this."""
     config = run.config
     context = run.context
     generation = config.section(GenerationConfig)

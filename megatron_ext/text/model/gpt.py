@@ -20,14 +20,17 @@ from megatron_ext.text.model.language import TextModel
 
 
 class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
-    """A TransformerBlock of megatron-core that may recompute a shorter last group of layers.
+    """megatron-core's TransformerBlock, whose last group of recomputed layers may be shorter.
 
     Releases of megatron-core before `core.TAKES_SHORT_GROUPS` fail unless
-    ``--recompute-num-layers`` divides the layers of the chunk.
+    ``--recompute-num-layers`` divides the number of layers in the chunk.
     """
 
     def _get_layer(self, layer_number: int) -> Any:
-        """Return the chunk's layer of this index, from 0; an identity layer past the last one."""
+        """Return this chunk's layer with the index ``layer_number``, counted from 0.
+
+        An index past the last layer gives a layer that returns its input.
+        """
         return self.layers[layer_number] if layer_number < len(self.layers) else _Nothing(self)
 
 
@@ -51,7 +54,11 @@ class GPTModel(TextModel, CoreGPTModel):  # type: ignore[misc]
 
 
 def _model_class(config: RunConfig, given: Callable[..., TextModel]) -> Callable[..., TextModel]:
-    """Return HybridModel for a `GPTModel` with ``--hybrid-layer-pattern``, else ``given``."""
+    """Return the class, or the function, that builds the model.
+
+    This is `HybridModel` if ``given`` is `GPTModel` and ``--hybrid-layer-pattern`` is set,
+    otherwise ``given``.
+    """
     pattern = config.has(HybridConfig) and config.section(HybridConfig).hybrid_layer_pattern
     if not pattern or given is not GPTModel:
         return given

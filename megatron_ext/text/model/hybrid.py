@@ -1,10 +1,10 @@
 """GPT as megatron-core's HybridModel, whose layers hold either attention or an MLP, not both.
 
-The layers ``2i`` and ``2i + 1`` of the stack are the halves of layer ``i`` of a GPT. Their weights
-have the GPT's names in `sharded_state_dict`, by which weights are drawn, saved and loaded. Both
-halves have the number ``i``, by which dropout masks are drawn. Hence a GPT and its HybridModel
-train alike from one seed, and each loads the checkpoints of the other. Import this only if
-`core.HAS_HYBRID_MODEL`.
+Layer ``i`` of a GPT becomes two layers of the stack: ``2i`` with its attention and ``2i + 1`` with
+its MLP. In `sharded_state_dict` both use the GPT's parameter names; initialization, saving and
+loading go by these names. Both keep the GPT's layer number, which seeds the dropout masks. Hence a
+GPT and its HybridModel train alike from one seed, and each loads the checkpoints of the other.
+Import this module only if `core.HAS_HYBRID_MODEL`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_ext.text.model.language import TextModel
 class HalfLayer(TransformerLayer):
     """A transformer layer with only attention or only an MLP.
 
-    Its number is that of the whole layer to which it belongs.
+    Both halves of a GPT's layer have the GPT's layer number.
     """
 
     def __init__(
@@ -62,7 +62,10 @@ class HalfLayer(TransformerLayer):
 
 
 def _pass_on(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Return a bias-dropout-add that returns its first argument, an output ``[s, b, h]``."""
+    """Stand in for megatron-core's `get_bias_dropout_add` in the half that a layer lacks.
+
+    Return a function that returns its first argument, the hidden states ``[s, b, h]``, unchanged.
+    """
     return lambda output, residual, probability: output
 
 
@@ -79,10 +82,10 @@ def mlp_half(layer: ModuleSpec) -> ModuleSpec:
 
 
 class HybridStack(CoreHybridStack):  # type: ignore[misc]
-    """A HybridStack of megatron-core with our norm; its weights are named as in a GPT's decoder.
+    """megatron-core's HybridStack with our norm and the parameter names of a GPT's decoder.
 
     Attributes:
-        first_layer: number of the GPT's layers that earlier pipeline stages hold.
+        first_layer: number of GPT layers in the chunks before this one.
     """
 
     def __init__(
@@ -122,10 +125,10 @@ class HybridStack(CoreHybridStack):  # type: ignore[misc]
         """Return the hidden states ``[s, b, h]`` after this chunk's layers.
 
         Args:
-            hidden_states: the embedding; None on later stages, which get theirs from the one
-                before (`set_input_tensor`).
-            attention_mask: the document index of each position ``[b, s]``, or a dense mask, True
-                where attention is forbidden, ``[b, 1, s, s]``; None means causal.
+            hidden_states: the embedded tokens ``[s, b, h]`` on the first pipeline stage. None on
+                later stages, where `set_input_tensor` has set the output of the stage before.
+            attention_mask: the document index of each position ``[b, s]``, or a dense mask
+                ``[b, 1, s, s]`` that is True where attention is forbidden; None means causal.
         """
         hidden: Tensor = super().forward(
             hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, padding_mask=padding_mask
@@ -197,10 +200,12 @@ def stack_spec(
 
 
 def stages_pattern(transformer_config: TransformerConfig) -> str:
-    """Return the pattern of the whole model, with ``|`` where a GPT's layers are cut into chunks.
+    """Return megatron-core's layer pattern of the whole model, such as ``*-*-|*-*E``.
 
-    The chunks are in the order of megatron-core's HybridModel: those of the first chunk of each
-    pipeline rank come first.
+    Each layer of the GPT gives two letters: ``*`` for attention, then ``-`` for a dense MLP or
+    ``E`` for experts. ``|`` separates the pipeline chunks, in the order that megatron-core's
+    HybridModel expects: the first virtual chunk of every pipeline rank, then the second of every
+    rank, and so on. Each MTP depth adds ``/`` and a pair of letters at the end.
     """
     pairs = ["*E" if experts else "*-" for experts in expert_pattern(transformer_config)]
     chunks = transformer_config.virtual_pipeline_model_parallel_size
@@ -253,10 +258,10 @@ class HybridModel(TextModel, CoreHybridModel):  # type: ignore[misc]
     def _preprocess(
         self, *, input_ids: Tensor, position_ids: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        """Return (embedding ``[s, b, h]``, rotary angles), padded by None to a GPT's six values.
+        """Return the embedded tokens ``[s, b, h]``, the rotary angles and four times None.
 
-        The embedding is None on later pipeline stages, the angles are None without rotary
-        positions.
+        The Nones stand for the other values that a GPTModel's `_preprocess` returns. The embedded
+        tokens are None on later pipeline stages; the angles are None without rotary positions.
         """
         embedded = self.embedding(input_ids, position_ids) if self.pre_process else None
         rotary = None

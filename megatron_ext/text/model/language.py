@@ -13,12 +13,12 @@ from megatron_ext.layers.subclass import specialize
 
 
 class TextModel(LanguageModule):  # type: ignore[misc]
-    """The base class of our text models, listed before megatron-core's class among the bases.
+    """The base class of our text models, to be listed before megatron-core's model class.
 
-    It differs from megatron-core's models in two main ways. The caller weighs the losses of the MTP
-    depths (`MTPTargets`); core weighs them by counts of the local micro-batch. The copy of the word
-    embedding on an MTP stage is marked as an embedding, which gives all copies the same decoupled
-    learning rate.
+    It differs from megatron-core's models in two main ways. The caller sets the weights of the MTP
+    losses (`MTPTargets`), whereas megatron-core derives them from token counts of the local
+    micro-batch. The copy of the word embedding on an MTP stage is marked as an embedding, so that
+    the decoupled learning rate applies to every copy.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,18 +66,19 @@ class TextModel(LanguageModule):  # type: ignore[misc]
 
         Args:
             input_ids, position_ids, labels: ``[b, s]``.
-            attention_mask: the document index of each position of the whole sequences,
-                ``[b, cp * s]``, or a dense mask, True where attention is forbidden,
-                ``[b, 1, s, cp * s]``; None means causal.
+            attention_mask: the document index of each position of the whole sequences
+                ``[b, cp * s]``, or a dense mask ``[b, 1, s, cp * s]`` that is True where attention
+                is forbidden; None means causal.
             mtp_targets: the targets of the MTP depths; without them, MTP adds no losses.
-            hidden_states_only: stop before the output head, which the loss function then applies by
-                itself.
+            hidden_states_only: whether to stop before the output head, for a loss function that
+                applies the head itself.
 
         Returns:
-            On inner stages, hidden states ``[s, b, h]``; in training they are
-            ``[(1 + depths) * s, b, h]`` after a separate MTP stage. On the last stage, losses
-            ``[b, s]``; without labels, logits ``[b, s, v/tp]``; with ``hidden_states_only``, hidden
-            states, in training followed by those of the MTP depths.
+            Before the last stage: hidden states ``[s, b, h]``. In training, a separate MTP stage
+            appends the hidden states of the MTP depths: ``[(1 + depths) * s, b, h]``.
+            On the last stage: losses ``[b, s]``, or logits ``[b, s, v/tp]`` without labels. With
+            ``hidden_states_only``: the input of the output head, also with those of the MTP depths
+            if the chunk has them.
         """
         decoder_input, rotary, cos, sin, offset, padding_mask = self._preprocess(
             input_ids=input_ids, position_ids=position_ids
@@ -126,7 +127,7 @@ class TextModel(LanguageModule):  # type: ignore[misc]
         return hidden
 
     def _has_depths(self, targets: MTPTargets | None) -> bool:
-        """Tell whether the hidden states at the end of this chunk include those of MTP depths."""
+        """Tell whether this chunk's output includes the hidden states of the MTP depths."""
         # A separate MTP stage gets no targets; there, MTP runs whenever the model trains.
         if self.config.mtp_standalone:
             return bool(self.training)
@@ -158,9 +159,11 @@ class TextModel(LanguageModule):  # type: ignore[misc]
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _with_mtp_losses(self, states: Tensor, targets: MTPTargets | None) -> Tensor:
-        """Return the main hidden states ``[s, b, h]``, which come first in ``states``.
+        """Return the decoder's hidden states ``[s, b, h]`` with the MTP losses attached to them.
 
-        MTP losses are attached: the backward pass adds their gradients.
+        The attached losses do not change the values; the backward pass adds their gradients.
+        ``states`` holds the decoder's hidden states, then those of each MTP depth, along the first
+        axis.
         """
         hidden, *depths = torch.chunk(states, 1 + self.config.mtp_num_layers, dim=0)
         if targets is None:

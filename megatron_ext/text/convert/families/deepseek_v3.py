@@ -1,8 +1,8 @@
 """DeepSeek-V3 and R1: latent attention, grouped experts with a bias, multi-token prediction.
 
 transformers and megatron-core both rotate neighbouring pairs of channels of queries and keys, so
-these weights need no permutation. In the files, the depths of multi-token prediction follow the
-last decoder layer as further layers; each has a copy of the embedding and the head.
+these weights need no permutation. Hugging Face's files number the MTP depths as further layers
+after the last decoder layer; each of them has a copy of the embedding and the head.
 """
 
 from typing import Any
@@ -35,9 +35,9 @@ _YARN = ("beta_fast", "beta_slow")
 
 
 def read_latent(settings: Settings) -> Fields:
-    """Return the fields of latent attention that config.json gives.
+    """Return the configuration fields that config.json gives for latent attention.
 
-    They include rotary positions, attention dropout and tied embeddings.
+    They include those of rotary positions, attention dropout and tied embeddings.
     """
     if settings["rms_norm_eps"] != 1e-6:
         # In transformers the norms of the latent vectors have this epsilon in any case, but ours
@@ -92,10 +92,10 @@ def write_latent(gpt: Gpt) -> dict[str, Any]:
 
 
 def read_experts(settings: Settings, ranking: int) -> Fields:
-    """Return the fields of shared experts, dense first layers and groups of experts.
+    """Return the configuration fields of shared experts, dense first layers and expert groups.
 
     Args:
-        ranking: number of best scores in a group of experts whose sum ranks the group.
+        ranking: how many of a group's best expert scores are summed to rank the group.
     """
     dense = settings["first_k_dense_replace"] or 0
     layers = settings["num_hidden_layers"]
@@ -149,9 +149,9 @@ def write(gpt: Gpt) -> dict[str, Any]:
 
 
 def latent_attention() -> dict[str, Parts]:
-    """Return the parts of latent attention's weights, by our names.
+    """Map our names of the weights of latent attention to their parts in transformers' tensors.
 
-    They cover queries computed with and without a latent vector.
+    The map has the names for queries both with and without a latent vector.
     """
     names = {
         "linear_q_proj.weight": "q_proj",
@@ -170,9 +170,9 @@ def latent_attention() -> dict[str, Parts]:
 
 
 def decoder_layer() -> dict[str, Parts]:
-    """Return the parts of a decoder layer's weights, by our names.
+    """Map our names of a decoder layer's weights to their parts in transformers' tensors.
 
-    They cover a dense layer and one with experts.
+    The map has the names of both a dense layer and a layer with experts.
     """
     return {
         **llama.norms(),
@@ -184,9 +184,9 @@ def decoder_layer() -> dict[str, Parts]:
 
 
 def with_depths(gpt: Gpt, vocab_size: int, layer: dict[str, Parts]) -> Table:
-    """Return the table of a model that has a router bias and depths of multi-token prediction.
+    """Return the table of a model whose router has a bias and which may have MTP depths.
 
-    ``layer`` holds the parts of a decoder layer's weights, by our names.
+    ``layer`` maps our names of a decoder layer's weights to their parts.
     """
     names = {
         "enorm.weight": "enorm",

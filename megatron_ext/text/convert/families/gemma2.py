@@ -21,7 +21,7 @@ ONLY = {
 
 
 def read_scales(settings: Settings) -> Fields:
-    """Return the fields that scale embeddings and attention scores, and those of the soft caps."""
+    """Return the fields for the scales of embeddings and attention scores and for the soft caps."""
     return {
         "embedding_multiplier": float(settings["hidden_size"]) ** 0.5,
         "softmax_scale": float(settings["query_pre_attn_scalar"]) ** -0.5,
@@ -31,7 +31,7 @@ def read_scales(settings: Settings) -> Fields:
 
 
 def write_scales(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json that give the scale of scores and the two soft caps."""
+    """Return the entries of config.json for the scale of attention scores and the two soft caps."""
     scale = gpt.attention.softmax_scale or (gpt.model.kv_channels or 1) ** -0.5
     scalar = round(scale**-2, 6)
     own: dict[str, Any] = {

@@ -39,7 +39,10 @@ LLAMA3_CONSTANTS = {
 
 
 def read(settings: Settings) -> Fields:
-    """Return the fields of heads, rotary positions, dropout and tied embeddings."""
+    """Return the configuration fields that config.json gives in a form other than ours.
+
+    They are those of heads, rotary positions, attention dropout and tied embeddings.
+    """
     heads = int(settings["num_attention_heads"])
     groups = int(settings["num_key_value_heads"] or heads)
     return {
@@ -53,7 +56,7 @@ def read(settings: Settings) -> Fields:
 
 
 def write(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json from which `read` reads the fields of ``gpt``."""
+    """Return the entries of config.json for the fields that `read` returns."""
     return {
         "num_key_value_heads": gpt.model.num_query_groups or gpt.model.num_attention_heads,
         "head_dim": gpt.model.kv_channels,
@@ -63,7 +66,10 @@ def write(gpt: Gpt) -> dict[str, Any]:
 
 
 def read_rotary(settings: Settings) -> Fields:
-    """Return the fields of rotary positions; raise a CheckpointError for an unknown scaling."""
+    """Return the configuration fields of rotary positions.
+
+    Raise a CheckpointError for an unknown kind of frequency scaling.
+    """
     # transformers 4 stores the base beside the scaling, transformers 5 within it.
     given = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
     base = given.pop("rope_theta", settings["rope_theta"])
@@ -73,10 +79,10 @@ def read_rotary(settings: Settings) -> Fields:
 
 
 def read_scaling_of(settings: Settings, given: dict[str, Any]) -> Fields:
-    """Return the fields of a scaling of rotary frequencies.
+    """Return the configuration fields for a scaling of rotary frequencies.
 
-    ``given`` has the entries that describe the scaling. If megatron-core has flags for it, the
-    fields are those flags.
+    ``given`` holds the entries of config.json that describe the scaling. Scalings for which
+    megatron-core has flags become these flags, any other becomes ``rope_scaling``.
     """
     kind = given.get("rope_type") or given.get("type") or "default"
     entries = {key for key, value in given.items() if value is not None} - {"rope_type", "type"}
@@ -131,8 +137,9 @@ def write_scaling(gpt: Gpt) -> dict[str, Any] | None:
 
 
 def read_window(settings: Settings) -> Fields:
-    """Return the fields of a sliding window, in all layers or in those of ``layer_types``.
+    """Return the configuration fields for the sliding window of attention; {} if there is none.
 
+    If the entry ``layer_types`` is given, only the layers that it names have the window.
     transformers counts the query's own token as part of the window; our field counts only the
     tokens before it.
     """
@@ -158,12 +165,15 @@ def write_layer_types(gpt: Gpt) -> dict[str, Any]:
 
 
 def list_flag(layers: Iterable[int]) -> str:
-    """Write a number for each layer as the value of a flag, such as ``[1,0]``."""
+    """Return a flag's value with one number for each layer, such as ``[1,0]``."""
     return f"[{','.join(map(str, layers))}]"
 
 
 def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
-    """Return the parts of the weights of embedding, final norm and output layer, by our names."""
+    """Map our names of the weights outside of layers to their parts in transformers' tensors.
+
+    These are the embedding, the final norm and the output layer.
+    """
     embedding = Part(f"{prefix}embed_tokens.weight", vocab_size)
     head = "lm_head.weight"
     return {
@@ -174,9 +184,10 @@ def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
 
 
 def norms() -> dict[str, Parts]:
-    """Return the parts of the weights of a layer's two norms, by our names.
+    """Map our names of a layer's two norms to their parts in transformers' tensors.
 
-    The second norm is listed under both of its names.
+    The second norm has one name in a dense layer and another in a layer with experts; both are
+    there.
     """
     second = whole(f"{LAYER}.post_attention_layernorm.weight")
     return {
@@ -187,9 +198,9 @@ def norms() -> dict[str, Parts]:
 
 
 def attention(gpt: Gpt) -> dict[str, Parts]:
-    """Return the parts of attention's weights, biases and norms, by our names.
+    """Map our names of the attention parameters to their parts in transformers' tensors.
 
-    In transformers, queries, keys and values have separate projections.
+    Queries, keys and values are one fused weight here, but three weights in transformers.
     """
     theirs = f"{LAYER}.self_attn"
     parts = {}
@@ -208,10 +219,12 @@ def gated_mlp(
     theirs: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, Parts]:
-    """Return the parts of a gated MLP's weights, by our names.
+    """Map our names of a gated MLP's weights and biases to their parts in transformers' tensors.
 
-    ``ours`` and ``theirs`` are the paths of the MLP within our layer and transformers' layer;
-    ``names`` are transformers' names of its three projections.
+    Args:
+        ours: path of the MLP within our layer.
+        theirs: path of the MLP within transformers' layer.
+        names: transformers' names of the gate, up and down projections.
     """
     parts = {}
     for kind in ("weight", "bias"):
@@ -227,9 +240,12 @@ def weights(gpt: Gpt, vocab_size: int) -> Table:
 
 
 def relative(changed: Mapping[str, Any], **attributes: Any) -> Family:
-    """Return a family like Llama, with other ``attributes``.
+    """Return a family that differs from Llama only in the given arguments.
 
-    ``changed`` holds fields, with their values, that all models of the family share.
+    Args:
+        changed: configuration fields with the same value in all models of the family, by name; they
+            are added to Llama's or replace them.
+        attributes: attributes of `Family` that replace Llama's.
     """
     own = {"fixed": {**FIXED, **changed}, "same": SAME, "only": ONLY, "read": read, "write": write}
     return Family(**{**own, "weights": weights, **attributes})
@@ -243,7 +259,7 @@ def read_with_biases(settings: Settings) -> Fields:
 
 
 def write_with_biases(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json for a Llama model, with those of its biases."""
+    """Return the entries of config.json for a Llama model, including those of its biases."""
     biases = {"attention_bias": gpt.model.add_proj_bias, "mlp_bias": gpt.model.add_mlp_bias}
     return write(gpt) | biases
 

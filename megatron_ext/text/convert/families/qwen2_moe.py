@@ -36,9 +36,10 @@ def write_experts(gpt: Gpt) -> dict[str, Any]:
 
 
 def routed_experts(theirs: str = "mlp") -> dict[str, Parts]:
-    """Return the parts of the weights of router, routed experts and dense MLPs, by our names.
+    """Map our names of a layer's MLP weights to their parts in transformers' tensors.
 
-    ``theirs`` is the path of these modules within a layer of transformers.
+    The map has a dense MLP, the routed experts and the router. ``theirs`` is the path of experts
+    and router within a layer of transformers.
     """
     return {
         **llama.gated_mlp(),
