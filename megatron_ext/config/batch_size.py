@@ -47,7 +47,9 @@ class BatchSize:
         return number != before
 
     def _size_at(self, consumed_samples: int) -> int:
-        """Return the batch size that the flags ask for after this number of samples."""
+        """Return the global batch size that the flags set for the step after ``consumed_samples``
+        samples.
+        """
         if self._steps:
             return max(step for step in self._steps if step[0] <= consumed_samples)[1]
         if self._ramp is None or consumed_samples > self._ramp_end:
@@ -87,9 +89,9 @@ def samples_after(
     *,
     consumed: int = 0,
 ) -> int:
-    """Return the number of samples in ``iterations`` steps, whose batches may grow.
+    """Return how many samples the next ``iterations`` steps use, after ``consumed`` samples.
 
-    The steps are the first ones after ``consumed`` samples.
+    The batch size of these steps may change, as the flags say.
     """
     size = BatchSize(training, seq_length, data_parallel_size)
     size.update(consumed)

@@ -1,4 +1,4 @@
-"""Flags of what a run does about faults: of machines, of numbers, and of data."""
+"""Flags for faults of machines, wrong results of computations, and loss spikes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DISABLED, VALIDATE, STATS = "disabled", "validate_results", "report_stats"
 
 @dataclass(frozen=True)
 class FaultToleranceConfig(UsersOwn):
-    """How a run finds faults, and how it goes on after them."""
+    """Flags for how a run detects faults and recovers from them."""
 
     max_restarts: int = flag(
         0,
@@ -77,7 +77,7 @@ class FaultToleranceConfig(UsersOwn):
 
     @property
     def is_elastic(self) -> bool:
-        """Return whether the run may go on with another number of nodes."""
+        """Return whether the run may continue with a different number of nodes."""
         return self.elastic_min_nodes is not None
 
     @property
@@ -87,14 +87,14 @@ class FaultToleranceConfig(UsersOwn):
         return bool(self.max_restarts or by_torchrun or self.is_elastic or generation())
 
     def errors(self, save: str | None, *, whole: bool, kept: str | None) -> Iterator[FlagError]:
-        """Yield a sentence for each fault in these flags.
+        """Yield an error for each conflict of these flags with each other or with the flags below.
 
         Args:
-            save: the folder of ``--save``.
-            whole: whether checkpoints hold optimizer and random states too, so that a run can
-                resume.
-            kept: a flag that makes it impossible to repeat a step, since state that the step has
-                changed cannot be restored; None if there is none.
+            save: the folder of ``--save``; None without that flag.
+            whole: whether checkpoints also hold the optimizer and random states, which a run needs
+                to resume.
+            kept: a flag under which a step changes state that cannot be restored, so that the step
+                cannot be repeated; None if no such flag is given.
         """
         if self.elastic_min_nodes is not None and save is None:
             yield FlagError(

@@ -34,12 +34,16 @@ def finalize(
     device: str,
     refusals: Callable[[RunConfig, RunConfig], Iterable[str]] = lambda decided, run: (),
 ) -> RunConfig:
-    """Fill in the values that follow from given ones, and check that the result can be run.
+    """Fill in the values that follow from given ones, and check that the run is possible.
 
     Args:
-        world_size: number of ranks; 0 takes it from the flags.
-        refusals: takes the configuration that the user and the task decide, and the completed one;
-            returns a sentence for each flag that is refused.
+        config: the values that the user gave; defaults elsewhere.
+        task: the task, which fills in its own values first and adds its own checks.
+        world_size: number of ranks; 0 computes it from ``--nproc-per-node`` and
+            ``--dry-run-nodes``.
+        device: "cpu" or "cuda"; a dry run for a GPU replaces it by "cuda".
+        refusals: takes two configurations, one as the user and the task set it and one that is
+            also completed by the engine; returns a sentence for each flag that is refused.
 
     Raises:
         ConfigError: with a sentence for each error.
@@ -58,12 +62,15 @@ def finalize(
 
 
 def errors_of_ranges(config: RunConfig) -> list[FlagError]:
-    """Return the error of each number that is out of its flag's range."""
+    """Return one error for each number that is outside the range of its flag."""
     return list(_within_ranges(config)[1].values())
 
 
 def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, FlagError]]:
-    """Reset numbers out of range to defaults; return the configuration and the errors by flag."""
+    """Reset each number outside its flag's range to the default.
+
+    Return the corrected configuration, and the errors by flag, such as ``--num-layers``.
+    """
     errors: dict[str, FlagError] = {}
 
     def within(section: Any) -> Any:
@@ -78,7 +85,10 @@ def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, FlagError]]:
 
 
 def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
-    """Fill in the values that the engine, not the task, derives from given ones; check nothing."""
+    """Return a copy in which the engine has filled in derived values; check nothing.
+
+    Values that the task derives must be filled in already.
+    """
     planned = given.planning
     world_size = world_size or given.parallel.nproc_per_node * (planned.dry_run_nodes or 1)
     device = "cuda" if planned.dry_run_gpu else device
@@ -110,7 +120,11 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
 
 
 def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningConfig) -> bool:
-    """Return whether Transformer Engine can run here, or whether a GPU's dry run asks for it."""
+    """Return whether to assume that Transformer Engine is available.
+
+    It is if it is installed and the device is a GPU, or if a dry run for a GPU asks for
+    ``--transformer-impl transformer_engine``.
+    """
     is_chosen = model.transformer_impl == "transformer_engine"
     installed = importlib.util.find_spec("transformer_engine") is not None
     return bool(planning.dry_run_gpu and is_chosen) or (device == "cuda" and installed)

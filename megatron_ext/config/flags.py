@@ -29,9 +29,9 @@ WORTH_SAYING = 1000
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of numbers, which never contains NaN or infinity.
+    """An interval from ``low`` to ``high``, which never contains NaN or infinity.
 
-    ``above`` excludes `low` itself, and ``below`` excludes `high`.
+    Both ends belong to it, unless ``above`` excludes ``low`` or ``below`` excludes ``high``.
     """
 
     low: float
@@ -110,13 +110,13 @@ elsewhere, or is meant to change.
 
 
 class Changeable:
-    """The base class of sections whose flags, by default, may differ from the checkpoint's."""
+    """The base class of sections whose flags may differ from the checkpoint's by default."""
 
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
 
 class UsersOwn(Changeable):
-    """The base class of sections whose flags, by default, no checkpoint's configuration gives."""
+    """The base class of sections whose flags, by default, are never read from a checkpoint."""
 
     FROM_CHECKPOINT: ClassVar[bool] = False
 
@@ -137,22 +137,25 @@ def flag(
 ) -> Any:
     """Declare a field of a dataclass that is also a command-line flag.
 
-    A list of words, such as ``choices``, may be given as one text with spaces.
+    A list of words, such as ``choices``, may be given as one string of words separated by spaces.
 
     Args:
         default: value without the flag; a list is copied for each instance.
+        help: the text in ``--help``.
         bounds: the range of a numeric flag; every numeric flag has one.
         unit: what the value counts, such as "steps"; ``--help`` shows it.
+        choices: the allowed values; None allows any.
         nargs: number of values, or ``"+"`` for one or more; None means one.
-        names: further spellings; the field's own name, dashed, is always one.
+        names: further spellings, besides ``--<field name>`` with dashes.
         negative: spellings that set a boolean to False, besides ``--no-<name>``.
-        advice: the advice in the error about a number out of bounds, or a value that is no choice;
-            None makes one from the default or the bounds.
-        if_changed: what happens if a checkpoint to load has another value; None takes the
-            section's ``IF_CHANGED``, or "say".
-        from_checkpoint: whether the configuration in a checkpoint, which may be a stranger's, may
-            give the value; None takes the section's ``FROM_CHECKPOINT``, or True. It is False for
-            what permits or names code to run, and for what names a place to write to.
+        advice: what the error advises about a value that is out of bounds or not a choice; None
+            derives it from the default or the bounds.
+        if_changed: what happens if the checkpoint to load has a different value; None takes the
+            section's ``IF_CHANGED``, or "say" if it has none.
+        from_checkpoint: whether the value may be read from the configuration in a checkpoint, which
+            may come from an untrusted source. None takes the section's ``FROM_CHECKPOINT``, or True
+            if it has none. Give False for a flag that permits or names code to run, or that names a
+            place to write to.
     """
     metadata = {
         "help": help,
@@ -215,7 +218,7 @@ class Flag:
 
     @property
     def shown(self) -> str:
-        """Return the spelling for messages; for a flag that is on by default, the negative one."""
+        """Return the spelling that messages show: the negative one if the flag is on by default."""
         return (self.negative if self.default is True else self.positive)[0]
 
 
@@ -260,7 +263,7 @@ def must_divide(name: str, value: int | None, by: str, size: int) -> Iterator[Fl
 
 
 def range_errors(section: Any) -> dict[str, FlagError]:
-    """Return the error of each number out of its flag's range, by the name of the field."""
+    """Return an error for each number outside the range of its flag, by the name of the field."""
     errors = {}
     for flag in flags_of("", type(section)):  # type: ignore[arg-type]
         value = getattr(section, flag.field)
@@ -314,13 +317,16 @@ def changed_fields(section: Any) -> list[str]:
 
 
 def if_changed(section: type) -> dict[str, IfChanged]:
-    """Return, by field, what happens if a flag of a section differs from the checkpoint's."""
+    """Return for each flag of a section what happens if it differs from the checkpoint's value."""
     usual: IfChanged = getattr(section, "IF_CHANGED", "say")
     return {flag.field: flag.if_changed or usual for flag in flags_of("", section)}
 
 
 def from_checkpoint(section: type) -> dict[str, bool]:
-    """Return, by field, whether a checkpoint's configuration may give its value; see `flag`."""
+    """Return for each field whether its value may be read from a checkpoint's configuration.
+
+    `flag` says why some may not.
+    """
     usual: bool = getattr(section, "FROM_CHECKPOINT", True)
     by_field = {}
     for field in dataclasses.fields(section):

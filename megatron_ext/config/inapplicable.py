@@ -1,8 +1,8 @@
-"""Flags that do not apply: one kind of entry, the engine's entries, and how they are looked up.
+"""Flags that do not apply to a run, and the note or error that the user gets about them.
 
-Flags of Megatron-LM that this package lacks are listed in `megatron_flags.yaml`, the engine's own
-that do nothing in some runs in `ENGINE`. A task adds entries in `Task.inapplicable`. Where several
-entries are about a flag, the first that holds in the run counts.
+Each case is an `Inapplicable`. `megatron_flags.yaml` lists flags of Megatron-LM that this package
+lacks; `ENGINE` lists the engine's own flags that do nothing in some runs; a task adds cases in
+`Task.inapplicable`. If several apply to one flag, the first one counts.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Inapplicable:
-    """The answer to flags that do not apply, always or in some runs.
+    """A rule for flags that do not apply, either always or only in some runs.
 
-    With ``instead``, the flag is replaced and a note says so. With ``remedy``, it is refused. Else
-    it is accepted, and a note says that it has no effect.
+    If ``instead`` is set, the flag is replaced by those words, and a note says so. Otherwise, if
+    ``remedy`` is set, the flag is refused with an error. Otherwise it is accepted, and a note says
+    that it has no effect.
 
     Attributes:
         flags: names without leading dashes, separated by spaces.
-        reason: why it does not apply; "" where ``says`` is all.
-        remedy: what to do instead.
+        reason: why the flags do not apply; "" if ``says`` is enough.
+        remedy: what the user should do instead.
         says: the words between flag and reason, such as "has no effect without `--fp16`".
-        holds: takes the values of a run and returns whether the entry holds there; None if always.
-        instead: the words that replace the flag.
-        defaults: for a refused flag, by name, the value that is accepted because it asks for
-            nothing.
+        holds: takes the values of a run and returns whether the rule holds there; None if it
+            always does.
+        instead: the words that replace the flag on the command line.
+        defaults: for refused flags, by name, a value that is accepted because it changes nothing.
         source: the program that has the refused flags, such as Megatron-LM.
     """
 
@@ -61,7 +62,7 @@ class Inapplicable:
 
 
 def without(needed: str, flags: str, reason: str = "") -> Inapplicable:
-    """Return the entry of ``flags`` that have no effect unless the flag ``needed`` is given.
+    """Return the rule that ``flags`` have no effect unless the flag ``needed`` is given.
 
     ``needed`` is written like `--fp16`, or with the required values like `--name a or b`.
     """
@@ -100,9 +101,9 @@ def names_of(*kinds: type, but: Iterable[str] = ()) -> str:
 
 
 def of_program(name: str, kinds: Iterable[type]) -> Inapplicable:
-    """Return the entry of the flags in the sections ``kinds``, which only another program has.
+    """Return a rule that refuses the flags in the sections ``kinds``.
 
-    ``name`` is the name of that program.
+    These flags exist only in another program, whose name is ``name``.
     """
     return Inapplicable(
         names_of(*kinds),
@@ -119,9 +120,9 @@ def of_program(name: str, kinds: Iterable[type]) -> Inapplicable:
 def by_flag(
     entries: Iterable[Inapplicable], values: Values | None = None
 ) -> dict[str, Inapplicable]:
-    """Return, for each flag's spelling, the first entry that holds.
+    """Return, for each flag's spelling, the first entry that holds in a run.
 
-    Without the ``values`` of a run, only entries that always hold are considered.
+    ``values`` are the values of that run; without them, only entries that always hold count.
     """
     found: dict[str, Inapplicable] = {}
     for entry in entries:
@@ -132,9 +133,11 @@ def by_flag(
 
 
 def answer_to(word: str, table: Mapping[str, Inapplicable]) -> Inapplicable | None:
-    """Return a table's entry for a flag, or for the flag that ``--no-`` or ``--disable-`` negates.
+    """Return the table's entry for the flag ``word``, or None.
 
-    Megatron-LM gives each switch that is on by default these two negative spellings.
+    If ``word`` begins with ``--no-`` or ``--disable-`` and is not in the table itself, its other
+    negative spelling and its positive one are looked up: Megatron-LM gives each switch that is on
+    by default both negative spellings.
     """
     for prefix in ("--disable-", "--no-"):
         if word not in table and word.startswith(prefix):
@@ -145,7 +148,7 @@ def answer_to(word: str, table: Mapping[str, Inapplicable]) -> Inapplicable | No
 
 @functools.cache
 def megatron_flags() -> dict[str, Inapplicable]:
-    """Return the entries of Megatron-LM's flags that this package lacks, by spelling."""
+    """Return, by spelling, the entries for flags of Megatron-LM that this package lacks."""
     tables = read_yaml(Path(__file__).with_name("megatron_flags.yaml"))
     accepted = tables.pop("replaced") + tables.pop("without effect")
     entries = [Inapplicable(**entry) for entry in accepted]

@@ -1,4 +1,4 @@
-"""Patterns in flags that say which layers of the decoder have a part, such as a window."""
+"""Reads flags whose pattern selects decoder layers, such as those with a sliding window."""
 
 from __future__ import annotations
 

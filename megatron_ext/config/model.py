@@ -224,7 +224,10 @@ class ModelConfig(Changeable):
         return self.add_bias_linear or self.add_mlp_bias
 
     def resolved(self, *, has_te: bool) -> ModelConfig:
-        """Return a copy with derived sizes; "auto" layers use Transformer Engine if ``has_te``."""
+        """Return a copy with derived sizes and with the implementation of the layers decided.
+
+        ``--transformer-impl auto`` becomes Transformer Engine if ``has_te``, else torch.
+        """
         h = self.hidden_size or 0
         n = self.num_attention_heads or 0
         ffn = self.ffn_hidden_size
@@ -245,9 +248,10 @@ class ModelConfig(Changeable):
         )
 
     def on_cpu(self) -> ModelConfig:
-        """Return a copy whose layers run on a CPU, where Transformer Engine's layers do not.
+        """Return a copy for a CPU: torch's layers replace Transformer Engine's, which need a GPU.
 
-        Torch's layers compute the same, but have fewer parts that can be recomputed on their own.
+        Torch's layers compute the same. Modules that only Transformer Engine's layers can recompute
+        are left out of ``recompute_modules``.
         """
         if self.transformer_impl != "transformer_engine":
             return self

@@ -30,7 +30,7 @@ QUINTIC_STEPS = 5
 
 @dataclass(frozen=True)
 class OptimizerConfig(Changeable):
-    """Update rule and schedule; names and defaults are Megatron-LM's."""
+    """Flags of the optimizer and its schedules; names and defaults are Megatron-LM's."""
 
     optimizer: str = flag(
         "adam",
@@ -197,7 +197,7 @@ class OptimizerConfig(Changeable):
         return self.data_parallel_sharding_strategy == "optim_grads"
 
     def muon_notes(self) -> list[str]:
-        """Return a note if Muon's updates, by default, are far larger than AdamW's."""
+        """Return a note if Muon scales its updates far above AdamW's, as it does by default."""
         if self.optimizer != "muon" or self.muon_scale_mode != "spectral":
             return []
         return [
@@ -251,7 +251,7 @@ class EmaConfig:
     """Whether the run only samples, with the averaged weights."""
 
     def resolved(self) -> EmaConfig:
-        """Return a copy; if there are averages, a missing start or warm-up gets its default."""
+        """Return a copy with ``ema_start`` and ``ema_warmup`` filled in if an average is kept."""
         if not self.ema_decay:
             return self
         start = 1 if self.ema_start is None else self.ema_start

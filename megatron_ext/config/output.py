@@ -33,9 +33,9 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def staging_folder(address: str) -> Path:
-    """Return the folder on this machine for what lies at an address of object storage.
+    """Return the local folder that holds the copy of what is stored at an object-storage address.
 
-    It is in the user's cache folder, which ``XDG_CACHE_HOME`` names, and the same for all runs.
+    It is in the user's cache folder (``XDG_CACHE_HOME``), and is the same for all runs.
     """
     root, name = split_address(address)
     return user_cache() / hashlib.blake2b(root.encode(), digest_size=8).hexdigest() / name
@@ -49,7 +49,7 @@ def user_cache() -> Path:
 
 @dataclass(frozen=True)
 class CheckpointConfig(UsersOwn):
-    """Saving and loading checkpoints as in Megatron-LM, but any layout can load optimizer state."""
+    """Flags of checkpoints: as in Megatron-LM, but any parallel layout can load optimizer state."""
 
     save: str | None = flag(
         None,
@@ -164,9 +164,10 @@ class CheckpointConfig(UsersOwn):
         return any(folder is not None for folder in folders)
 
     def resolved(self, *, may_restart: bool = False) -> CheckpointConfig:
-        """Return a copy with staging folders in place of addresses.
+        """Return a copy in which local staging folders replace addresses of object storage.
 
-        If ``--save`` comes without an interval, the copy has the task's usual one.
+        ``--save`` without ``--save-interval`` gets the task's usual interval. With ``may_restart``,
+        the run loads the next older checkpoint if one is damaged.
         """
         given = {name: getattr(self, name) or "" for name in _FLAGS_OF_FOLDERS}
         new = {name: value for name, value in given.items() if "://" in value}
@@ -200,7 +201,7 @@ class CheckpointConfig(UsersOwn):
                 )
 
     def errors(self, *, evaluates: bool) -> Iterator[FlagError]:
-        """Yield a sentence for each fault; ``evaluates`` says whether the run has evaluations."""
+        """Yield an error for each fault in these flags; ``evaluates`` says if the run validates."""
         yield from self._address_errors()
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:

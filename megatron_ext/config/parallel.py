@@ -90,6 +90,6 @@ class ParallelConfig(Changeable):
 
     @property
     def counted_ends(self) -> int:
-        """Return how many of embedding and loss count as a layer of the pipeline: 0, 1 or 2."""
+        """Return how many of the embedding and the loss count as a layer when stages are split."""
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         return sum(ends)

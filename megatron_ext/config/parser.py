@@ -1,9 +1,9 @@
 """The only argument parser: it makes flags with Megatron-LM's names from dataclass fields.
 
-A flag is handled in one of four ways: it does what it does in Megatron-LM; it has no effect here,
-and a note says why; it is known but refused, and the error names an alternative; or it is unknown,
-and the error names similar flags. The second and third are entries of `inapplicable`. All errors of
-a command line are reported together.
+A flag is handled in one of four ways. It does what it does in Megatron-LM; or it has no effect
+here, and a note says why; or it is known but refused, and the error names an alternative; or it is
+unknown, and the error names similar flags. `inapplicable` lists the flags without effect and the
+refused ones. All errors of a command line are reported together.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class ParsedArgs:
     """The result of parsing a command line.
 
     Attributes:
+        config: the complete, checked configuration.
+        notes: one line for each flag that has no effect or an old name, and other remarks.
         task: the one of the program's tasks that the flags choose.
-        notes: one line for each flag that has no effect or an old name.
-        given: fields of the flags on the command line.
-        print_config: the user asked for the resolved configuration instead of a run.
+        given: names of the fields whose flags are on the command line.
+        print_config: whether the user asked to print the configuration instead of running.
     """
 
     config: RunConfig
@@ -63,14 +64,16 @@ def parse_args(
 
     Args:
         argv: the words after the program's name.
-        world_size: ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
-        checkpoint_config: the stored configuration to take the model and the user's own flags
-            from (``--use-checkpoint-args``), as far as a file may give them
-            (`sections.described`); the command line wins over it.
-        defaults: values by field that replace the task's defaults and the fields' own.
+        program: the program, which knows its flags and tasks.
+        world_size: number of ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
+        device: "cpu" or "cuda".
+        checkpoint_config: a checkpoint's stored configuration (``--use-checkpoint-args``), from
+            which values are taken as far as it may give them (`sections.described`). Flags on the
+            command line override them.
+        defaults: values by field that replace the defaults of the task and of the fields.
         elsewhere: as in `read_words`.
-        reading: what `read_words` returns for these words, if they have been read already. It is
-            used up: notes and errors are added to it.
+        reading: the result of `read_words` for the same ``argv``, if they have been read already.
+            Do not use it afterwards: notes and errors are added to it.
     """
     sections.check_sections(program.sections, engine_sections())
     if "--help" in argv or "-h" in argv:
@@ -140,13 +143,13 @@ def all_errors(
     defaults: Mapping[str, Any] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> list[str]:
-    """Return ``errors`` of a command line, and further errors that they may have hidden.
+    """Return ``errors`` of a command line, and errors that were not found because of them.
 
-    Words that cannot be read, numbers out of range and unusable inputs are added, each once. With
-    ``--print-config``, which needs no inputs, ``errors`` is returned.
+    These are words that cannot be read, numbers out of range, and unusable inputs. Each error is
+    returned once. With ``--print-config``, which needs no inputs, only ``errors`` are returned.
 
     Args:
-        errors: sentences from a check that may have ended before others were made.
+        errors: sentences from a check that may have stopped before it was complete.
         input_errors: takes the task and the configuration as given, without derived values, and
             returns a sentence for each unusable input.
         defaults, elsewhere: as in `parse_args`.
@@ -178,14 +181,14 @@ def _shown(value: Any) -> str:
 
 
 def _subject(error: str) -> tuple[str, str] | str:
-    """Return the flag and the value that an error is about, or its sentence if it shows none."""
+    """Return the flag and value that an error is about; the whole error if it names no value."""
     if isinstance(error, FlagError) and error.value is not None:
         return error.subject, error.value
     return error
 
 
 def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
-    """Merge mappings from section and field to value; where two differ, the later one wins."""
+    """Merge mappings ``{section: {field: value}}``; the last one that sets a field wins."""
     values: Values = {}
     for layer in layers:
         for section, entries in layer.items():
@@ -207,7 +210,8 @@ def read_words(
 ) -> Reading:
     """Read the words of a command line into values of fields, with notes and errors.
 
-    ``elsewhere`` tells which other program has an unknown flag.
+    ``elsewhere`` returns the flags of other programs, so that the error about an unknown flag can
+    say which program has it.
     """
     reading = Reading(
         table=sections.spellings(sections.all_flags(program)),
@@ -231,16 +235,18 @@ def read_words(
 
 @dataclass
 class Reading:
-    """The state of parsing a command line: the flags that it may have, and the results so far.
+    """The state of parsing a command line: the known flags, and the results so far.
 
     Attributes:
-        table: flags by spelling, with False for a spelling that sets False, else with True.
-        answers: the entries of flags that the program lacks, by spelling.
+        table: for each spelling its flag, and False if this spelling sets False, else True.
+        answers: the entries for flags that the program lacks, by spelling.
         elsewhere: as in `read_words`.
+        values: the values read so far, by section and field.
+        given: the flags on the command line.
         unread: first spellings of the flags whose values could not be read.
-        settled: file, key, flag and value of each entry of a file whose flag does not apply in this
-            program.
-        renamed: for each new spelling, the old spelling that was given.
+        settled: entries of ``--config`` files about flags that this program always refuses; each
+            is the file, the key, the flag and the value.
+        renamed: for each new spelling, the old spelling that the user gave.
     """
 
     table: dict[str, tuple[Flag, bool]]
@@ -273,7 +279,10 @@ class Reading:
                 yield value
 
     def read_flag(self, word: str, name: str, values: list[str]) -> None:
-        """Store a flag's values, or add a note or an error; ``name`` is its canonical form."""
+        """Store the values of the flag ``word``, or add a note or an error about it.
+
+        ``name`` is the flag with two leading dashes and with dashes for underscores.
+        """
         if name == "--print-config":
             self.print_config = True
         elif name == "--config":
@@ -295,7 +304,11 @@ class Reading:
             self.errors.append(_unknown(f"`{word}`", [f"`{x}`" for x in near]))
 
     def _answer(self, word: str, name: str, values: list[str], entry: Inapplicable) -> None:
-        """Note or refuse a flag that the program lacks; ``name`` is its canonical spelling."""
+        """Add a note or an error about the flag ``word``, which the program lacks.
+
+        ``name`` is the flag with two leading dashes and with dashes for underscores; ``entry``
+        decides between note and error.
+        """
         default = entry.defaults.get(name.removeprefix("--"))
         if not entry.remedy:
             self.notes.append(entry.sentence(f"`{word}`"))
@@ -334,15 +347,15 @@ class Reading:
         self.given.append(flag)
 
     def _spelled(self, word: str) -> str:
-        """Return a flag as code, with its old spelling where that was given."""
+        """Return a flag in backticks; if the user gave an old spelling, that is mentioned too."""
         old = self.renamed.get(word)
         return f"`{word}`" if old is None else f"`{word}` (given as `{old}`)"
 
     def causes(self, errors: Iterable[str]) -> list[str]:
-        """Return ``errors`` without those about flags whose values could not be read.
+        """Leave out ``errors`` about flags whose values could not be read, and return the others.
 
-        These flags have been reported already. In the others, a flag that was given by an old
-        spelling is named by that spelling, too.
+        The unreadable values have been reported already. If the user gave a flag by an old
+        spelling, a remaining error mentions that spelling too.
         """
         return [
             self._with_old_spellings(error)
@@ -357,7 +370,7 @@ class Reading:
         return error
 
     def read_yaml(self, path: str, program: Program) -> Values:
-        """Return a YAML file's values by section; its entries may be nested by section or flat."""
+        """Return the values in a YAML file by section; the file may group its entries or not."""
         try:
             content = read_yaml(path) or {}
         except UnreadableFile as error:
@@ -402,7 +415,10 @@ class Reading:
         return values
 
     def settled_errors(self, config: RunConfig) -> Iterator[str]:
-        """Yield a sentence for each entry of a file that the run contradicts or ignores."""
+        """Yield an error for each entry of a ``--config`` file whose flag the program refuses.
+
+        An entry is accepted if its value is the default or the value that the run has anyway.
+        """
         for path, key, flag, value in self.settled:
             has = getattr(config.by_name()[flag.section], flag.field)
             if value not in (list(has) if isinstance(has, tuple) else has, flag.default):
@@ -410,9 +426,11 @@ class Reading:
                 yield entry.sentence(f"`{key}` in {path} ({value})")
 
     def settle_old_spellings(self, values: Values) -> None:
-        """Let ``--bf16`` or ``--fp16``, if given, replace a GPU's default of bf16.
+        """Apply two flags whose meaning depends on other flags.
 
-        ``--no-position-embedding`` adds an error if positions have a learned table, else a note.
+        If ``--bf16`` or ``--fp16`` is given, bf16 is no longer the default on a GPU.
+        ``--no-position-embedding`` adds an error if the model has a learned position table, else a
+        note that it has no effect.
         """
         precision = values.get("precision", {})
         if "bf16" in precision or precision.get("fp16"):
@@ -443,7 +461,7 @@ def _unknown(named: str, near: list[str]) -> str:
 
 
 def _values(config: RunConfig) -> dict[str, Any]:
-    """Return the values of all fields by name, and the device."""
+    """Return the values of all fields by name, and the device as "device"."""
     values = {k: v for section in config.by_name().values() for k, v in vars(section).items()}
     return {**values, "device": config.device}
 
@@ -455,11 +473,15 @@ def _refusals(
     decided: RunConfig,
     run: RunConfig,
 ) -> Iterator[str]:
-    """Yield a sentence for each flag that the run refuses, unless it has its usual value.
+    """Yield a sentence for each flag that is refused in this run and not at a default.
 
-    ``usual`` are the task's own defaults by field. ``decided`` is the configuration that the user
-    and the task decide: values that the engine derives from a refused flag get no errors of their
-    own.
+    Args:
+        task: the task, whose `TaskFlags.answers` say which flags are refused.
+        flags: the flags to check.
+        usual: the task's own defaults, by field.
+        decided: the configuration as the user and the task set it. Its values are checked, so that
+            a value which the engine derives for a refused flag is no error.
+        run: the completed configuration, which decides what is refused.
     """
     entries = by_flag(task.answers(), _values(run))
     by_section = decided.by_name()

@@ -125,7 +125,12 @@ WARMUP_STEPS = 3
 
 
 def _overlaps(name: str, what: str) -> Any:
-    """Declare a flag that is on by default, but has an effect only with ``--tp-comm-overlap``."""
+    """Declare a flag that is on by default, but has an effect only with ``--tp-comm-overlap``.
+
+    Args:
+        name: the part of its negative spelling, ``--disable-tp-comm-<name>``.
+        what: the communication that is overlapped, for the help text.
+    """
     help_text = f"with --tp-comm-overlap, overlap {what}"
     return flag(True, help_text, negative=f"--disable-tp-comm-{name}")
 

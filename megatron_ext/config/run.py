@@ -1,7 +1,7 @@
 """The configuration of a run: one section, a frozen dataclass of plain data, for each concern.
 
-`finalize.finalize` fills in the values that follow from others and checks all of them.
-`transformer_fields` returns the fields of megatron-core's TransformerConfig.
+`finalize.finalize` fills in derived values and checks all of them. `transformer_fields` returns the
+fields of megatron-core's TransformerConfig.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ _OF_WRONG_TYPES = TypeError, ValueError, LookupError, AttributeError, Arithmetic
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The whole configuration of a run; ``sections`` holds what the task and its user add."""
+    """The whole configuration of a run.
+
+    Each field but two is a section that every run has. ``device`` is "cpu" or "cuda", and
+    ``sections`` holds the sections that the task and the user add.
+    """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -77,7 +81,7 @@ class RunConfig:
         return any(isinstance(section, kind) for section in self.sections)
 
     def with_section(self, *changed: Any) -> RunConfig:
-        """Return a copy in which each given section is added or replaces one of the same class."""
+        """Return a copy with the given sections; each replaces a section of the same class."""
         by_kind = {type(section): section for section in self.sections}
         by_kind.update({type(section): section for section in changed})
         return dataclasses.replace(self, sections=tuple(by_kind.values()))
@@ -88,7 +92,7 @@ class RunConfig:
         return [section for section in self.sections if isinstance(section, LayerSection)]
 
     def attention_sides(self) -> Sequence[Side] | None:
-        """Return the sizes of attention's projections; None if no section decides them."""
+        """Return the dimensions of attention's projections; None if no task's section sets them."""
         sides = (section.attention_sides(self) for section in self.layer_sections)
         return next((own for own in sides if own is not None), None)
 
@@ -151,7 +155,7 @@ def section_name(kind: type) -> str:
 
 
 def named(sections: Sequence[type]) -> dict[str, type]:
-    """Return classes of sections by their names in files."""
+    """Return the given section classes by the names that they have in files."""
     return {section_name(kind): kind for kind in sections}
 
 
@@ -162,10 +166,11 @@ def engine_sections() -> dict[str, type]:
 
 
 def in_present_sections(stored: Mapping[str, Any], sections: Sequence[type]) -> dict[str, Any]:
-    """Return stored values with each field in the section that declares it now.
+    """Return stored values with each field moved to the section that declares it now.
 
-    No two sections have a field of the same name, so the name of a field tells where a value of an
-    earlier version belongs. If that section already has a value, the latter is kept.
+    An earlier version may have stored a field in another section. No two sections have a field of
+    the same name, so the name alone tells where a value belongs. If the present section has a value
+    for the field already, that one is kept.
 
     Args:
         stored: values by section and field, such as `RunConfig.to_dict` returns.
@@ -190,7 +195,8 @@ def in_present_sections(stored: Mapping[str, Any], sections: Sequence[type]) -> 
 class LayerSection(Changeable):
     """The base class of a task's sections that say what its transformer layers compute.
 
-    The engine knows the parts that every transformer has, and asks these sections for the others.
+    The engine itself knows only the parts that every transformer has; for all else it calls these
+    methods.
     """
 
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
@@ -198,7 +204,7 @@ class LayerSection(Changeable):
         return {}
 
     def resolved_model(self, model: ModelConfig) -> ModelConfig:
-        """Return the section ``model`` with the values that follow from this section."""
+        """Return the model section with the values that follow from this section filled in."""
         return model
 
     def torch_only(self) -> list[str]:
@@ -206,34 +212,39 @@ class LayerSection(Changeable):
         return []
 
     def attention_sides(self, config: RunConfig) -> Sequence[Side] | None:
-        """Return the sizes of attention's projections; None if others decide them."""
+        """Return the dimensions of attention's projections; None if this section sets none."""
         return None
 
     def unused_fields(self) -> frozenset[str]:
-        """Return the fields without effect under these flags; a checkpoint's may differ."""
+        """Return the names of fields that have no effect with this section's present values.
+
+        A checkpoint may have other values for them.
+        """
         return frozenset()
 
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
-        """Return the first Transformer Engine version that has each option in use, by flag."""
+        """Return, for each flag in use, the oldest Transformer Engine version that supports it."""
         return {}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TaskFlags:
-    """The part of a configuration that a task adds to the engine's.
+    """The flags of a task, and how it completes and checks the configuration.
 
     Attributes:
         sections: frozen dataclasses whose fields are the task's flags.
-        inapplicable: the flags that do not apply in this task, or in some of its runs. A program
-            lacks the flags that all its tasks always refuse.
+        inapplicable: the flags that do not apply in this task, or in some of its runs. A flag that
+            all tasks of a program always refuse is not a flag of that program.
         defaults: values that replace the usual defaults of flags, by field.
         resolve: fills in values that the task decides, before the engine derives the others.
         rules: takes ``(given, resolved)`` and returns a sentence for each fault. ``given`` is the
             configuration before anything was derived.
-        stored_model: takes ``(stored, given)`` and returns, by name, the sections of a checkpoint's
-            configuration that describe its weights (``--use-checkpoint-args``).
-        described_model: takes the configuration of the given flags and returns values of flags, by
-            section and field, that a file which they name gives; given flags override them.
+        stored_model: called with ``--use-checkpoint-args``; takes ``(stored, given)`` and returns,
+            by name, the sections of the stored configuration that describe the checkpoint's
+            weights.
+        described_model: takes the configuration as given. If its flags name a file that describes
+            the model, returns the values in that file by section and field; given flags override
+            them.
     """
 
     sections: tuple[type, ...] = ()
@@ -300,9 +311,9 @@ FUSIONS = (
 
 
 def transformer_fields(run: RunConfig) -> dict[str, object]:
-    """Return the fields of megatron-core's TransformerConfig; dtypes and activations are names.
+    """Return the fields of megatron-core's TransformerConfig; dtypes and activations as names.
 
-    A task's sections add their own (`LayerSection.transformer_fields`). Fused kernels of
+    A task's sections add their own fields (`LayerSection.transformer_fields`). Fused kernels of
     megatron-core are enabled only where they exist.
     """
     fields: dict[str, object] = {
@@ -356,7 +367,7 @@ def _fusions(run: RunConfig) -> dict[str, object]:
 
 
 def has_te_layers(run: RunConfig) -> bool:
-    """Return whether the layers are Transformer Engine's; in a dry run, only if it is installed."""
+    """Return whether to build Transformer Engine's layers; a dry run needs it to be installed."""
     te = run.model.transformer_impl == TE_IMPL
     return te and (not run.planning.dry_run or find_spec("transformer_engine") is not None)
 

@@ -212,10 +212,14 @@ def described(stored: Mapping[str, Any], kinds: Sequence[type]) -> dict[str, dic
 def withheld_notes(
     stored: Mapping[str, Any], kinds: Sequence[type], given: Collection[str]
 ) -> list[str]:
-    """Return a sentence for each permission in a stored configuration that the user has not given.
+    """Return a note for each switch that a checkpoint's run had on but that no file may turn on.
 
-    A permission is a switch that is not taken from the file, in a section whose other flags are.
-    ``given`` are the fields of the flags on the command line.
+    Such a switch permits code to run, so the user must give it on the command line.
+
+    Args:
+        stored: the stored configuration, by section and field.
+        kinds: classes of the task's sections.
+        given: names of the fields whose flags are on the command line; these get no note.
     """
     stored = in_present_sections(stored, kinds)
     return [
@@ -241,7 +245,7 @@ def all_flags(program: Program) -> list[Flag]:
 
 
 def lacking_flags(program: Program) -> dict[str, Flag]:
-    """Return the flags of the program's sections that it always refuses, by field."""
+    """Return the flags of a program's sections that the program always refuses, by field."""
     refused = [entry for entry in program.inapplicable if entry.remedy]
     answers = by_flag(refused)
     flags = [flag for name, kind in sections_of(program).items() for flag in flags_of(name, kind)]
@@ -263,10 +267,10 @@ def canonical(name: str) -> str:
 
 
 def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
-    """Convert the words after a flag to its value, or raise a ConfigError.
+    """Convert the words after a flag to the flag's value, or raise a ConfigError.
 
-    The error shows the flag as ``named``, which is code in backticks. A list of numbers may be
-    several words, or one as Python and Megatron-LM write it: "(127,0)".
+    The error shows the flag as ``named``, which is in backticks. A list of numbers may be several
+    words, or one word as Python and Megatron-LM write it: "(127,0)".
     """
     numeric = flag.type in (int, float)
     if numeric and flag.nargs is not None:
@@ -308,10 +312,10 @@ def _wrong_number(flag: Flag, named: str, words: Sequence[str]) -> FlagError:
 
 
 def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
-    """Convert a value from a YAML file to that of a flag; raise a ConfigError if it does not fit.
+    """Convert a value from a YAML file to a flag's value; raise a ConfigError if it does not fit.
 
-    YAML reads 1e-4 as text, which is converted too. The error shows the entry as ``named``, which
-    is code in backticks.
+    Text such as 1e-4, which YAML does not read as a number, is converted too. The error shows the
+    entry as ``named``, which is in backticks.
     """
     if value == flag.default or (value is None and flag.optional):
         return value

@@ -1,4 +1,4 @@
-"""Flags of the run's length, batches, evaluation and end, and of the loss that it minimizes."""
+"""Flags of the training loop: length, batch sizes, evaluation and exit; and of the loss."""
 
 from __future__ import annotations
 
@@ -144,16 +144,16 @@ class TrainingConfig(Changeable):
         return dataclasses.replace(self, train_iters=steps, train_epochs=None)
 
     def microbatches(self, batch: int, replicas: int) -> int | None:
-        """Return the number of micro-batches of each replica in a step of ``batch`` samples.
+        """Return how many micro-batches each of ``replicas`` gets in a step of ``batch`` samples.
 
-        Return None if it would not be a whole number, or be 0. With
-        ``--decrease-batch-size-if-needed`` it is rounded down.
+        Return None if the number would be 0 or not whole; with ``--decrease-batch-size-if-needed``
+        it is rounded down.
         """
         number, rest = divmod(batch, (self.micro_batch_size or 1) * replicas)
         return number if number and (not rest or self.decrease_batch_size_if_needed) else None
 
     def microbatch_counts(self, replicas: int) -> list[int]:
-        """Return, ascending, the numbers of micro-batches that a replica may have in a step."""
+        """Return, ascending, how many micro-batches a replica may have in a step of the run."""
         counts = {self.microbatches(size, replicas) for size in self._sizes()}
         return sorted(count for count in counts if count is not None)
 
@@ -250,9 +250,9 @@ class TrainingConfig(Changeable):
             yield from self._reached_errors(share, replicas)
 
     def _reached_errors(self, share: int, replicas: int) -> Iterator[FlagError]:
-        """Yield a sentence about the first global batch size that the ranks cannot divide, if any.
+        """Yield an error for the first global batch size of the run that the ranks cannot divide.
 
-        ``share`` is the micro-batch size times the number of ``replicas``.
+        ``share`` is the micro-batch size times ``replicas``, the number of data-parallel replicas.
         """
         flag = "--rampup-batch-size" if self.rampup_batch_size else "--step-batch-size-schedule"
         unfit = [x for x in self._sizes() if self.microbatches(x, replicas) is None]
@@ -309,9 +309,9 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
-    """Read ``"0:768 250B:1536"`` as pairs of tokens and batch size, or raise a ValueError.
+    """Read ``"0:768 250B:1536"`` as pairs (consumed tokens, global batch size from there on).
 
-    The numbers of tokens must start at 0 and rise.
+    The numbers of tokens must start at 0 and rise; otherwise a ValueError is raised.
     """
 
     def number(word: str) -> int:

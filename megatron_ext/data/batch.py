@@ -215,10 +215,10 @@ class StepLoader:
         return batches
 
     def _receive(self, num_microbatches: int, seq_length: int) -> tuple[Tensor, Tensor]:
-        """Receive m micro-batches from the rank that reads them.
+        """Receive m micro-batches, which the first tensor-parallel rank reads and broadcasts.
 
-        Return the integer tensors of all k keys, ``[m, k, b, s]``, and the loss masks ``[m, b,
-        s]``.
+        Return the integer tensors, such as tokens and labels, stacked over their k keys as ``[m, k,
+        b, s]``, and the loss masks ``[m, b, s]``.
         """
         if self.samples is not None:
             parts = list[Tensor]()
@@ -244,7 +244,10 @@ class StepLoader:
 
 
 class Sample(dict[str, Any]):
-    """A micro-batch as a dict with the dataset's own keys, not sliced for context parallelism."""
+    """A micro-batch as a dict with the dataset's own keys.
+
+    Its tensors are not sliced for context parallelism.
+    """
 
     mtp_loss_weights: tuple[Tensor, ...] = ()
 
@@ -266,7 +269,7 @@ class Sample(dict[str, Any]):
 
 @dataclass
 class MappingLoader:
-    """A loader like `StepLoader` that returns micro-batches as dicts, with the dataset's keys."""
+    """A loader like `StepLoader`, but each micro-batch is a dict with the dataset's own keys."""
 
     samples: Iterator[dict[str, Any]] | None
     context: ParallelContext

@@ -50,11 +50,11 @@ _BYTES_PER_SLOT = PAGE + 8 * _RECORD
 
 
 class BlockCache:
-    """The pages in a folder; each process creates its own object.
+    """A cache of pages in a folder; each process opens it with its own object.
 
     Args:
         folder: a local folder of this machine.
-        limit: the most bytes on the disk.
+        limit: the most bytes that the cache may use on the disk.
 
     Raises:
         DataError: the folder cannot be used, or another run uses it with another limit.
@@ -78,9 +78,10 @@ class BlockCache:
             ) from error
 
     def _open(self, folder: Path, limit: int) -> None:
-        """Open the files; create them anew if they do not fit.
+        """Open the files of the cache; create them anew if they cannot be reused.
 
-        They must have this size, and must have been made on this machine since its last start.
+        They can be reused if they have the size that follows from ``limit`` and were made on this
+        machine since it was last started.
         """
         table = folder / "table"
         pages = folder / "pages"
@@ -128,7 +129,10 @@ class BlockCache:
 
     @contextmanager
     def reading(self) -> Iterator[BlockCache]:
-        """Keep every page in its slot within this context, in which nothing may be written."""
+        """Lock the cache for reading: no process moves or evicts a page within this context.
+
+        Do not call `put` or `count` within it.
+        """
         with self._locked(fcntl.LOCK_SH):
             yield self
 
@@ -187,13 +191,13 @@ class BlockCache:
             self._words[1 + COUNTS.index("not_kept")] += np.uint64(1)
 
     def _sets(self, key: int, pages: Ints) -> Ints:
-        """Return the number of the set of slots in which each page may lie."""
+        """Return, for each page ``[n]``, the index of the set of slots that may hold it."""
         spread = derived(np.full(len(pages), key, dtype=np.uint64), pages)
         sets: Ints = (spread % np.uint64(len(self._table))).astype(np.int64)
         return sets
 
     def count(self, **counts: int) -> None:
-        """Add to the counters that the processes of this machine share."""
+        """Add ``counts`` to the counters of this machine, which are named in `COUNTS`."""
         with self._locked(fcntl.LOCK_EX):
             for name, value in counts.items():
                 self._words[1 + COUNTS.index(name)] += np.uint64(value)

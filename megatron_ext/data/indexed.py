@@ -272,9 +272,10 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
 
 
 def _why_no_array(path: Path) -> str | None:
-    """Return why a ``.npy`` file is not a whole array of numbers, as a clause; None if it is.
+    """Return a clause that says why a ``.npy`` file is not an intact array of numbers.
 
-    A killed run leaves an empty file; megatron-core cannot unpickle it.
+    Return None if it is one, or if the file is empty, as a killed run leaves it: megatron-core
+    cannot unpickle an empty file.
     """
     distrust = "could run code; remove it if you do not trust where the data comes from"
     headers = {(1, 0): np.lib.format.read_array_header_1_0}

@@ -62,10 +62,10 @@ def write_index(
 
 
 def _running(pieces: Iterable[Array], scale: int, *, inclusive: bool) -> Iterator[Array]:
-    """Yield the running sums of ``scale`` times the values of all arrays together, array by array.
+    """Yield the running sums of ``scale`` times the values, one int64 array per array given.
 
-    The sums are int64. With ``inclusive``, a sum includes the value at its own index; otherwise
-    only the earlier values.
+    The sums run on from array to array. With ``inclusive``, a sum includes the value at its own
+    index; otherwise only the values before it.
     """
     total = 0
     for piece in pieces:

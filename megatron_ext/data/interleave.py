@@ -39,7 +39,7 @@ Places = NDArray[np.uint16]
 
 
 class Interleave:
-    """The sources of all places of a mixture under constant weights, from place 0 on.
+    """The source of each place of a mixture with constant weights; places count from 0.
 
     Args:
         weights: weights of the sources, at least 0 and not all 0; only their ratios matter.
@@ -71,9 +71,10 @@ class Interleave:
         return [rounds * share + c for share, c in zip(self._per_cycle, counts, strict=True)]
 
     def places(self, start: int, stop: int) -> tuple[Places, Ints]:
-        """Return the source and the sample's number for places ``start`` to ``stop`` - 1.
+        """Return two arrays ``[stop - start]``, for places ``start`` to ``stop`` - 1.
 
-        Both arrays are ``[stop - start]``. The numbers count the samples of each source from 0.
+        They are the source of each place, and the number of its sample among all samples of that
+        source, from 0.
         """
         parts = []
         place = start
@@ -94,9 +95,10 @@ class Interleave:
         return first + int(np.flatnonzero((sources == source) & (numbers == number))[0])
 
     def _block(self, number: int) -> tuple[Places, list[int], list[int]]:
-        """Return the sources of the places of block ``number``, and the counts before and after it.
+        """Return the source of each place in a block, and how many samples each source has by then.
 
-        Blocks are numbered within the cycle. The counts are the number of samples of each source.
+        The latter are two lists: the samples of each source before the block and after it. Both
+        blocks and samples are counted from the beginning of the cycle.
         """
         if number in self._blocks:
             self._blocks.move_to_end(number)
@@ -113,10 +115,10 @@ class Interleave:
     def _counts_before(self, place: int) -> list[int]:
         """Return how many samples each source has before a place of the cycle.
 
-        The schedule that gives them starts after the last cached block if that is near enough.
-        Otherwise it starts 2 / w places earlier (w is the smallest weight) from the integer part of
-        each quota, plus one for the sources with the next deadlines. These counts meet all
-        deadlines.
+        To count them, the schedule is computed up to that place. It starts after the last cached
+        block if that is near enough. Otherwise it starts about 2 / w places earlier, where w is the
+        smallest weight, with the integer part of each source's quota. The sources with the next
+        deadlines get one sample more. These counts meet all deadlines.
         """
         least = min(self._shares[i] for i in self._present)
         start = place - 2 * -(-self.period // least) - 1
@@ -137,10 +139,14 @@ class Interleave:
         return self._schedule(counts, start, place)[1]
 
     def _schedule(self, counts: list[int], start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Schedule places ``start`` to ``stop`` - 1; return the source of each, and the new counts.
+        """Schedule places ``start`` to ``stop`` - 1.
 
-        ``counts`` are the number of samples of each source before ``start``, the new counts before
-        ``stop``.
+        Args:
+            counts: number of samples of each source before place ``start``.
+
+        Returns:
+            The source of each place, and the number of samples of each source before place
+                ``stop``.
         """
         period = self.period
         shares = self._shares
@@ -181,7 +187,7 @@ def numbered(sources: Places, counts: Sequence[int]) -> Ints:
 
 
 def error_of(weights: Sequence[Fraction], counts: Sequence[int]) -> Fraction:
-    """Return the largest difference between the counts of sources and their exact quotas."""
+    """Return how far the counts of samples by source are from the exact quotas, at most."""
     places = sum(counts)
     total = sum(weights)
     quotas = (places * weight / total for weight in weights)

@@ -44,10 +44,10 @@ def reads_dataset(model: ModelConfig, parallel: ParallelConfig, context: Paralle
 
 
 class StepDataset(Dataset[Any]):
-    """A dataset that tells the loader how to draw its samples; subclasses override the defaults.
+    """The base class of datasets that tell the loader how to draw their samples.
 
-    Any other torch dataset is read by index, and torch collates its samples. Every rank that has
-    the dataset must get the same answers from it.
+    The defaults are those of any other torch dataset: a sampler gives indices, and torch collates
+    the samples. All ranks that have the dataset must get the same answers from it.
 
     Attributes:
         plan: which samples form the micro-batches of each step; these samples have ``sample_ids``.
@@ -65,9 +65,9 @@ class StepDataset(Dataset[Any]):
 
     @property
     def expect(self) -> Callable[[Sequence[int]], None] | None:
-        """Return a function that begins to fetch the samples whose indices it is given.
+        """Return a function that takes the indices of coming samples and starts to fetch them.
 
-        None means that samples need not be fetched.
+        None means that samples need not be fetched in advance.
         """
         return None
 

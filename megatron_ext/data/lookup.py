@@ -1,10 +1,10 @@
 """Finds the samples of a run that read given tokens of a source: the inverse of `order`.
 
-The given tokens and the first token of an epoch determine the windows that hold the tokens. The
-inverse of the epoch's permutation gives the places of these windows in the order, and the schedule
-of the sources gives the samples' numbers in the run. So nothing is searched except the few parts
-that a change of the sample length has left over. In a packed order, the blocks that hold the tokens
-are packed again: one or two for each epoch and document.
+An epoch's first token tells which of its windows hold the given tokens. The inverse of the epoch's
+permutation tells when these windows are read, and the schedule of the sources turns that into
+sample numbers of the run. So nothing has to be searched, except the few parts of windows that were
+left over when the sample length changed (see `windows`). In a packed order, the blocks that hold
+the tokens are packed again: one or two for each epoch and document.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from megatron_ext.data.windows import group_keys, groups
 
 
 def samples_with(order: SampleOrder, source: int, begin: int, end: int, stop: int) -> list[int]:
-    """Return the samples that hold any token of a range of tokens, in ascending order.
+    """Return the numbers of the samples that hold any of the given tokens, in ascending order.
 
     Args:
+        order: the order of the samples of a run.
         source: index of the source of the tokens.
-        begin, end: range of the tokens in the circle of the source.
-        stop: number of samples, from the start of the run, among which to search.
+        begin, end: the tokens ``begin`` to ``end`` - 1 of that source.
+        stop: only the first ``stop`` samples of the run are searched.
     """
     samples = []
     for taken in order.taken(0, stop):
@@ -39,7 +40,10 @@ def samples_with(order: SampleOrder, source: int, begin: int, end: int, stop: in
 
 
 def _numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
-    """Return the samples that hold any of the tokens, numbered within the phase."""
+    """Return which of the samples ``taken`` hold any of the tokens ``begin`` to ``end`` - 1.
+
+    The samples are numbered within their phase, the time between two changes of the sample length.
+    """
     left_over = taken.phase.rest_samples
     numbers = _rest_numbers(order, taken, begin, end)
     if taken.end > left_over:
@@ -50,7 +54,10 @@ def _numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int
 
 
 def _packed_numbers(order: PackedOrder, taken: Taken, begin: int, end: int) -> list[int]:
-    """Return the packed samples that hold any of the tokens, numbered within their only phase."""
+    """Return which of the packed samples ``taken`` hold any of the tokens ``begin`` to ``end`` - 1.
+
+    The samples of a source are numbered from the start of the run: a packed order has one phase.
+    """
     source = taken.source
     numbers = list[int]()
     count = order.sources[source].windows
@@ -79,9 +86,10 @@ def _meets(
 
 
 def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
-    """Return which samples made of left-over parts hold any of the tokens, numbered in their phase.
+    """Return which samples made of left-over parts hold any of the tokens ``begin`` to ``end`` - 1.
 
-    A change of the sample length has left these parts over; they come first in a phase.
+    These parts of windows were left over when the sample length changed. The samples made of them
+    come first in a phase, and are numbered within it.
     """
     source = order.sources[taken.source]
     phase = taken.phase
@@ -100,9 +108,10 @@ def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> lis
 
 
 def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> Ints:
-    """Return which samples hold any of the tokens, among those not made of left-over parts.
+    """Return which samples not made of left-over parts hold any of the tokens.
 
-    They are numbered from 0, which is the first sample of the phase after the left-over parts.
+    The result is an array of numbers that count from the first such sample of the phase; it may
+    hold numbers of samples that are not ``taken``.
     """
     phase = taken.phase
     own = order.sources[taken.source]
@@ -143,8 +152,8 @@ def _windows(
 ) -> tuple[Ints, Ints]:
     """Return the windows that hold any token from ``begin`` to ``end`` - 1, and their first tokens.
 
-    Only windows ``low`` to ``high`` - 1 are returned, numbered through all epochs. The first token
-    may lie past the circle's end.
+    Only windows ``low`` to ``high`` - 1 are returned; windows are numbered through all epochs. A
+    window's first token may lie past the end of the circle.
     """
     count = order.sources[source].windows
     epochs = np.arange(low // count, (high - 1) // count + 1, dtype=np.int64)
@@ -157,9 +166,10 @@ def _windows(
 def _places(
     order: SampleOrder, source: int, begin: int, end: int, epochs: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """Return the windows of some epochs that hold any of the tokens ``begin`` to ``end`` - 1.
+    """Return which windows of the given epochs hold any of the tokens ``begin`` to ``end`` - 1.
 
-    Three arrays have for each window its epoch, its place in the epoch, and its first token.
+    Return three arrays with an entry for each of these windows: its epoch, its place among the
+    windows of the epoch before they are permuted, and its first token.
     """
     own = order.sources[source]
     window = order.window

@@ -1,9 +1,9 @@
-"""Mixtures that change during a run: planned stages, resumed histories, and limits of repetition.
+"""Mixtures that change during a run: planned stages, resumed runs, and limits on epochs.
 
 Everything is counted in samples from the start of the run, and a stage's shares are exact
-(`interleave`). A ramp is a staircase of up to `STEPS` mixtures with whole numbers of samples. At
-the end of each step of the staircase, every source is within one sample of the integral of its
-share.
+(`interleave`). A ramp, in which weights change linearly, is approximated by up to `STEPS` mixtures
+with whole numbers of samples. At the end of each of them, the samples that a source has given
+differ by less than one from the exact integral of its share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Planned:
 
     @property
     def size(self) -> int | None:
-        """Return the number of samples, enough for ``tokens``; None if the stage has no end."""
+        """Return the length in samples, rounded up if given in tokens; None without a length."""
         if self.samples is not None or self.tokens is None:
             return self.samples
         return -(-self.tokens // self.seq_length)
@@ -163,7 +163,10 @@ def limited(
 
 
 def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) -> int:
-    """Return the most samples, up to ``total``, with at most ``budget`` tokens of a source."""
+    """Return the largest n up to ``total`` whose first n samples use at most ``budget`` tokens.
+
+    Only tokens of the source ``name`` count.
+    """
     low = 0
     high = total
     while low < high:

@@ -194,8 +194,8 @@ class ObjectStore:
     def _request(self, source: StoredObject, pages: Ints) -> list[Future[tuple[int, bytes]]]:
         """Request the pages that this process is not fetching already.
 
-        Return the futures of all requests that fetch ``pages``; each gives its first page and
-        bytes.
+        Return the futures of all requests, old and new, that fetch ``pages``. The result of a
+        future is the number of its first page, and the bytes of its pages.
         """
         own = self._own
         key = _key(source)
@@ -241,10 +241,10 @@ def _key(source: StoredObject) -> int:
 
 
 def _ranges(pages: Ints, unit: int, total: int) -> Iterator[tuple[int, int]]:
-    """Yield the requests that fetch ``pages``, each as its first page and the page after its last.
+    """Split ``pages`` into requests; yield each request's first page and the page after its last.
 
-    A request consists of adjacent units of ``unit`` pages, whole except at the object's end,
-    ``total``.
+    A request fetches whole units of ``unit`` adjacent pages, but ends with the object, which has
+    ``total`` pages.
     """
     units = np.unique(pages // unit)
     most = max(1, RANGE // unit)
@@ -308,7 +308,10 @@ class RemoteSpan(TokenSpan):
         return tokens
 
     def _cut(self, begins: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-        """Split the ranges that wrap around the circle; return first tokens and lengths of all."""
+        """Split each range that wraps around the circle in two.
+
+        Return the first tokens and the lengths of all resulting ranges.
+        """
         over = np.flatnonzero(begins + lengths > self.tokens)
         rest = begins[over] + lengths[over] - self.tokens
         begins = np.insert(begins, over + 1, 0)
@@ -332,10 +335,10 @@ class RemoteSpan(TokenSpan):
         return copies
 
     def _pages_of(self, begins: Ints, length: Ints | int) -> tuple[Ints, Ints]:
-        """Return the pages that token ranges touch, ascending, and the pages of each range.
+        """Return the pages that m token ranges touch, ascending, and indices of each range's pages.
 
-        The latter are indices in the former, ``[m, k]`` for m ranges, where k is the most pages of
-        any range; shorter ranges repeat their last page.
+        The indices ``[m, k]`` refer to the first array; k is the most pages of any range. A range
+        with fewer pages repeats its last one.
         """
         size = self.dtype.itemsize
         first = (self.first + begins) * size // PAGE

@@ -76,7 +76,7 @@ def check_recorded(values: object, place: str) -> None:
     """Check that values from a file have the form of `SampleOrder.to_dict`.
 
     Raises:
-        DataError: they have not; the message names the file by ``place``.
+        DataError: they do not have it; the message calls the file ``place``.
     """
     try:
         if isinstance(values, Mapping) and _is_recorded(values):
@@ -148,13 +148,14 @@ def joined(parts: Sequence[Pieces]) -> Pieces:
 
 @dataclass(frozen=True)
 class Taken:
-    """The samples that a stage takes of one source, within a range of samples of the run.
+    """Samples that one stage takes from one source, within some range of the run's samples.
 
     Attributes:
-        stage, source: indices in the order's lists of stages and sources.
-        phase: the samples of the source between two changes of their length. Equal phases of equal
-            sources (`SampleOrder.to_dict`) have the same samples, even in different runs.
-        first, end: range of the samples, numbered within the phase.
+        stage, source: indices in the lists of stages and of sources of the order.
+        phase: the phase of the source that the samples belong to; a phase lasts from one change of
+            the sample length to the next. Equal phases of equal sources (`SampleOrder.to_dict`)
+            have the same samples, even in different runs.
+        first, end: the samples ``first`` to ``end`` - 1, numbered within the phase.
     """
 
     stage: int
@@ -166,7 +167,11 @@ class Taken:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A stage with each source's phase, and the number of that phase's samples before the stage."""
+    """A stage with its schedule and the state of each source at its start.
+
+    ``phases`` are the phases of the sources (`windows.Phase`), and ``used`` how many samples of its
+    phase each source has given before the stage.
+    """
 
     stage: Stage
     interleave: Interleave
@@ -251,7 +256,10 @@ class SampleOrder:
         return self.stages[self.stage_at(number)].seq_length
 
     def counts(self, number: int) -> list[list[int]]:
-        """Return the number of samples among the first ``number``, by ``[stage][source]``."""
+        """Return how many of the run's first ``number`` samples each stage takes from each source.
+
+        The result is indexed as ``[stage][source]``.
+        """
         counts = []
         for index, placed in enumerate(self._placed):
             stop = self._starts[index + 1] if index + 1 < len(self._starts) else number
@@ -261,7 +269,10 @@ class SampleOrder:
         return counts
 
     def taken(self, start: int, stop: int) -> list[Taken]:
-        """Return the share of each source in the samples ``start`` to ``stop`` - 1, by stage."""
+        """Return which samples of each source the run's samples ``start`` to ``stop`` - 1 are.
+
+        There is one entry for each stage and source that gives any of them.
+        """
         taken = []
         for index, placed in enumerate(self._placed):
             begin = placed.stage.start
@@ -279,23 +290,23 @@ class SampleOrder:
         return taken
 
     def number_of(self, stage: int, source: int, number: int) -> int:
-        """Return the number in the run of a source's sample; ``number`` counts within its phase."""
+        """Return the number in the run of a sample, given its ``number`` in its source's phase."""
         placed = self._placed[stage]
         place = placed.interleave.place_of(source, number - placed.used[source])
         return placed.stage.start + place
 
     def first_tokens(self, source: int, epochs: Ints) -> Ints:
-        """Return the first token of each of the given epochs of a source, in its circle."""
+        """Return the random first token of each of the given epochs of a source."""
         own = self.sources[source]
         keys = derived(np.full(len(epochs), own.key, dtype=np.uint64), epochs, _SHIFT)
         shifts: Ints = (keys % np.uint64(own.tokens)).astype(np.int64)
         return shifts
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return the windows at the given places of epochs, as numbers through all epochs.
+        """Return when the windows at the given places are read, as numbers through all epochs.
 
         Place p of an epoch is its p-th window in the source's circle, from the epoch's first token
-        on.
+        on; the windows are read in a permuted order.
         """
         own = self.sources[source]
         keys = derived(np.full(len(epochs), own.key, dtype=np.uint64), epochs, _ORDER)

@@ -64,11 +64,11 @@ class Cuts:
 
 
 class PackedOrder(SampleOrder):
-    """A `SampleOrder` whose samples are packed; all have the length of a window.
+    """A `SampleOrder` whose samples are packed; each is as long as a window.
 
     Args:
-        documents: the function that returns where documents start, by name of source. It is not
-            needed for a source that only earlier parts of the training have read.
+        documents: for each source by name, the function that returns where documents start in a
+            range of tokens. A source that was read only earlier in the training needs none.
     """
 
     def __init__(
@@ -113,7 +113,10 @@ class PackedOrder(SampleOrder):
         return PackedPieces(rows, columns, windows.sources[rows], begins, lengths, goes_on)
 
     def _begins(self, sources: Ints, windows: Ints, offsets: Ints) -> Ints:
-        """Return ``windows`` itself; `locate` looks up the tokens after packing."""
+        """Return ``windows`` unchanged: which tokens a sample holds is known only after packing.
+
+        `locate` replaces the result by the tokens.
+        """
         return windows
 
     def _places(self, sources: Ints, windows: Ints) -> tuple[Ints, Ints, Ints]:
@@ -142,10 +145,9 @@ class PackedOrder(SampleOrder):
         return epochs, blocks, samples
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return where packed samples stand in the order of reading, as numbers through all epochs.
+        """Return when packed samples are read, given their places, as numbers through all epochs.
 
-        ``places`` says which samples: place p of an epoch is sample p % `block_samples` of its
-        block p // `block_samples`.
+        Place p of an epoch is sample p % `block_samples` of its block p // `block_samples`.
         """
         own = self.sources[source]
         keys = np.full(len(epochs), own.key, dtype=np.uint64)
@@ -163,13 +165,12 @@ class PackedOrder(SampleOrder):
     def _groups(
         self, counts: Ints | int, keys: Words, epochs: Ints, groups: Ints
     ) -> tuple[Ints, Words]:
-        """Return the number of samples in each group of `BLOCKS` blocks, and its key.
-
-        The key permutes the group's samples.
+        """Return how many samples each group of `BLOCKS` blocks has, and the key that orders them.
 
         Args:
-            counts: number of samples in an epoch of each source.
-            keys: keys of the sources.
+            counts: number of samples in an epoch of each group's source.
+            keys: key of each group's source.
+            epochs: epoch of each group.
             groups: number of each group in its epoch.
         """
         most = self.block_samples * BLOCKS
@@ -177,7 +178,7 @@ class PackedOrder(SampleOrder):
         return sizes, derived(derived(keys, epochs, _SAMPLE_ORDER), groups)
 
     def packed_block(self, source: int, epoch: int, block: int) -> tuple[PackedBlock, int]:
-        """Return a block of an epoch and its first token in the circle of its source."""
+        """Return a block after packing, and the position of its first token in its source."""
         first, end = self._range(source, epoch, block)
         blocks = self._packed.setdefault(source, OrderedDict())
         if (epoch, block) in blocks:
@@ -191,7 +192,10 @@ class PackedOrder(SampleOrder):
         return packed, first
 
     def _range(self, source: int, epoch: int, block: int) -> tuple[int, int]:
-        """Return a block's first token in its source's circle, and the token after the block."""
+        """Return the first token of a block in its source, and the token after its last.
+
+        The latter may lie past the end of the source; the block then wraps around.
+        """
         tokens = self.sources[source].tokens
         windows = self.sources[source].windows
         shift = int(self.first_tokens(source, np.array([epoch]))[0])
@@ -221,9 +225,10 @@ class PackedOrder(SampleOrder):
         return total
 
     def _document_starts(self, source: int, first: int, end: int) -> tuple[Ints, bool]:
-        """Return where documents start in a range, including its first token.
+        """Return where documents start in a range of tokens, and whether one ends with the range.
 
-        Also return whether a document ends with the range. The range may cross the circle's end.
+        The range's first token always counts as a start. The range may wrap around the source's
+        end.
         """
         starts = self._documents[self.sources[source].name]
         tokens = self.sources[source].tokens

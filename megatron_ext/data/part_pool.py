@@ -1,7 +1,8 @@
 """Worker processes that work on the numbered parts of a data-preparation run.
 
-A part leaves its result on disk; when a run is repeated, it does only the parts without a result.
-The first error ends the run at once. If a worker dies, its pool ends and a new pool continues.
+The result of each part is written to disk. So a run that is repeated does only the parts that have
+no result yet. The first error ends the run at once; but if a worker dies, a new pool of workers
+continues.
 """
 
 from __future__ import annotations
@@ -45,17 +46,19 @@ Work = Callable[[Any, Advance], None]
 
 @dataclass(frozen=True)
 class PartPool:
-    """The worker processes of a run, and how they treat the parts.
+    """A pool of worker processes, and the functions with which it does the parts of a run.
 
     Attributes:
+        workers: number of worker processes.
         start: called once in each worker with the worker's number, before its first part; returns
             the worker's `Work`.
-        name_of: returns the name of a part, for messages.
-        part_of: returns the picklable object that a worker gets for a part; the part's number if
-            workers already know the parts.
-        place: path on the file system that messages blame for a worker's error.
-        passed: classes of errors that reach the caller unchanged, besides errors for users.
-        unfinished: returns the given parts that have no result on disk.
+        name_of: takes a part's number and returns its name, for messages.
+        place: the path whose file system messages name as the cause if a worker cannot read or
+            write.
+        unfinished: takes numbers of parts and returns those that have no result on disk.
+        part_of: takes a part's number and returns the picklable object that a worker gets; by
+            default the number itself.
+        passed: classes of errors that reach the caller unchanged, as `MegatronExtError` does.
         method: "fork" shares the objects of this process; "spawn" pickles ``start``, and is needed
             if this process has used a GPU.
     """
@@ -152,7 +155,10 @@ class PartPool:
     def _death(
         self, processes: Sequence[BaseProcess], batch: Sequence[int], board: _Board
     ) -> _WorkerDied:
-        """Return the error about the worker that died; the pool has ended the others by SIGTERM."""
+        """Return the error about the worker that died and broke the pool.
+
+        The pool has ended the other workers by SIGTERM.
+        """
         codes = [process.exitcode for process in processes]
         worker = next((i for i, code in enumerate(codes) if code not in (0, -signal.SIGTERM)), 0)
         code = codes[worker]
@@ -181,7 +187,11 @@ class _Started:
 
 
 class _Board:
-    """Shared memory in which workers note each part's amount, items and process id."""
+    """Shared memory with the progress of each part.
+
+    For each part, workers note the amount done (such as bytes), the number of items made, and the
+    id of the process that works on it.
+    """
 
     def __init__(self, context: Any, num_parts: int) -> None:
         self._shared = context.RawArray("q", 3 * num_parts)
@@ -216,7 +226,10 @@ class _WorkerDied(Exception):
 
 @dataclass(frozen=True)
 class _Setup:
-    """The start values of a worker process; ``counter`` numbers the workers."""
+    """The values that a worker process starts with: fields of `PartPool`, the board, and a counter.
+
+    Each worker takes its number from the shared ``counter``.
+    """
 
     start: Callable[[int], Work]
     passed: tuple[type[Exception], ...]

@@ -83,10 +83,10 @@ _Bijection = Callable[[Words, Words, Words], Words]
 def _walked(
     values: Ints, sizes: Ints | int, keys: Words | int, small: _Bijection, network: _Bijection
 ) -> Ints:
-    """Permute values by ``small`` if their size is at most `_RANKED`, else by cycle walking.
+    """Permute values: by ``small`` if their size is at most `_RANKED`, else by cycle walking.
 
-    Cycle walking repeats ``network`` until the value is in range. With the inverse network it walks
-    the same cycle backwards.
+    Cycle walking applies ``network`` until the value is below its size. If ``network`` is the
+    inverse network, this undoes the permutation.
     """
     count = len(values)
     size = np.broadcast_to(np.asarray(sizes, dtype=np.uint64), (count,))

@@ -46,8 +46,8 @@ class StoredObject:
 
     Attributes:
         version: text that changes whenever the object changes.
-        is_versioned: whether the storage provides such a text. If not, the version is unique to
-            this description, and no other run reuses cached parts of the object.
+        is_versioned: whether the storage provides such a text. If not, ``version`` is made up and
+            unique, so that no other run reuses cached parts of the object.
     """
 
     address: str

@@ -26,7 +26,10 @@ Row = list[int]
 
 @dataclass(eq=False)
 class Announced(Sampler[list[int]]):
-    """Yields a sampler's batches, and calls ``expect`` with each of them a few batches before."""
+    """Yields the batches of a sampler, each announced ``ahead`` batches before.
+
+    To announce a batch, ``expect`` is called with its indices.
+    """
 
     batches: Iterable[list[int]]
     expect: Callable[[Sequence[int]], None]
@@ -148,11 +151,12 @@ class StepPlan:
     """The samples that form the micro-batches of each step of a run, epoch after epoch.
 
     Args:
+        epochs: gives the rows of each step of an epoch.
         micro_batch_size: rows of one micro-batch.
-        identity: digest of everything that determines the samples of a step. The parallel layout
-            does not.
-        packs_documents: a row may hold several documents. Each has positions from 0, and neither
-            attention nor multi-token prediction crosses into the next.
+        identity: digest of everything that determines the samples of a step; the parallel layout is
+            not part of it.
+        packs_documents: whether a row may hold several documents. Each then has positions from 0,
+            and neither attention nor multi-token prediction crosses into the next.
     """
 
     def __init__(
@@ -180,7 +184,7 @@ class StepPlan:
         return self._last[1]
 
     def num_microbatches(self, step: int) -> int:
-        """Return each rank's number of micro-batches in step ``step`` of the run, from 0."""
+        """Return how many micro-batches each rank has in step ``step`` of the run, from 0."""
         return len(self._rows(step)[0]) // self._micro_batch_size
 
     def microbatches(self, step: int, rank: int) -> list[list[tuple[int, ...]]]:

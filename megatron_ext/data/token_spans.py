@@ -46,7 +46,10 @@ class TokenSpan(ABC):
         self.tokens = tokens
 
     def gather(self, begins: Ints, length: int) -> Array:
-        """Return the tokens ``[m, length]`` from each of ``begins`` on, around the circle."""
+        """Return ranges of ``length`` tokens, ``[m, length]``, that begin at ``begins`` ``[m]``.
+
+        A range that reaches the end of the span continues at its beginning.
+        """
         if int(begins.max()) + length <= self.tokens:
             return self.read(begins, length)
         inside = begins + length <= self.tokens
@@ -76,7 +79,10 @@ class TokenSpan(ABC):
 
     @abstractmethod
     def read(self, begins: Ints, length: int) -> Array:
-        """Return the tokens ``[m, length]`` from each of ``begins`` on; no range wraps around."""
+        """Return ranges of ``length`` tokens, ``[m, length]``, that begin at ``begins`` ``[m]``.
+
+        No range may reach beyond the end of the span.
+        """
 
 
 class MappedSpan(TokenSpan):

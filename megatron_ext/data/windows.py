@@ -24,14 +24,16 @@ PARTS = 3
 
 @dataclass(frozen=True)
 class Rest:
-    """Parts of a group that a change of the sample length left over: a range of the group's tokens.
+    """The parts of a group that were not yet read when the sample length changed.
+
+    They are a range of the group's tokens, in the permuted order of its parts.
 
     Attributes:
         first_window: number of the group's first window, counted through all epochs.
         parts: number of the group's parts.
         key: key of the permutation of the group's parts.
         part: tokens of a part.
-        begin, end: range of tokens, in the permuted order of the parts.
+        begin, end: the tokens ``begin`` to ``end`` - 1 in the permuted order.
     """
 
     first_window: int

@@ -1,4 +1,4 @@
-"""Worker processes of data loaders; only their rank reacts to signals."""
+"""Worker processes of data loaders, which ignore signals: the rank that started them reacts."""
 
 from __future__ import annotations
 

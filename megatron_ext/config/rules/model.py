@@ -1,4 +1,4 @@
-"""Rules of the flags of a model's layers: sizes, shares of ranks, activations, recomputation."""
+"""Rules for a model's layers: sizes, equal division among ranks, activations, recomputation."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _width_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Flag
 
 
 def _uneven_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the layers given for the first and last pipeline stage."""
+    """Yield an error for each fault in the flags that set the first or last stage's layer count."""
     both = {
         "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,
         "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,

@@ -49,7 +49,10 @@ def stages_of(layout: str) -> list[str]:
 
 
 def mtp_stage(parallel: ParallelConfig) -> int:
-    """Return the index, among all virtual chunks, of the stage with multi-token prediction."""
+    """Return the index of the pipeline stage that holds the multi-token-prediction modules.
+
+    Stages are counted in the order of the layers; with virtual chunks, each chunk is a stage.
+    """
     if parallel.pipeline_model_parallel_layout is not None:
         stages = stages_of(parallel.pipeline_model_parallel_layout)
         return next(index for index, stage in enumerate(stages) if "m" in stage)
@@ -265,9 +268,12 @@ def _layout_errors(
 def _content_errors(
     refused: Callable[[str, str], FlagError], stages: list[str], size: int, model: ModelConfig
 ) -> Iterator[FlagError]:
-    """Yield an error for each fault in the layers that a layout gives to its stages.
+    """Yield an error for each fault in the layers that a pipeline layout gives to its stages.
 
-    ``refused`` makes the layout's error of a rule and a remedy.
+    Args:
+        refused: takes a broken rule and a remedy, and returns the error about the layout.
+        stages: the layers of each stage as letters (see `stages_of`).
+        size: number of pipeline ranks.
     """
     if len(stages) % size:
         yield refused(

@@ -228,7 +228,7 @@ def _param_gather_errors(
 
 
 def _size_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each size on a rank that is unfit for 8-bit matrix products."""
+    """Yield an error for each size on a rank that 8-bit matrix products cannot have."""
     fp8 = run.fp8
     model = run.model
     parallel = run.parallel
@@ -256,9 +256,10 @@ def _size_errors(run: RunConfig) -> Iterator[FlagError]:
 
 
 def side_errors(fp8: Fp8Config, sides: Sequence[Side]) -> Iterator[FlagError]:
-    """Yield a sentence for each side of a matrix that is unfit for 8-bit products.
+    """Yield an error for each dimension of a weight matrix that 8-bit products cannot have.
 
-    ``sides`` are the sides' names, their widths, and the number of ranks that share each.
+    ``sides`` are the dimensions: name, total width, and number of ranks that the width is split
+    over.
     """
     unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else UNIT
     for name, width, parts in sides:
@@ -273,7 +274,10 @@ def side_errors(fp8: Fp8Config, sides: Sequence[Side]) -> Iterator[FlagError]:
 
 
 def _attention_sides(run: RunConfig) -> Sequence[Side]:
-    """Return the widths of attention's projections: name, width, and number of sharing ranks."""
+    """Return the output widths of attention's projections as name, width, and number of ranks.
+
+    The ranks are those that the width is split over.
+    """
     own = run.attention_sides()
     if own is not None:
         return own
@@ -341,7 +345,7 @@ _no_graphs = partial(FlagError, "--cuda-graph-impl local", None)
 def _errors_in_layers(
     model: ModelConfig, lora: LoraConfig, fp8: Fp8Config, training: TrainingConfig
 ) -> Iterator[FlagError]:
-    """Yield an error for each reason why layers cannot be CUDA graphs."""
+    """Yield an error for each feature of the layers or of the run that CUDA graphs exclude."""
     if training.skip_train:
         yield _no_graphs(
             "has no effect with `--skip-train`, since evaluation uses none", "leave it out"
@@ -365,7 +369,10 @@ def _errors_in_layers(
 def _errors_between_layers(
     model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
 ) -> Iterator[FlagError]:
-    """Yield further errors of CUDA graphs: with dropout, schedule, communication and memory."""
+    """Yield an error for each setting outside the layers that CUDA graphs exclude.
+
+    These concern dropout, the pipeline schedule, communication, and giving memory back.
+    """
     if model.deterministic_dropout:
         yield _no_graphs(
             "does not go with `--deterministic-dropout`, whose masks the host seeds",

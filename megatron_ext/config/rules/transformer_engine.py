@@ -47,7 +47,7 @@ SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> Iterator[str]:
-    """Yield a sentence for each fault in a run's use of Transformer Engine.
+    """Yield an error for each fault in a run's use of Transformer Engine.
 
     ``found_version`` is the installed version, which is checked too; None skips that check.
     """
@@ -272,7 +272,7 @@ DISTRIBUTION = "transformer-engine"
 
 
 class Need(NamedTuple):
-    """A flag's spelling, the first Transformer Engine that has it, and whether a run uses it."""
+    """An option's spelling, the oldest Transformer Engine that has it, and when a run uses it."""
 
     spelled: str
     minimum: str
@@ -314,9 +314,9 @@ def found_version() -> str | None:
 
 
 def version_errors(run: RunConfig, installed: str) -> list[FlagError]:
-    """Return a sentence for each used option that needs a newer Transformer Engine.
+    """Return an error for each option of the run that needs a newer Transformer Engine.
 
-    ``installed`` is its version.
+    ``installed`` is the version of Transformer Engine that is installed.
     """
     needed = {need.spelled: need.minimum for need in NEEDS if need.used(run)}
     for section in run.layer_sections:
