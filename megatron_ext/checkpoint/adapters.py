@@ -51,9 +51,13 @@ def leave_out_new(
 ) -> dict[str, dict[str, Tensor]]:
     """Remove from ``state``, in place, the adapters and new branches that a checkpoint lacks.
 
-    ``state`` is a sharded state, ``chunks`` are the keys of the model's chunks in it, and ``path``
-    is the checkpoint. A new branch is a tensor that an older checkpoint may lack; it carries a mark
-    (`is_new_branch`). Return the removed tensors, by chunk and name.
+    A new branch is a tensor that an older checkpoint may lack, marked as in `is_new_branch`. Return
+    the removed tensors by chunk key and weight name.
+
+    Args:
+        path: folder of the checkpoint.
+        state: the sharded state to load into.
+        chunks: keys in ``state`` under which the model chunks lie.
     """
     stored = stored_entries(path)
     new: dict[str, dict[str, Tensor]] = {}
@@ -69,10 +73,11 @@ def leave_out_new(
 
 
 def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Return sentences on the new branches in ``new``; an empty list if there are none.
+    """Return one log message per new branch in ``new``; an empty list if there are none.
 
-    ``new`` is the result of `leave_out_new`: tensors by chunk and name that the checkpoint ``path``
-    lacks, and that start anew in this run. Adapters among them are not mentioned.
+    ``new`` is the result of `leave_out_new`: tensors, by chunk key and weight name, that the
+    checkpoint ``path`` lacks and that keep their initial values. No message is made for adapters.
+    All histories of 8-bit scales share one message.
     """
     names = [n for values in new.values() for n, value in values.items() if is_new_branch(value)]
     notes = [
@@ -168,7 +173,10 @@ class FrozenBase:
 
     @classmethod
     def of_run(cls, lora: LoraConfig, seed: int) -> FrozenBase | None:
-        """Return the identity of a run's random weights; None if the run saves all its weights."""
+        """Return the identity of the random weights under a run's adapters, drawn from ``seed``.
+
+        Return None if the run trains no adapters, or saves the frozen weights too.
+        """
         return cls.drawn(seed) if lora.lora_rank is not None and lora.saves_adapters_only else None
 
     @classmethod
@@ -189,9 +197,12 @@ class FrozenBase:
         return dataclasses.asdict(self)
 
     def check(self, path: Path, recorded: FrozenBase, flag: str) -> None:
-        """Raise a CheckpointError naming ``flag`` if these weights are not the ``recorded`` ones.
+        """Raise a CheckpointError if these weights are not those that the adapters were trained on.
 
-        The adapters in the checkpoint ``path`` were trained on the ``recorded`` weights.
+        Args:
+            path: folder of the checkpoint with the adapters.
+            recorded: identity of the frozen weights that the adapters were trained on.
+            flag: the flag that gave these weights, for the error message.
         """
         if self.identity == recorded.identity:
             return
@@ -205,13 +216,16 @@ class FrozenBase:
 
 
 def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:
-    """Remove all weights except adapters from a sharded state, in place."""
+    """Remove, in place, all weights except adapters from a sharded state.
+
+    ``chunks`` are the keys in ``state`` under which the model chunks lie.
+    """
     for chunk in set(chunks) & set(state):
         state[chunk] = {name: entry for name, entry in state[chunk].items() if MARK in f".{name}"}
 
 
 def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
-    """Add to ``loaded``, in place, the model's current value of each weight missing there."""
+    """Add to ``loaded``, in place, the current values of the model weights that it lacks."""
     for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True):
         loaded[key] = {**chunk.state_dict(), **loaded.get(key, {})}
 

@@ -96,10 +96,10 @@ class Helper:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def restart(self) -> str:
-        """Replace the process by a new one, and return how the old one died.
+        """Start a new helper process in place of the old one; return how the old one died.
 
-        The new process is spawned, not forked: by now the rank has threads, and its memory changes.
-        The start takes seconds, but nothing waits for it.
+        The new process is spawned, because forking a rank that has running threads would be unsafe.
+        It needs seconds to start, but the rank does not wait.
         """
         cause = self.end()
         self.connection, theirs = Pipe()
@@ -173,7 +173,9 @@ class BackgroundSaves:
         last_has_failed: whether the newest save failed.
 
     Args:
-        seconds: time without any byte written after which a rank's helper is replaced.
+        process: the helper process that writes this rank's part.
+        seconds: how long the files of a checkpoint may stop growing before a rank replaces its
+            helper.
     """
 
     def __init__(
@@ -210,10 +212,16 @@ class BackgroundSaves:
     ) -> None:
         """Copy the run's state to host memory and let the helpers write it; all ranks call this.
 
-        If the memory of ``--async-save-buffer`` is in use, first wait for an earlier save to end.
+        If the memory that ``--async-save-buffer`` allows is in use, first wait for an earlier save
+        to end.
 
         Args:
-            state: returns the sharded and the common state.
+            iteration: number of the checkpoint.
+            state: returns the state to save, with its sharded and its common part.
+            progress: counters of the run, as values for JSON.
+            run_config: the resolved configuration, as sections of plain values.
+            best: the checkpoints with the lowest validation losses, lowest first; they are kept.
+            superseded: iterations whose checkpoints are removed afterwards.
 
         Raises:
             CheckpointError: on all ranks, if the save cannot begin on one.
@@ -254,11 +262,13 @@ class BackgroundSaves:
     def _copy(
         self, iteration: int, prepared: PreparedSave, counters: bytes
     ) -> tuple[SnapshotFile | None, str]:
-        """Copy this rank's part of a checkpoint to a free slot of the memory for saves.
+        """Copy this rank's part of a checkpoint to a free slot in host memory.
 
-        Return ``(slot, "")``. If the copy is impossible, return None and the reason; if no slot is
-        free now, return None and an empty reason. ``counters`` are the run's counters and
-        configuration, pickled.
+        Return the slot and an empty text. If no slot is free now, return None and an empty text; if
+        copying failed, None and the reason.
+
+        Args:
+            counters: the pickled pair of the run's counters and configuration.
         """
         slot = self._free_slot(prepared.num_bytes)
         if slot is None:
@@ -286,10 +296,11 @@ class BackgroundSaves:
         return nameless_file()
 
     def _worst(self, verdict: int) -> int:
-        """Return the largest verdict of all ranks, which call this together.
+        """Return the highest of all ranks' answers to whether a save can begin.
 
-        Verdicts are the constants from `KNOWN` (0) to `BROKEN` (3). The same reduction tells all
-        ranks how many saves have failed, which only rank 0 knows.
+        The answers, from `KNOWN` (0, it can) to `BROKEN` (3, it cannot), are constants of this
+        module. All ranks call this together. The same all-reduce tells every rank how many saves
+        have failed, which only rank 0 knows.
         """
         # What other ranks know about the newest save may be the result of the save before it.
         own = [verdict, self.num_failed, int(self.last_has_failed and self._context.rank == 0)]
@@ -369,10 +380,13 @@ class BackgroundSaves:
             self._running[0].attempt_began = time.monotonic()
 
     def _replace(self, fate: str) -> None:
-        """Replace this rank's helper by a new one, which gets all its jobs.
+        """Start a new helper for this rank, and send it all unfinished jobs of the old one.
 
-        ``fate`` says what happened to the old helper, with ``{}`` for the way in which its process
-        ended. The oldest job is given up if `ATTEMPTS` helpers have tried it.
+        If `ATTEMPTS` helpers have tried the oldest job, give that job up.
+
+        Args:
+            fate: what happened to the old helper, for the log. In it, ``{}`` stands for how the
+                process ended, such as "SIGKILL".
         """
         cause = self._helper.restart()
         oldest = self._running[0]
@@ -406,7 +420,10 @@ class BackgroundSaves:
         return outcomes
 
     def _wait_for_iteration(self, iteration: int) -> None:
-        """Wait until a save of the same iteration has ended on all ranks."""
+        """Wait for all running saves to end, if the newest is of the same ``iteration``.
+
+        All ranks call this together.
+        """
         # All ranks have started the same saves, but only rank 0 knows which are published.
         if self._count and iteration == self._last_iteration:
             self.wait()

@@ -200,7 +200,7 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
 
 
 def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return the block numbers in ``names`` by list of blocks, such as ``decoder.layers``."""
+    """Map each list of blocks in ``names``, such as ``decoder.layers``, to its block numbers."""
     blocks: dict[str, set[int]] = {}
     for name in names:
         match = _OF_A_BLOCK.match(name)
@@ -262,9 +262,9 @@ def loads_random(
     layout: Layout,
     notes: list[str],
 ) -> bool:
-    """Return whether the flags ask for random states and the stored ones fit the layout.
+    """Return whether to load random states: the flags want them, and stored ones fit the layout.
 
-    If states are asked for but cannot be loaded, a sentence on them is appended to ``notes``.
+    If they are wanted but are not stored or do not fit, append a message that says so to ``notes``.
     ``arguments`` are the flags of the run that saved the checkpoint.
     """
     if checkpoint.weights_only or config.no_load_rng:
@@ -305,7 +305,10 @@ class Change:
 def _changes(
     sections: Mapping[str, Any], given: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> Iterator[Change]:
-    """Yield the flags that differ from the stored ones, except those declared "allow".
+    """Yield each flag whose value differs from the stored one, unless it is declared as "allow".
+
+    See `IfChanged` for what a flag can declare. Flags that the checkpoint does not store are
+    skipped.
 
     Args:
         sections: the run's configuration sections by name.
@@ -338,11 +341,14 @@ def check_changes(
     weights_only: bool,
     with_optimizer: bool,
 ) -> list[str]:
-    """Return sentences on the flags of a run that differ from those of its checkpoint.
+    """Return messages on the flags whose values differ between a run and its checkpoint.
 
     Raise a CheckpointError if a flag differs that must be the same.
 
     Args:
+        path: folder of the checkpoint.
+        config: the run's configuration.
+        stored: values of the checkpoint's flags, by section and field.
         weights_only: whether the run only starts from the checkpoint's weights, without resuming.
         with_optimizer: whether the run resumes with the checkpoint's optimizer state.
     """
@@ -448,9 +454,14 @@ def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) ->
 
 
 def _moved(names: str, now: object, before: object) -> list[str]:
-    """Return, with both values, each flag that differs between the sections ``now`` and ``before``.
+    """Return a text for each flag in ``names`` whose value differs between two sections.
 
-    ``names`` are the fields to compare, separated by spaces.
+    The text gives the flag's name and both values.
+
+    Args:
+        names: the fields to compare, separated by spaces.
+        now: the configuration section of this run.
+        before: the same section as the checkpoint stores it.
     """
     values = {name: (getattr(now, name), getattr(before, name)) for name in names.split()}
     return [

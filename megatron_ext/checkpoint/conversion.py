@@ -124,15 +124,16 @@ PREFIX = "base_model.model"
 
 @dataclass(frozen=True)
 class Network:
-    """One of the networks in a checkpoint.
+    """One of the networks in a checkpoint: the model that a run trains, or a second one.
 
     Attributes:
         build: builds a chunk of the network.
-        described: turns the configuration of a run into one whose model is this network.
-        section: key of the network's state in a checkpoint, and prefix of its tensors' names; None
-            for the run's model.
-        base: takes a run's configuration and returns the folder of the checkpoint whose weights lie
-            under the network's adapters.
+        described: takes a run's configuration, and returns a copy that describes this network where
+            the original describes the run's model.
+        section: key of a second network's state in a checkpoint, and prefix of its tensors' names;
+            None for the model that the run trains.
+        base: takes a run's configuration, and returns the folder of checkpoints with the frozen
+            weights under the network's adapters.
     """
 
     build: ModelChunk
@@ -153,13 +154,17 @@ def merge_checkpoint(
 ) -> Path:
     """Merge a checkpoint's adapters into the weights under them, in one process.
 
-    Return the folder of the merged checkpoint in ``save``. It keeps the counters of the old
-    checkpoint in ``root``, without optimizer and random states.
+    Return the folder of the merged checkpoint in ``save``. The merged checkpoint has the same
+    training counters as the old one, but no optimizer state and no random states.
 
     Args:
         stored: the configuration of the run that saved the old checkpoint.
-        base: if the adapters were saved alone, the folder of checkpoints with the weights under
-            them; None means the folder that the run used.
+        network: the network whose adapters are merged.
+        root: folder of checkpoints that holds the old one.
+        save: folder for the merged checkpoint; it must differ from ``root``.
+        step: iteration of the old checkpoint; None for the latest.
+        base: if the adapters were saved without the weights under them, the folder of checkpoints
+            with these weights; None for the folder that the run used.
     """
     if root.resolve() == save.resolve():
         raise CheckpointError(f"`--save` ({save}) must be another folder than `--load`.")
@@ -213,9 +218,14 @@ def _load(
     base: FrozenBase | None,
     section: str | None,
 ) -> tuple[int, dict[str, Any]]:
-    """Load the weights of the run's model, or of the network ``section``, from a checkpoint.
+    """Load the weights of a run's model, or of its second network ``section``, from a checkpoint.
 
     Return the iteration and the training counters of the checkpoint.
+
+    Args:
+        config: says which checkpoint to load, and where the frozen weights are.
+        base: identity of the frozen weights, if the checkpoint holds only adapters.
+        section: key of the second network's state; None for the run's model.
     """
     if section is None:
         manager = CheckpointManager(config, context, base)

@@ -46,7 +46,10 @@ def folder_of(root: Path, iteration: int) -> Path:
 
 
 def root_of(folder: Path) -> tuple[Path, int | None]:
-    """Split ``RUN/iter_0000100`` into ``RUN`` and 100; for any other folder return it and None."""
+    """Split a checkpoint's path ``RUN/iter_0000100`` into the folder ``RUN`` and the iteration 100.
+
+    For any other path, return the path itself and None.
+    """
     match = _FOLDER.fullmatch(folder.name)
     if match is None or match[2] or not folder.is_dir():
         return folder, None
@@ -84,14 +87,23 @@ def replaced_folder_of(root: Path, iteration: int) -> Path:
 
 
 def standing_folder_of(root: Path, iteration: int) -> Path:
-    """Return an iteration's folder, or the ``.replaced`` one if a kill left only that."""
+    """Return the folder that holds an iteration's checkpoint.
+
+    It is the ``.replaced`` folder if a run was killed while a new checkpoint replaced an old one,
+    before the new one had its final name. Otherwise it is the usual folder, even if that does not
+    exist.
+    """
     final = folder_of(root, iteration)
     replaced = replaced_folder_of(root, iteration)
     return replaced if not final.exists() and replaced.is_dir() else final
 
 
 def announced(root: Path) -> int | None:
-    """Return the newest published iteration if the tracker does not name it yet; else None."""
+    """Return the iteration in the announcement file; None if there is no checkpoint of it.
+
+    `publish` announces a checkpoint before it updates the tracker. So after a kill between the two,
+    this is a newer iteration than the tracker's.
+    """
     text = _short_text(root / ANNOUNCEMENT) or ""
     is_number = _NUMBER.fullmatch(text) is not None
     return int(text) if is_number and folder_of(root, int(text)).is_dir() else None
@@ -156,11 +168,14 @@ def read_manifest(folder: Path) -> Files | None:
 
 
 def manifest_of(content: dict[str, Any], place: Path | str) -> Files:
-    """Return the files that the content of a manifest lists.
+    """Return the files that a manifest lists, with their sizes and checksums.
+
+    Args:
+        content: the parsed manifest.
+        place: path or address of the manifest, for error messages.
 
     Raises:
-        CheckpointError: the manifest is damaged or of a later version. The message names it by
-            ``place``.
+        CheckpointError: the manifest is damaged, or has another format version.
     """
     version = content.get("version", VERSION)
     if version != VERSION:

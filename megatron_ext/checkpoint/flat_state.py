@@ -35,13 +35,13 @@ RECORDS = "records"
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a rank in the model, and its number among the ranks with the same weights.
+    """A rank's coordinates in the model-parallel layout, and which replica of its weights it holds.
 
     Attributes:
-        dense: name of the position for dense weights.
-        expert: name of the position for weights of experts.
-        dense_replica: number of this rank among the ranks that hold the same dense weights.
-        expert_replica: number of this rank among the ranks that hold the same experts.
+        dense: text that identifies the shard of dense weights, such as "pp0.tp1".
+        expert: text that identifies the shard of experts' weights, such as "pp0.ep0.tp1".
+        dense_replica: index of this rank among the ranks that hold the same dense weights.
+        expert_replica: index of this rank among the ranks that hold the same experts.
     """
 
     dense: str
@@ -51,7 +51,7 @@ class Place:
 
     @classmethod
     def of(cls, context: ParallelContext) -> Place:
-        """Return the place of this rank."""
+        """Return the coordinates and replica indices of this rank."""
         groups = context.pgs
         pp = context.pp_rank
         return cls(
@@ -121,7 +121,7 @@ def _inner(part: Any) -> Any:
 def optimizer_state(optimizer: MegatronOptimizer, model: list[Any], place: Place) -> dict[str, Any]:
     """Return the state of an optimizer, or of a chain of them, as live tensors without copies.
 
-    ``place`` is this rank's place in the layout.
+    ``place`` says which shard and which replica of the weights this rank holds.
     """
     records = []
     for part in parts_of(optimizer):
@@ -157,7 +157,10 @@ def is_flat(state: dict[Any, Any]) -> bool:
 
 @torch.no_grad()
 def load_optimizer(optimizer: MegatronOptimizer, model: list[Any], state: dict[str, Any]) -> None:
-    """Copy the values of a state made by `optimizer_state` into an optimizer that has a state."""
+    """Copy the values of ``state``, made by `optimizer_state`, into the state of an optimizer.
+
+    The optimizer's own state tensors must already exist; they are overwritten in place.
+    """
     for name, _, own in _shards(optimizer, model):
         for kind, tensor in own.items():
             tensor.copy_(state[name][kind].view(tensor.shape))
@@ -177,9 +180,9 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[Any], state: dict[s
 
 
 def averages(ema: ShardedEMA, model: list[Any], place: Place, prefix: str) -> dict[str, Any]:
-    """Return this rank's parts of the averages as sharded tensors.
+    """Return this rank's shards of the averaged weights (EMA), by weight name.
 
-    Their names in the checkpoint are ``prefix`` followed by the name of the weight.
+    In the checkpoint, the name of each shard starts with ``prefix`` and contains the weight's name.
     """
     names = names_of(model)
     return {

@@ -50,12 +50,12 @@ _NICENESS = 5
 
 @dataclass(frozen=True)
 class Job:
-    """The part of one rank in the save of a checkpoint.
+    """A task for one rank's helper: to write the rank's part of one checkpoint.
 
     Attributes:
         snapshot: file with the rank's part of the checkpoint.
         root: the save folder.
-        seconds: time limit for the results of all ranks, counted from the last byte written.
+        seconds: how long to wait for the other ranks' results after the last byte was written.
         best: the checkpoints with the lowest validation losses, lowest first.
         superseded: iterations whose checkpoints should be removed.
     """
@@ -163,7 +163,11 @@ def is_published(job: Job) -> bool:
 
 
 class _ValuePlanner(DefaultSavePlanner):
-    """A save planner of torch that is given the value of each item of a plan."""
+    """A torch save planner that takes the data of each item from a list instead of a state dict.
+
+    Args:
+        values: the tensor or bytes of each item of ``plan``, in the same order.
+    """
 
     def __init__(self, plan: SavePlan, values: list[Tensor | bytes]) -> None:
         super().__init__()
@@ -187,7 +191,10 @@ def _compact(value: Tensor) -> Tensor:
 
 
 def _write_shards(job: Job, plan: SavePlan, values: list[Tensor | bytes]) -> None:
-    """Write a rank's file and its result, unless an earlier helper wrote them before it died."""
+    """Write the file with a rank's shards, then a file that describes it for rank 0's helper.
+
+    Do nothing if an earlier helper wrote both before it died.
+    """
     result = _result_of(job.folder, job.rank)
     if result.exists():
         return
@@ -291,9 +298,10 @@ def written_bytes(folder: Path) -> int:
 
 
 def _listed(folder: Path) -> Files | None:
-    """Return the manifest that an earlier helper wrote before it died; None without a whole one.
+    """Return the manifest in ``folder``, if a helper that died had already written it; else None.
 
-    Once the manifest is written, the results of the other ranks may be gone.
+    A damaged manifest is removed. Once the manifest is written, other ranks' result files may be
+    gone, so they must not be waited for.
     """
     try:
         return read_manifest(folder)

@@ -410,7 +410,10 @@ class CheckpointManager:
 def _result(
     checkpoint: CheckpointRef, common: dict[str, Any], notes: list[str]
 ) -> LoadedCheckpoint:
-    """Return configuration and counters of a loaded checkpoint; zero counters for weights only."""
+    """Return the iteration, counters and configuration of a loaded checkpoint, with the notes.
+
+    If only weights were loaded, the iteration is 0 and the counters are empty.
+    """
     iteration = 0
     progress = dict[str, Any]()
     if not checkpoint.weights_only:

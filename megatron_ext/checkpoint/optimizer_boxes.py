@@ -92,11 +92,13 @@ def sharded_optimizer_state(
 def _shards_by_kind(
     part: DistributedOptimizer, entries: dict[int, Any]
 ) -> Iterator[dict[str, list[ShardedTensor]]]:
-    """Yield, for each parameter with elements on this rank, its sharded optimizer state.
+    """Yield the sharded optimizer state of each parameter that has elements on this rank.
 
-    The state is by kind, such as "exp_avg".
+    Each is a mapping from the kind of state, such as "exp_avg", to the sharded tensors of that
+    kind.
 
     Args:
+        part: one distributed optimizer.
         entries: the model's sharded tensors and factories, by the ids of their parameters.
     """
     instance = part.distributed_optimizer_instance_id
@@ -131,10 +133,14 @@ def in_boxes(
 def _cut(
     shards: list[ShardedTensor], prefix: str, values: Tensor, start: int, instance: int
 ) -> Iterator[ShardedTensor]:
-    """Cut the values of a range of a parameter's elements into boxes, and yield each as a tensor.
+    """Cut values for a range of a parameter's elements into boxes; yield each as a sharded tensor.
 
-    ``shards`` are the parameter's sharded tensors, ``values`` the range's values, and ``start`` its
-    first element. ``instance`` is the number of the optimizer among those with a copy of the range.
+    Args:
+        shards: the parameter's own sharded tensors.
+        prefix: put before the parameter's name in the checkpoint.
+        values: one value for each element of the range.
+        start: index of the range's first element in the flattened parameter.
+        instance: index of the distributed-optimizer instance, if several hold copies of the range.
     """
     flat = values.detach().float().view(-1)
     end = start + flat.numel()

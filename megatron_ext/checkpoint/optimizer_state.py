@@ -129,11 +129,11 @@ _NOTHING: Any = "no parameter"
 
 
 def leave_out_nothing(state: dict[Any, Any]) -> None:
-    """Remove, in place, the entries that only optimizers without parameters have.
+    """Remove, in place, the entries that optimizers without parameters add to a state.
 
-    These are empty entries, and the step count that `counted` has added; other ranks do not save
-    them. The list of each group's fp32 weights becomes a mapping from group numbers to weights,
-    which leaves out groups without parameters on this pipeline stage.
+    They are empty entries and the step count that `counted` has added; the state on other ranks has
+    no such entries. The list of fp32 weights per parameter group becomes a mapping from group index
+    to weights, without the groups that are empty on this pipeline stage.
     """
     for part in (state, *_numbered(state)):
         inner = part.get("optimizer", part)
@@ -162,7 +162,11 @@ def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> li
 # The shards of fp32 weights are views of parameters, and loading copies values into them.
 @torch.no_grad()
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer, or a chain of them, also if it was saved with other expert parallelism."""
+    """Load the state of an optimizer, or of a chain of them.
+
+    The checkpoint may have been saved with another expert-parallel size, and so by another number
+    of optimizers in the chain.
+    """
     parts = parts_of(optimizer)
     # With other expert parallelism, several optimizers may read the state of one, or one of
     # several.
@@ -223,7 +227,11 @@ def _kind_of(group: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def is_decoupled(group: dict[str, Any]) -> bool:
-    """Return whether a parameter group has a decoupled learning rate, under either of its keys."""
+    """Return whether a parameter group has a decoupled learning rate.
+
+    Releases of megatron-core mark such a group by a true ``is_decoupled_lr`` or by a false
+    ``default_config``.
+    """
     return bool(group.get("is_decoupled_lr")) or not group.get("default_config", True)
 
 
@@ -233,7 +241,11 @@ def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return a state for each distributed optimizer; the checkpoint may have more or fewer."""
+    """Return one state for each distributed optimizer of this run.
+
+    The checkpoint may be of another number of optimizers: those of experts and of dense weights are
+    separate only under expert parallelism. Parameter groups are matched by `_group_like`.
+    """
     # The tensors need no regrouping: the checkpoint stores them under their parameters' names.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
@@ -248,7 +260,10 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return a state for each unsharded optimizer; the checkpoint may have more or fewer."""
+    """Return one state for each optimizer of this run, for optimizers that are not distributed.
+
+    As in `_regrouped`, the checkpoint may be of another number of optimizers.
+    """
     # The state lies under "optimizer" if there are fp32 weights beside it, else at the top level.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)

@@ -87,7 +87,11 @@ class Machine:
         self._same_hash = 0
 
     def name(self, module: str, name: str) -> Any:
-        """Return what stands for a class or function here; raise ForeignName if none may."""
+        """Return the object that represents the named class or function on this machine's stack.
+
+        Raises:
+            ForeignName: a pickle of this kind may not contain the name. The base class allows none.
+        """
         raise ForeignName(f"{module}.{name}")
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:

@@ -73,10 +73,10 @@ class SavePreparer:
         self._plan = b""
 
     def prepare_alike(self, state: dict[str, Any]) -> PreparedSave | None:
-        """Return this rank's part of a checkpoint with the last plan, without communication.
+        """Return this rank's part of a checkpoint by the previous plan, without communication.
 
-        Return None if the structure of ``state`` has changed since then, so that it needs a new
-        plan. The factories in ``state`` are replaced by the tensors that they make.
+        Return None if the structure of ``state`` differs from the one that was planned; then call
+        `prepare`. The factories in ``state`` are replaced by the tensors that they make.
         """
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         entries = list(nested_values(sharded))
@@ -163,7 +163,10 @@ def _index_of(entry: Any) -> tuple[str, tuple[int, ...] | None]:
 
 
 def _value_of(entry: Any, size: Iterable[int] | None) -> Tensor | bytes:
-    """Return an entry's tensor in the shape of its item, or the bytes of its object."""
+    """Return the data to write for one entry of a sharded state.
+
+    That is its tensor reshaped to ``size``, or for an object (``size`` None) the pickled bytes.
+    """
     if size is None:
         return _NOTHING if entry.data is None else _stored(entry.data)
     data: Tensor = entry.data.detach()

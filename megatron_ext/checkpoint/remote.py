@@ -83,14 +83,14 @@ class RemoteFolder:
 
     @property
     def _place(self) -> tuple[Any, str]:
-        """Return this process's own file system, and the path of the address in it."""
+        """Return this process's fsspec file system for the address, and the path in it."""
         return file_system(self.address, f"`{self.flag}` ({self.address})", CheckpointError)
 
     def _tried(self, what: str, work: Callable[[], T]) -> T:
-        """Call ``work``, and again after each of `PAUSES`, until it succeeds.
+        """Call ``work`` until it succeeds, with the waits in `PAUSES` between attempts.
 
-        ``what`` names the work in the CheckpointError that is raised if all attempts fail. A
-        FileNotFoundError is not retried.
+        A FileNotFoundError is raised at once. If all attempts fail, raise a CheckpointError in
+        which ``what`` names the file or folder.
         """
         for pause in (*PAUSES, None):
             try:
@@ -273,10 +273,17 @@ class RemoteFolder:
                 )
 
     def fetch(self, step: int | None = None, *, passes_over: bool = False) -> int | None:
-        """Download the checkpoint of ``step``, or the one that the tracker names.
+        """Download the checkpoint of iteration ``step``, or the tracker's if ``step`` is None.
 
-        Return its iteration, or None if there is none. If the checkpoint is damaged, download the
-        next older whole one with ``passes_over``; without it raise a CheckpointError.
+        Return the iteration, or None if there is no checkpoint that can be loaded. Without
+        ``step``, the tracker in the staging folder is set to it.
+
+        Args:
+            passes_over: whether to skip a damaged checkpoint, with a note, and try the next older
+                one.
+
+        Raises:
+            CheckpointError: there is no checkpoint of ``step``, or it is damaged and not skipped.
         """
         with self._exclusive():
             here = published(self.root)

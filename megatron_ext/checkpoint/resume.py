@@ -34,9 +34,10 @@ class SnapshotStore(Protocol):
     """A place where a run keeps snapshots of its state.
 
     Attributes:
-        stays: whether the snapshots stay when the run ends.
+        stays: whether the snapshots remain after the run has ended.
         left: whether a killed run with the same save folder has left snapshots there.
-        is_behind: whether the snapshots were taken with another number of replicas.
+        is_behind: whether the snapshots belong to an earlier layout, because this run has resumed
+            with another number of replicas.
     """
 
     stays: bool
@@ -58,23 +59,28 @@ class SnapshotRecovery(Protocol):
         """Return the store of the snapshots."""
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> Any:
-        """Return the newest snapshots that all ranks have, if they are newer than a step.
+        """Return the newest snapshots that all ranks have, if they are new enough, else None.
 
-        Return None if they are not of a later step than ``newer_than``. With ``with_earlier``,
-        snapshots of earlier runs are searched, too.
+        Args:
+            newer_than: only snapshots of a later step than this are considered.
+            with_earlier: whether snapshots of earlier runs are considered, too.
         """
 
     def source(self, chosen: Any) -> str:
-        """Return in a word where the chosen snapshots come from."""
+        """Return where the chosen snapshots come from, in one word, such as "memory"."""
 
     def state_of(self, chosen: Any) -> tuple[Any, Any, Any, Path]:
-        """Return the state to resume from: this rank's values, counters, configuration, and folder.
+        """Return the state to resume from, and the folder of the snapshots.
 
-        The folder is the one of the snapshots.
+        The result is (values of this rank's state, training counters, configuration, folder).
         """
 
     def publish(self, chosen: Any, save: str | None) -> CheckpointRef:
-        """Write snapshots of another layout as a temporary checkpoint for any layout."""
+        """Write snapshots as a temporary checkpoint that loads with any number of replicas.
+
+        It is for a run that has resumed with another number of replicas. ``save`` is the run's save
+        folder, where the checkpoint may be written.
+        """
 
     def remove_temporary(self, checkpoint: CheckpointRef) -> None:
         """Remove the checkpoint that `publish` has written."""
@@ -139,10 +145,10 @@ class Resume:
     def _newest_snapshots(
         self, recoveries: Sequence[SnapshotRecovery], checkpoint: CheckpointRef | None
     ) -> tuple[SnapshotRecovery, Any] | None:
-        """Return the newest snapshots that all ranks have.
+        """Return the newest snapshots that all ranks have, with the recovery that found them.
 
-        They are the second of a pair, after the recovery that has found them. Return None if none
-        are at least as new as ``checkpoint``.
+        The result is (recovery, snapshots). Return None if no snapshots are at least as new as
+        ``checkpoint``.
         """
         best = None
         newer_than = -1

@@ -30,17 +30,23 @@ def run_id() -> str:
 
 
 def goes_on(config: FaultToleranceConfig, restarts: int) -> bool:
-    """Return whether this run has been restarted; ``restarts`` counts its restarts so far.
+    """Return whether this start of the run is a restart.
 
-    An elastic agent of torchrun that joins a run late counts no restarts.
+    ``restarts`` is the number of restarts that this process knows of. In an elastic run it does not
+    count: a torchrun agent that joins late knows of none. So an elastic run with an id of its own
+    is always treated as restarted.
     """
     return restarts > 0 or (config.is_elastic and run_id() != _ANY)
 
 
 def own_checkpoints(root: Path, *, again: bool) -> list[int]:
-    """Return the checkpoints of this run in its save folder, newest first; some may be damaged.
+    """Return the iterations of the checkpoints that this run wrote to ``root``, newest first.
 
-    At the first start (``again`` unset) there are none, and the present checkpoints are noted.
+    Some may be damaged. At the first start of a run the list is empty, and the checkpoints that the
+    folder already holds are recorded as not this run's.
+
+    Args:
+        again: whether the run has been restarted.
     """
     path = root / RECORD
     name = run_id()

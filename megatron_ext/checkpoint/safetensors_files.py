@@ -42,7 +42,10 @@ def _safetensors() -> Any:
 
 
 class TensorSource(Protocol):
-    """Tensors by name in a folder or file, read one at a time; a dtype is named as in torch."""
+    """Tensors by name in a folder or file, read one at a time.
+
+    A dtype is given by its name in torch, such as ``"bfloat16"``.
+    """
 
     folder: Path
 
@@ -57,7 +60,10 @@ class TensorSource(Protocol):
 
 
 def index_of(stem: str) -> str:
-    """Return the name of the index, which maps each tensor to the file that holds it."""
+    """Return the name of the index file, which maps each tensor's name to the file that holds it.
+
+    ``stem`` is the beginning of the names of index and tensor files, such as "model".
+    """
     return f"{stem}.safetensors.index.json"
 
 
@@ -176,7 +182,14 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
 
 
 def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
-    """Raise a CheckpointError if a tensor's dtype is not in `DTYPES`, for example quantized."""
+    """Raise a CheckpointError if a tensor is neither float32, bfloat16 nor float16, but quantized.
+
+    Args:
+        place: the file or folder, for the message.
+        name: name of the tensor, for the message.
+        kind: the dtype as the message should name it.
+        dtype: the dtype to check, by its name in torch.
+    """
     if dtype not in DTYPES.values():
         raise CheckpointError(
             f"{place} holds `{name}` as {kind}, which is no float32, bfloat16 or float16; use the "
@@ -189,13 +202,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Converted:
-    """Our parameters as tensors of another model, converted only when their file is written.
+    """The tensors of another model, converted from our parameters only when their file is written.
 
     Args:
         shapes: the unsharded shape of each of our parameters, by name.
         read: takes names of our parameters, and returns them unsharded.
         convert: takes the name and value of one of our parameters, and returns the other model's
-            tensors.
+            tensors by name.
         dtype: dtype of the written tensors.
     """
 
@@ -217,7 +230,7 @@ class Converted:
             self._owner |= dict.fromkeys(parts, ours)
 
     def some(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the tensors ``names`` of the converted model, without shared memory."""
+        """Convert and return the other model's tensors ``names``, each in memory of its own."""
         requested = set(names)
         tensors = dict[str, Tensor]()
         ours = self._read({self._owner[name] for name in requested})

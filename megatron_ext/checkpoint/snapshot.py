@@ -134,7 +134,10 @@ def content_of(state: Any) -> Content:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
-    """Return a sorting key of a tensor: its address, its negative size in bytes, and its gaps."""
+    """Return a key that sorts tensors by address, then by falling size, then those with gaps last.
+
+    It is (address, minus the size in bytes, whether the tensor is not contiguous).
+    """
     num_bytes = tensor.numel() * tensor.element_size()
     return tensor.data_ptr(), -num_bytes, int(not tensor.is_contiguous())
 

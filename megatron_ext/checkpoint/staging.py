@@ -28,7 +28,11 @@ T = TypeVar("T")
 
 
 def _apart(work: Callable[[], T]) -> T:
-    """Run ``work`` in a separate process, since file systems start threads and ranks fork later."""
+    """Run ``work`` in a forked process, and return its result.
+
+    fsspec's file systems start threads, and the caller must have none when it forks the ranks
+    later.
+    """
     context = multiprocessing.get_context("fork")
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(1, context, leave_signals_to, (os.getpid(),)) as pool:

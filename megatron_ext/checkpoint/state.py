@@ -69,7 +69,11 @@ def content_metadata(
 
 
 def sharding_of(metadata: dict[str, Any], context: ParallelContext) -> dict[str, Any]:
-    """Return `content_metadata` with the values that a save or load needs on this rank."""
+    """Return a copy of ``metadata`` completed with this rank's process group and coordinates.
+
+    ``metadata`` is the result of `content_metadata`, as a checkpoint stores it; megatron-core needs
+    the added values to shard the state for a save or a load.
+    """
     cut = {**metadata, "dp_cp_group": context.pgs.dp_cp}
     if metadata.get(SHARDING) == flat_state.FLAT:
         cut[flat_state.PLACE] = flat_state.Place.of(context)
@@ -211,11 +215,11 @@ def apply_state(
 def _settle_rates(
     groups: list[dict[str, Any]], rates: list[dict[str, float]], scheduler: OptimizerParamScheduler
 ) -> None:
-    """Choose each parameter group's learning rates: the flags' (``rates``) or the loaded ones.
+    """Set each parameter group's learning rates to this run's ``rates`` or keep the loaded ones.
 
-    megatron-core prefers the rates stored in a group to the schedule's. So loaded rates would
-    override `--override-opt-param-scheduler`. Raise a CheckpointError if decoupled rates differ and
-    no flag chooses between them.
+    megatron-core prefers the rates stored in a group to those of the schedule, so loaded rates
+    would defeat `--override-opt-param-scheduler`; with that flag ``rates`` replace them. Raise a
+    CheckpointError if decoupled learning rates differ and no flag says which to use.
     """
     for group, own in zip(groups, rates, strict=True):
         if scheduler.override_opt_param_scheduler:
@@ -365,10 +369,10 @@ def averages_to_save(
 def averages_to_load(
     ema: ShardedEMA, model: Chunks, state: dict[str, Any], metadata: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a state for loading averages, sharded like the weights in ``state``.
+    """Return a sharded state into which the averaged weights can be loaded.
 
-    Its values are the weights in fp32. Rows of the vocabulary that the checkpoint lacks (padding)
-    keep these values.
+    It is sharded like the weights in ``state``. Until the load, it holds fp32 copies of the
+    weights. Padding rows of the vocabulary that the checkpoint lacks keep the copied values.
     """
     if metadata.get(SHARDING) == flat_state.FLAT:
         return flat_state.averages(ema, model, metadata[flat_state.PLACE], PREFIX)
@@ -381,7 +385,10 @@ def averages_to_load(
 
 
 def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Tensor]) -> None:
-    """Copy the averages that were loaded into the state of `averages_to_load` to ``ema``."""
+    """Copy loaded averages into ``ema``.
+
+    ``loaded`` is the state of `averages_to_load`, filled from a checkpoint.
+    """
     if not (loaded and all(key.isdigit() for key in loaded)):
         flat_state.load_averages(ema, model, loaded)
         return
@@ -389,6 +396,6 @@ def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Tensor]) -> 
 
 
 def _entries_of(weights: dict[str, Any]) -> dict[int, Any]:
-    """Return a model's sharded tensors and factories, by the Python id of the parameter of each."""
+    """Map the ``id()`` of each parameter to the sharded tensor or factory that describes it."""
     sharded, _ = extract_sharded_tensors_and_factories(weights)
     return {id(entry.data): entry for entry in nested_values(sharded)}

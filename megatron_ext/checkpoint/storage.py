@@ -70,7 +70,10 @@ BACKEND, VERSION = "torch_dist", 1
 
 
 class DiskWriter(FileSystemWriter):
-    """torch's writer of one file per rank, without threads; its errors name a full disk."""
+    """torch's writer of one file per rank, restricted to one thread.
+
+    If the disk is full, or another limit stops the write, the CheckpointError says so.
+    """
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
         super().__init__(folder, thread_count=1, sync_files=True, **options)
@@ -101,10 +104,10 @@ def file_writer(folder: str | Path) -> FileSystemWriter:
 
 
 class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """A writer of megatron-core's ``torch_dist`` format that uses torch's FileSystemWriter.
+    """Saves in megatron-core's ``torch_dist`` format without starting helper processes.
 
     Args:
-        writer: takes a folder and returns its writer.
+        writer: takes the folder of a checkpoint, and returns the torch storage writer for it.
     """
 
     def __init__(self, writer: Callable[[str | Path], StorageWriter]) -> None:
@@ -270,9 +273,10 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 def one_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return the first line of an error's message, or for a full disk a clause that names the disk.
+    """Return a one-line description of an error.
 
-    ``folder`` is where the write failed.
+    If a full disk or another limit of the machine caused it, describe that limit; otherwise return
+    the first line of the message. ``folder`` is where the write failed.
     """
     if isinstance(error, CheckpointException):
         error = first_failure(error)[1]
@@ -283,11 +287,15 @@ def one_line(error: BaseException, folder: Path | None = None) -> str:
 
 @contextmanager
 def naming_disk(folder: Path, needed: int | None = None) -> Iterator[None]:
-    """Within the context, turn the error of a write to a full disk into a CheckpointError.
+    """Within the context, turn a write error that a full disk caused into a CheckpointError.
 
-    The error names the disk of ``folder``, and ``needed``, the size of the write in bytes, if
-    known. torch's writer reports only the place in its own code where the file was too short. The
-    writing process checks the disk at once, because the files that fill it are removed next.
+    Other limits, such as a quota, are treated alike. The check runs at once in the process that
+    wrote, because the files that fill the disk are removed next. Without it torch's writer would
+    only name the line of its own code that found the file too short.
+
+    Args:
+        folder: folder that is written to; the error names its disk.
+        needed: size of the write in bytes, for the error; None if unknown.
     """
     try:
         yield
@@ -311,9 +319,10 @@ def verify(checkpoint: CheckpointRef, context: ParallelContext) -> None:
 def _load_state(
     state: dict[str, Any], path: Path, strategy: Any, strict: StrictHandling
 ) -> tuple[dict[str, Any], set[str], set[str]]:
-    """Do the work of `dist_checkpointing.load` for any release of megatron-core, running no code.
+    """Load all state like `dist_checkpointing.load`, without running code that files contain.
 
-    Return all values, the names that only the checkpoint has, and the names that only the run has.
+    It works with every supported release of megatron-core. Return the filled state, the names that
+    are only in the checkpoint, and the names that are only in the run.
     """
     force_all_tensors_to_non_fp8(state)
     requested, own, factories = load_preprocess(state)

@@ -66,7 +66,11 @@ Damaged = dict[Path, str]
 
 
 def cause_of(error: CheckpointError) -> str:
-    """Return the text of an error that says why a checkpoint is skipped, without advice."""
+    """Return why a checkpoint is skipped, as a clause for a log message.
+
+    ``error`` is the error that a check of the checkpoint raised; the advice in a `DamagedFile` is
+    left out.
+    """
     return error.fault if isinstance(error, DamagedFile) else str(error).rstrip(".")
 
 

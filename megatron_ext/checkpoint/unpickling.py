@@ -107,8 +107,11 @@ def stored_entries(path: Path) -> dict[str, Any]:
 def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False) -> Any:
     """Read a file of ``torch.save``: tensors, plain values and megatron-core's enumerations.
 
-    A CheckpointError is raised for other content; it names the file by ``place``. With ``mmap``, a
-    tensor is read only when it is used.
+    Raise a CheckpointError for any other content.
+
+    Args:
+        place: path of the file, for error messages.
+        mmap: whether to map the file into memory, so that a tensor is read only when it is used.
     """
     try:
         _scan(file)
@@ -170,12 +173,13 @@ def _restricted_names() -> Iterator[None]:
 
 @functools.cache
 def _safe_names() -> list[Any]:
-    """Return the replacements for names in a file of ``torch.save``, besides torch's own classes.
+    """Return the list that extends ``torch.load``'s classes for ``weights_only``, for checkpoints.
 
-    The list is megatron-core's, without shared objects and raw memory. torch's reader sets a state
-    on each instance of a listed class, but a member of an enumeration is one object for the whole
-    process. So functions return the members here. numpy would take bytes of the file as addresses
-    of objects, so `PlainArray` makes the arrays.
+    It is megatron-core's list with two kinds of replacement. ``torch.load`` may set attributes on
+    an instance of a listed class, but an enumeration's member is shared by the whole process; so
+    each enumeration is replaced by a function that returns the member. numpy would take bytes of
+    the file for addresses of objects; so its arrays and dtypes are replaced by `PlainArray` and
+    `PlainType`.
     """
     kinds = [kind for kind in SAFE_GLOBALS if kind.__module__.split(".")[0] != "numpy"]
     members = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
@@ -189,12 +193,16 @@ def _safe_names() -> list[Any]:
 
 
 def _plain_value(value: object) -> object:
-    """Return ``value`` unchanged, in place of a member of an enumeration that is missing here."""
+    """Return ``value`` unchanged.
+
+    This replaces an enumeration that the installed release of megatron-core lacks, so that a member
+    is read as its plain value.
+    """
     return value
 
 
 class PlainType:
-    """The type of a pickled array: plain numbers of one size and one byte order."""
+    """The replacement for ``numpy.dtype`` in pickles; it accepts only booleans and numbers."""
 
     def __init__(self, code: Any, align: Any = False, copy: Any = True) -> None:
         if type(code) is not str or not _NUMBERS.fullmatch(code):
@@ -209,7 +217,10 @@ class PlainType:
 
 
 class PlainArray(np.ndarray):
-    """An array of plain numbers, made from the bytes of a pickle after a check of their size."""
+    """The replacement for ``numpy.ndarray`` in pickles; it holds only booleans and numbers.
+
+    Its content must be bytes in the pickle. An array made from raw memory is refused.
+    """
 
     def __new__(cls, *arguments: Any) -> PlainArray:
         raise Refused("it makes an array from raw memory")
