@@ -81,10 +81,10 @@ def scale_mtp_losses(scale: Tensor) -> None:
 
 
 def take_mtp_losses() -> Tensor | None:
-    """Return the losses of multi-token prediction that megatron-core has logged, and clear its log.
+    """Return the multi-token-prediction losses that megatron-core has logged, and clear its log.
 
-    They are ``[depths]``, each the mean over the tokens of a micro-batch on this rank. Return None
-    if none was logged.
+    The result ``[depths]`` has the loss of each depth: its mean over the tokens of a micro-batch on
+    this rank. Return None if no loss was logged.
     """
     tracker = multi_token_prediction.MTPLossLoggingHelper.tracker
     values = tracker.get("values", tracker.get("loss_values"))
@@ -111,8 +111,9 @@ def numbered_after_the_decoder(
 ) -> dict[str, Any]:
     """Return constructor arguments for a multi-token-prediction layer, numbered after the decoder.
 
-    ``arguments`` are those that megatron-core passes. Newer releases number these layers from 1 and
-    pass ``is_mtp_layer``; but dropout, scaling by layer and logs depend on the number.
+    ``arguments`` are the arguments that megatron-core passes. Newer releases number these layers
+    from 1 and pass ``is_mtp_layer``. Here they continue the decoder's numbers, as in older
+    releases, because dropout, scaling by layer and logs depend on the number.
     """
     numbered = dict(arguments)
     if numbered.pop("is_mtp_layer", False):
@@ -122,11 +123,12 @@ def numbered_after_the_decoder(
 
 
 def kinds_by_layer(kinds: list[str], config: TransformerConfig) -> list[str]:
-    """Return the layers' kinds of context parallelism as a list for megatron-core's lookups.
+    """Return the kinds of context-parallel communication as the list that megatron-core expects.
 
-    ``kinds`` has one kind for each layer of the decoder. Layers are numbered from 1, but older
-    releases use the number as an index from 0. Layers of multi-token prediction follow the
-    decoder's, and communicate like its last layer.
+    megatron-core looks up the kind of each layer in this list. ``kinds`` has one for each layer of
+    the decoder. Some releases index the list by the layer's number, which counts from 1; for these,
+    the first entry is repeated. Layers of multi-token prediction get the kind of the decoder's last
+    layer.
     """
     forgets = "cp_comm_type[self.layer_number]" in inspect.getsource(TransformerLayer.__init__)
     return [*kinds[: int(forgets)], *kinds, *kinds[-1:] * (config.mtp_num_layers or 0)]
@@ -178,7 +180,7 @@ def log_auxiliary_loss(router: Router, name: str, loss: Tensor) -> None:
 def take_auxiliary_losses() -> dict[str, Tensor]:
     """Return the auxiliary losses that this rank has logged, by name, and empty the log.
 
-    Each is ``[layers]``; the entries of other ranks' layers are 0.
+    Each is a tensor ``[layers]``, with 0 for the layers of other ranks.
     """
     if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
         entries = moe_utils.get_moe_layer_wise_logging_tracker()

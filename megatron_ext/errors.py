@@ -46,18 +46,18 @@ _FLAG_IN_CODE = re.compile(r"`(--[\w-]+)")
 
 
 class FlagError(str):
-    """The sentence of an error in flags, which knows its parts and the flags that it is about.
+    """A sentence about an error in the flags, which also has its parts as attributes.
 
+    It is a string, and can be used wherever an error is a plain sentence.
     ``FlagError("--min-lr", 0.1, "must be at most `--lr` (0.01)", "use 0.001")`` is the text
-    "`--min-lr` (0.1) must be at most `--lr` (0.01); use 0.001." Where a plain sentence may stand,
-    this may too.
+    "`--min-lr` (0.1) must be at most `--lr` (0.01); use 0.001."
 
     Attributes:
         subject: the flag at fault in backticks.
-        value: its value as it is shown; None if none is shown.
+        value: the flag's value as it is shown; None if none is shown.
         rule: the broken rule, with every flag that it depends on in backticks.
         remedy: what to do, which may also be a question; "" for none.
-        flags: the flags that the error is about: of the subject, the rule and the remedy.
+        flags: all flags in the subject, the rule and the remedy.
     """
 
     subject: str
@@ -67,10 +67,10 @@ class FlagError(str):
     flags: frozenset[str]
 
     def __new__(cls, flag: str, value: object, rule: str, remedy: str = "") -> FlagError:
-        """Make the sentence.
+        """Build the sentence from its parts.
 
-        ``flag`` is a flag, alone or with a word, such as ``--optimizer sgd``. It may also be the
-        first words of a sentence that does not begin with one flag, with code in backticks.
+        ``flag`` is a flag, or a flag with its value, such as ``--optimizer sgd``. If the sentence
+        begins in another way, ``flag`` is its first words, with flags in backticks.
         """
         subject = f"`{flag}`" if flag.startswith("--") else flag
         shown = "" if value is None else f" ({value})"
@@ -115,7 +115,7 @@ def flags_of(error: str) -> frozenset[str]:
 class MegatronExtError(Exception):
     """The base class of every error that this package raises on purpose.
 
-    ``messages`` are its sentences, of which those about flags are `FlagError`.
+    ``messages`` are the sentences of the error; a sentence about flags is a `FlagError`.
     """
 
     def __init__(self, messages: str | Sequence[str]) -> None:
@@ -124,7 +124,7 @@ class MegatronExtError(Exception):
 
     @classmethod
     def about(cls, flag: str, value: object, rule: str, remedy: str = "") -> Self:
-        """Return the exception of one `FlagError`, which is made of these parts."""
+        """Return an exception whose only message is the `FlagError` made of these parts."""
         return cls(FlagError(flag, value, rule, remedy))
 
 
@@ -173,7 +173,7 @@ def _tell_limit(
 ) -> None:
     """Print an error; if a limit of the operating system caused it, as a sentence.
 
-    This is an ``sys.excepthook``, which prints other errors as Python does.
+    This replaces ``sys.excepthook``. It prints all other errors as Python does.
     """
     sentence = None if issubclass(kind, KeyboardInterrupt) else limits.sentence(error)
     if sentence is None:
@@ -188,11 +188,12 @@ def _end_unsaved(_number: int, _frame: FrameType | None) -> None:
 
 
 def interrupt_once(number: int = signal.SIGINT) -> None:
-    """Make a signal (by default Ctrl-C's) raise KeyboardInterrupt once.
+    """Make a signal (by default Ctrl-C's) raise KeyboardInterrupt, but only the first time.
 
-    More signals within a second are ignored: people press Ctrl-C twice, and a launcher repeats the
-    terminal's signal. A later one ends the process without cleanup. Meanwhile SIGTERM is ignored,
-    which torchrun sends after a second Ctrl-C. If the signal is ignored now, it stays ignored.
+    More such signals within a second are ignored: people press Ctrl-C twice, and a launcher repeats
+    the terminal's signal. After that second, the next one ends the process without cleanup.
+    SIGTERM, which torchrun sends after a second Ctrl-C, is ignored from the first signal on. A
+    signal that is already ignored at the call stays ignored.
     """
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, _interrupt)
@@ -338,10 +339,10 @@ def _follow(parent: int, _worker: int) -> None:
 
 
 def _unless_parent_ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Report an error of a loader's worker, unless it lost its parent.
+    """Print an uncaught error of a data loader's worker, unless the parent process has ended.
 
-    Python's thread that hands tensors to the parent reports here what happens to it. That the
-    parent ended in the middle of this is no news.
+    A ConnectionError or EOFError means that the parent ended while a thread of the worker was
+    handing it a tensor; nothing is printed then.
     """
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)

@@ -67,9 +67,10 @@ def sentence(error: BaseException) -> str | None:
 def cause(
     error: BaseException, folder: str | os.PathLike[str] | None = None, needed: int | None = None
 ) -> str:
-    """Return an error's message as a clause; if a limit caused it, return the limit and its value.
+    """Return the reason of an error as a clause, for use in a message.
 
-    ``folder`` and ``needed`` are as in `limit_fault`.
+    This is the limit of the operating system that caused the error, with its value, or else the
+    first line of the error's own message. ``folder`` and ``needed`` are as in `limit_fault`.
     """
     fault = limit_fault(error, folder, needed)
     if fault is not None:
@@ -183,9 +184,9 @@ def _described(
 
 
 def _processes() -> str:
-    """Return the limit of processes and threads: the user's, or a lower one of the container.
+    """Return a clause on the limit of processes and threads, the lower one of user and container.
 
-    The superuser's limit is never enforced.
+    The superuser is not bound by the user's limit, so the container's applies, if it has one.
     """
     limit = _soft(resource.RLIMIT_NPROC)
     group = None

@@ -153,8 +153,9 @@ class Row:
     """A row of the table: an attribute of torch, named ``name`` in ``owner``, and its stand-in.
 
     Attributes:
-        needed_by: a place in ``megatron/core/`` that uses the attribute; the reason if it is
-            DENIED.
+        heading: how the stand-in differs from the attribute on a GPU.
+        needed_by: a file in ``megatron/core/`` that uses the attribute; for a DENIED attribute, the
+            reason why it is denied.
         make: takes the original attribute and returns its stand-in.
     """
 

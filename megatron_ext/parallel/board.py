@@ -96,11 +96,12 @@ class RankRecord:
         pipeline_rank: position of the rank in its pipeline; ranks with the same position have the
             same work.
         iteration: step that the rank is in, 0 before the first.
-        mean_step: mean seconds of a step without boundless phases, 0.0 before the first has ended.
+        mean_step: mean seconds of a step, without the phases of `BOUNDLESS` such as saving; 0.0
+            before the first step has ended.
         steps: number of steps that this process has begun.
         started: time at which the process opened its slot.
         ended: whether the rank has closed its slot because its run is over.
-        looked: last time at which the rank's own watchdog read the board, 0.0 for never.
+        looked: time at which the rank's own watchdog last read the board; 0.0 if it never did.
         seconds: total time of each phase, at the last event.
         events: the latest events, oldest first.
     """

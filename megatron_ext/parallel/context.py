@@ -32,7 +32,7 @@ class ParallelContext:
 
     Attributes:
         pipeline_channels: groups for the messages to higher and to lower pipeline ranks.
-        recorder: records what this rank does; by default without a board.
+        recorder: records what this rank does; the default one keeps its records to this process.
     """
 
     layout: Layout

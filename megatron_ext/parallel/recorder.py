@@ -55,7 +55,10 @@ class Action(Protocol):
 
 
 class Recorder:
-    """Records what a rank does, on its slot of the board if it has one.
+    """Records what a rank does.
+
+    With a ``slot``, the events are written to the shared-memory `board`, where other processes can
+    read them. Without one, only the listeners and `seconds` tell of them.
 
     Attributes:
         iteration: step that the rank is in, 0 before the first.
@@ -80,9 +83,10 @@ class Recorder:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the seconds spent in each phase so far, without the phases nested in it.
+        """Return the seconds spent in each phase so far; they add up to the time since the start.
 
-        "save" and "evaluate" include their nested phases. The sum is the time since the start.
+        The time of a phase nested in another one counts only for the inner phase; but within "save"
+        and "evaluate" it counts only for these.
         """
         self._charge(time.monotonic_ns())
         names = {number: name for name, number in self._ids.items()}
@@ -107,9 +111,10 @@ class Recorder:
     def waiting(
         self, kind: str, microbatch: int, stage: int, peer: int
     ) -> AbstractContextManager[None]:
-        """Return a context in which the rank waits for a message to end, in phase "bubble".
+        """Return a context in which the rank waits until a message has been sent or received.
 
-        ``kind`` is the kind of the action that started the message; ``peer`` is a global rank.
+        The time is recorded as phase "bubble". ``kind`` is the kind of the action that started the
+        message; ``peer`` is the global rank at its other end.
         """
         return _Waiting(self, kind, (microbatch, stage, peer))
 
@@ -151,7 +156,10 @@ class Recorder:
             self._slot.set(Word.ENDED, 1)
 
     def _id(self, name: str) -> int:
-        """Return the number of a name, which may be new; names beyond `MAX_NAMES` - 1 share one."""
+        """Return the number that stands for a name in events; give a new name the next free number.
+
+        Only `MAX_NAMES` numbers exist: all names that come after they run out share the last one.
+        """
         number = self._ids.get(name)
         if number is None:
             number = self._ids[name] = min(len(self._ids), MAX_NAMES - 1)
@@ -271,7 +279,7 @@ class _Waiting(AbstractContextManager[None]):
 def open_recorder(folder: Path | None = None) -> Recorder:
     """Return a recorder that writes to this rank's slot of the board in the host folder.
 
-    If there is no host folder or not enough memory, the recorder has no slot.
+    If there is no host folder or not enough memory, return a recorder without a slot.
     """
     folder = folder or host_folder()
     if folder is None:

@@ -1,11 +1,11 @@
 """Communication within a step: messages between pipeline ranks, and reduction of gradients.
 
-Messages to higher and to lower pipeline ranks use separate process groups. The channel between two
-ranks then carries messages in one direction only, in the order of the plan at both ends.
+Messages to higher and to lower pipeline ranks use separate process groups. So all messages from one
+rank to another use a group in one direction only, in the order of the plan at both ends.
 
-A sent message stays in memory until it has arrived. NCCL has an event for this, but Gloo only a
-blocking wait. The plan works for both: if a peer sends something after it has used a message, that
-message has arrived.
+The memory of a sent message is freed when the message has arrived. NCCL can tell this without a
+wait, Gloo cannot. With both, a message has certainly arrived if the peer has since sent the result
+of a computation that used it (`settled_messages`).
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class GradientSync:
     with ``--align-grad-reduce`` or deferred weight gradients, after it. As in megatron-core,
     ``--align-grad-reduce`` has no effect on the first stage if its rank has one chunk.
 
-    If a parameter was not used, its bucket is incomplete after the pass, and is reduced then.
+    A bucket that holds a parameter without a gradient in this step does not start by itself; its
+    reduction starts after the pass.
     """
 
     def __init__(
@@ -172,7 +173,10 @@ class GradientSync:
                 self.waiting[index].__enter__()
 
     def before_forward(self, chunk: int) -> None:
-        """Start to gather this and the next chunk's weights if ``--align-param-gather`` is set."""
+        """Start to gather the weights of this and the next chunk, if not started before.
+
+        Do nothing without ``--align-param-gather``.
+        """
         while self.param_sync and self.gathered < min(chunk + 2, len(self.chunks)):
             self.param_sync[self.gathered](self.chunks[self.gathered].parameters())
             self.gathered += 1

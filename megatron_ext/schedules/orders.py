@@ -157,7 +157,9 @@ class _Rank:
     def choose(self, now: float, ends: dict[tuple[Kind, int, int], float]) -> Action | None:
         """Return the next computation, or None if the rank is busy or no computation is ready.
 
-        ``ends`` holds the end times of computations, by the keys of `gives`.
+        Args:
+            now: the simulated time.
+            ends: end time of each computation chosen so far, by the key that `gives` returns.
         """
         if self.free_at > now:
             return None

@@ -21,10 +21,10 @@ STYLES = {
 
 
 def text(plan: Plan, cost: Price) -> str:
-    """Return a text drawing of the timeline; the shortest computation has three columns.
+    """Draw the timeline as text, and return it; the shortest computation is three characters wide.
 
-    A computation is drawn as its letter (see `Kind`), the index of its micro-batch, and dashes up
-    to its end. Chunks after a rank's first have lower-case letters. Dots are idle time.
+    A computation is drawn as the letter of its `Kind`, the index of its micro-batch, and dashes up
+    to its end. The letter is lower-case for all chunks of a rank but the first. Dots are idle time.
     """
     scale = 3 / min(entry.end - entry.start for rank in cost.timeline for entry in rank)
     rows = []

@@ -187,8 +187,12 @@ def with_messages(
 ) -> list[Order]:
     """Return each rank's computations with the sends and receives of their results added.
 
-    A send follows its computation. The receive comes before the receiver's first computation that
-    ends after the sender's, so that it is posted before the message is used.
+    A send directly follows its computation. Its receive is placed, on the other rank, before the
+    first computation that ends later than the sender's computation, so that it is posted before the
+    message is used.
+
+    Args:
+        durations: expected times, from which it follows which computation ends later.
 
     Raises:
         CyclicOrder: computations wait for each other in a cycle.
@@ -213,7 +217,8 @@ def with_messages(
 class Plan:
     """The actions of each pipeline rank for one step, messages included.
 
-    Plans are compared and hashed as objects, since they may have 100,000 actions.
+    Two plans are equal only if they are the same object, since comparing or hashing up to 100,000
+    actions would be slow.
     """
 
     schedule: str
@@ -228,11 +233,11 @@ Key = tuple[Kind, int, int]
 
 @lru_cache(maxsize=64)
 def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
-    """Return which of a rank's sent messages are known to have arrived when it receives a message.
+    """Return, for each message that ``rank`` receives, which of its sent ones have arrived by then.
 
-    Keys are the received messages, values lists of sent ones; both are (kind, micro-batch, stage).
-    The sender of the received message has used the sent ones by then, in earlier computations. Each
-    sent message is in at most one list: that of the first message that proves its arrival.
+    A peer can only compute, and send, its message after it has used the rank's earlier messages. So
+    the arrival of the peer's message proves theirs. A sent message is listed once: under the first
+    received message that proves its arrival. All keys are (kind, micro-batch, stage).
     """
     last = plan.placement.num_stages - 1
     settled = {}

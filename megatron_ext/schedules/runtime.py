@@ -162,8 +162,9 @@ class PipelineEngine:
     ) -> list[Any]:
         """Run one step and, unless ``forward_only``, reduce the gradients over the replicas.
 
-        The gradients belong to the sum of the losses over all targets. If the loss is a mean over
-        the step's targets, the caller must divide them by the sum of `num_targets`.
+        The result is the gradient of the sum of the losses over all targets. If the loss is a mean
+        over the step's targets, the caller must divide the gradients by the sum of `num_targets`
+        over ranks.
 
         Args:
             batches: the micro-batches; None or empty ones on stages that read no data.

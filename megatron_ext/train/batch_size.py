@@ -57,7 +57,7 @@ class Progress:
             without a digest.
         average_updates: updates of the averaged weights since they equalled the weights. Skipped
             steps count, since the host may not yet know that a GPU has skipped a step.
-        average_start: share of the start values in the averaged weights, first 1; None if unknown.
+        average_start: share of start values in the averaged weights, 1 at first; None if unknown.
         recent_values: loss and gradient norm of the latest steps for ``--on-spike``; else empty.
     """
 

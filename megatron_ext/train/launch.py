@@ -156,11 +156,12 @@ def check_launcher() -> None:
 
 
 def refuse(error: MegatronExtError) -> int:
-    """Print a user's error before the run starts, and return the program's exit code.
+    """Print an error in the user's flags or files before the run starts; return the exit code.
 
     All ranks read the same flags, so rank 0 prints at once, and its exit ends the other ranks. A
     rank that is still running after `SECONDS_FOR_RANK_0` prints too, for example if only that rank
-    lacks a file. Under torchrun the process exits instead of returning.
+    lacks a file. If this process is a rank that a launcher has started, it exits instead of
+    returning.
     """
     text = "\n".join(f"error: {sentence}" for sentence in error.messages)
     if os.environ.get("RANK", "0") != "0":

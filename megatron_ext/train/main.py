@@ -251,7 +251,10 @@ def _resized(
 
 
 def stored_config(words: Reading) -> dict[str, Any] | None:
-    """Return the configuration in the checkpoint to load; None without --use-checkpoint-args."""
+    """Return the configuration in the checkpoint to load; None without --use-checkpoint-args.
+
+    ``words`` are the flags on the command line, as far as they can be read.
+    """
     flags = words.values.get("checkpoint", {})
     if not flags.get("use_checkpoint_args"):
         return None
@@ -266,9 +269,10 @@ def stored_config(words: Reading) -> dict[str, Any] | None:
 
 
 def splits_layers(words: Reading, stored: Mapping[str, Any] | None) -> bool:
-    """Return whether the flags, as far as they can be read, use tensor or context parallelism.
+    """Return whether the run uses tensor or context parallelism, as far as its flags can be read.
 
-    ``stored`` is the configuration in the checkpoint to load; it fills in missing flags.
+    ``words`` are the flags. ``stored`` is the configuration in the checkpoint to load, from which
+    missing flags are taken.
     """
     flags = words.values.get("parallel", {})
     sizes = {**(stored or {}).get("parallel", {}), **flags}

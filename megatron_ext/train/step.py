@@ -232,8 +232,8 @@ class StepRunner:
     def zero_gradients(self) -> None:
         """Set all gradients to zero before a step.
 
-        The gradient of a weight keeps its old values if the first matrix product of the step that
-        computes it overwrites them.
+        A weight's gradient is left as it is if the first backward pass of the step overwrites it
+        instead of adding to it.
         """
         assert self.optimizer is not None
         # CUDA graphs always add to the gradients, and so do products with sharded gradients.

@@ -40,7 +40,7 @@ class Use:
 
 
 def uses(ledger: Ledger) -> list[Use]:
-    """Return the use of each source by stage, for the steps with a known order.
+    """Return the samples that the run used, by source and stage, from the steps with a known order.
 
     A stage begins when the mixture or the sample length changes; `Use.stage` is its first sample.
     """
@@ -91,13 +91,16 @@ def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
 
 
 def _same(order: SampleOrder) -> list[Same]:
-    """Return an identity for each source of an order, even if several share name and length."""
+    """Return for each source of an order a `Same`, which identifies it across runs.
+
+    Sources with equal name and length still get different ones.
+    """
     kinds = [(source.key, source.tokens) for source in order.sources]
     return [(*kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds)]
 
 
 def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:
-    """Return the prefix of each source; if ledgers differ, the last one's."""
+    """Return the path prefix of each source; of several for the same source, take the last one."""
     prefixes: dict[Same, str] = {}
     for ledger in ledgers:
         for each in ledger.history.steps:
@@ -139,8 +142,9 @@ def holes(ranges: Iterable[Range]) -> int:
 def check_of(ledger: Ledger) -> tuple[int, int]:
     """Return how many samples a run used more than once, and how many it skipped.
 
-    Each epoch of a source has its own samples. Steps whose work was lost by a restart are not
-    checked.
+    Reading a source again in the next epoch does not count as a repetition. Steps whose work was
+    lost by a restart are not checked. The number of skipped samples is 0 if the order of some steps
+    is unknown.
     """
     steps = [each for each in ledger.history.steps if each.order is not None]
     samples = samples_of(ledger, steps).values()

@@ -21,15 +21,16 @@ class Documents:
     """The documents of one source.
 
     Args:
-        prefix: the dataset.
+        prefix: the dataset's path without suffix.
         first: position in the file of the split's first token.
-        tokens: tokens of the split.
+        tokens: number of tokens in the split.
         data: the run's flags for data, which say how to read addresses of object storage.
 
     Attributes:
         starts: ``[D + 1]``, position in the file of each document's first token, then the end of
             the file.
-        packed_starts: function that returns where the documents for packing start in the split.
+        packed_starts: returns the positions, counted from the split's first token, at which
+            documents for packing start between two such positions.
     """
 
     def __init__(self, prefix: str, first: int, tokens: int, data: DataConfig) -> None:
@@ -60,7 +61,9 @@ class Documents:
         return int(self.starts[document + 1] - self.starts[document])
 
     def range_of(self, document: int) -> tuple[int, int]:
-        """Return the first token and the end of a document's part inside the split, in its circle.
+        """Return the first token of a document and its end, counted from the split's first token.
+
+        The range is empty (its begin is not below its end) if the document lies outside the split.
 
         Raises:
             ConfigError: there is no such document.
@@ -118,10 +121,13 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def parts_of(pieces: Pieces, sample: int, source: int, documents: Documents) -> Rows:
-    """Cut the pieces of a source at the boundaries of its documents.
+    """Cut the pieces of a source, which samples consist of, at the boundaries of documents.
 
-    ``source`` is the index of the source. ``sample`` is the number in the run of the sample in row
-    0.
+    Args:
+        pieces: where the tokens of some consecutive samples come from.
+        sample: number in the run of the first of these samples.
+        source: index of the source in the order.
+        documents: the documents of the source.
     """
     own = pieces.sources == source
     rows = pieces.rows[own]

@@ -57,7 +57,8 @@ class Ledger:
     """Answers about the run in a save folder.
 
     Args:
-        iteration: use the state of the run after this step; None for the newest.
+        folder: the save folder.
+        iteration: tell the history of the run up to this step; None for all of it.
 
     Raises:
         ConfigError: the folder has no record, or none of that step.
@@ -126,8 +127,8 @@ class Ledger:
     def section(self, kind: type[Section]) -> Section:
         """Return a section of the run's configuration, read from the file in its folder.
 
-        Settings that a file may not give have their defaults (`described`). If permissions are
-        among them, `withheld` has sentences on them.
+        A file may not grant some settings, such as the permission to run code; they get their
+        defaults. `withheld` then has a sentence on each such permission in the file.
 
         Raises:
             ConfigError: the file is missing, damaged or of another version.
@@ -158,7 +159,7 @@ class Ledger:
         )
 
     def steps(self, *, with_lost: bool) -> list[Steps]:
-        """Return the steps whose updates are part of the weights; ``with_lost`` adds all others."""
+        """Return the steps whose updates are part of the weights; with ``with_lost``, all steps."""
         if not with_lost:
             return [each for each in self.history.steps if each.reason is None]
         return [*self.history.steps, *self.history.lost]
@@ -201,9 +202,10 @@ class Ledger:
         )
 
     def steps_with(self, iteration: int, sample: int) -> Steps | None:
-        """Return the last recorded `Steps` in which step ``iteration`` begins at ``sample``.
+        """Return the last recorded `Steps` in which step ``iteration`` begins at this ``sample``.
 
-        Return None if no step was recorded there.
+        A restart may repeat a step, so the record may have several steps with this number. Return
+        None if none of them begins with this sample.
         """
         for each in reversed(self.steps(with_lost=True)):
             if each.batch is None or not each.iteration < iteration <= each.done:
@@ -250,9 +252,10 @@ class Ledger:
 
 
 def _moves(orders: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return, for each earlier name of a source that was moved during the run, its last name.
+    """Return the newest name of each source that was moved during the run, by its older names.
 
-    ``orders`` are the run's orders of samples. A source has moved if only its folder differs.
+    ``orders`` are the recorded orders of samples, oldest first. A source counts as moved if its
+    name changes only in the folder, and its number of tokens stays the same.
     """
     moves = dict[str, str]()
     before = dict[str, int]()

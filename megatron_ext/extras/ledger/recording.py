@@ -25,11 +25,11 @@ from megatron_ext.train.step import StepResult
 
 
 class DataLedger(Callback):
-    """Records in the save folder which samples each step of a run in the direct order uses.
+    """Records in the save folder which samples each step uses, for ``--data-order direct``.
 
-    If the run later continues in Megatron-LM's order, its steps are recorded without their order,
-    so that a later run in the direct order does not mistake them for its own. Rank 0 writes. If a
-    write fails, the record ends but the run continues.
+    If the run is later resumed with Megatron-LM's order, its steps are recorded without their
+    samples' order. A still later resumption with the direct order can then tell that these steps
+    were not its own. Rank 0 writes. If a write fails, the recording ends but the run continues.
     """
 
     def __init__(self, run: Run) -> None:
@@ -104,7 +104,10 @@ class DataLedger(Callback):
             self._look_back()
 
     def _look_back(self) -> None:
-        """Record it if the last step had no update, which only the next step knows."""
+        """Record that the last step had no update, if so.
+
+        On a GPU this is known only in the next step.
+        """
         pending, self._pending = self._pending, None
         if pending is not None and not pending[1].update.applied:
             self._leave_out(pending[0], pending[0], NO_UPDATE)

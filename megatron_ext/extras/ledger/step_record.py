@@ -191,7 +191,10 @@ class StepRecord:
 
     @property
     def taken_from(self) -> str | None:
-        """Return the folder whose record this one last took over; None if there is none."""
+        """Return the other folder whose record this one continues; None if there is none.
+
+        If there were several, return the last one.
+        """
         return next((row["from"] for row in reversed(self.rows) if "from" in row), None)
 
     @property
@@ -307,8 +310,9 @@ class RecordWriter:
     ) -> None:
         """Write that the run begins, or resumes after ``iteration`` steps and ``sample`` samples.
 
-        A run that is loaded from another ``folder`` takes over the record there. For steps without
-        a record, write what follows from the two counts and, if it is known, their order ``past``.
+        If the run was loaded from another ``folder``, the steps recorded there are copied first. If
+        the steps before ``iteration`` have no record, a line tells only their numbers of steps and
+        samples, and the order of samples ``past``, None if unknown.
         """
         history = self._known.history()
         history.cut(iteration)
@@ -328,7 +332,10 @@ class RecordWriter:
         self.write("start", iteration=iteration, sample=sample, **facts)
 
     def _take_over(self, iteration: int, sample: int, folder: str) -> History:
-        """Write and return the history up to a step in another folder; empty if unknown there."""
+        """Copy the history up to step ``iteration`` from the record in another folder; return it.
+
+        The history is empty if the folder does not have it, or if it has another number of samples.
+        """
         try:
             history = StepRecord(folder).history(iteration)
         except ConfigError:

@@ -108,9 +108,10 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def _stages(totals: Sequence[Use]) -> Iterator[list[Use]]:
-    """Yield the uses of each stage together.
+    """Yield the uses of each stage together, as one group.
 
-    If there are many stages, those that differ only in their weights are joined.
+    If there are too many stages to show, consecutive stages with the same sources and sample
+    length, which differ only in the weights of their mixtures, form one group.
     """
     by_stage: dict[tuple[int, int], list[Use]] = defaultdict(list)
     for use in totals:
@@ -223,7 +224,10 @@ def _reads_table(reads: Sequence[Read], *, with_lost: bool) -> Table:
 class Texts:
     """The texts of documents, decoded by the tokenizer of the run's configuration.
 
-    ``trust_remote_code`` allows code in the tokenizer's folder to run; the configuration cannot.
+    Args:
+        characters: number of characters after which a text is cut; 0 for no limit.
+        trust_remote_code: whether code in the tokenizer's folder may run. The run's configuration
+            file cannot allow this.
     """
 
     def __init__(self, ledger: Ledger, characters: int, *, trust_remote_code: bool) -> None:

@@ -215,7 +215,11 @@ def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[tuple[float, bool
 
 
 def _kept_iterations(times: Sequence[_TimeRow]) -> list[float]:
-    """Return, for each row, the iteration after which its steps were repeated by later rows."""
+    """Return, for each row, the last iteration whose work was kept; ``math.inf`` if all of it was.
+
+    A restart makes the run repeat steps. If a later row begins at a lower iteration, the steps of
+    the row after that iteration were lost.
+    """
     kept = []
     lowest = math.inf
     for row in reversed(times):
@@ -268,7 +272,7 @@ class _Launch:
     def intervals(self, rows: Sequence[tuple[_TimeRow, float]]) -> list[Interval]:
         """Return intervals that cover the launch without overlap.
 
-        Each of ``rows`` comes with the iteration after which its steps were repeated by later rows.
+        ``rows`` are pairs of a row and its last kept iteration (`_kept_iterations`).
         """
         for row, kept in rows:
             if row.start > self._cursor:
@@ -279,10 +283,10 @@ class _Launch:
         return self._found
 
     def _add(self, end: float, seconds: Mapping[str, float], iteration: int) -> None:
-        """Add an interval from the end of the last one to ``end``.
+        """Add an interval from the end of the last one to ``end``, with ``seconds`` by category.
 
-        ``seconds`` are scaled down if they exceed its length, and filled up by "other" if they are
-        less.
+        If ``seconds`` add up to more than the interval's length, they are scaled down; if to less,
+        the rest counts as "other".
         """
         end = min(end, self._end)
         length = end - self._cursor
@@ -297,7 +301,7 @@ class _Launch:
         self._cursor = end
 
     def _row(self, row: _TimeRow, kept: float) -> None:
-        """Add a row's interval; its steps after iteration ``kept`` are lost, being repeated."""
+        """Add the interval of a row; its steps after iteration ``kept`` count as lost."""
         done = row.iteration - row.before
         again = min(1.0, max(0.0, (row.iteration - kept) / done)) if done > 0 else 0.0
         seconds: Seconds = {}

@@ -233,9 +233,10 @@ def noticed_table(folder: RunFolder) -> Table:
 
 
 def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
-    """Return, by section, flag, value and default of each setting that is not at its default.
+    """Return, by section, the flag, value and default of each setting that is not at its default.
 
-    A run records this with its metrics, because only it knows the sections that its program adds.
+    A run records this among its metrics: a later reader of the folder may not know the sections
+    that the program of the run adds.
     """
     return {
         name: [
@@ -249,10 +250,11 @@ def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
 
 
 def settings_tables(folder: RunFolder) -> list[tuple[str, Table]]:
-    """Return, by section, the settings that differ from their defaults.
+    """Return, by section, a table of the settings that differ from their defaults.
 
-    The run records them at its last start. Without that record they are read from its configuration
-    file, where only the sections that every program has are known.
+    They are taken from what the run recorded at its last start. If that is missing, they are taken
+    from its configuration file; the defaults of sections that not every program has are then
+    unknown.
     """
     settings = folder.start_facts.get("settings")
     if not isinstance(settings, Mapping):
@@ -297,7 +299,10 @@ def _setting(value: object) -> str:
 
 
 def data_lines(folder: RunFolder) -> list[str]:
-    """Return the sentences on the data that a run read and did not use."""
+    """Return the sentences that say which data the run reads and which it does not use.
+
+    At most `MAX_DATA_LINES` are shown; a last line then gives the number of the others.
+    """
     sentences = folder.start_facts.get("data")
     lines = [text_of(line, 1000) for line in sentences] if isinstance(sentences, list) else []
     more = len(lines) - MAX_DATA_LINES

@@ -67,7 +67,10 @@ class TimeRows:
         recorder.listeners.append(self._on_event)
 
     def _on_event(self, name: str, _iteration: int, _detail: Any) -> None:
-        """When the first step begins, write the time of the start."""
+        """When the first step begins, write a row for the time before it; ignore other events.
+
+        The function then removes itself from the recorder's listeners.
+        """
         if name == "step":
             others = [one for one in self._recorder.listeners if one != self._on_event]
             self._recorder.listeners = others
@@ -131,9 +134,9 @@ class TimeRows:
         append_row(self._path, row)
 
     def finish(self, reason: str) -> None:
-        """Write the last row, and that the run ended without a fault and why.
+        """Write the last row, and a row that says why the run has ended without a fault.
 
-        Write the goodput report, too, unless the launcher does so.
+        Write the report of the run as well, unless the launcher does so.
         """
         self.write(self._recorder.iteration or self._iteration)
         reports = not self.launch.ends_itself
@@ -207,8 +210,9 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
     """Write the report of a finished launch; return a sentence with goodput and the report's path.
 
     A launcher calls this after its ranks have ended in any way, and passes its exit code. Return
-    None if no rank got far enough to write metrics, or if the report cannot be written. The latter
-    only prints a warning, since a report must not make a run fail.
+    None if no rank got far enough to write metrics, if the reporting rank has written the report
+    already, or if the report cannot be written. A failure only prints a warning, since a report
+    must not make a run fail.
     """
     # A run without a save folder has no report.
     from megatron_ext.extras.report.page import REPORT_FILE, write_report
@@ -237,7 +241,10 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
 
 @contextlib.contextmanager
 def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
-    """If the run saves, write its report in the launcher when this context ends."""
+    """Yield the `End` of a launch; if the launcher is to write the report, write it on exit.
+
+    Nothing is written without a save folder.
+    """
     end = End()
     try:
         yield end

@@ -97,7 +97,10 @@ class EarlyStopping(Callback):
         return is_best
 
     def _count(self, loss: float) -> None:
-        """Update the lowest loss and the evaluations since; a non-finite loss is never lowest."""
+        """Update the lowest loss, and the number of evaluations since it was reached.
+
+        A non-finite ``loss`` never counts as the lowest.
+        """
         progress = self.run.progress
         lowest = self.run.progress.lowest_loss
         delta = self.run.config.training.early_stop_min_delta
@@ -162,8 +165,8 @@ class Evaluation(Callback):
 def evaluate_at_end(run: Run) -> None:
     """Evaluate the validation and the test split after the last iteration.
 
-    The checkpoint of this iteration already exists. If its loss is among the best, it is saved
-    again, so that its list of best checkpoints includes itself.
+    A checkpoint of this iteration has already been saved. If its validation loss is among the best,
+    it is saved again: the list of best checkpoints that it contains must include it.
     """
     losses = evaluate_split(run, "validation", final=True)
     iteration = run.progress.iteration

@@ -116,9 +116,13 @@ def _check_equal(
     kind: str = "parameter",
     cause: str = "the gradients of one of them were not reduced",
 ) -> None:
-    """Compare tensors over a group; raise an InvariantError for the first one that differs.
+    """Raise an InvariantError for the first tensor that differs between ranks of ``group``.
 
-    ``where``, ``kind`` and ``cause`` are parts of the message.
+    Args:
+        named: pairs of a name and a tensor.
+        where: words for the ranks of the group, for the message.
+        kind: word for such a tensor, for the message.
+        cause: probable cause of a difference, for the message.
     """
     if not named or group.size() == 1:
         return

@@ -180,7 +180,8 @@ def _report_of(save: str | None) -> Any:
 def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
     """Yield the `End` of a launch; on exit, the add-on ``report`` writes the page about the run.
 
-    Nothing is written if the run has no save folder, or if the add-on is not installed.
+    Nothing is written if the run has no save folder, if the add-on is not installed, or if the
+    reporting rank writes the page (`Launch.ends_itself`).
     """
     report = _report_of(save)
     if report is None:

@@ -128,7 +128,11 @@ class EvaluationRecord:
 
     @property
     def common(self) -> dict[str, float]:
-        """Return the first loss as ``val/loss`` plus the split's suffix; {} for a test split."""
+        """Return the first loss under the name that common fine-tuning tools use, ``val/loss``.
+
+        The name ends with the part of `split` after "validation", if any. For a test split return
+        {}.
+        """
         which = self.split.removeprefix("validation")
         if which == self.split or not self.losses:
             return {}
