@@ -89,9 +89,9 @@ def _parser(*, status: bool = False) -> argparse.ArgumentParser:
 
 
 def _sft_flags() -> list[Flag]:
-    """Return the flags of `SftConfig`, except those about lengths and batches.
+    """Return the flags of `SftConfig` that matter to preprocessing.
 
-    These matter only to a training run, since a store holds whole conversations.
+    Flags for truncation and batches are left out, since a store holds whole conversations.
     """
     of_batches = ("sft_max_length", "sft_truncation", "sft_batching")
     return [flag for flag in flags_of("sft", SftConfig) if flag.field not in of_batches]
@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def idle_tokenizer_flags(settings: TokenizerConfig) -> list[str]:
-    """Return a sentence on each given flag that a tokenizer of the given type does not read."""
+    """Return a sentence on each flag in ``settings`` that its `--tokenizer-type` does not use."""
     idle = by_flag(TOKENIZER_FLAGS, vars(settings))
     return [
         idle[name].sentence(f"`{spelling_of(settings, field)}` ({getattr(settings, field)})")

@@ -41,17 +41,18 @@ class Cluster(Protocol):
         ...
 
     def running(self, left: Sequence[int]) -> bool:
-        """Wait a moment; return whether tasks still run.
+        """Wait a moment; return whether any task is still running.
 
         ``left`` are the numbers of the parts that have no marker.
         """
         ...
 
     def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
-        """Return a clause on each task that ended without a marker for one of its parts.
+        """Return how tasks failed, as phrases for an error, and whether a marker may only be late.
 
-        ``left`` are the numbers of the parts that have no marker. The second value tells whether
-        one of these tasks may have succeeded, so that its marker may only be late.
+        ``left`` are the numbers of the parts that have no marker. All tasks have ended, and those
+        that should have encoded these parts are reported. The second value is True if one of them
+        may have succeeded: its marker may then still appear on a shared file system.
         """
         ...
 

@@ -29,9 +29,9 @@ _MOST_SHARDS = 99_999
 
 @dataclass(frozen=True)
 class Segment:
-    """Documents [start, end) in one output stream of a finished part.
+    """A range of documents that a finished part has written to one of its output streams.
 
-    If start and end are None, the segment has all documents of the stream.
+    The range is [start, end) in documents; it is the whole stream if both are None.
     """
 
     done: PartMarker
@@ -84,9 +84,10 @@ def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment
 
 
 class Dataset:
-    """A `.bin/.idx` pair that is joined from segments of one key, under temporary names.
+    """The `.bin` and `.idx` file of a dataset, which are joined from segments of finished parts.
 
-    ``renames`` holds (temporary path, final path) of both files.
+    ``key`` is the index of the JSON key whose texts the dataset holds. The files are written under
+    temporary names; ``renames`` holds (temporary path, final path) of both.
     """
 
     def __init__(
@@ -113,10 +114,10 @@ class Dataset:
         return self._folder / f"{segment.done.stem}.k{self._key}.s{segment.stream}.{kind}"
 
     def _span(self, segment: Segment, kind: str) -> tuple[int, int | None]:
-        """Return where a segment starts and ends in its file of the kind "doc", "len" or "bin".
+        """Return where a segment starts and ends in its part's file of the given kind.
 
-        The numbers count entries for "doc" and "len", and bytes for "bin". An end of None is the
-        end of the file.
+        ``kind`` is "doc", "len" or "bin". Start and end are indices of entries for "doc" and "len",
+        and bytes for "bin". An end of None means the end of the file.
         """
         start = segment.start
         end = segment.end
@@ -175,7 +176,7 @@ def _shards(
 
 
 def _token_ends(folder: Path, done: PartMarker) -> npt.NDArray[np.int64]:
-    """Return the tokens before each of a part's n documents, then the tokens of all, ``[n + 1]``.
+    """Return the cumulative numbers of tokens of a part's n documents, from 0 on, ``[n + 1]``.
 
     Only tokens of the first key are counted.
     """

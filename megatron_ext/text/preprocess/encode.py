@@ -61,7 +61,7 @@ def _texts_of(document: dict[str, Any], keys: Sequence[str]) -> list[list[str]]:
 
 
 def _keys_of(document: Mapping[str, Any]) -> str:
-    """Return the end of an error: the keys that a line has, and the flag that names keys."""
+    """Return text for the end of an error: which keys a line has, and which flag chooses keys."""
     names = [f"{key:.40}" for key in document]
     if len(names) > _SHOWN_KEYS:
         names[_SHOWN_KEYS:] = [f"{len(names) - _SHOWN_KEYS} more"]
@@ -173,10 +173,10 @@ class Encoded:
 def choose_engine(
     tokenizer: Tokenizer, samples: Sequence[str], engine: str
 ) -> tuple[FastEncoder | None, str]:
-    """Return the fast engine, gigatoken, if it shall be used; and a sentence on the choice.
+    """Return the encoder of gigatoken, the fast engine, if it can be used, and a sentence on why.
 
-    The fast engine is None if ``engine`` is "native", or if gigatoken gives other ids than the
-    tokenizer on ``samples``.
+    The encoder is None if ``engine`` is "native", if gigatoken cannot load the tokenizer, or if it
+    gives other ids than the tokenizer on ``samples``.
     """
     if engine == "native":
         return None, f"Tokenizing with {tokenizer.kind}'s own library, as asked."
@@ -211,8 +211,8 @@ class BlockEncoder(Protocol):
     ) -> int:
         """Encode lines of an input part; return the number of lines that were not refused.
 
-        The first line has the number ``first`` in the part. Documents go to ``write``, bad lines to
-        ``refuse``, and counts for the report to ``tally``.
+        ``first`` is the index of the first line in the part. Documents are passed to ``write``, bad
+        lines to ``refuse``, and counts for the report to ``tally``.
         """
         ...
 
@@ -288,12 +288,12 @@ class TextEncoder:
     def _encode_streams(
         self, texts: list[list[list[str]]], numbers: list[int], write: Write
     ) -> dict[str, int]:
-        """Encode the texts of lines with the given ``numbers``; write them once all are encoded.
+        """Encode the texts of lines, and write them once all are encoded.
 
-        ``texts`` has, for each line and key, a list of sequences. If a text is refused, nothing is
-        written.
+        ``texts`` has, for each line and key, a list of sequences; ``numbers`` are the lines'
+        indices in the part. If the tokenizer refuses a text, nothing is written.
 
-        Return the number of end-of-document tokens that are spelled out in texts, by key.
+        Return, for each key, how often a text itself contains the end-of-document token.
         """
         encoded = []
         for stream in range(self.streams):
@@ -311,8 +311,8 @@ class TextEncoder:
     def _encode(self, documents: Sequence[list[str]]) -> Encoded:
         """Encode documents, each a list of sequences.
 
-        Raise an InexactEngine if the fast engine and the tokenizer differ on the text that is
-        checked.
+        With the fast engine, one text is also encoded by the tokenizer; raise an InexactEngine if
+        the ids differ.
         """
         texts = [text for document in documents for text in document]
         ids = (self.tokenizer if self.fast is None else self.fast).encode_batch(texts)

@@ -111,9 +111,10 @@ def write_list(folder: str, target: Path) -> None:
 
 
 def list_spans(path: str, part_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a list of texts at line ends; yield (start, end, bytes of texts) of each piece.
+    """Cut a list of texts, as `write_list` writes it, into pieces of whole lines.
 
-    Start and end are bytes of the list's file. A piece has about ``part_bytes`` bytes of texts.
+    Yield (start, end, bytes of texts) of each piece. Start and end are byte offsets in the list's
+    file; the texts that a piece lists have about ``part_bytes`` bytes in all.
     """
     start = end = size = 0
     with open(path, "rb") as stream:
@@ -136,10 +137,11 @@ def paths_in_list(path: str, start: int, end: int) -> list[str]:
 
 
 def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (lines of JSON, size of the files that they hold) for the texts at ``paths``.
+    """Read text files as lines of JSON; yield (several lines, total size of their files in bytes).
 
-    A line holds the text of a file under ``key``. For a file that is not UTF-8, the line has its
-    bytes without line ends, so that it is refused later with the file's name.
+    Each line is an object with the whole text of one file under ``key``. A file that is not UTF-8
+    becomes a line with its raw bytes, without line ends; the encoder later refuses this line, and
+    the error names the file.
     """
     lines = list[bytes]()
     size = 0

@@ -140,11 +140,11 @@ def identity_of(path: str) -> list[Any]:
 def needs_spool(
     files: Sequence[str], workers: int, columns: Sequence[str] | None = None
 ) -> list[str]:
-    """Return the inputs that must be copied or unpacked before they are cut.
+    """Return the inputs that must be copied or unpacked before they can be cut into parts.
 
-    These are all streams. If there are more workers than files, they are also packed files and
-    tables of one group, which could not be cut otherwise. ``columns`` are the columns of tables
-    that will be read; None means all.
+    All streams must be copied. If there are more workers than files, files that cannot be cut are
+    unpacked too: packed files, and tables with a single group. ``columns`` are the columns of
+    tables that will be read; None means all.
     """
     streams = [path for path in files if is_stream(path)]
     if len(files) >= workers:
@@ -288,9 +288,10 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
 
 
 def _too_long(part: Part, number: int) -> DataError:
-    """Return the error on a line that is too long.
+    """Return an error that names a line that is too long.
 
-    ``number`` is the index of the piece of the part in which the line has become too long, from 0.
+    ``number`` is the index, among the pieces that `_pieces` yields for the part, of the piece in
+    which the line exceeds the limit.
     """
     line = sum(piece.count(b"\n") for piece, _ in islice(_pieces(part), number))
     path, line = place_of(part, line)

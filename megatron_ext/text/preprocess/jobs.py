@@ -23,7 +23,10 @@ Say = Callable[[str], None]
 
 
 class Encoding(Protocol):
-    """Turns lines into documents; an object is built from the options of preprocessing alone."""
+    """Describes how lines become documents, and makes the encoder that does it.
+
+    An object can be built from `PreprocessOptions` alone, so that each machine can build its own.
+    """
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -36,7 +39,7 @@ class Encoding(Protocol):
         ...
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Return whether the encoder shall use the fast engine; report the choice by ``say``.
+        """Return whether the encoder should use the fast engine; report the choice by ``say``.
 
         The fast engine is used if it gives the tokenizer's ids on samples of the parts.
         """

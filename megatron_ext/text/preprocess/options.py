@@ -259,7 +259,10 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_config(values: dict[str, Any]) -> TokenizerConfig:
-    """Return the tokenizer's flags among parsed arguments; raise a ConfigError for bad numbers."""
+    """Return a `TokenizerConfig` with the values of the tokenizer flags among parsed arguments.
+
+    Raise a ConfigError if a number is out of range.
+    """
     section = TokenizerConfig(**{each.field: values[each.field] for each in TOKENIZER_FLAGS})
     check_ranges(section)
     return section

@@ -82,7 +82,10 @@ class PartMarker:
     tally: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def is_sound(self) -> bool:
-        """Tell whether all values have the right types; anybody may have written the file."""
+        """Tell whether all values have the right types.
+
+        The marker is read from a file that another program may have changed.
+        """
         counts = [self.lines, self.documents, self.tokens, self.rejected, self.skipped]
         texts = self.stem, self.key, self.host
         seconds = self.seconds, self.ended
@@ -145,7 +148,7 @@ class PartWriter:
         self._counts["documents"] += documents
 
     def tally(self, counts: Mapping[str, Mapping[str, int]]) -> None:
-        """Add counts to those of the report; they are given by kind and name."""
+        """Add ``counts``, given by kind and name, to the part's counts for the report."""
         for kind, named in counts.items():
             total = self._tally.setdefault(kind, {})
             for name, count in named.items():
@@ -206,12 +209,12 @@ def replace_file(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error with which a task ended, and with which it would end again if it were repeated.
+    """An error that ended a task, and that would occur again if the task were repeated.
 
     Attributes:
         kind: "inexact" for an InexactEngine, else "refused".
         messages: the messages of the error, at least one.
-        key: the key of the `Plan` of which the task encodes a part.
+        key: the key of the `Plan` to which the task belongs.
     """
 
     kind: str
@@ -273,8 +276,9 @@ class Plan:
 class WorkDirectory:
     """The folder `<prefix>.parts/`, which one run at a time locks.
 
-    After a failure, the folder is kept if a later run can read the same input again
-    (``resumable``). Set ``keep`` to keep it in any case, for processes that continue the work.
+    ``resumable`` tells whether a later run can read the same input again; only then is the folder
+    kept after a failure. If ``keep`` is set to True, it is kept in any case, for processes that
+    continue the work.
 
     Raises:
         ConfigError: the folder cannot be made, or holds files that no run has written.
@@ -405,8 +409,8 @@ def read_plan(folder: Path) -> Plan:
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:
-    """Return a fingerprint with the format version, as it is after writing and reading JSON.
+    """Return a fingerprint, with the format version added, as JSON would read it back.
 
-    Such fingerprints can be compared with stored ones.
+    It can then be compared with a fingerprint that was read from a file.
     """
     return json.loads(json.dumps({"format": _FORMAT, **fingerprint}))

@@ -83,11 +83,11 @@ class RayTasks:
 
 
 def _task_of(root: str) -> Callable[..., str]:
-    """Return the function that a task runs, which imports this package from the folder ``root``.
+    """Return the function that a Ray task runs; it imports this package from the folder ``root``.
 
-    Ray's processes may lack this process's import paths, so the function must be sent as code, not
-    by its name: hence the nested function. The function names the module `task` as text, because
-    that module runs whole runs too, and so imports this module.
+    The function is nested so that Ray sends its code to other processes, which may lack this
+    process's import paths, instead of its name. It gives the name of the module `task` as a string,
+    because `task` imports `run`, which imports this module.
     """
 
     def encode(folder: str, key: str, number: int) -> str:
@@ -173,9 +173,9 @@ def _knock(ray: Any, address: str) -> None:
 
 
 def _fault(ray: Any, reference: Any, part: Part) -> str:
-    """Return why a task could not encode its part, as a clause; "" if it has encoded it.
+    """Return why a Ray task could not encode its part, as a phrase for an error; "" if it could.
 
-    Raise an error that another attempt would meet too.
+    Raise an error if another attempt would fail in the same way.
     """
     try:
         reason = ray.get(reference)

@@ -90,8 +90,8 @@ def encoded(
 ) -> Iterator[tuple[Job, dict[int, PartMarker], int]]:
     """Encode all parts of the input; yield (job, markers by part, number of resumed parts).
 
-    The work directory exists within the `with` block and is removed after it. ``encoding`` is the
-    result of ``build(options)`` if the caller already has it.
+    The work directory exists within the ``with`` block and is removed after it. ``build(options)``
+    makes the `Encoding`, unless the caller gives one as ``encoding``.
     """
     # Workers are processes, one per core; threads inside the libraries would compete with them.
     with _without_threads():
@@ -335,7 +335,7 @@ def _counted(markers: Sequence[PartMarker], kind: str) -> dict[str, int]:
 
 
 def _named(counts: Mapping[str, int]) -> str:
-    """Return the first names as one text, each with its number of lines."""
+    """Return the first `_MOST_REMARKS` names and their counts as text, and how many follow."""
     shown = [f"{name} ({count})" for name, count in list(counts.items())[:_MOST_REMARKS]]
     more = len(counts) - len(shown)
     return ", ".join([*shown, *([f"and {more} more"] if more else [])])

@@ -155,10 +155,11 @@ class SlurmArrays:
         return Counter(filter(None, lines)) or None
 
     def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
-        """Return a clause on each task that ended without a marker for one of its parts.
+        """Return how tasks failed, as phrases for an error, and whether a marker may only be late.
 
-        ``left`` are the numbers of the parts without a marker. The second value tells whether one
-        of these tasks may have succeeded. Raise a DataError if one of these tasks was cancelled.
+        ``left`` are the numbers of the parts that have no marker; the tasks that should have
+        encoded them are reported. The second value is True if one of these tasks may have
+        succeeded. Raise a DataError if one of them was cancelled.
         """
         tasks = [i for i, numbers in enumerate(self._tasks) if not set(left).isdisjoint(numbers)]
         states = self._states() if tasks else {}

@@ -84,8 +84,8 @@ def _pieces(path: str, packing: str, size: int) -> Iterator[tuple[bytes, int]]:
 def _items(path: str, packing: str, source: str) -> Iterator[str]:
     """Yield the text of each item of a JSON array.
 
-    If an item is cut off at the end of the text read so far, at least as much text is read again;
-    reading a long item then takes linear time.
+    The file is read piece by piece. If the text so far ends within an item, it is at least doubled
+    before the item is parsed again, so that the time for a long item is linear in its length.
     """
     decoder = json.JSONDecoder()
     texts = _texts(path, packing, source)

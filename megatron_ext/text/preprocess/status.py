@@ -34,7 +34,9 @@ _SECONDS_OF_SILENCE = 60.0
 
 
 def show_status(prefix: str, console: Console | None = None) -> None:
-    """Print the progress of the run with the output prefix ``prefix``; its datasets if finished.
+    """Print the progress of the run with the output prefix ``prefix``.
+
+    If there is no unfinished run, print the datasets with this prefix.
 
     Raises:
         ConfigError: there is neither a run nor a dataset.

@@ -40,9 +40,9 @@ from megatron_ext.text.tokenizers.fast import InexactEngine
 
 
 def options_of(saved: dict[str, Any]) -> PreprocessOptions:
-    """Return the options of a run that its coordinating process saved, to run on one machine.
+    """Return the saved options of a run, changed so that everything runs on this machine.
 
-    ``saved`` is the content of the job's file.
+    ``saved`` is the content of the job's file, which the run's coordinating process wrote.
     """
     values = {**saved["options"], "tokenizer": TokenizerConfig(**saved["options"]["tokenizer"])}
     if saved["kind"] == SftPreprocessOptions.__name__:
@@ -119,7 +119,7 @@ def attempt(folder: Path, key: str, work: Callable[[], None]) -> Sequence[str]:
 def encode_by_ray(folder: str, key: str, number: int) -> str:
     """Encode one part in a process of Ray; return "", or why a file could not be read or written.
 
-    Another error that a further attempt would meet is written to a file.
+    Any other error that would occur again in another attempt is written to a file in ``folder``.
     """
 
     def work() -> None:
