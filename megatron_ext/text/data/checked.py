@@ -143,7 +143,7 @@ def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
 def check_files(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Check a run's indexed datasets before training starts; every rank gets the same result.
 
-    Prints what the run would misread.
+    Rank 0 also prints warnings about ends of documents that the run would misread.
 
     Raises:
         DataError: files, splits, token ids, cached indices or the counts of
@@ -190,11 +190,11 @@ def build_checked_datasets(
 def _check_splits(
     data: DataConfig, length: int, spec: BlendSpec, sizes: Sequence[int | None]
 ) -> None:
-    """Raise a DataError for an empty dataset of a split, or too few samples in unweighted datasets.
+    """Raise a DataError if a split has an empty dataset, or too few samples without repetition.
 
-    megatron-core reads datasets without weights only once, so they must hold all samples of their
-    split. ``length`` is ``--seq-length``; ``sizes`` has the number of samples of train, valid and
-    test, None for one epoch.
+    The second check is for several datasets without weights: megatron-core reads them only once, so
+    they must hold all samples of their split. ``length`` is ``--seq-length``; ``sizes`` has the
+    number of samples of train, valid and test, None for one epoch.
     """
     for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
         prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)

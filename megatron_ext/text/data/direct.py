@@ -259,10 +259,11 @@ class DirectDataset(StepDataset):
         return text[:, :-1], labels, numbers
 
     def _fill(self, tokens: Array, labels: Array, pieces: Pieces, own: Ints, length: int) -> None:
-        """Copy the pieces numbered ``own``, ``length`` tokens each, into ``tokens`` and ``labels``.
+        """Copy pieces of text into ``tokens`` and ``labels``; labels are shifted by one token.
 
-        Each goes into the row that it belongs to. If ``tokens`` and ``labels`` are the same array,
-        copy each piece and the token after it.
+        ``own`` are the indices of the pieces, which all have ``length`` tokens. Each piece is
+        copied into the row of its sample. If ``tokens`` and ``labels`` are the same array, copy
+        each piece together with the token after it, ``length + 1`` tokens.
         """
         sources = pieces.sources[own]
         present = sources[:1] if len(own) == 1 else np.flatnonzero(np.bincount(sources))

@@ -78,8 +78,8 @@ class FillInTheMiddle:
 
         Args:
             tokens, labels: ``[b, s]``; -1 where a sample has no token or no label.
-            sample_ids: index of the packed document at each position, ``[b, s]``, changed too:
-                padding gets -1. None if samples are not packed.
+            sample_ids: index of the packed document at each position, ``[b, s]``; updated in place
+                too, with -1 in padding. None if samples are not packed.
             first: number of the first sample in the run.
         """
         length = tokens.shape[1]
@@ -106,10 +106,11 @@ class FillInTheMiddle:
     def _permuted_parts(
         self, text: Array, starts: list[int], sample: int
     ) -> list[tuple[Array, int]]:
-        """Return the permuted parts of a sample in order: (ids, index of the packed document).
+        """Cut a sample into parts and permute each; return (ids, packed document's index) of each.
 
-        A packed document is cut at the token that ends documents, which is a part of its own.
-        ``starts`` are the indices in ``text`` where packed documents start.
+        ``text`` has the ids of the sample, and ``starts`` the indices at which packed documents
+        start. A packed document is cut further at each end-of-document token, which is a part of
+        its own and is not permuted. ``sample`` is the number of the sample, for the random numbers.
         """
         parts: list[tuple[Array, int]] = []
         ends = [*starts[1:], len(text)]

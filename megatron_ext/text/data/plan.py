@@ -68,10 +68,11 @@ def schedule_of(config: RunConfig) -> Schedule:
 
 
 def dataset_checks(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return functions that check each indexed dataset of a run and the files that list them.
+    """Return functions that check the flags and files by which a run's datasets are given.
 
-    In the direct order, datasets at network addresses are left out, since checking them needs the
-    network.
+    There is one check for each dataset, that its files exist, and one for the file of
+    ``--per-dataset-sequences-path``. In the direct order, datasets at network addresses are left
+    out, since checking them needs the network.
     """
     data = config.section(DataConfig)
     length = config.model.seq_length or 0
@@ -107,7 +108,8 @@ def blend_of(spec: BlendSpec, split: int) -> Blend | None:
 def weights_of(blend: Blend, config: RunConfig, split: int) -> dict[str, Fraction]:
     """Return the weight of each prefix in a blend.
 
-    It is the given weight; without given weights, the number of the dataset's tokens in the split.
+    If the blend has no weights, the weight is the number of the dataset's tokens in the split. The
+    weights of a prefix that occurs several times are added.
     """
     totals: dict[str, Fraction] = {}
     prefixes, weights = blend
@@ -123,8 +125,8 @@ def weights_of(blend: Blend, config: RunConfig, split: int) -> dict[str, Fractio
 def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
     """Open the tokens of a dataset that belong to a split.
 
-    These are the split's share by ``--split``, or all tokens of a dataset that is given for the
-    split alone.
+    If the dataset is given for this split alone, these are all tokens; otherwise they are the share
+    that ``--split`` gives to the split.
     """
     data = config.section(DataConfig)
     first = 0
@@ -152,7 +154,8 @@ def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
 def history_of(config: RunConfig) -> tuple[dict[str, Any] | None, int, int]:
     """Return (data order, consumed samples, steps) of the checkpoint from which a run resumes.
 
-    The data order has JSON values; a new run has (None, 0, 0).
+    The data order is the result of `RunPlan.to_dict`, or None if the checkpoint has none. Return
+    (None, 0, 0) for a new run, and for a run that loads only weights.
     """
     checkpoint = find(config.checkpoint)
     if checkpoint is None or checkpoint.weights_only:
@@ -170,7 +173,7 @@ def plan_run(
     consumed: int,
     iteration: int | None = None,
 ) -> RunPlan:
-    """Return the order of a run's training samples, with all that the run reads.
+    """Plan the training samples of a run: in which order, and from which sources they are read.
 
     Args:
         history: `RunPlan.to_dict` of the run that is resumed; None for a new run.
@@ -266,8 +269,8 @@ def _exhausted(
 ) -> set[str]:
     """Return the sources that reached their limit of epochs before sample ``consumed``.
 
-    Such a source is missing in a stage of ``order``, although ``plan`` has it in that stage, and
-    its next sample would exceed its limit.
+    A source counts as exhausted if a past stage of ``order`` no longer has it although ``plan``,
+    the stages of the schedule, has it there, and if one more sample would have exceeded its limit.
     """
     used = order.tokens_used(consumed)
     exhausted = set[str]()
@@ -350,10 +353,11 @@ SAMPLED_BLOCKS = 16
 
 
 def cuts_by_source(order: PackedOrder, spans: Mapping[int, TokenSpan]) -> dict[int, Cuts]:
-    """Count the documents that packing cuts, by the index of the source.
+    """Count, on a sample of the data, how many documents packing cuts in each source.
 
-    At most `SAMPLED_BLOCKS` sources are chosen, and at least one block of each is counted; there
-    are about `SAMPLED_BLOCKS` blocks in all.
+    Return the counts by the index of the source. About `SAMPLED_BLOCKS` blocks of samples are
+    examined in all, at least one of each chosen source; with more sources than `SAMPLED_BLOCKS`,
+    only some are chosen.
     """
     chosen = list(spans)[:: -(-len(spans) // SAMPLED_BLOCKS)]
     most = max(1, SAMPLED_BLOCKS // len(chosen))

@@ -85,7 +85,10 @@ def document_ends(index: Index, first: int, tokens: int) -> Array:
 def ending_warnings(
     name: str, endings: Endings, tokenizer: Tokenizer, padding: int, needed_by: Sequence[str] = ()
 ) -> list[str]:
-    """Return warnings about ends of documents that a run does not recognize or has no loss on.
+    """Return warnings about end-of-document tokens in a dataset that a run would misread.
+
+    One warns if the dataset contains the padding id, on which the run has no loss; another if most
+    documents do not end with the run's end-of-document token.
 
     Args:
         name: the prefix of the dataset.

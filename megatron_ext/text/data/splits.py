@@ -119,10 +119,11 @@ def _report(config: RunConfig, plan: RunPlan) -> None:
 
 
 def _check_lengths(config: RunConfig, plan: RunPlan, consumed: int) -> None:
-    """Raise a ConfigError for a sample length in ``--data-schedule`` that a run cannot have.
+    """Raise a ConfigError for a sample length in ``--data-schedule`` that the run cannot use.
 
-    The ranks must be able to divide a sequence, and flags that fix its length must not be given.
-    Stages before sample ``consumed`` are not checked.
+    Parallel ranks must be able to divide a sequence of this length. If the length differs from
+    ``--seq-length``, flags that fix the length must not be given. Stages that end before sample
+    ``consumed`` are not checked.
     """
     path = config.section(DataConfig).data_schedule
     stages = plan.order.stages[plan.order.stage_at(consumed) :]
@@ -280,10 +281,10 @@ def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
 
 
 def continued_split(run: Run, dataset: Any) -> Any:
-    """Return the train split of a run, continued in the order of the samples so far.
+    """Return the train split of a run, whose order continues that of the samples consumed so far.
 
-    If ``dataset`` is another split, return it. The order so far is in the progress of the run; the
-    new order is stored there too.
+    If ``dataset`` is not a train split in the direct order, return it unchanged. The order so far
+    is read from `run.progress`, and the new order is stored there.
     """
     if not isinstance(dataset, DirectDataset) or not dataset.is_training:
         return dataset

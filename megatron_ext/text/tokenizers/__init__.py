@@ -91,7 +91,7 @@ _FILES_OF_TYPE = {
 def check_files(settings: TokenizerConfig) -> None:
     """Raise one error that names each file of the tokenizer that is missing or not given.
 
-    A name that may be on the Hugging Face hub is not looked up there.
+    A name that may be a model on the Hugging Face hub is accepted without asking the hub.
     """
     kind = _known_type(settings)
     if _LIBRARY_OF_TYPE[kind] == "huggingface" and settings.tokenizer_model:
@@ -210,9 +210,9 @@ def _vocab_size(size: int | None, kind: str) -> int:
 
 
 def _check_metadata(path: str | None, kind: str) -> None:
-    """Raise a ConfigError if a metadata file names another library than a tokenizer has.
+    """Raise a ConfigError if a tokenizer metadata file names a library that ``kind`` does not use.
 
-    ``kind`` is the type of the tokenizer.
+    ``path`` is the file, or None; ``kind`` is the type of the tokenizer.
     """
     if path is None:
         return

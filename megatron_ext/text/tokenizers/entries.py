@@ -116,8 +116,9 @@ def _check_templates(value: Any, refuse: Any) -> None:
 def special_entries(config: Mapping[str, Any], map_: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a tokenizer's two files that decide its special tokens.
 
-    ``config`` is the content of tokenizer_config.json, ``map_`` that of special_tokens_map.json.
-    The latter wins unless the former has `added_tokens_decoder`.
+    ``config`` is the content of tokenizer_config.json, ``map_`` is the content of
+    special_tokens_map.json. If both have an entry, ``map_`` overrides ``config``; but if ``config``
+    has `added_tokens_decoder`, ``map_`` is ignored.
     """
     return {**config} if "added_tokens_decoder" in config else {**config, **map_}
 
@@ -128,9 +129,9 @@ def text_of(token: Any) -> str:
 
 
 def flags_differ(token: Mapping[str, Any], added: Any) -> bool:
-    """Tell whether a file gives a token other flags, such as `lstrip`, than the loaded token has.
+    """Tell whether a token has other flags, such as `lstrip`, in a file than when it is loaded.
 
-    ``token`` is the object in the file, ``added`` the loaded `tokenizers.AddedToken`.
+    ``token`` is the token's object in the file, ``added`` the loaded `tokenizers.AddedToken`.
     """
     return any(key in token and token[key] != getattr(added, key) for key in _FLAGS)
 
@@ -195,13 +196,13 @@ def _is_default(key: str, value: Any) -> bool:
 def _special_without_effect(
     entries: Mapping[str, Any], in_use: Mapping[str, Any], added: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the names of entries on special tokens that have no effect.
+    """Yield the names of entries that describe a special token but have no effect.
 
-    Another file overrides them, or the loaded tokenizer ignores them.
+    An entry has no effect if another file overrides it, or if the loaded tokenizer ignores it.
 
     Args:
         entries: the entries of the file that is checked.
-        in_use: the entries in effect, of both files.
+        in_use: the entries that take effect when both files are combined.
         added: the special tokens of the loaded tokenizer, by text.
     """
     for key in (*NAMED, *LISTED):
@@ -252,7 +253,7 @@ def _templates_without_effect(folder: Path, config: Mapping[str, Any]) -> Iterat
 
 
 def _tokenizes_alike(raw: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Tell whether a loaded tokenizer keeps all that its tokenizer.json says of tokenizing.
+    """Tell whether a loaded tokenizer agrees with its tokenizer.json in all parts except the model.
 
     ``raw`` is the content of the file, ``state`` the content that the tokenizer would save.
     """
@@ -269,7 +270,7 @@ def _agree(raw: Any, state: Any) -> bool:
 
 
 def part_at_fault(raw: Any, kind: Any) -> str | None:
-    """Return the name of the part that makes a tokenizer.json unreadable; None if none does alone.
+    """Return the name of the part that makes a tokenizer.json unreadable; None if no one part does.
 
     Errors of the library seldom name the part. So leave out one part after another until the class
     ``kind``, `tokenizers.Tokenizer`, can read the rest of the content ``raw``.
@@ -312,8 +313,9 @@ def _lost(raw: Any, state: Any, kind: Any) -> Iterator[str]:
     """Yield the paths of a tokenizer.json's entries that `tokenizers` ignores, such as ``model.x``.
 
     ``raw`` is the content of the file, ``state`` the content that `tokenizers` would save, ``kind``
-    the class `tokenizers.Tokenizer`. An entry that ``state`` lacks may have been read under an old
-    name. So it is ignored only if the file without it gives the same tokenizer.
+    the class `tokenizers.Tokenizer`. If ``state`` lacks an entry, `tokenizers` may still have read
+    it, as the old name of another entry. Such an entry counts as ignored only if the file without
+    it gives the same tokenizer.
     """
     whole: Any = None
     for path, is_there in _not_kept(raw, state):
@@ -326,9 +328,10 @@ def _lost(raw: Any, state: Any, kind: Any) -> Iterator[str]:
 def _not_kept(
     raw: Any, state: Any, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[tuple[Any, ...], bool]]:
-    """Yield (path, whether ``state`` has it) of each entry that ``state`` lacks or changes.
+    """Yield the path of each entry of ``raw`` that ``state`` lacks or has with another value.
 
-    The entries are those of ``raw``, both nested JSON values.
+    Each path comes with a bool: whether ``state`` has the entry. ``raw`` and ``state`` are nested
+    JSON values; ``path`` is where they are in the whole file.
     """
     if isinstance(raw, dict) and isinstance(state, dict):
         for key, value in raw.items():

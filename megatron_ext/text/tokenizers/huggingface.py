@@ -38,8 +38,8 @@ def refused_panic(tokenizer: str) -> Iterator[None]:
     """Turn a panic of the `tokenizers` library within a ``with`` block into a DataError.
 
     The library panics after ten million attempts to match a regular expression at one position, and
-    if its file is damaged. A panic does not derive from Exception. ``tokenizer`` names the file or
-    the folder of the tokenizer.
+    if the tokenizer's file is damaged. A panic does not derive from Exception. ``tokenizer`` names
+    the file or the folder of the tokenizer, for the error.
     """
     what = f"`--tokenizer-model` ({tokenizer}) has a pattern or content"
     with _panic_as_data_error(what, "give a tokenizer from a source that you trust"):
@@ -50,7 +50,7 @@ def refused_panic(tokenizer: str) -> Iterator[None]:
 def _panic_as_data_error(what: str, advice: str) -> Iterator[None]:
     """Turn a panic of the `tokenizers` library within a ``with`` block into a DataError.
 
-    Its message begins with ``what``, the cause, and ends with ``advice``.
+    The error's message begins with ``what``, which names the cause, and ends with ``advice``.
     """
     try:
         yield
@@ -181,10 +181,10 @@ def build(
     include_special_tokens: bool,
     trust_remote_code: bool,
 ) -> Tokenizer:
-    """Load the tokenizer in a folder or of a model on the Hugging Face hub.
+    """Load a Hugging Face tokenizer.
 
-    ``name`` is the folder or the model, ``kind`` the tokenizer's type. Raise a ConfigError without
-    a name, a DataError if the tokenizer cannot be loaded.
+    ``name`` is a folder or the name of a model on the hub; ``kind`` is the tokenizer's type. Raise
+    a ConfigError if no name is given, and a DataError if the tokenizer cannot be loaded.
     """
     if not name:
         raise ConfigError.about(

@@ -24,7 +24,7 @@ _SEPARATOR = "▁"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A tokenizer from a SentencePiece `.model`; its id of eos is also that of eod.
+    """A tokenizer from a SentencePiece `.model`; the end of a document (eod) has the id of eos.
 
     With `--tokenizer-sentencepiece-legacy`, each of ``special_tokens`` in a text becomes a single
     id: the id of the piece with the same text, or a new id after the vocabulary.
@@ -52,9 +52,9 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _place(self, tokens: Sequence[str]) -> dict[str, int]:
-        """Return the ids of special tokens, by text.
+        """Return the id of each special token, by the token's text.
 
-        An id is that of the piece with the same text, or a new one.
+        A token gets the id of the piece with the same text; if there is none, it gets a new id.
         """
         placed: dict[str, int] = {}
         fresh = self._model.get_piece_size()
