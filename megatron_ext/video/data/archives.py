@@ -32,11 +32,12 @@ def samples_in(archive: Path) -> Iterator[tuple[Member | None, dict[str, Any], l
     """Yield (clip, row, suffixes of unused members) for each sample in a tar file.
 
     The row has the values of the sample's `.json`, and as `text` the content of its `.txt`. The
-    clip is None if the sample has none. The members of a sample may be anywhere in the archive,
-    since `tar` writes the files of a folder in no particular order.
+    clip is None if the sample has no clip file. The members of a sample may be anywhere in the
+    archive, since `tar` writes the files of a folder in no particular order.
 
     Raises:
-        UnreadableFile: ``archive`` is not a tar file or is packed, or a `.json` holds no object.
+        UnreadableFile: ``archive`` is not a whole, uncompressed tar file, or a `.json` or `.txt` in
+            it cannot be read.
     """
     try:
         with tarfile.open(archive, "r:") as tar:
@@ -57,9 +58,10 @@ def samples_in(archive: Path) -> Iterator[tuple[Member | None, dict[str, Any], l
 def _file_of(
     member: tarfile.TarInfo, members: Mapping[str, tarfile.TarInfo]
 ) -> tarfile.TarInfo | None:
-    """Return the file that a member is or links to.
+    """Return the file that a tar member is, or to which it links.
 
-    Return None for a folder, and for a link to something outside of the archive.
+    ``members`` has all members by name. Return None for anything else, such as a folder or a link
+    that leads to no file in the archive.
     """
     for _ in range(_MOST_LINKS):
         if member.isfile():
@@ -84,7 +86,8 @@ def _sample(
 ) -> tuple[Member | None, dict[str, Any], list[str]]:
     """Return (clip, row, suffixes of unused members) of one sample.
 
-    ``members`` are its (name, file); a name may link to the file.
+    ``members`` has (name, file) for each member of the sample. For a link, this is the name of the
+    link and the file to which it leads.
     """
     clip: Member | None = None
     row: dict[str, Any] = {}

@@ -68,21 +68,22 @@ def read_list(
     *,
     flag: str = "--input",
 ) -> list[Clip]:
-    """Read the clips in a list, a folder (with a ``.txt`` caption beside each) or a tar file.
+    """Read the clips in a list, a tar file, or a folder with a ``.txt`` caption beside each clip.
 
     A list is csv (with commas, semicolons, tabs or bars), tsv, a JSON list, jsonl or parquet. Each
     row has a path relative to the list (``path``, ``file_name`` or ``video``), a caption (``text``,
     ``caption`` or ``prompt``), and optionally ``fps`` and ``motion`` (or ``motion_score``). Other
-    columns, and a second path, caption or score in a row, are not used; ``say`` is called with
-    their names and numbers of rows.
+    columns are not used, nor is a second path, caption or score in a row; ``say`` is called with a
+    line that names these columns and counts their rows.
 
     If a folder has ``metadata.csv``, ``.jsonl`` or ``.parquet``, that list is read. Otherwise all
-    clips in the folder are read, including those in its folders and tar files. A folder is a single
-    clip, whose frames are its images, if it has a caption beside it, or if it holds images and no
-    captions. A tar file has samples in WebDataset's layout: members of one sample share their name.
+    clips in the folder are read, including those in subfolders and tar files. A subfolder is a
+    single clip, whose frames are its images, if it has a caption beside it, or if it holds images
+    but neither captions nor folders. A tar file has samples in WebDataset's layout: members of one
+    sample share their name.
 
-    DataError is raised for an unreadable list or row, and for an empty list; it names ``flag``,
-    which gives the path.
+    DataError is raised for a list or row that cannot be read, and if there are no clips. Its
+    message names ``flag``, the command-line flag whose value is ``path``.
     """
     source = Path(path)
     unused: Counter[str] = Counter()
@@ -123,9 +124,9 @@ _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
 def _metadata_in(folder: Path) -> Path | None:
-    """Return the path of the list of clips in a folder; None if there is none.
+    """Return the path of a folder's metadata file, which lists clips; None if there is none.
 
-    Its name is one of `_METADATA`.
+    The file has a name in `_METADATA`; if there are several, the first of these names is taken.
     """
     return next((folder / name for name in _METADATA if (folder / name).is_file()), None)
 
@@ -165,7 +166,8 @@ def _clips_in(folder: Path, read: set[Path], unused: Counter[str]) -> Iterator[C
 def _holds_frames(folder: Path) -> bool:
     """Tell whether the images of a folder are the frames of one clip.
 
-    They are if a caption is beside the folder, or if the folder has no captions.
+    They are if a caption is beside the folder, or if the folder has images but neither captions nor
+    subfolders.
     """
     if _text_of(folder, folder.name) is not None:
         return True

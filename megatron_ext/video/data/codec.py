@@ -85,13 +85,19 @@ class VideoCodec(ABC):
 
 
 def public(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json's entries without private ones, the version and the dtype."""
+    """Return the entries of a config.json that describe the model itself.
+
+    Entries whose names begin with ``_``, the version of transformers and the dtype are left out.
+    """
     incidental = ("transformers_version", "torch_dtype", "dtype")
     return {k: v for k, v in settings.items() if k[:1] != "_" and k not in incidental}
 
 
 def compared(earlier: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Return a clause on the first setting in which two mappings differ; "" if they agree."""
+    """Describe the first difference between two mappings of settings; return "" if they agree.
+
+    The result is a clause for an error message, such as "`channels` was 4, but is 8".
+    """
     for name in sorted({*earlier, *current}):
         before = earlier.get(name)
         now = current.get(name)
@@ -225,10 +231,10 @@ class DiffusersCodec(VideoCodec):
         self._mean, self._std = self._statistics()
 
     def _number(self, *names: str) -> int:
-        """Return the value of the first of ``names`` that the VAE has; raise ConfigError if none.
+        """Return the value of the first of ``names`` that is a setting of the VAE.
 
-        The value may be an entry of config.json or, for an old config.json, an attribute of the
-        VAE's class.
+        Settings are entries of config.json or, for an old config.json, attributes of the VAE. If
+        the VAE has none of these settings, ConfigError is raised.
         """
         for name in names:
             value = self.vae.config.get(name) or getattr(self.vae, name, None)
@@ -240,9 +246,10 @@ class DiffusersCodec(VideoCodec):
         )
 
     def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation of the raw latents, ``[c, 1, 1, 1]`` each.
+        """Return the mean and deviation that normalize raw latents, ``[c, 1, 1, 1]`` each.
 
-        The standard deviation is divided by the scaling factor.
+        Normalized latents are ``(raw - mean) / deviation``. The deviation is the standard deviation
+        divided by the VAE's scaling factor.
         """
         config = self.vae.config
         means = config.get("latents_mean")
@@ -278,9 +285,9 @@ class DiffusersCodec(VideoCodec):
         return decoded.float()
 
     def raw(self, latents: Tensor) -> Tensor:
-        """Return latents ``[b, c, t, h, w]`` without their normalization, on the VAE's device.
+        """Undo the normalization of latents ``[b, c, t, h, w]``.
 
-        The result has the VAE's dtype.
+        The result is on the VAE's device and has the VAE's dtype.
         """
         raw: Tensor = latents.to(self.device).float() * self._std + self._mean
         return raw.to(self.vae.dtype)

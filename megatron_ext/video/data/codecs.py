@@ -5,9 +5,10 @@ exact if each part gets all earlier latent frames on which its pixels depend.
 
 - The patch codec decodes each latent frame independently, which is exact.
 - Wan's VAE caches two earlier frames for each convolution. This is exact, and no frame is decoded
-twice.
-- Any other VAE decodes the `OVERLAP` latent frames before a part again. This is approximate for
-  HunyuanVideo's VAE, which depends on frames farther back and normalizes over all frames of a call.
+  twice.
+- With any other VAE, the `OVERLAP` latent frames before a part are decoded again. This is
+  approximate for HunyuanVideo's VAE, which depends on frames farther back and normalizes over all
+  frames of a call.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def build_codec(
 
 
 def check_codec_folder(config: CodecConfig) -> None:
-    """Raise a ConfigError if the folder of a VAE has no config.json that names its class."""
+    """Raise ConfigError if a VAE's folder lacks a config.json that names the VAE's class.
+
+    The patch codec has no folder, so it always passes.
+    """
     if config.codec != PATCH:
         read_config(config.codec)
 
@@ -57,9 +61,10 @@ def codec_from_manifest(
     ``seed`` is the seed of a VAE's posterior samples.
 
     Raises:
-        ConfigError: a VAE lacks its folder, the patch codec has one, or the VAE in the folder
-            cannot be used.
-        DataError: the manifest names no codec, or another VAE than the one in the folder.
+        ConfigError: ``codec_folder`` is missing for a VAE, is given for the patch codec, or holds a
+            VAE that cannot be used.
+        DataError: the manifest names no codec, a patch codec that cannot be built, or another VAE
+            than the one in ``codec_folder``.
     """
     identity = manifest.get("codec")
     if not isinstance(identity, Mapping) or not isinstance(identity.get("codec"), str):
@@ -108,9 +113,9 @@ with another number of channels than the codec's raise DataError.
 
 
 def block_decoder(codec: VideoCodec) -> BlockDecoder:
-    """Return a new `BlockDecoder`, which decodes videos part by part from their first frames on.
+    """Return a new `BlockDecoder`, which decodes one video, part by part from its first frame on.
 
-    Decoders of the patch codec and of Wan's VAE are exact, others are approximate.
+    Decoding is exact for the patch codec and for Wan's VAE, and approximate for other VAEs.
     """
     if isinstance(codec, PatchCodec):
         # The codec decodes the first frame of a call to a single frame. One frame of overlap
@@ -122,9 +127,10 @@ def block_decoder(codec: VideoCodec) -> BlockDecoder:
 
 
 class OverlapDecoder:
-    """Decodes each part of a video together with ``overlap``, at least 1, latent frames before it.
+    """Decodes a video part by part, each part together with latent frames before it.
 
-    The pixels of these earlier frames are dropped.
+    The ``overlap`` latent frames before a part, at least 1, are decoded again, and the pixels that
+    they give are dropped.
     """
 
     def __init__(self, codec: VideoCodec, overlap: int = OVERLAP) -> None:

@@ -30,7 +30,7 @@ class Section:
 
 
 def _min_frames(mode: str, config: ConditionConfig) -> int:
-    """Return the least number of latent frames of a clip in the condition mode ``mode``."""
+    """Return how many latent frames a clip needs at least for a condition mode."""
     if mode == "t2v":
         return 1
     if mode.startswith("i2v"):
@@ -155,10 +155,11 @@ class Text:
 
 
 def null_like(null: Text, text: Text) -> Text:
-    """Return the empty caption ``null`` in the shape and dtype of the captions ``text``.
+    """Return the empty caption ``null``, expanded to the shape and dtype of captions ``text``.
 
-    ``null`` is ``[1, k, d]`` and ``[1, e]``, or has b rows like ``text``, which is ``[b, l, d]``
-    and ``[b, e]``. The last of the k tokens is repeated until there are l; k > l raises DataError.
+    The captions have token embeddings ``[b, l, d]`` and pooled embeddings ``[b, e]``. The empty
+    caption has ``[1, k, d]`` and ``[1, e]``, or b rows of each. Its last token is repeated until
+    there are l tokens; k > l raises DataError.
     """
     length = text.sequence.size(1)
     null_length = null.sequence.size(1)

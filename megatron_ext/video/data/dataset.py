@@ -52,8 +52,8 @@ class VideoClips(Dataset[VideoSample], ABC):
 
     Attributes:
         manifest: the mapping that describes how latents and embeddings were made.
-        plan: the bucket plan with the micro-batch sizes of this run; None takes the micro-batch
-            sizes in the manifest.
+        plan: the bucket plan of this run, which gives the micro-batch size of each bucket. If it is
+            None, the manifest gives these sizes.
         null_text: the encoded empty caption: token embeddings ``[l, d]`` and pooled ``[e]``.
         of_buckets: the numbers of the clips in each bucket; buckets without clips are left out.
     """
@@ -89,8 +89,7 @@ class VideoClips(Dataset[VideoSample], ABC):
         """Return the clips and the micro-batch size of each bucket.
 
         A bucket without a micro-batch size takes ``default_micro_batch_size``. DataError is raised
-        if there are clips of a bucket that the plan lacks; ``name`` is the name of the data in its
-        message.
+        if the plan lacks a bucket that has clips; the error message calls the data ``name``.
         """
         return {
             bucket: Members(clips, self._micro_batch_size(bucket, name) or default_micro_batch_size)
@@ -163,10 +162,10 @@ class ShardedVideos(VideoClips):
 class OnlineVideos(VideoClips):
     """Clips that are decoded and encoded on each access; nothing is stored.
 
-    A clip has the same crop each time. One bad file must not end days of training: if the frames of
-    a clip cannot be decoded, although its header could be read, the next clip of its bucket is used
-    instead, with a warning. A loader with worker processes needs the patch codec and `HashedWords`,
-    or models on the CPU, since processes cannot share models on a GPU.
+    A clip has the same crop each time. One bad file does not end a long run: if the header of a
+    file could be read but its frames cannot be decoded, a warning is logged, and the next clip of
+    the same bucket is used instead. A loader with worker processes needs the patch codec and
+    `HashedWords`, or models on the CPU, since processes cannot share models on a GPU.
     """
 
     def __init__(
@@ -242,7 +241,7 @@ class VideoBatch:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> VideoBatch:
-        """Build a batch from tensors with the names that `tensors` gives them."""
+        """Build a batch from named tensors, such as another batch's `tensors` returns."""
         prefix = "references/"
         references = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         own: dict[str, Any] = {k: t for k, t in tensors.items() if not k.startswith(prefix)}
@@ -259,13 +258,13 @@ def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
 def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) -> VideoBatch:
     """Stack clips of one bucket into a micro-batch.
 
-    DataError is raised if clips differ in their shapes, references or shapes of embeddings, or if
-    the sides of latents are not multiples of ``patch``.
+    DataError is raised if the clips differ in their shapes, references or shapes of embeddings, or
+    if height or width of the latents is not a multiple of ``patch``.
 
     Args:
         patch: side of the square patch of a token, in latent pixels.
-        multiple: a divisor that the number of text and image tokens together must have; the text is
-            padded to reach it.
+        multiple: text is padded until ``multiple`` divides the number of text and image tokens of a
+            clip together.
     """
     shapes = {tuple(sample.latents.shape) for sample in samples}
     if len(shapes) != 1:

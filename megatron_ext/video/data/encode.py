@@ -43,16 +43,17 @@ from megatron_ext.video.data.text_encoders import TextEncoder
 
 @dataclass(frozen=True)
 class PlannedClip:
-    """A sample to make from a clip.
+    """The plan of one sample: the clip from which it is made, and its bucket.
 
     Attributes:
         number: number of the clip in its list.
-        clip: the row of the list.
+        clip: the clip's row in the list.
         shape: shape of the clip's file.
         bucket: bucket of the sample.
-        window: (number of the window in the clip, its first frame), where frames are counted at the
-            frame rate of the sample, not of the file. None if ``--temporal-crop`` says where in the
-            clip the sample begins.
+        window: (index of the window in the clip, first frame of the window), for a sample that is
+            one of the clip's windows. Frames are counted at the frame rate of the sample, not of
+            the file. If it is None, ``--temporal-crop`` decides where in the clip the sample
+            begins.
     """
 
     number: int
@@ -62,7 +63,10 @@ class PlannedClip:
     window: tuple[int, int] | None = None
 
     def key(self, row: str) -> str:
-        """Return the key of the sample, given the key of the clip's row."""
+        """Return the sample's key: ``row``, the key of the clip's row, and the window's index.
+
+        Without a window it is ``row`` alone.
+        """
         return row if self.window is None else f"{row}.{self.window[0]}"
 
 
@@ -91,9 +95,10 @@ class VideoSample:
 
 
 def reference_name(side: str, num_frames: int) -> str:
-    """Return the name of the first ("head") or last ("tail") latent frames of a clip.
+    """Return the name of the reference that has ``num_frames`` latent frames of a clip.
 
-    It has their number, such as ``head1``.
+    They are the first frames for the ``side`` "head" and the last for "tail". Names are such as
+    ``head1``.
     """
     return f"{side}{num_frames}"
 
@@ -143,10 +148,11 @@ class ClipEncoder:
     def _references(
         self, pixels: Tensor, num_latent_frames: int, number: int, place: str
     ) -> dict[str, Tensor]:
-        """Return the latents of the first and last frames of a clip, by name such as ``head1``.
+        """Return the latents of a clip's references by name, such as ``head1``.
 
-        Each piece is encoded without the rest of the clip. ``place`` distinguishes the windows of
-        one clip.
+        A reference is a number of first or last frames, which are encoded without the rest of the
+        clip. References that would be as long as the clip, ``num_latent_frames``, are left out.
+        ``place`` distinguishes the windows of one clip in the seed of random latents.
         """
         references = {}
         for length in self.config.reference_lengths:
@@ -174,9 +180,10 @@ def caption_for(
 
 
 def reference_names(lengths: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the references at both ends of a clip.
+    """Return the names of the references of a clip, for example ``head1, tail1, head4, tail4``.
 
-    ``lengths`` are the numbers of latent frames of a reference.
+    ``lengths`` holds the numbers of latent frames, here 1 and 4. For each number there is a
+    reference at the beginning and one at the end of the clip.
     """
     return tuple(reference_name(side, n) for n in lengths for side in ("head", "tail"))
 
@@ -192,10 +199,10 @@ class Dropped:
 
 
 def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence[int] = ()) -> None:
-    """Check that the codec can encode every bucket of a plan, and that references fit a bucket.
+    """Raise ConfigError if the codec cannot encode a bucket, or if references fit no bucket.
 
-    ConfigError is raised if the codec cannot encode a number of frames, a height or a width. It is
-    also raised if references of more than one latent frame are not shorter than the longest bucket.
+    Only buckets with a probability above 0 count. ``reference_lengths`` are numbers of latent
+    frames. A reference of more than one latent frame must be shorter than the longest bucket.
     """
     longest = 1
     for resolution, lengths in plan.rules.items():
@@ -221,11 +228,11 @@ def plan_clips(
     tick: Callable[[int], None] = lambda done: None,
     may_be_empty: bool = False,
 ) -> tuple[list[PlannedClip], list[Dropped]]:
-    """Assign each clip to a bucket by its header; return the samples and the dropped clips.
+    """Assign each clip to a bucket; return the planned samples and the dropped clips.
 
-    ``workers`` processes read headers. ``tick`` is called with the number of clips read so far.
-    ``numbers`` are the numbers of the clips in their list; None numbers them from 0. If no clip has
-    a bucket, a DataError gives the reasons, unless the plan ``may_be_empty``.
+    ``workers`` processes read the headers of the files. ``tick`` is called with the number of clips
+    read so far. ``numbers`` are the numbers of the clips in their list; None numbers them from 0.
+    If no clip has a bucket, a DataError gives the reasons, unless ``may_be_empty`` is set.
     """
     planned: list[PlannedClip] = []
     dropped: list[Dropped] = []
@@ -279,7 +286,10 @@ def _most_frames(config: EncodeConfig, scenes: Sequence[range] | None) -> int | 
 def _windows(
     planned: PlannedClip, config: EncodeConfig, scenes: Sequence[range] | None
 ) -> list[PlannedClip]:
-    """Return the samples of a clip: one for each window, or one without ``--video-windows``."""
+    """Return the samples of a clip: one for each window.
+
+    Without ``--video-windows``, and for an image, the result is one sample without a window.
+    """
     length = planned.bucket.num_frames
     if config.video_windows is None or length == 1:
         return [planned]
@@ -339,9 +349,10 @@ def _probe_all(
 
 
 def _probe(config: EncodeConfig, clip: Clip) -> _Probed | Dropped:
-    """Read the properties that planning needs from a clip.
+    """Read the properties of a clip that planning needs.
 
-    A dropped clip gets its number later.
+    Return a `Dropped` for a clip that has no caption or cannot be read. Its number is 0 until the
+    caller sets it.
     """
     if not clip.caption:
         return Dropped(0, clip.path, Drop.NO_CAPTION)
@@ -357,7 +368,10 @@ def _probe(config: EncodeConfig, clip: Clip) -> _Probed | Dropped:
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
-    """Return a line for each reason, with the number of clips dropped for it and an example."""
+    """Return a line for each reason why clips were dropped, the most frequent reason first.
+
+    A line gives the number of clips dropped for this reason, out of ``total``, and the first one.
+    """
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why].rstrip('.')}."

@@ -56,11 +56,12 @@ def probe(clip: Clip) -> ClipShape:
 
 
 def scene_starts(clip: Clip, shape: ClipShape, threshold: float) -> list[float]:
-    """Return the frames at which the scenes of a clip begin, at its frame rate; the first is 0.
+    """Return the first frame of each scene of a clip, beginning with 0.
 
-    A picture, or a folder of pictures, is one scene. A scene begins where a frame changes by more
-    than ``threshold``, between 0 and 1. A file that cannot be read raises DataError; a missing
-    package raises ConfigError.
+    Frames are counted at the frame rate of the clip's file, and may be fractions. A picture, or a
+    folder of pictures, is one scene. A scene begins where the picture changes by more than
+    ``threshold``, between 0 and 1. A file that cannot be read raises DataError; a missing package
+    raises ConfigError.
     """
     path = clip.source
     is_folder = isinstance(path, Path) and path.is_dir()
@@ -90,10 +91,11 @@ def decode(
     package raises ConfigError.
 
     Args:
-        first, interval: the frames are those shown at the times ``first``, ``first + interval`` and
-            so on, in frames of the clip's rate. Between two frames, the nearest is taken.
+        first, interval: the ``count`` frames shown at the times ``first``, ``first + interval`` and
+            so on are returned. The unit of time is a frame of the clip.
+        size: (H, W).
         shape: shape of the clip; None reads it from the file.
-        blend: whether to mix the frames before and after a time.
+        blend: whether to mix the frames before and after each time, instead of taking the nearest.
         background: name of the colour under transparent parts.
     """
     shape = shape or probe(clip)
@@ -169,7 +171,10 @@ class _Pixels:
 def _frames(
     path: ClipFile, shape: ClipShape, places: list[float], background: Colour
 ) -> Iterator[tuple[float, float, _Frame]]:
-    """Yield (time, duration, frame) of each frame; times are in frames of the clip's rate."""
+    """Yield (time, duration, frame) of the frames needed to show a clip at the times ``places``.
+
+    The unit of time is a frame of the clip. More frames than needed may be yielded.
+    """
     if isinstance(path, Path) and path.is_dir():
         for number, image in enumerate(_images_of(path)):
             yield number, 1.0, _Still(image, background)

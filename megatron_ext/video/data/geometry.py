@@ -236,11 +236,12 @@ _SAME_RATE = 1.01
 def subsampling(
     fps: float, fps_cap: float, video_fps: float | None = None
 ) -> tuple[int | float, int | float]:
-    """Return (distance of the kept frames, in frames of the clip; frame rate of the kept frames).
+    """Return (interval of the kept frames, frame rate of the kept frames).
 
-    Without ``video_fps`` the rule is Open-Sora's: keep every n-th frame, where n is
+    ``fps`` is the frame rate of the clip, whose frames are the unit of the interval. Without
+    ``video_fps`` the rule is Open-Sora's: keep every n-th frame, where n is
     ``ceil(fps / fps_cap)``; the rate is ``floor(fps / n)``. With ``video_fps`` the rate is
-    ``video_fps``, and the distance may be a fraction. For an image, which has 0 frames per second,
+    ``video_fps``, and the interval may be a fraction. For an image, which has 0 frames per second,
     the result is ``(1, 0)``.
     """
     if video_fps is not None and fps:
@@ -318,14 +319,15 @@ def first_frame(
 def window_starts(
     available: int, length: int, windows: str, *, stride: int | None, count: int | None
 ) -> list[int]:
-    """Return where the windows of a clip begin, in frames at the rate of samples.
+    """Return the first frame of each window of a clip; frames are counted at the rate of samples.
 
     Args:
         available: number of frames of the clip at the rate of samples, at least ``length``.
         length: number of frames of a window.
-        windows: "first"; "uniform" for ``count`` windows spread from beginning to end, but no more
-            than fit without overlap; or "all" for a window at each multiple of ``stride``.
-        stride: distance of windows; None for windows side by side.
+        windows: "first" for one window at frame 0; "uniform" for ``count`` windows spread evenly
+            from beginning to end, but no more than fit without overlap; or "all" for a window at
+            each multiple of ``stride``.
+        stride: number of frames from one window's start to the next; None means ``length``.
         count: the largest number of windows; None for no limit.
     """
     if windows == "first":

@@ -62,7 +62,8 @@ def bad_row(source: Path, place: str, what: str) -> DataError:
 def check_columns(source: Path, columns: Sequence[str], where: str = "") -> None:
     """Raise DataError if a table lacks a column of paths or captions, or has a column twice.
 
-    ``where`` is the place of the column names, for the error.
+    ``where`` is added to the message and says where the columns are named, such as " in its first
+    line".
     """
     for name in {*PATHS, *CAPTIONS, *SCORES, "fps"}:
         if list(columns).count(name) > 1:
@@ -122,7 +123,10 @@ def _table_rows(source: Path, delimiters: str) -> Iterator[tuple[str, Any]]:
 
 
 def _delimiter(source: Path, first: str, delimiters: str) -> str:
-    """Return the one of ``delimiters`` that splits the header into the most known column names."""
+    """Return the delimiter that splits the header of a list into the most known column names.
+
+    ``first`` is the header, the first line of ``source``; ``delimiters`` are the candidates.
+    """
     headings = {*PATHS, *CAPTIONS, *SCORES, "fps"}
 
     def columns(delimiter: str) -> tuple[int, int]:

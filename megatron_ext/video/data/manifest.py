@@ -178,10 +178,11 @@ _SIZES = {
 
 
 def _faults(value: Any, expected: Any, name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield (name, fault) of each entry of ``value`` that does not match ``expected``.
+    """Yield (name, fault) for each entry of ``value`` that is missing or wrong.
 
-    The fault is a clause for an error message, or None if the entry is missing. ``expected`` has
-    the form of `_ENTRIES`; ``name`` is the name of ``value`` itself.
+    The fault is a clause for an error message, or None for a missing entry. ``expected`` says what
+    ``value`` must hold, in the form of `_ENTRIES`. ``name`` is the place of ``value`` in the
+    manifest, such as ``buckets[0]``, with which the names of its entries begin.
     """
     if not isinstance(expected, dict | list):
         if not expected[1](value):

@@ -43,7 +43,8 @@ _NO_DURATION = 0.1
 def is_picture(path: ClipFile) -> bool:
     """Tell whether a file is read by Pillow rather than FFmpeg.
 
-    The first bytes decide, since pictures from the web often have a wrong suffix. FFmpeg reads GIF.
+    Besides the suffix, the first bytes are looked at, since pictures from the web often have a
+    wrong suffix. A GIF is read by FFmpeg.
     """
     file = readable(path)
     with file if isinstance(file, io.RawIOBase) else open(file, "rb") as stream:

@@ -169,10 +169,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one thread within a ``with`` block, like worker processes.
+    """Make torch compute with one thread within a ``with`` block, as worker processes do.
 
-    With several threads sums would be taken in another order, and samples would have other bytes.
-    Also, OpenMP would hang in forked processes if several threads had run in this one.
+    Several threads would take sums in another order, so that samples would differ in their last
+    bits. Also, OpenMP would hang in forked processes if several threads had run in this one.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -183,9 +183,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _register_of(folder: Path, options: Mapping[str, Any]) -> Register:
-    """Return the register of a dataset, or a new one.
+    """Return the register of a dataset's samples: as stored in ``folder``, or else a new one.
 
-    DataError is raised if the register was made with other options.
+    DataError is raised if the register was made with other options, and if the folder holds a
+    dataset without a register.
     """
     register = read_register(folder)
     if register is not None:
@@ -204,10 +205,10 @@ def _register_of(folder: Path, options: Mapping[str, Any]) -> Register:
 
 
 class _Samples:
-    """The samples on disk, in finished shards and parts, by their keys.
+    """The samples that are on disk, in finished shards and parts; a sample is found by its key.
 
     Attributes:
-        markers: content of the ``.json`` file that marks a shard as finished, by name of the shard.
+        markers: for each finished shard, by name, the content of its ``.json`` file.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], fingerprint: str) -> None:
@@ -222,9 +223,10 @@ class _Samples:
         return key in self._places or key in self._damaged
 
     def add_shard(self, folder: Path, name: str, *, check: bool = False) -> None:
-        """Add the samples of a shard or part, if it is finished, undamaged and of this dataset.
+        """Add the samples of the shard or part ``name`` in ``folder``.
 
-        With ``check`` compare the bytes of a part with its digest.
+        It is ignored if it is unfinished, damaged or made with other options. With ``check``, a
+        part is also ignored if its bytes do not match its digest.
         """
         try:
             marker = shards.read_json(folder / f"{name}.json")
@@ -248,7 +250,8 @@ class _Samples:
     def has_shard(self, name: str, entries: Sequence[Entry]) -> bool:
         """Tell whether a shard is finished and has exactly the samples of ``entries``.
 
-        Damaged clips, which have no sample, are left out of account.
+        Entries of damaged clips have no sample; the shard must have recorded exactly these clips as
+        damaged.
         """
         marker = self.markers.get(name)
         whole = [entry.key for entry in entries if entry.key not in self._damaged]
@@ -319,10 +322,10 @@ def _plan(
     samples: _Samples,
     say: Say,
 ) -> tuple[dict[str, PlannedClip], list[Dropped]]:
-    """Update the register to the list; return the clips to encode by key, and the dropped clips.
+    """Update the register to match the list of clips, and plan the clips that are not encoded.
 
-    Rows that are in the register keep their numbers and shards. New rows get the next numbers and
-    new shards.
+    Return the planned clips by key, and the dropped clips. Rows that are in the register keep their
+    numbers and shards. New rows get the next numbers and new shards.
     """
     keys = row_keys(clips, list_folder(options.input))
     _remove_missing_rows(options, dict(zip(keys, clips, strict=True)), register, samples, say)
@@ -385,8 +388,9 @@ def _remove_missing_rows(
 ) -> None:
     """Remove rows from the register that are no longer in the list and have no sample.
 
-    With ``--drop-missing`` remove also those that have a sample; other samples of the same shards
-    get new shards. Without it, raise DataError if the list has none of the register's rows.
+    With ``--drop-missing`` remove rows that have a sample too. A finished shard that loses a row
+    gets a new name, under which it is written again without this row. Without ``--drop-missing``,
+    raise DataError if there are samples, but the list has none of the register's rows.
     """
     gone = [entry for entry in register.entries if entry.row not in listed]
     with_sample = [entry for entry in gone if entry.shard and entry.key in samples]
@@ -447,10 +451,11 @@ class _Part:
     """Clips of one shard that a worker encodes together.
 
     Attributes:
-        name: the beginning of the names of the part's files, different from that of earlier parts.
+        name: the beginning of the names of the part's files. It is random, so that it differs from
+            the names of parts of earlier runs.
         shard: name of the shard.
-        buckets: the number of each clip's bucket in the manifest.
-        keys: the key of each clip's sample.
+        buckets: for each clip, the number of its bucket in the manifest.
+        keys: for each clip, the key of its sample.
     """
 
     name: str
@@ -467,7 +472,7 @@ Encode = Callable[["_Todo", Progress], None]
 
 
 class _Todo:
-    """The unfinished shards, and those parts of them that are still to be encoded."""
+    """The unfinished shards, and the parts of these shards that must still be encoded."""
 
     def __init__(
         self,
@@ -523,7 +528,10 @@ class _Todo:
         return self._missing
 
     def finish(self, number: int) -> None:
-        """Add the samples of an encoded part; write its shard if all its parts are encoded."""
+        """Add the samples of an encoded part; write its shard if it was the shard's last part.
+
+        ``number`` is the index of the part in ``parts``.
+        """
         part = self.parts[number]
         self._samples.add_shard(self.folder, part.name)
         lost = [key for key in part.keys if key not in self._samples]
@@ -537,7 +545,7 @@ class _Todo:
             self._join(part.shard)
 
     def unfinished(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of ``numbers`` whose parts are not on disk."""
+        """Return those of ``numbers``, indices into ``parts``, whose part is not on disk yet."""
         return [x for x in numbers if not (self.folder / f"{self.parts[x].name}.json").exists()]
 
     def _join(self, name: str) -> None:
@@ -591,7 +599,10 @@ def _method(options: VideoPreprocessOptions) -> Literal["fork", "spawn"]:
 
 
 def _start_encoding(options: VideoPreprocessOptions, fingerprint: str, worker: int) -> Work:
-    """Load the models of a worker process; workers use the GPUs in turn."""
+    """Load the models of a worker process; return the function that encodes a part.
+
+    ``worker`` is the number of the worker. Workers are spread evenly over the GPUs.
+    """
     torch.set_num_threads(1)
     device = torch.device(options.device)
     if device.type == "cuda":
@@ -611,8 +622,8 @@ def _encode_part(
 ) -> None:
     """Encode one part and write its files; its ``.json`` lists the clips that cannot be decoded.
 
-    Parts are temporary, so their files are not waited for to be on the disk. The digest of a part
-    shows whether a power failure has damaged it.
+    Parts are temporary, so the function does not wait until their files have reached the disk.
+    Instead, the ``.json`` has a digest, which shows whether a power failure has damaged the part.
     """
     folder = Path(options.output) / _PARTS
     names = reference_names(options.encode.reference_lengths)

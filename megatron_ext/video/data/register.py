@@ -52,11 +52,12 @@ class Entry:
 
 @dataclass
 class Register:
-    """All entries of a dataset, in the order of its samples.
+    """The list of a dataset's samples, which is stored as ``clips.jsonl``.
 
     Attributes:
         options: the settings that, with clip and number, determine the bytes of a sample.
         buckets: the buckets; their indices are the bucket numbers that samples store.
+        entries: an `Entry` for each sample, in order, and for each clip that was dropped.
     """
 
     options: Mapping[str, Any]

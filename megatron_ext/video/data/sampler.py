@@ -25,9 +25,9 @@ class Members:
 
     Attributes:
         clips: numbers of the clips of the first epoch.
-        shares: for each set of clips, (numbers of its clips, how many of them an epoch has). An
-            epoch may have more than the set, which then repeats. Empty if each epoch has all clips
-            once.
+        shares: (numbers of the clips of a set, how many clips an epoch takes from this set), for
+            each set of clips in a blend. An epoch that takes more clips than the set has repeats
+            some. Empty if each epoch takes all ``clips`` once.
     """
 
     clips: Sequence[int]
@@ -46,10 +46,10 @@ class Members:
         return cls(clips.tolist(), micro_batch_size, shares)
 
     def of_epoch(self, epoch: int) -> NDArray[np.int64]:
-        """Return the numbers of the clips of an epoch; all epochs have equally many.
+        """Return the numbers of the clips of an epoch; their count is the same in all epochs.
 
-        If the number of clips from a set is not a multiple of its size, each epoch continues in the
-        set where the last one stopped.
+        In each set, an epoch continues at the clip where the previous epoch stopped, and returns to
+        the first clip after the last.
         """
         if not self.shares:
             return np.asarray(self.clips, np.int64)
@@ -120,7 +120,7 @@ class BucketSteps:
         return members.micro_batch_size * (1 if self.mixed else self._per_step)
 
     def _share(self, count: int, size: int) -> int:
-        """Return how many groups of ``size`` clips are in ``count``; with ``whole``, round up."""
+        """Divide a number of clips or units by ``size``, rounding down or, with ``whole``, up."""
         return -(-count // size) if self.whole else count // size
 
     def _num_units(self, members: Members) -> int:
@@ -139,7 +139,10 @@ class BucketSteps:
         return {b: self._unit(m) for b, m in self.buckets.items() if not self._num_units(m)}
 
     def filled(self, bucket: Bucket, clips: Sequence[int]) -> list[int]:
-        """Return a micro-batch's clips, filled up with copies of the first clip of its bucket."""
+        """Return a micro-batch's clips, filled up to the micro-batch size of its bucket.
+
+        Missing clips are replaced by copies of the first clip of the bucket.
+        """
         members = self.buckets[bucket]
         missing = members.micro_batch_size - len(clips)
         return [*clips, *[members.clips[0]] * missing]

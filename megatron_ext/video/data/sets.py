@@ -35,11 +35,12 @@ _ALIKE = (
 
 @dataclass(frozen=True)
 class Blend:
-    """The sets of a run, in order; each path occurs once.
+    """The sets of clips that a run reads, in order.
 
     Attributes:
-        weights: the share of samples from each set; None without weights.
-        repeats: the number of times that the flag named each set.
+        paths: the path of each set; each path occurs once.
+        weights: the relative share of samples from each set; None if no weights are given.
+        repeats: how many times the flag names each set; 1 with weights.
     """
 
     paths: tuple[str, ...]
@@ -52,9 +53,10 @@ class Blend:
         return cls(tuple(paths), None, (1,) * len(paths))
 
     def passes(self, sizes: Sequence[int]) -> list[Fraction]:
-        """Return how often an epoch reads each set, given the numbers of clips of the sets.
+        """Return how many times an epoch reads each set; ``sizes`` are their numbers of clips.
 
-        With weights, the set that is read least often is read exactly once.
+        With weights, the set that is read least often is read exactly once; sets of weight 0 are
+        not read.
         """
         if self.weights is None:
             return [Fraction(count) for count in self.repeats]
@@ -64,9 +66,10 @@ class Blend:
 
 
 def blend_of(words: Sequence[str], flag: str = "--video-data-path") -> Blend:
-    """Parse paths, or weights and paths in turn as in Megatron-LM; paths may be repeated.
+    """Parse the words of ``flag``: paths or, as in Megatron-LM, a weight before each path.
 
-    Bad weights, or a mix of both forms, raise ConfigError.
+    Paths may be repeated. ConfigError is raised for bad weights, and if only some paths have a
+    weight.
     """
     numbers = [_number(word) for word in words]
     if len(words) == 1 or not any(x is not None for x in numbers):
@@ -204,7 +207,7 @@ class JoinedVideos(VideoClips):
         """Return the clips and the micro-batch size of each bucket, with the shares of the sets.
 
         A bucket without a micro-batch size takes ``default_micro_batch_size``. DataError is raised
-        if there are clips of a bucket that the plan lacks.
+        if the plan lacks a bucket that has clips; the error message calls the data ``name``.
         """
         members = {}
         for bucket, alone in super().members(default_micro_batch_size, name).items():

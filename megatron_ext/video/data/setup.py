@@ -223,10 +223,10 @@ def build_video_datasets(
 
 
 def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
-    """Open and check the data; return the configuration with settings from the data, and None.
+    """Open and check the data; return (configuration completed by the data, None).
 
-    Other tasks return for example a tokenizer in place of None. Data that is damaged or does not
-    fit the flags raises ConfigError or DataError.
+    Where this function returns None, other tasks return what their data needs, such as a tokenizer.
+    Data that is damaged or does not fit the flags raises ConfigError or DataError.
     """
     video = config.section(VideoConfig)
     if video.dry_run_shape is not None:
@@ -270,9 +270,10 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return functions that check the lists and folders of clips, and the folders of encoders.
+    """Return a check for each list or folder of clips, and for each folder of an encoder.
 
-    Encoders are checked only if clips are encoded during training.
+    A check is a function that reads the file or folder and raises an error if that is not possible.
+    Encoders are checked only for ``--online-encoding`` and ``--dry-run-shape``.
     """
     video = config.section(VideoConfig)
     encoder = config.section(TextEncoderConfig)
@@ -294,9 +295,10 @@ def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Return the optimizer's flags with the default warm-up, which is shorter in a short run.
+    """Return the optimizer flags with the task's default warm-up, if they give no warm-up.
 
-    Flags that do not fit the number of steps raise ConfigError.
+    In a run that is too short for the default, the warm-up is a tenth of the decay. Flags that do
+    not fit the number of steps raise ConfigError.
     """
     optimizer = with_warmup(given, training)
     if optimizer != given and _is_first_rank():
@@ -356,9 +358,10 @@ def planned_clips(config: RunConfig) -> list[Clip]:
 
 
 def bucket_table(split: VideoSplit) -> str:
-    """Return a text with a line for each bucket.
+    """Return a table of the buckets as text.
 
-    A line has the number of clips, of clips left out, and of tokens in a sequence.
+    Each line gives the bucket's number of clips, its micro-batch size, the number of clips that an
+    epoch leaves out, and the number of tokens in a sequence.
     """
     steps = split.plan.steps
     lines = [

@@ -46,11 +46,11 @@ class NearDuplicates:
         self._means.append(shown.mean(dim=(1, 2, 3)).numpy())
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield (number of the first clip, number of the duplicate) for each near duplicate.
+        """Yield (first clip of the group, duplicate), as clip numbers, for each near duplicate.
 
-        Near duplicates form groups, in which each clip is a near duplicate of another clip; the
-        first clip is that of the group. Flat clips are left out, since they differ only in their
-        colour.
+        A group holds all clips that are linked by pairs of near duplicates; each clip but its first
+        is yielded. Flat clips, almost of a single colour, are left out, since they have no other
+        content to compare.
         """
         if len(self._numbers) < 2:
             return

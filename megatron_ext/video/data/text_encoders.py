@@ -101,7 +101,7 @@ def load_model(
     types: Sequence[str],
     tokenizer_path: str,
 ) -> tuple[Any, Any]:
-    """Load a model of transformers and its tokenizer from local folders.
+    """Load a model and its tokenizer by the package transformers, from local folders.
 
     ConfigError is raised if transformers is missing, the model's type is not one of ``types``,
     weights are missing, or a folder cannot be loaded. The message names ``text_encoder``, the
@@ -270,15 +270,18 @@ def build_text_encoder(
 
 
 def encoder_checks(config: TextEncoderConfig) -> list[Callable[[], Any]]:
-    """Return a function for each folder of the text encoder that checks its config.json."""
+    """Return a check for each model folder of the text encoder.
+
+    A check is a function that reads the folder's config.json and raises ConfigError if it cannot.
+    """
     paths = {name: getattr(config, name) for name in FOLDERS[config.text_encoder]}
     return [partial(read_settings, name, path) for name, path in paths.items() if path is not None]
 
 
 def width_of(config: TextEncoderConfig) -> int:
-    """Return the number of features d of the embeddings of tokens, without loading a model.
+    """Return d, the number of features of a token embedding, without loading a model.
 
-    ConfigError is raised for a folder without the config.json of a T5 or UMT5.
+    ConfigError is raised if the folder of T5 or UMT5 has no config.json that gives d.
     """
     if config.text_encoder == HASHED:
         return config.text_width

@@ -28,11 +28,12 @@ _ON_GRID = 0.1
 
 
 def frame_rate(times: NDArray[np.float64], given: Sequence[Fraction | None]) -> tuple[float, bool]:
-    """Return the frame rate that timestamps have, and whether it is constant.
+    """Return (frame rate, whether it is constant) for a clip whose frames have these timestamps.
 
-    Headers are not trusted, since remuxed and cut files have wrong averages. A rate from a header,
-    or a usual rate, is accepted if all timestamps are multiples of its interval, up to rounding. If
-    no rate is accepted, the result is one over the usual interval between two frames.
+    Headers are not trusted, since remuxed and cut files have wrong averages. The rate is constant
+    if all timestamps are multiples of its interval, up to rounding. Rates in headers, usual rates
+    such as 25, and the mean rate are tried in this order. If none fits, the result is one over the
+    usual interval between two frames, or a header's or usual rate that is close to it.
 
     Args:
         times: at least two increasing timestamps in seconds.
@@ -61,17 +62,17 @@ def frames_at(
     step: float,
     blend: bool = False,
 ) -> Iterator[list[tuple[Frame, float]]]:
-    """Yield the frame at each of the given times, as a list [(frame, weight)].
+    """Yield what to show at each of the times ``places``: a list [(frame, weight), ...].
 
-    It is the frame nearest in time, or the later one of two equally near frames. If frames are
-    farther apart than ``step``, the later one is taken from half a ``step`` before its time, as in
-    ffmpeg's filter fps. The iterator ends early if the frames do.
+    By default the list has one frame: the nearest in time, or the later one of two equally near
+    frames. If two frames are farther apart than ``step``, the later one is shown from half a
+    ``step`` before its time, as in ffmpeg's filter fps. The iterator ends early if the frames do.
 
     Args:
         frames: (time, duration, content) of each frame, in order of time. Times are in frames of
             the clip's rate, from the clip's beginning.
         places: the times, increasing.
-        step: distance of two times, in the same unit.
+        step: interval between two of ``places``, in the same unit.
         blend: whether to mix the two frames around a time instead, weighted by their distances.
     """
     left = iter(places)
@@ -106,9 +107,10 @@ _EPSILON = 1e-6
 def _mixed(
     before: tuple[float, float, Frame] | None, after: Frame, share: float
 ) -> list[tuple[Frame, float]]:
-    """Return [(earlier frame, 1 - share), (later frame, share)]; ``before`` is the earlier frame.
+    """Return [(earlier frame, 1 - share), (later frame, share)].
 
-    A frame whose weight is almost 0 is left out.
+    ``before`` is (time, duration, content) of the earlier frame, ``after`` the content of the later
+    one. A frame whose weight is almost 0 is left out.
     """
     if before is None or share > 1 - _EPSILON:
         return [(after, 1.0)]

@@ -63,7 +63,7 @@ class VideoFacts:
 def video_facts(path: ClipFile) -> VideoFacts:
     """Return the shape of a video file, from the packets of its stream and its first frame.
 
-    ValueError is raised for a file without video, an error of FFmpeg for a file it cannot read.
+    A file without video raises ValueError; a file that FFmpeg cannot read raises FFmpeg's error.
     """
     with _opened(path) as (container, stream):
         by_decoding = _lacks_times(container)
@@ -136,11 +136,11 @@ def video_frames(
 
 
 def scene_times(path: ClipFile, threshold: float) -> list[float]:
-    """Return the seconds at which scenes begin, from the first frame that can be decoded.
+    """Return the times at which scenes begin, in seconds after the first frame that is decoded.
 
     A scene begins where FFmpeg's filter select finds a change of more than ``threshold``, a number
-    between 0 and 1. The whole file is decoded. ValueError is raised for a file without video, an
-    error of FFmpeg for a file it cannot read.
+    between 0 and 1. The whole file is decoded. A file without video raises ValueError; a file that
+    FFmpeg cannot read raises FFmpeg's error.
     """
     times = [0.0]
     filters: _Filters | None = None
@@ -179,9 +179,10 @@ _FILTERED_BEFORE = 0.25
 
 
 def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
-    """Return the first frame of a stream, then the frames from shortly before a time on.
+    """Return an iterator: a stream's first frame, then the frames from shortly before a time on.
 
-    The time is ``seconds`` after the first frame. Return None if seeking in the file fails.
+    The time is ``seconds`` after the first frame. Return None if seeking is not possible, or finds
+    no key frame before that time; the caller must then open the file again.
     """
     first = next(_decoded(container, stream), None)
     if first is None or first.pts is None or not first.time_base:
@@ -287,10 +288,10 @@ def _packets(container: Any, stream: Any) -> Iterator[Any]:
 
 
 def _decoded_by(decode: Callable[[Any], Sequence[Any]], packets: Iterator[Any]) -> Iterator[Any]:
-    """Decode packets and yield their frames; ignore errors before the first frame.
+    """Decode packets by ``decode`` and yield their frames; ignore errors before the first frame.
 
-    A recorded broadcast can begin within a group of pictures. Players show the broadcast from the
-    first frame that can be decoded.
+    A recorded broadcast can begin in the middle of a group of pictures, and players show it from
+    the first frame that can be decoded. If there is no such frame, the first error is raised.
     """
     begun = False
     first_error: Exception | None = None
@@ -320,7 +321,11 @@ def _lacks_times(container: Any) -> bool:
 
 
 def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
-    """Yield the frames with increasing times: of the packets after which they were decoded."""
+    """Give each frame the time of the packet after which it was decoded; yield the frames.
+
+    If that time is missing or does not increase, the frame is placed right after the one before it.
+    This is for files that store no times of frames (`_lacks_times`).
+    """
     last: int | None = None
     for frame in frames:
         if frame.dts is not None and (last is None or frame.dts > last):
@@ -332,10 +337,12 @@ def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
 
 
 def _behind(timed: list[tuple[int, int]], start: int) -> list[tuple[int, int]]:
-    """Return (time, duration) of frames that have the times of the packets after them.
+    """Return (time, duration) of each frame of a file that stores no times of frames.
 
-    ``timed`` are those of the packets, ``start`` is the time of the first frame. Packets before it
-    show by how many frames decoding lags behind; as many frames follow the last packet.
+    ``timed`` has (time, duration) of the file's packets. The decoder returns a frame some packets
+    after the frame's own, and `_in_order` gives it the time of the later packet. The number of
+    these packets is the number of times before ``start``, the time of the first frame. As many
+    frames follow after the last packet, so their times are computed.
     """
     late = sum(time < start for time, _ in timed)
     last, duration = timed[-1]
