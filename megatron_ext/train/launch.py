@@ -259,7 +259,8 @@ def launch(
 
     Args:
         nproc_per_node: number of ranks to start, unless torchrun has already started them.
-        timeout_minutes: time limit of the ranks for a collective, and for a save after a signal.
+        timeout_minutes: how long a signal such as SIGSTOP may keep a forked rank stopped, and
+            how long torchrun waits for ranks that save after the exit signal.
         supervision: restarts ranks after faults, if it allows restarts.
         main_of: returns ``main`` for the number of ranks with which a run restarts.
         save: folder in which faults are logged.

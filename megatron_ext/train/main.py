@@ -127,7 +127,7 @@ def main(
     """Parse the flags, check everything that needs no ranks, start the ranks, and train.
 
     Args:
-        program: the task to run, or several tasks among which a flag chooses.
+        program: the task to run, or several tasks among which the flags choose.
         argv: the command-line arguments.
         work: called with the run instead of training and evaluation.
         defaults: values by field that replace the task's default values of flags.

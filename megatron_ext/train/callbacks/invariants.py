@@ -47,7 +47,7 @@ def check_replicas(
     - dense parameters, on all data- and context-parallel ranks;
     - experts, on all expert-data-parallel ranks;
     - dense parameters that tensor parallelism does not shard, on all tensor-parallel ranks;
-    - a tied embedding, on its first and last pipeline stage;
+    - a tied embedding, on all pipeline stages that hold a copy of it;
     - the amax histories of fp8, on all ranks that hold a shard or copy of the layer.
 
     Raises:
