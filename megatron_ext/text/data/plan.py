@@ -101,7 +101,7 @@ def _raise(error: DataError) -> None:
 
 
 def blend_of(spec: BlendSpec, split: int) -> Blend | None:
-    """Return the dataset prefixes and weights of a split, by its number; None if it has no data."""
+    """Return the prefixes and weights of split number ``split``; None if the split has no data."""
     return spec.blend if spec.per_split is None else spec.per_split[split]
 
 

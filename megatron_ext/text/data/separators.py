@@ -35,10 +35,10 @@ def padding_id(tokenizer: Tokenizer, *, allow_ambiguous: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Endings:
-    """The last tokens of the documents that end within the first tokens of a dataset.
+    """Counts of the tokens with which documents end, taken from the first tokens of a dataset.
 
     Attributes:
-        documents: number of these documents.
+        documents: number of documents that end within these first tokens.
         last_ids: for each id, the number of these documents that end with it.
         ids: the ids of the dataset's first tokens.
     """
@@ -53,7 +53,7 @@ class Endings:
 
 
 def endings_of(ids: Array, ends: Array) -> Endings:
-    """Return the endings of documents in ``ids``, an array of token ids.
+    """Return the `Endings` of the documents that end within ``ids``, an array of token ids.
 
     ``ends`` has the indices of the documents' last tokens.
     """
@@ -62,7 +62,7 @@ def endings_of(ids: Array, ends: Array) -> Endings:
 
 
 def first_endings(prefix: Any, index: Index) -> Endings:
-    """Return the endings of documents in the first tokens of a local dataset."""
+    """Return the `Endings` of a local dataset, counted in its first `SAMPLED_TOKENS` tokens."""
     ids = np.fromfile(bin_path(prefix), index.dtype, SAMPLED_TOKENS)
     return endings_of(ids, document_ends(index, 0, len(ids)))
 

@@ -100,7 +100,8 @@ class PartMarker:
 class PartWriter:
     """Writes the files of one part; `finish` writes its marker.
 
-    ``key`` is the key of the plan; ``dtypes`` has the dtype of the token ids for each key of lines.
+    ``key`` is the key of the plan. ``dtypes`` has one dtype of token ids for each key of the JSON
+    rows.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ Each try takes 40 seconds; the default is 20."""
 class RayTasks:
     """Tasks of Ray, on the cluster that `RAY_ADDRESS` names or that runs on this machine.
 
-    If there is no cluster, start Ray on this machine for the time of the run. Raise a ConfigError
+    If there is no cluster, start Ray on this machine until the run ends. Raise a ConfigError
     if Ray is not installed, or if the cluster of `RAY_ADDRESS` is not found.
     """
 

@@ -294,7 +294,7 @@ _NAMES = ("train", "valid", "test")
 
 
 def names_by_flag(data: DataConfig) -> dict[str, list[str] | None]:
-    """Return the names of the files of conversations, by the flag that gives them.
+    """Return a mapping from each data flag to the conversation files that the user gives with it.
 
     The flag is ``--data-path`` for all splits together, or one flag for each split. The value is
     None for a flag that is not given.

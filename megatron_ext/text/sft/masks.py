@@ -236,9 +236,8 @@ def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
 def _exact_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
     """Return (start, end) of an assistant turn's tokens in the tokens ``whole``.
 
-    The start is after the generation prompt.
-
-    Raise a DataError if the messages before the turn, or up to it, are not a prefix of ``whole``.
+    The start is after the generation prompt. Raise a DataError unless ``whole`` begins with the
+    tokens of the messages before the turn, and with those of the messages up to and including it.
     """
     before = template.ids(turn, prompt=True)
     if not _begins(whole, before):

@@ -270,10 +270,11 @@ def _agree(raw: Any, state: Any) -> bool:
 
 
 def part_at_fault(raw: Any, kind: Any) -> str | None:
-    """Return the name of the part that makes a tokenizer.json unreadable; None if no one part does.
+    """Return the name of the part that makes a tokenizer.json unreadable.
 
-    Errors of the library seldom name the part. So leave out one part after another until the class
-    ``kind``, `tokenizers.Tokenizer`, can read the rest of the content ``raw``.
+    Return None if there is no such part, or if several parts together are at fault. Errors of the
+    library seldom name the part. So leave out one part after another until the class ``kind``,
+    `tokenizers.Tokenizer`, can read the rest of the content ``raw``.
     """
     if not isinstance(raw, dict):
         return None
