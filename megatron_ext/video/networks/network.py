@@ -1,10 +1,12 @@
-"""The protocol of a video network, by which the rest of the package uses its folder.
+"""The interface of a video network, through which the rest of the package uses the network.
 
-The package of a folder holds ``NETWORK``, a `VideoNetwork`. It is imported together with the
-program's flags, so it imports little: its other parts are named by place, ``module:name``, and are
-imported when a run needs them. These parts are a `FlowNetwork`; for a causal network that streaming
-can train also a `StreamedNetwork`; and a `Conversion` if its public weights can be read and
-written.
+Each network has a folder, whose package holds ``NETWORK``, a `VideoNetwork`. This package is loaded
+together with the program's flags, so it imports little. The network's other parts are named by
+place, ``module:name``, and imported when a run needs them:
+
+- a `FlowNetwork`,
+- a `StreamedNetwork`, for a causal network that streaming can train,
+- a `Conversion`, if public weights of the network can be read and written.
 """
 
 from __future__ import annotations
@@ -143,7 +145,7 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def checked(self) -> RunConfig:
-        """Return the configuration with the settings that the network derives from others.
+        """Check that the layout fits; return the configuration with derived settings filled in.
 
         Raises:
             ConfigError: there are too many stages, or the ranks cannot share the heads equally.
@@ -247,7 +249,7 @@ class StreamedNetwork(ABC):
 
     @abstractmethod
     def weights(self, lora: LoraConfig, sizes: Any, tp: int, stage: Stage) -> list[Weight]:
-        """Return a stage's parameters on one of ``tp`` ranks, in the order of its module's."""
+        """Return the parameters of a stage on one of ``tp`` ranks, in the order of the module."""
 
     @abstractmethod
     def on_clip(self, config: RunConfig, ranks: Ranks, sizes: Any, clip: Clip) -> StreamedCost:

@@ -236,7 +236,7 @@ def describe(
 
 
 def shown_frames(num_frames: int) -> NDArray[np.int_]:
-    """Return the indices of those of ``num_frames`` frames that a contact sheet shows."""
+    """Return the indices, below ``num_frames``, of the frames that a contact sheet shows."""
     shown = np.linspace(0, num_frames - 1, min(num_frames, SHEET_FRAMES))
     numbers: NDArray[np.int_] = shown.round().astype(int)
     return numbers
@@ -282,7 +282,7 @@ def _shortened(title: str, fits: Callable[[str], bool]) -> str:
 
 
 def _is_ours(target: Path) -> bool:
-    """Tell whether ``target`` is a folder in which all files have names of samples."""
+    """Tell, by the names of its files, whether ``target`` is a folder of sampled clips only."""
     if not target.is_dir() or target.is_symlink():
         return False
     names = {path.name for path in target.iterdir()}

@@ -97,7 +97,7 @@ def sample(
     sampling: SampleConfig,
     references: References | None = None,
 ) -> Tensor:
-    """Sample clips; return latents ``[b, c, t, h, w]`` float32; reference frames are as given.
+    """Sample clips as latents ``[b, c, t, h, w]`` float32, with the reference frames as given.
 
     Args:
         velocity: the model, which is called once per step. For the guidance it gets 3 * b samples

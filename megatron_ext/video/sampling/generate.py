@@ -117,9 +117,9 @@ def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
 def build_codec_of(
     codec: CodecConfig, manifest: Mapping[str, Any], device: torch.device | None = None
 ) -> VideoCodec:
-    """Build the codec that a dataset's manifest names.
+    """Build the codec that a dataset's ``manifest`` names.
 
-    For a VAE, ``codec`` gives the folder.
+    If this is a VAE, its weights are read from the folder that ``codec`` (the flags) names.
     """
     return codec_from_manifest(manifest, None if codec.codec == PATCH else codec.codec, device)
 
@@ -168,9 +168,9 @@ def encode_on_reporting_rank(
     null: Text | None = None,
     conditions: ConditionConfig | None = None,
 ) -> EncodedRequests:
-    """Encode requests for clips on the reporting rank; return them encoded on all ranks.
+    """Encode requests for clips on the rank that reports, and send the result to all ranks.
 
-    All ranks call this together. Only the reporting rank needs codec and text encoder.
+    All ranks call this together. Codec and text encoder may be None on all other ranks.
 
     Raises:
         ConfigError, DataError: encoding failed on the reporting rank (raised on all ranks).

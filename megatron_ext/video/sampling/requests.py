@@ -57,16 +57,16 @@ class ClipRequest:
     """A request for one clip.
 
     Attributes:
-        text: caption without suffix.
+        text: caption, without the words on frame rate and motion that are added to it.
         reference: image, video or folder of images whose first frames (head modes), last frames
             (tail modes) or both (i2v_loop) are given to the model; None for mode t2v.
         mode: one of `MODES`.
         motion: motion score to add to the caption; None adds none.
-        negative_prompt: caption from which guidance leads away; None takes the flag's.
-        seed: seed of the noise, which then does not depend on the request's number. None takes the
-            flag's seed, and the noise depends on the request's number too.
-        steps: number of steps of Euler's method; None takes the flag's.
-        size: height and width in pixels; None takes the flag's.
+        negative_prompt: caption from which guidance leads away; None takes the one of the flag.
+        seed: seed of the noise of this clip, wherever the request stands. If None, the noise
+            depends on the seed of the flag and on the request's number.
+        steps: number of steps of Euler's method; None takes the number of the flag.
+        size: height and width in pixels; None takes the size of the flag.
 
     Raises:
         ConfigError: the mode is unknown, or the reference does not fit it.
@@ -232,10 +232,10 @@ def _request(row: dict[str, Any], source: Path) -> ClipRequest:
 
 
 def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
-    """Return the kind of the references in the flags, and the reference of each sample text.
+    """Return the kind of references that the flags give, and a path for each sample text.
 
-    The kind is "image", "video" or None; a reference is a path or None. A single reference is used
-    for all texts.
+    The kind is "image", "video" or None. A path is None without references; if the flags give a
+    single path, it is used for all texts.
     """
     count = len(sample.sample_texts or [])
     name = "video" if sample.sample_video else "image" if sample.sample_image else None
@@ -255,9 +255,9 @@ def default_mode(name: str | None) -> str:
 
 
 def start_of(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """Return the one of ``names`` that has a value in a row; None if none has.
+    """Return which of the fields ``names`` has a value in ``row``; None if none has.
 
-    ValueError is raised if several have one.
+    ValueError is raised if several of them have a value.
     """
     given = [name for name in names if row.get(name)]
     if len(given) > 1:
@@ -343,13 +343,14 @@ def _encoded(encoder: TextEncoder, captions: Sequence[str]) -> Text:
 
 @dataclass(frozen=True)
 class ReferencePart:
-    """The frames of a reference that fill one section of a clip.
+    """The frames of a reference file that fill one section of a clip.
 
     Attributes:
-        section: the section of latent frames.
-        shape: shape of the reference.
-        first, interval: the first frame and the distance of frames, in frames of the reference.
-        count: number of frames.
+        section: the latent frames of the clip that are filled.
+        shape: shape of the reference file.
+        first, interval: index of the first frame taken from the file, and the distance to the next
+            one, both in frames of the file.
+        count: number of frames taken.
     """
 
     section: Section

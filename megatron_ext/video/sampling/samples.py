@@ -50,7 +50,7 @@ def report_average_start(run: Run) -> None:
 def facts_of_weights(run: Run, *, averaged: bool) -> dict[str, Any]:
     """Return the fields of ``samples.jsonl`` that describe the weights used for sampling.
 
-    ``averaged`` tells whether they are averaged weights.
+    ``averaged`` tells whether averaged weights (EMA) are used.
     """
     facts = {"iteration": run.progress.iteration, "averaged_weights": averaged}
     return {**facts, "share_of_start": run.progress.average_start} if averaged else facts

@@ -60,9 +60,10 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts and clip size; return the configuration and None (there are no assets).
+    """Check prompts and clip size; return (configuration, None).
 
-    The configuration is completed by the settings of the data.
+    The configuration has its widths set from the dataset. None stands for the task's assets, since
+    sampling needs none.
     """
     manifest = manifest_of(config)
     check_sampling(config, manifest)

@@ -44,10 +44,10 @@ class ParallelVelocity:
     - ``image_tokens(num_text, num_image)``: slice of the image tokens in the output of this rank;
       it is needed with context parallelism,
     - ``guidance_embed`` and ``cond_embed``, on the module or on its ``sizes``: whether the model
-    takes ``guidance`` and ``cond``; without these attributes it takes neither.
+      takes ``guidance`` and ``cond``; without these attributes it takes neither.
 
-    All stages get all inputs. Parameters must be gathered: with ``--overlap-param-gather`` call it
-    within ``ParameterGather.paused()``, as evaluation does.
+    All stages get all inputs. With ``--overlap-param-gather`` make predictions only within
+    ``ParameterGather.paused()``, which gathers the parameters, as evaluation does.
 
     Args:
         engine: the engine of the training step, or `forward_engine`.

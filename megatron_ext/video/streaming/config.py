@@ -35,7 +35,7 @@ _named_size = partial(flag, choices=tuple(_SIZES), if_changed="allow")
 
 @dataclass(frozen=True)
 class StreamingConfig(WindowConfig):
-    """The three networks of ``--task streaming``, and the data and losses that train them.
+    """The flags of the three networks of ``--task streaming``, and of their data and losses.
 
     `video.streaming.rules` checks that the values of these flags fit together.
 
@@ -197,7 +197,10 @@ class StreamingConfig(WindowConfig):
         return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
 
     def sizes(self, role: Role = "generator") -> StreamedSizes:
-        """Return the sizes of a network; without a size flag of its own it has the generator's."""
+        """Return the sizes of the network ``role``.
+
+        Critic and teacher have the generator's named size by default, and always its channels.
+        """
         named = _SIZES[getattr(self, f"{role}_size") or self.generator_size]
         channels = self.latent_channels or _SIZES[self.generator_size].channels
         width = self.text_features or named.text_width
@@ -215,7 +218,7 @@ DEFAULT_FPS = 16
 
 @dataclass(frozen=True)
 class StreamingSampleConfig(UsersOwn):
-    """The flags of length and prompt switches of sampled videos, with ``--task streaming``.
+    """The flags that set length and prompt switches of videos sampled in ``--task streaming``.
 
     Attributes:
         only_samples: whether this is a run of tools/sample_video.py, which does not train.
@@ -238,7 +241,7 @@ class StreamingSampleConfig(UsersOwn):
     def num_frames(self, streaming: StreamingConfig) -> int:
         """Return the number of latent frames of each video.
 
-        By default it is that of the longest sequence in training, in whole blocks.
+        By default it is the length of the longest training sequence, rounded down to whole blocks.
         """
         blocks = streaming.blocks
         longest = max(streaming.sequence_lengths, default=blocks.block)

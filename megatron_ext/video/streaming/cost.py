@@ -217,7 +217,7 @@ def not_estimated(config: RunConfig) -> list[str]:
 def report(config: RunConfig, gpu: Gpu | None) -> Report:
     """Return the plan of a run: tables, text, and whether the run fits into the GPU's memory.
 
-    Without a GPU it always fits.
+    If ``gpu`` is None, the run counts as fitting.
     """
     ranks = Ranks.of(config)
     memory = streaming_memory(config)

@@ -35,9 +35,9 @@ def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
 
 
 def num_clips(streaming: StreamingConfig, length: int) -> int:
-    """Return the number of clips in a sequence of ``length`` frames.
+    """Return how many clips a sequence of ``length`` frames has if they add as little as allowed.
 
-    Each clip is taken to add the fewest frames.
+    The first clip has ``chunk_frames`` frames; each later clip adds ``min_new_frames``.
     """
     return 1 + (length - streaming.chunk_frames) // streaming.min_new_frames
 
@@ -69,9 +69,10 @@ def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tupl
 
 
 def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int = 1) -> set[int]:
-    """Return the indices of a sequence's clips that train the generator in some sequence.
+    """Return the indices of the clips that train the generator in at least one sequence.
 
-    ``trained_clips`` clips of each sequence train a network; they alone are numbered, from 0.
+    An index is the position of a clip, from 0, among the ``trained_clips`` clips of its sequence
+    that train generator or critic.
     """
     cycle = [
         kind

@@ -198,7 +198,10 @@ class LongVideoSampler:
         self._fps = self._sample.sample_fps or DEFAULT_FPS
 
     def _encoded_starts(self) -> dict[int, Tensor]:
-        """Return the given first blocks, ``[1, t, c, h, w]``, by the number of the prompt."""
+        """Return the encoded first blocks of those prompts that give one, ``[1, t, c, h, w]`` each.
+
+        The keys are the numbers of the prompts.
+        """
         paths = {i: x.start for i, x in enumerate(self._prompts) if x.start is not None}
         if not paths:
             return {}
@@ -281,9 +284,9 @@ class LongVideoSampler:
         return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield batches of the numbers of this replica's prompts.
+        """Yield the numbers of this replica's prompts, in batches.
 
-        The prompts of a batch begin and switch alike.
+        All prompts of a batch switch at the same frames, and either all or none give a first block.
         """
         context = self._run.context
         size = self._sample.sample_batch_size
@@ -372,7 +375,7 @@ class _Timer:
         self.throughput = Throughput()
 
     def count(self, videos: int, frames: int) -> None:
-        """Count one block of each of ``videos`` videos; ``frames`` are its decoded frames."""
+        """Count one block of each of ``videos`` videos; a block has ``frames`` decoded frames."""
         seen = self.throughput
         seen.blocks += videos
         seen.frames += videos * frames

@@ -108,6 +108,7 @@ class Scores:
         teacher under the prompt and the negative prompt.
 
         Args:
+            noised: gives the timesteps and noise levels.
             x: noised latents.
             entering: a copy of ``x`` as input of the networks, so that a hook on it receives only
                 the gradient through the networks; None uses ``x`` itself.
@@ -142,12 +143,14 @@ def sid_direction(
     scores: Scores,
     whole_gradient: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the sum of L_S over frames, and L_S of each frame, ``[b, t]``.
+    """Return (gradient of the score identity loss, L_S of each frame ``[b, t]``).
 
-    The gradient with respect to the latents, ``[b, t, c, h, w]`` float64, is multiplied by the
-    number of elements of a frame. The weights of critic and teacher get no gradients. If ranks
-    divide the tokens, ``whole_gradient`` makes the whole gradient of the input from the ranks'
-    gradients.
+    The gradient is taken of the sum of L_S over the frames with a loss, with respect to the latents
+    ``[b, t, c, h, w]``. It is float64, and multiplied by the number of elements of a frame. The
+    weights of critic and teacher get no gradients.
+
+    ``whole_gradient`` is needed if ranks divide the tokens: from a rank's gradient of the networks'
+    input it computes the gradient over all ranks.
     """
     latents = clip.latents.detach().requires_grad_()
     with torch.enable_grad(), _frozen(scores.critic, scores.teacher):
@@ -286,8 +289,9 @@ def dmd_loss(
         latents: generated latents X with gradient, ``[b, t, c, h, w]``.
         direction: D of `dmd_direction` for these frames, in the shape of ``latents``.
         mask: True at frames with a loss, ``[b, t]`` bool.
-        losses: loss of each frame, ``[b, t]``, if the loss is not L_G. Then ``losses`` is its
-            value, and ``direction`` its gradient times the number of elements of a frame.
+        losses: value of another loss at each frame, ``[b, t]``, as `sid_direction` returns it. It
+            replaces L_G, and ``direction`` is its gradient times the number of elements of a frame.
+            None for L_G.
     """
     x = latents.double()
     d = direction.double()
@@ -315,9 +319,15 @@ def critic_loss(
 ) -> Loss:
     """Return sum, count and report of the critic's denoising loss on generated clips.
 
-    ``kind`` is the quantity whose squared error is the loss. Its error is the error of the ``flow``
-    times sigma for the clean latents ``x0``, times 1 - sigma for the ``noise``, and times sqrt((1 -
-    sigma)² + sigma²) for ``v`` of the variance-preserving path with the same signal-to-noise ratio.
+    ``kind`` is the quantity whose squared error is the loss. The error is computed from that of the
+    flow, multiplied by a factor:
+
+    - ``flow``: 1,
+    - ``x0``, the clean latents: sigma,
+    - ``noise``: 1 - sigma,
+    - ``v`` of the variance-preserving path with the same signal-to-noise ratio:
+      sqrt((1 - sigma)² + sigma²).
+
     The float64 sum adds up the means over the elements of each frame.
 
     Args:

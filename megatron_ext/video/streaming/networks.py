@@ -67,8 +67,8 @@ class TrainedNetwork:
         """Sum or average the gradients over the replicas; all ranks call this together.
 
         Args:
-            num_frames: number of this rank's frames with a loss. Gradients are divided by the total
-                of all replicas. None averages gradients, for losses that are means.
+            num_frames: number of this rank's frames with a loss. Gradients are summed, and divided
+                by the number of such frames in all replicas. None averages the gradients instead.
             everywhere: whether every rank gets whole gradients, even with a distributed optimizer.
         """
         finalize_model_grads(self.chunks, num_frames, force_all_reduce=everywhere)
@@ -161,7 +161,10 @@ def load_weights(
 
 
 def network_of(name: str | None) -> Network:
-    """Return the flow predictor of the critic if ``name`` is "critic", else of the generator."""
+    """Return what the merging of adapters needs to know of one network in a checkpoint.
+
+    This is the critic if ``name`` is "critic", else the generator.
+    """
     if name != CRITIC:
         return Network(build_network)
     return Network(

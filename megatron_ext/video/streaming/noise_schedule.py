@@ -21,8 +21,8 @@ class NoiseSchedule:
     """A table of noise levels, and the levels that a streaming run uses for each purpose.
 
     Args:
-        streaming: the flags. ``timestep_shift`` is a in sigma = a * s / (1 + (a - 1) * s), where s
-            is the level before the shift. With ``warp_denoising_steps``, ``denoising_steps`` are
+        streaming: the flags. The shift turns a level s into sigma = a * s / (1 + (a - 1) * s),
+            where a is ``timestep_shift``. With ``warp_denoising_steps``, ``denoising_steps`` are
             1000 * s and are shifted like the table; otherwise they are already timesteps.
 
     Attributes:

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 
 def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts and lengths; return the configuration and None (there are no assets).
+    """Check prompts and lengths; return (configuration, None).
 
-    The configuration is completed by the settings of the data.
+    The configuration has those settings filled in that follow from the prompts. None stands for the
+    task's assets, since streaming needs none.
     """
     streaming = config.section(StreamingConfig)
     sample = config.section(SampleConfig)
@@ -160,7 +161,8 @@ def _words(numbers: Sequence[int]) -> str:
 def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: bool) -> None:
     """Raise ConfigError if patches or codec do not fit the latents.
 
-    A codec that is given but not used is an error too.
+    A codec that is given but not used is an error too; ``samples`` tells whether the run samples
+    videos, which uses it.
     """
     sizes = streaming.sizes()
     if any(x % sizes.patch_size for x in streaming.latent_size):

@@ -96,7 +96,7 @@ def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
 
 
 def prompt_checks(config: StreamingConfig) -> list[Callable[[], Any]]:
-    """Return functions that check the files of prompts that a training run reads, one each."""
+    """Return a function for each file of prompts of a training run that checks this file."""
     paths = {
         "--prompts-path": config.prompts_path,
         "--second-prompts-path": config.second_prompts_path,
@@ -107,7 +107,7 @@ def prompt_checks(config: StreamingConfig) -> list[Callable[[], Any]]:
 def _rows(flag: str, path: str) -> list[PromptRow]:
     """Return a row for each line of a text file or jsonl that is not blank.
 
-    ``flag`` gives the path, for errors.
+    ``flag`` is the flag that gave ``path``; errors name it.
     """
     source = Path(path)
     lines = read_lines(source, f"`{flag}` ({path})")
@@ -146,8 +146,8 @@ class VideoPrompt:
     """The first caption of a long video, and its switches to other captions.
 
     Attributes:
-        seed: seed of the noise, which then does not depend on the prompt's number. None takes the
-            flag's seed, and the noise depends on the prompt's number too.
+        seed: seed of the noise of this video, wherever the prompt stands. If None, the noise
+            depends on ``--sample-seed`` and on the prompt's number.
         start: path of an image, video or folder of images that gives the first block, or None.
 
     Raises:

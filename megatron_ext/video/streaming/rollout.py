@@ -61,8 +61,8 @@ class History:
     Attributes:
         newest: the last frames, ``[b, t, c, h, w]``.
         length: number of frames so far, including ``newest``.
-        sinks: the first frames, to which all later frames attend: at least as many as there are
-            sinks, or all frames of a shorter video.
+        sinks: the first frames, to which all later frames attend: `num_sinks` frames or more, or
+            all frames of a shorter video.
     """
 
     newest: Tensor
@@ -175,7 +175,7 @@ class Generator:
 
 
 def num_sinks(window: FrameWindow) -> int:
-    """Return the number of sinks, the first frames to which all frames attend, in whole blocks."""
+    """Return how many first frames all later frames attend to, rounded up to whole blocks."""
     return window.at_or_after(window.sink)
 
 

@@ -170,7 +170,7 @@ def sample_errors(
 class TeacherSizes:
     """The tensor- and pipeline-parallel size of a copy of the teacher.
 
-    It has no context parallelism.
+    The teacher has no context parallelism.
     """
 
     tensor: int
@@ -192,7 +192,7 @@ def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> Teach
 
 
 def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list[FlagError]:
-    """Return a sentence on each reason why the teacher cannot have the layout of its flags."""
+    """Return a sentence on each reason why the teacher cannot have the layout given by flags."""
     tensor = parallel.tensor_model_parallel_size
     context = parallel.context_parallel_size
     if min(tensor, context) < 1 or parallel.world_size % (tensor * context):
@@ -234,9 +234,10 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
 
 
 def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[FlagError]:
-    """Return an error, in a list, if copies of the teacher do not fit ranks or replicas.
+    """Return a list with one error if the teacher's layout ``own`` does not fit the ranks, else [].
 
-    Return [] if they fit.
+    The ranks of one copy of the teacher must divide the number of all ranks. Besides, they must
+    divide the ranks of a replica, or be a multiple of them.
     """
     world = parallel.world_size
     tensor = parallel.tensor_model_parallel_size

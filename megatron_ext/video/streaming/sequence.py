@@ -1,4 +1,4 @@
-"""The sequence of a replica: a long video that it generates clip by clip, with its saved state."""
+"""A replica's sequence, a long video that is generated clip by clip; its state can be saved."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ FirstFrame = Callable[[Tensor], Tensor]
 
 @dataclass
 class SequenceState:
-    """The state of a replica's sequence; random choices follow from its numbers.
+    """The state of a replica's sequence.
+
+    Random choices depend only on the seed and on the numbers of sequence, clip and samples.
 
     Attributes:
         sequence: number of the sequence in the run.
@@ -117,8 +119,8 @@ class StreamingSequence:
     Attributes:
         state: the state; None before the first sequence.
         first: the numbers in the run of the next sequence and of its first sample, used while
-            ``state`` is None. A resumed run that cannot load its old sequence takes the numbers
-            after it.
+            ``state`` is None. If a resumed run cannot load its old sequence, these are the numbers
+            that follow those of the old sequence.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class StreamingSequence:
 
     @property
     def can_generate_more(self) -> bool:
-        """Tell whether there is a sequence that can get another clip."""
+        """Tell whether a sequence has begun and can get another clip."""
         s = self.state
         if s is None:
             return False
@@ -312,7 +314,7 @@ class StreamingSequence:
     def _switch(self, frame: int, made: list[Tensor]) -> None:
         """Switch to the second prompt at ``frame``, and encode past frames again under it.
 
-        ``made`` are the latents of the blocks of the current clip so far.
+        ``made`` holds the latents of each block that the current clip has so far.
         """
         s = self.state = replace(self._state, text=self._state.text_after, has_switched=1)
         recent = torch.cat([s.previous, *(x.detach() for x in made)], dim=1)
@@ -321,7 +323,7 @@ class StreamingSequence:
     def rebuild_cache(self) -> None:
         """Refill a lost cache by encoding past frames under the current prompt.
 
-        The result differs slightly from the lost cache. Its blocks were written one by one with
+        The new cache differs slightly from the lost one, whose blocks were written one by one with
         older weights, and attended to frames that are not encoded again.
         """
         s = self._state
@@ -345,7 +347,7 @@ class StreamingSequence:
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         """Restore the sequence from ``stored``, the `state_dict` of a run with the same sizes.
 
-        If ``stored`` has no ``cache``, `rebuild_cache` must compute it from past frames.
+        If ``stored`` has no ``cache``, `rebuild_cache` computes the cache from past frames.
         """
         if not stored:
             self.state = None

@@ -50,7 +50,7 @@ class WorkCounter:
 
     The count cannot be computed in advance, since the number of passes is random. To include the
     backward pass, the operations of a forward pass are counted three times if weights get
-    gradients, and twice if only its input gets one. Recomputation to save memory is not counted.
+    gradients, and twice if only the input gets one. Recomputation to save memory is not counted.
     """
 
     def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
@@ -126,7 +126,7 @@ class StreamingRunner(StepRunner):
 
     @property
     def _networks(self) -> dict[Pass, TrainedNetwork]:
-        """Return the critic and the generator, each by the name of its pass."""
+        """Return critic and generator, keyed by "critic" and "generator"."""
         return {"critic": self.critic, "generator": self.generator}
 
     def model_steps(self, steps: int) -> int:
@@ -187,10 +187,10 @@ class StreamingRunner(StepRunner):
         return self._result(reports, updates)
 
     def _advance_schedules(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
-        """Count the step, and advance the learning-rate schedules of all networks.
+        """Count the step, and advance the learning rate schedules of generator and critic.
 
-        The schedule of a network that this step did not train, which is not in ``updates``, always
-        advances; that of a trained network advances if its update was applied.
+        ``updates`` has the result of each network that this step trained. The schedule of such a
+        network advances only if the update was applied; that of another network always advances.
         """
         self.extra_state.steps += 1
         for kind, network in self._networks.items():
@@ -203,11 +203,10 @@ class StreamingRunner(StepRunner):
             self.sequence.generator.cache.memo.clear()
 
     def _pass(self, kind: Pass, accumulation: int) -> tuple[list[Report], Tensor]:
-        """Accumulate the gradients of a network on a clip; return reports and the number of frames.
+        """Generate a clip, and accumulate the gradients of the network ``kind`` on it.
 
-        ``kind`` names the network.
-
-        Only frames with a loss are counted.
+        Returns:
+            The reports of the losses, and the number of frames with a loss.
         """
         clip = self.sequence.next_clip(trains_generator=kind == "generator")
         noised = noised_clip(clip, self.schedule, self.config.training.seed, kind)
@@ -236,7 +235,10 @@ class StreamingRunner(StepRunner):
             yield dmd_loss(clip.latents, direction=direction, mask=clip.mask, losses=losses)
 
     def _whole_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the loss's gradient for a network's input, from the gradients of all ranks."""
+        """Return the gradient of a network's input over all tokens of the replica.
+
+        ``gradient`` is what this rank's backward pass gives for the input.
+        """
         groups = self.context.pgs
         whole = gradient.contiguous().clone()
         if self.transformer_config.sequence_parallel:

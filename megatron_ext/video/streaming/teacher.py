@@ -113,8 +113,9 @@ class ParallelTeacher(torch.nn.Module):
     Args:
         network: this rank's stage.
         context: parallel groups of the teacher; each teacher group is a data-parallel replica.
-        peers: the ranks with this rank's position in each replica that its teacher group covers. If
-            a replica has several teacher groups, the ranks with this rank's position in each.
+        peers: the ranks with which this rank exchanges samples. If a teacher group covers several
+            replicas, these are the ranks at the same position in each of the replicas. If a replica
+            has several teacher groups, these are the ranks at the same position in each group.
         num_replicas: number of replicas of the run that a teacher group covers; 1 if the group is
             within a replica.
     """

@@ -91,9 +91,10 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check options and prompts; return the configuration and None (there are no assets).
+    """Check options and prompts; return (configuration, None).
 
-    The configuration is completed by the settings of the data.
+    The configuration has text width and sequence length set. None stands for the task's assets,
+    since sampling needs none.
     """
     streaming = config.section(StreamingConfig)
     check_options(streaming)

@@ -61,7 +61,10 @@ class MMDiTNetwork(ClipNetwork):
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> MMDiTNetwork:
-        """Return the formulas for a resolved configuration's MMDiT on the clips of one bucket."""
+        """Return the cost formulas for the MMDiT of ``config``, on the clips of one bucket.
+
+        ``config`` must be resolved.
+        """
         ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
         return cls(config, ranks, config.section(MMDiTConfig).sizes(config.model), clip)
 

@@ -1,7 +1,7 @@
 """The pointwise parts of the MMDiT's blocks as pure functions, which are compiled.
 
-A function that splits a joint tensor into text and image, or joins them, computes on both streams,
-which saves copies.
+Some functions also split a joint tensor into text and image, or join the two. They compute on both
+in one compiled function, which saves copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of an MMDiT's flags: what they decide and exclude, and which describe weights."""
+"""Rules for the flags of an MMDiT: values derived from them, and errors in their use."""
 
 from __future__ import annotations
 

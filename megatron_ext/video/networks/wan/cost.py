@@ -64,7 +64,10 @@ class DiTNetwork(StreamedCost):
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
-        """Return the formulas for a resolved configuration's video DiT on clips of one bucket."""
+        """Return the cost formulas for the video DiT of ``config``, on the clips of one bucket.
+
+        ``config`` must be resolved.
+        """
         plan = AttentionPlan.bidirectional(clip.frames)
         dit = config.section(VideoDiTConfig)
         if is_causal(config):

@@ -46,7 +46,7 @@ MAX_TIMESTEP = 1000.0
 
 
 class WanMicrobatch(FlowMicrobatch):
-    """A micro-batch of a Wan network, whose stages send each other timesteps and text too."""
+    """A micro-batch of a Wan network; stages pass on timesteps and text besides hidden states."""
 
     @property
     def boundary_inputs(self) -> Mapping[str, Any]:
