@@ -22,18 +22,19 @@ from torch.distributed import ProcessGroup
 
 @dataclass
 class AuxiliaryScale:
-    """The factor with which a micro-batch's auxiliary loss enters the loss of a training step.
+    """The factor that `attach_microbatch_loss` applies to the auxiliary loss of a micro-batch.
 
-    Let each of DP data-parallel ranks have M micro-batches, and let N be the step's number of
-    targets. If the step divides its gradients by N, the factor is N / (DP * M). If the step takes
-    the mean of micro-batch means, the factor is CP / M for CP context-parallel ranks, and data
-    parallelism divides by DP * CP. The step sets the factor before its first forward pass.
+    It makes the step minimize the mean of these losses. Let DP data-parallel ranks have M
+    micro-batches each. If the step divides the summed gradients by its number of targets N, the
+    factor is N / (DP * M). If the step takes the mean of micro-batch means, the factor is CP / M
+    with CP context-parallel ranks, because the data-parallel reduction then divides by DP * CP. The
+    step sets the factor before its first forward pass.
     """
 
     value: Tensor | float = 1.0
 
     def __deepcopy__(self, _memo: Any) -> AuxiliaryScale:
-        """Return this object: modules that copy their configuration must see the step's factor."""
+        """Return this object itself, so that copies of a TransformerConfig share the factor."""
         return self
 
 
@@ -99,12 +100,20 @@ class MTPTargets:
 def per_token_weights(
     masks: Sequence[Tensor], scaling_factor: float, main_count: Tensor, depth_counts: Tensor
 ) -> list[Tensor]:
-    """Return the weights of each MTP depth's token losses under per-token normalization.
+    """Return the weights of each MTP depth's token losses, for losses normalized per token.
 
-    Each of the K depths has a mask and weights ``[b, s/cp]``. The step divides its gradients by the
-    number N of its main targets (``main_count``). The masks of depth k sum to D_k over the step
-    (``depth_counts``, ``[K]``), so its weights contain the factor N / D_k. Each depth then adds
-    ``scaling_factor / K`` times its mean loss over the global batch.
+    The training step divides all gradients by its number of main targets, ``main_count``. To make
+    each of the K depths add ``scaling_factor / K`` times its mean loss over the global batch, the
+    mask of depth k is multiplied by ``scaling_factor / K * main_count / depth_counts[k]``.
+
+    Args:
+        masks: loss weights from the data for each depth, ``[b, s/cp]``.
+        scaling_factor: ``--mtp-loss-scaling-factor``.
+        main_count: number of targets of the main loss in the global batch, a scalar.
+        depth_counts: sum of each depth's masks over the global batch, ``[K]``.
+
+    Returns:
+        Weights ``[b, s/cp]`` for each depth.
     """
     coefficient = scaling_factor / len(masks)
     ratios = main_count / _divisor(depth_counts)
@@ -122,7 +131,10 @@ def mean_of_means_weights(masks: Sequence[Tensor], scaling_factor: float) -> lis
 
 
 def _divisor(counts: Tensor) -> Tensor:
-    """Return the counts, with 1 in place of 0. A sum of fractional weights may be less than 1."""
+    """Return the counts, with 1 in place of 0 to avoid a division by zero.
+
+    A positive count is kept even if it is below 1, because loss weights may be fractions.
+    """
     return torch.where(counts > 0, counts, 1.0)
 
 

@@ -33,8 +33,8 @@ class PartKernel:
         forward: takes query, key, value, causal and scale; returns the output ``[b, n, q, d]``, the
             log-sum-exp of the scores ``[b, n, q(, 1)]``, and state for the backward pass.
         backward: takes the output's gradient, query, key, value, output, log-sum-exp, the state
-            from ``forward``, causal and scale; returns the gradients of query, key and value.
-            Output and log-sum-exp may include further keys.
+            from ``forward``, causal and scale; returns the gradients of query, key and value. Key
+            and value may be one part while output and log-sum-exp are those over all parts.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor, Saved]]
@@ -75,12 +75,13 @@ CUDNN = PartKernel(_cudnn_forward, _cudnn_backward)
 def prefers_parts(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, backend: AttnBackend
 ) -> bool:
-    """Return whether `attend_in_parts` is the fastest way to attend, causally, to earlier keys too.
+    """Return whether `attend_in_parts` is the fastest kernel for these queries and keys.
 
-    The queries ``[b, n, q, d]`` belong to the last q positions of the keys ``[b, g, k, d]``. Only
-    cuDNN gains, since the flash kernels support that rule themselves. cuDNN's backward pass gets
-    statistics over more keys than it sees, as with a mask. So cuDNN is used only where it is safe
-    with a mask.
+    The queries ``[b, n, q, d]`` are at the last q positions of the keys ``[b, g, k, d]``; attention
+    is causal. Only cuDNN is faster in parts: the flash kernels support causal attention to earlier
+    keys in a single call. The output and log-sum-exp that cuDNN's backward pass gets cover more
+    keys than it is called with, as if a mask hid some keys. So cuDNN is used only at lengths at
+    which it is safe with a mask.
 
     Raises:
         ConfigError: ``backend`` allows only cuDNN, which is not safe at these lengths.
@@ -100,8 +101,8 @@ def attend_in_parts(
 ) -> Tensor:
     """Return the causal attention ``[b, n, q, d]`` of queries at the last q of k positions.
 
-    One part is the keys before the first query. The other part is the queries' own keys, where
-    attention is causal.
+    Attention to the keys before the first query and causal attention among the last q positions are
+    computed by separate calls of ``kernel``, and merged.
 
     Args:
         query: ``[b, n, q, d]`` with q < k.

@@ -43,8 +43,8 @@ class Compiler:
 
     Attributes:
         backend: torch.compile's backend; None runs everything eagerly.
-        on_cpu: whether functions of CPU tensors are compiled too. If not, layers on a CPU need not
-            call `compiles`.
+        on_cpu: whether functions are also compiled for CPU tensors. If not, layers on a CPU need
+            not call `compiles`.
     """
 
     backend: Backend | None = "inductor"
@@ -67,8 +67,9 @@ def compile_alike() -> None:
     """Make every rank compile the same kernels, so that equal tensors stay bitwise equal.
 
     By default inductor tries several block sizes for a reduction and keeps the one that was fastest
-    on this rank's GPU. But the block size determines the order of a sum. Versions of torch without
-    this option try only one size for the reductions of norms.
+    on this rank's GPU. But the block size determines the order of a sum. This sets inductor's
+    option ``deterministic``, which forbids the search. Versions of torch without this option never
+    search for the reductions of norms.
     """
     compiler.alike = hasattr(torch._inductor.config, "deterministic")
 
@@ -89,9 +90,10 @@ def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> I
 
 
 def compiles(x: Tensor) -> bool:
-    """Return whether a `Compiled` function is compiled if its first argument is this tensor.
+    """Return whether a `Compiled` function runs compiled code if ``x`` is its first argument.
 
-    The tensor must not be empty, and there must be a compiler for its device.
+    It does if ``x`` is not empty, compilation is enabled for the device of ``x``, and the machine
+    has what inductor needs. If something is missing, the first call logs a warning.
     """
     if compiler.backend is None or not (x.is_cuda or compiler.on_cpu):
         return False
@@ -120,10 +122,11 @@ def _missing() -> str | None:
 
 
 def _signature(arg: Any, by_shape: bool) -> Any:
-    """Return the properties of an argument for which a function is compiled separately.
+    """Return the key of an argument; a function is compiled once for each combination of keys.
 
-    For a tensor these are dtype, number of axes, widths and ``requires_grad``; with ``by_shape``
-    also its shape and strides. For an integer it is its type. Any other argument stands for itself.
+    A tensor's key holds its dtype, number of axes, widths and ``requires_grad``; with ``by_shape``
+    also its shape and strides. The key of every integer is ``int``, so that compiled code serves
+    all integers. The key of any other argument is the argument itself.
     """
     if not isinstance(arg, Tensor):
         return int if type(arg) is int else arg
@@ -133,10 +136,10 @@ def _signature(arg: Any, by_shape: bool) -> Any:
 
 
 class _Plain(torch.autograd.Function):
-    """An identity whose output has standard strides if its input is contiguous.
+    """An identity for contiguous tensors; its output has the strides of a new tensor.
 
-    The output shares the input's memory but is not a view: a function of a view would be compiled
-    for the view's base, too.
+    The output shares the input's memory, but autograd does not see it as a view. For a view,
+    `torch.compile` would also compile for properties of the tensor that it is a view of.
     """
 
     @staticmethod
@@ -152,11 +155,11 @@ class _Plain(torch.autograd.Function):
 
 
 def _plain(arg: Any) -> Any:
-    """Return an argument, with standard strides if it is a contiguous tensor.
+    """Give a contiguous tensor the strides of a new tensor; return other arguments unchanged.
 
-    The stride of an axis of size 1 has no meaning, but functions are compiled for it. With one
-    sample, for example, a transposed embedding ``[s, 1, h]`` has other strides than later hidden
-    states.
+    If an axis has size 1, its stride may be any number, but `torch.compile` compiles again for each
+    stride. With one sample, for example, a transposed embedding ``[s, 1, h]`` has other strides
+    than later hidden states.
     """
     if not isinstance(arg, Tensor) or 1 not in arg.shape or not arg.is_contiguous():
         return arg
@@ -272,11 +275,14 @@ class FusedResidual:
 
     Args:
         function: takes ``x`` and further arguments, and returns a tuple of tensors.
-        saving: computes the same outputs, followed by statistics for the backward pass.
-        gradients: takes the gradient of the returned ``x``; the number of outputs and the positions
-            of the arguments that need a gradient; then the outputs' gradients, the arguments and
-            the statistics. It returns the gradients of these arguments, that of ``x`` first.
-        num_outputs: number of outputs; any further tensors are statistics.
+        saving: replaces ``function`` when gradients are needed: it returns the same outputs,
+            followed by statistics for the backward pass.
+        gradients: computes the backward pass. It takes the gradient of the returned ``x``; a pair
+            of the number of outputs and the positions of the arguments that need a gradient; and
+            then, as separate arguments, the outputs' gradients, the arguments of ``function`` and
+            the statistics. It returns one gradient for each of these positions, ``x`` first.
+        num_outputs: number of outputs of ``saving`` before the statistics; None if it returns no
+            statistics.
     """
 
     def __init__(
@@ -296,7 +302,7 @@ class FusedResidual:
     def _recomputing(
         function: Callable[..., tuple[Tensor, ...]],
     ) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the default of ``gradients``, which recomputes ``function`` for gradients."""
+        """Return the default for ``gradients``, a backward pass that recomputes ``function``."""
 
         def gradients(
             residual_gradient: Tensor, plan: tuple[int, tuple[int, ...]], *args: Any

@@ -97,9 +97,9 @@ class HiddenDropout(torch.nn.Module):
         return self.training and self.probability > 0
 
     def drawn(self, x: Tensor) -> Tensor:
-        """Return uniform numbers shaped like ``x``; an element is dropped if its number is small.
+        """Return uniform numbers in [0, 1) shaped like ``x``, one for each element.
 
-        Small means below the dropout probability.
+        Elements whose number is below the dropout probability are dropped.
         """
         positions = local_positions(x.size(0), self.groups, cut=self.cut).to(x.device)
         full = x.size(0) * self.groups.cp.size() * (self.groups.tp.size() if self.cut else 1)

@@ -1,10 +1,10 @@
 """The experts of a rank as grouped matrix products, instead of one product per expert.
 
-torch multiplies the tokens of every expert by that expert's matrix in a single kernel, which reads
-the end of each expert's tokens on the device. The weights remain separate parameters with their
-names in checkpoints. One copy stacks them for the forward product, and another one for the gradient
-of the tokens. This pays off for many small experts, whose single products are too small to fill a
-GPU.
+A single kernel of torch multiplies the tokens of every expert by that expert's matrix; it reads
+from device memory where each expert's tokens end. The weights remain separate parameters with their
+names in checkpoints: they are copied into one stacked tensor in each forward pass, and again for
+the gradient of the tokens. Grouping pays off for many small experts, whose single products are too
+small to fill a GPU.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ HOPPER = 9
 
 @functools.cache
 def _has_kernel(device: torch.device) -> bool:
-    """Return whether torch's 16-bit grouped kernel is correct for experts without tokens.
+    """Return whether torch's grouped 16-bit kernel is usable on this GPU; if not, log a warning.
 
-    It is on Hopper since torch 2.10, which made the product public. In older versions, such experts
-    could make it hang. On Blackwell their gradients are not zero (pytorch/pytorch, issue 172439).
-    On other GPUs torch runs one product after the other.
+    It can be used on Hopper from torch 2.10 on, the first version with a public ``grouped_mm``. In
+    older versions an expert without tokens could make the kernel hang. On Blackwell the gradient of
+    such an expert is not zero (pytorch/pytorch, issue 172439). On other GPUs torch has no such
+    kernel and computes one product after the other.
     """
     public = hasattr(F, "grouped_mm")
     capability = torch.cuda.get_device_capability(device)
@@ -63,11 +64,12 @@ def _has_kernel(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """The weights of the experts in a grouped product, and where their gradients go.
+    """The weights of the experts in a grouped product, and the destination of their gradients.
 
     Attributes:
         weights: one for each expert, ``[out, in]``.
-        queue: queue for the gradients; None computes them in the backward pass.
+        queue: queue that computes the weight gradients later; None computes them in the backward
+            pass.
         in_place: whether to add the gradients to the weights' ``main_grad``, if they have one.
     """
 
@@ -76,10 +78,11 @@ class _Call:
     in_place: bool
 
     def add(self, gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Add gradients ``[e, out, in]`` to the buffers, or give them to autograd.
+        """Add the weight gradients ``[e, out, in]`` to the gradient buffers, or return them.
 
-        Return what autograd gets for each weight: the gradient, a placeholder, or None if it is
-        queued.
+        Return what autograd must pass on for each weight: the gradient, a placeholder if the
+        gradient has been added to ``main_grad``, or None if the gradients are computed from a
+        queue.
         """
         if self.in_place and all(hasattr(weight, "main_grad") for weight in self.weights):
             buffers: Any = [writable(x.main_grad) for x in self.weights]  # type: ignore[attr-defined]
@@ -194,10 +197,12 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         )
 
     def _product(self, x: Tensor, ends: Tensor, name: str) -> Tensor:
-        """Multiply each expert's tokens, rows of ``[tokens, in]``, by its matrix ``[out, in]``.
+        """Multiply the tokens of each expert by that expert's weight; return ``[tokens, out]``.
 
-        ``ends`` ``[e]`` is the row after each expert's last token; ``name`` is that of the linear
-        layer.
+        Args:
+            x: tokens ``[tokens, in]``, sorted by expert.
+            ends: index of the row after each expert's last token, ``[e]``.
+            name: "linear_fc1" or "linear_fc2", the layer whose weights ``[out, in]`` to use.
         """
         weights = [getattr(expert, name).weight for expert in self.local_experts]
         trains = weights[0].requires_grad
@@ -212,8 +217,10 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     def _biases(self, ends: Tensor, name: str, like: Tensor) -> Tensor | None:
         """Return the bias of each token's expert, ``[tokens, out]``; None without biases.
 
-        ``ends`` ``[e]`` is the row after each expert's last token; ``name`` is that of the linear
-        layer. The result has the dtype and device of ``like``.
+        Args:
+            ends: index of the row after each expert's last token, ``[e]``.
+            name: "linear_fc1" or "linear_fc2", the layer whose biases to use.
+            like: tensor with the number of tokens, dtype and device of the result.
         """
         biases = [getattr(expert, name).bias for expert in self.local_experts]
         if biases[0] is None:

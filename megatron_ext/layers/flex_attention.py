@@ -52,8 +52,9 @@ def flex_fits(query: Tensor, dropout: float) -> bool:
     """Return whether `attention_in_blocks` supports queries ``[b, n, q, d]`` with this dropout.
 
     It needs a GPU with a compiler, 16-bit queries, no dropout, and a head size of at least 16.
-    Before torch 2.13 the size must be a power of 2. Newer kernels pad other sizes, such as the 192
-    channels of multi-latent attention; older ones were not tested with these.
+    Before torch 2.13 the head size must also be a power of 2. Newer versions pad other head sizes,
+    such as the 192 channels of multi-latent attention; older versions may do so too, but were not
+    tested.
     """
     d = query.size(-1)
     fits = d >= 16 and (d & (d - 1) == 0 or FILLS_UP_HEADS)
@@ -118,17 +119,18 @@ def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def limit_on(device: torch.device, softcap: float) -> Tensor:
-    """Return the soft cap as a tensor, so that one compiled function serves all values."""
+    """Return the soft cap as a tensor ``[]``; each plain number would cause a compilation."""
     # As in `_position_mask`, the first call may come from evaluation.
     with torch.inference_mode(False):
         return torch.full((), softcap, device=device)
 
 
 def _kind_of(arg: Any) -> Any:
-    """Return the properties of a block mask for which attention is compiled separately.
+    """Return the key for which attention with this block mask is compiled; see `Compiled`.
 
-    These are the rule, with its numbers and the kinds of its tensors, and the axes of the list of
-    blocks that have one entry: batch, rows and columns. Any other argument is returned unchanged.
+    The key of a block mask holds the code of its rule, the numbers that the rule uses, the dtypes
+    and numbers of axes of the tensors that the rule uses, and which axes of the mask (batch, rows,
+    columns) have size 1. An argument that is no block mask is returned unchanged.
     """
     if not isinstance(arg, BlockMask):
         return arg
@@ -161,7 +163,7 @@ def block_mask(query: Tensor, key: Tensor, span: Span, mask: Tensor | None) -> B
 
 
 def _of_positions(span: Span, lengths: Lengths, device: torch.device) -> BlockMask:
-    """Return the block mask of a span without documents, cached."""
+    """Return the block mask of a span alone, without documents or a dense mask; it is cached."""
     what = (span, lengths, device)
     if not masks.newest.keeps_apart(device):
         return _position_mask(*what)
@@ -206,9 +208,11 @@ def _dense_block_mask(span: Span, lengths: Lengths, forbidden: Tensor) -> BlockM
 
 
 def _blocks_in_reach(span: Span, lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which blocks ``[q blocks, k blocks]`` allow some pairs of positions, and which all.
+    """Return, for each block of positions, whether some pairs are allowed, and whether all are.
 
-    A block that extends beyond the end of the queries or keys never counts as one that allows all.
+    Both results are boolean, ``[q blocks, k blocks]``. A pair is a query position and a key
+    position of the block. A block that extends beyond the end of the queries or keys never counts
+    as one that allows all pairs.
     """
 
     def ends(length: int) -> tuple[Tensor, Tensor]:
@@ -234,9 +238,10 @@ def _blocks_in_reach(span: Span, lengths: Lengths, device: torch.device) -> tupl
 
 
 def _ranges(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and greatest document ``[b, s]`` in each block, ``[b, blocks]``.
+    """Return the least and the greatest document index in each block of positions, ``[b, blocks]``.
 
-    The last block is padded with its last index.
+    ``documents`` is the document index of each position, ``[b, s]``. An incomplete last block is
+    filled with the document index of the last position.
     """
     lacking = -documents.size(1) % TILE
     filled = torch.cat([documents, documents[:, -1:].expand(-1, lacking)], dim=1)
@@ -254,7 +259,11 @@ def _in_order(
     """
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of True blocks in each row, and the row's columns with these first."""
+        """Return the number of True columns in each row, and all columns with the True ones first.
+
+        The input is ``[b, rows, columns]``; the results are ``[b, 1, rows]`` and ``[b, 1, rows,
+        columns]``, int32.
+        """
         blocks = blocks[:, None].int()
         columns = torch.argsort(blocks, dim=-1, descending=True, stable=True)
         return blocks.sum(-1, dtype=torch.int32), columns.int()

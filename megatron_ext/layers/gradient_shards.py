@@ -65,9 +65,10 @@ class GradientBucket:
         return self._reduction is not None
 
     def show(self, *, whole: bool) -> None:
-        """Set each parameter's ``main_grad`` to its whole gradient, or to its part of the sums.
+        """Set each parameter's ``main_grad`` to its whole gradient, or to its shard on this rank.
 
-        The part is ``[m]``: the elements that this rank updates, in order.
+        The shard is a part of `sums`, one-dimensional: the elements that this rank updates, in
+        order.
         """
         for parameter, everything, part in self._views:
             parameter.main_grad = everything if whole else part
@@ -103,17 +104,17 @@ class GradientBucket:
         torch.distributed.all_gather_into_tensor(self.whole, own, group=self._group)
 
     def free(self) -> None:
-        """Free the memory of the bucket; views of it become valid again at the next allocation."""
+        """Free the bucket's memory; its views must not be used until the next `allocate`."""
         self.whole.untyped_storage().resize_(0)
 
 
 class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
     """megatron-core's data-parallel wrapper with gradients that are sharded over the ranks.
 
-    From the first forward pass of a step on, ``main_grad`` of a parameter is its whole gradient;
-    call `writable` before writing to it. Once the gradients are finished, and until the next step,
-    it is this rank's part of the sum over the ranks, which may be empty. In each buffer of
-    ``buffers``, ``grad_data`` holds these sums.
+    From the first forward pass of a step on, a parameter's ``main_grad`` is its whole gradient;
+    call `writable` before writing to it. After `finish_grad_sync`, and until the next step,
+    ``main_grad`` is this rank's shard of the gradient summed over the ranks; the shard may be
+    empty. The ``grad_data`` of each of the wrapper's ``buffers`` holds these shards.
 
     Args:
         bucket_size: number of parameters at which a bucket is closed, on every pipeline stage.
@@ -152,7 +153,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         pass
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the chunk; its backward pass may then write to whole gradients."""
+        """Run the chunk, after setting each parameter's ``main_grad`` to its whole gradient."""
         self._show(whole=True)
         return super().forward(*inputs, **kwargs)
 
@@ -205,9 +206,10 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         """Do nothing, since each micro-batch is reduced separately."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Wait for the last reduction; set each parameter's ``main_grad`` to its part of the sums.
+        """Wait for the last reduction; set each parameter's ``main_grad`` to this rank's shard.
 
-        With ``force_all_reduce``, megatron-core would leave whole gradients; see `whole_gradients`.
+        ``force_all_reduce`` is ignored; use `whole_gradients` where every rank needs whole
+        gradients.
         """
         self._complete()
         self._show(whole=False)
@@ -236,9 +238,10 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
 def _places(chunk: torch.nn.Module, parameters: Sequence[Any]) -> dict[Any, int]:
     """Return each parameter's position in a forward pass; a backward pass runs in reverse.
 
-    It is the parameter's index, except for shared experts: a layer has them after its other
-    experts, but runs them before. With their index, the buckets of the other experts would wait for
-    gradients that come last, and keep their memory until then.
+    The position is the parameter's index in ``parameters``, except for shared experts. A layer
+    registers them after its other experts, but runs them first; so they get the position of the
+    layer's first parameter. Otherwise the buckets of the other experts would have to wait for the
+    gradients of the shared experts, which come last, and would keep their memory until then.
     """
     places = {parameter: place for place, parameter in enumerate(parameters)}
     for layer in chunk.modules():
@@ -250,7 +253,7 @@ def _places(chunk: torch.nn.Module, parameters: Sequence[Any]) -> dict[Any, int]
 
 
 def _sharded(buffer: Any) -> Iterable[GradientBucket]:
-    """Replace a buffer's gradients by this rank's sums; yield the buffer's buckets."""
+    """Replace a gradient buffer by one that holds only this rank's sums; yield the new buckets."""
     ranks = buffer.data_parallel_group.size()
     like: dict[str, Any] = {"dtype": torch.float32, "device": buffer.grad_data.device}
     buffer.grad_data = torch.zeros(buffer.numel // ranks, **like)

@@ -82,11 +82,12 @@ class LayerGraphs:
             self.seen = {name: None if name in free else value for name, value in call.items()}
 
     def samples(self, copies: dict[int, Tensor]) -> list[Tensor]:
-        """Return the tensors from which a graph reads the layer's arguments.
+        """Return the input tensors with which a graph of the layer is recorded.
 
-        An argument that needs no gradient gets a copy of the first call's tensor. ``copies`` maps
-        the id of such a tensor to its copy. All layers of a slot share this mapping, because they
-        cache results by the identity of a tensor.
+        An argument that needs a gradient gets zeros. Any other argument gets a copy of the tensor
+        in the layer's first call. ``copies`` maps the ids of such tensors to their copies. All
+        layers of a slot share this mapping, because layers cache results by the identity of a
+        tensor.
         """
         tensors = []
         for argument in self.arguments:

@@ -104,7 +104,7 @@ METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 
 
 class Marks:
-    """Register of parameters that wait for initial values, and of the methods that draw them.
+    """The parameters that wait for initial values, and the methods that will draw them.
 
     A parameter is identified by its storage, because Transformer Engine puts a weight into a new
     Parameter without the attributes of the old one.
@@ -115,7 +115,7 @@ class Marks:
         self._held: list[Any] = []
 
     def settle(self) -> None:
-        """Register all parameters again, because a router's weight has a new storage."""
+        """Update the keys of all parameters, because a router's weight has a new storage."""
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 
@@ -246,8 +246,11 @@ Staged = dict[int, tuple[Any, Tensor]]
 def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
     """Register a plain tensor in place of each parameter that Transformer Engine keeps in 8 bits.
 
-    Quantization has freed the storage that was registered when the module was built. But the module
-    still has the initialization method.
+    Such a parameter was registered when the module was built, but quantization has freed that
+    storage since. The initialization method is taken from the module, which still has it.
+
+    Returns:
+        The parameter and its plain tensor, by the id of the parameter.
     """
     staged: Staged = {}
     for module in chunk.modules():
@@ -345,8 +348,8 @@ def _can_reset(module: torch.nn.Module) -> bool:
 def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:
     """Initialize a float32 copy of the module on the CPU, and copy the values to the module.
 
-    A parameter keeps its values if it was written more often than ``reset_parameters`` does, since
-    then the user's own code has initialized it.
+    A parameter whose version counter is not that of a freshly initialized copy keeps its values:
+    the user's own code has then written to it after ``reset_parameters``.
     """
     fresh = copy.copy(module)
     fresh._parameters = {

@@ -209,14 +209,22 @@ class KeyValueCache:
         return self.max_length, *arguments[1:]
 
     def token_angles(self, module: Any, _arguments: Any, output: Any) -> Any:
-        """Select the angles ``[T, 1, k, d]`` of the tokens from the angles of all positions."""
+        """Return the rotary angles ``[T, 1, k, d]`` of the tokens of this pass.
+
+        This is a forward hook of a rotary embedding. ``output`` has the angles of all positions,
+        maybe in a tuple whose other elements are kept.
+        """
         angles, *rest = output if isinstance(output, tuple) else (output,)
         # All layers of a pass share this tensor, and the tables computed from it.
         own = self.tokens.kept(id(module), lambda: self._angles(module, angles))
         return (own, *rest) if isinstance(output, tuple) else own
 
     def _angles(self, module: Any, angles: Tensor) -> Tensor:
-        """Return the tokens' angles; LongRoPE's angles depend on the length of each sequence."""
+        """Select the angles of this pass's tokens, by position, from the angles of all positions.
+
+        LongRoPE has other angles for short sequences; each token gets those for its sequence's
+        length.
+        """
         tokens = self.tokens
         short = getattr(module, "short_length", None)
         own = angles[tokens.positions]

@@ -190,9 +190,10 @@ class LatentAttention(Attention):  # type: ignore[misc]
         return self._heads(*self._small_vectors(hidden_states))
 
     def _small_vectors(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs of queries, the inputs of keys and values, and the shared key.
+        """Return the query input, the key-value latent, and the rotary part that all keys share.
 
-        The first two cover this rank's part of the sequence, the shared key all of it.
+        The first two cover this rank's part of the sequence under sequence parallelism, ``[s/tp, b,
+        ...]``. The shared part, not yet rotated, covers the sequence of all tensor-parallel ranks.
         """
         config = self.config
         query_input = hidden
@@ -208,9 +209,9 @@ class LatentAttention(Attention):  # type: ignore[misc]
     def _heads(
         self, query_input: Tensor, latent: Tensor, shared: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys ``[s, b, n, dk]`` and values ``[s, b, n, dv]`` of n heads.
+        """Return this rank's heads: queries and keys ``[s, b, n, dk]``, values ``[s, b, n, dv]``.
 
-        These are this rank's heads. The arguments are the results of `_small_vectors`.
+        The arguments are the results of `_small_vectors`.
         """
         config = self.config
         projection = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
@@ -239,10 +240,10 @@ class LatentAttention(Attention):  # type: ignore[misc]
 
 
 def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> RotaryEmbedding:
-    """Return the rotary embedding of a config, with angles ``[s, 1, 1, d]`` for s tokens.
+    """Return the rotary embedding of a config; called with s, it returns angles ``[s, 1, 1, d]``.
 
-    All layers share one module and its cached angles. YaRN's (arXiv:2309.00071) also returns a
-    factor of the cosines and sines.
+    All layers share one module and its cached angles. With YaRN (arXiv:2309.00071) the module
+    returns a tuple of the angles and a factor of the cosines and sines.
     """
     settings: dict[str, Any] = {"rotary_base": config.rotary_base}
     if config.rope_type == "yarn":
@@ -260,7 +261,7 @@ def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> Ro
 
 
 def _shared_out(gradient: Tensor, count: int) -> Tensor:
-    """Divide a gradient that ``count`` ranks hold, so that the sum over the ranks is right."""
+    """Divide a gradient that ``count`` ranks hold alike, and that will be summed over them."""
     return gradient / count
 
 

@@ -31,9 +31,10 @@ from megatron_ext.layers.weight_gradients import (
 
 
 def enter(x: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """Give all tokens to every tensor-parallel rank; sum the ranks' gradients in backward.
+    """Return all tokens on every tensor-parallel rank; the backward pass sums the ranks' gradients.
 
-    ``[s/tp, b, h]`` with sequence parallelism, else ``[s, b, h]``, becomes ``[s, b, h]``.
+    The input is ``[s/tp, b, h]`` with sequence parallelism, else ``[s, b, h]``; the result is
+    always ``[s, b, h]``.
     """
     if sequence_parallel:
         return mappings.gather_from_sequence_parallel_region(x, group=tp_group)  # type: ignore[no-any-return]
@@ -287,7 +288,10 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of an embedding, whose gradients go to the buffer without a temporary of its size."""
+    """Embedding lookup whose backward pass adds the gradient directly to ``main_grad``.
+
+    So it needs no temporary gradient of the size of the whole embedding.
+    """
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor) -> Tensor:
@@ -309,10 +313,10 @@ class _Rows(torch.autograd.Function):
 
 
 class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[misc]
-    """megatron-core's embedding; its gradients may be added to the gradient buffer directly.
+    """megatron-core's word embedding; its gradient may be added to the gradient buffer directly.
 
-    ``adds_in_place`` of its TransformerConfig selects this. The embeddings are multiplied by
-    ``embedding_multiplier``.
+    It is if ``adds_in_place`` is set in the TransformerConfig. The embeddings are multiplied by the
+    config's ``embedding_multiplier``.
     """
 
     config: Any = None
@@ -331,7 +335,7 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[mis
         return embeddings if multiplier == 1.0 else embeddings * multiplier
 
     def _added_in_place(self, input_: Tensor) -> Tensor:
-        """Return the embeddings without their factor; their gradient is added to ``main_grad``."""
+        """Return the embeddings before scaling; the backward pass adds to the ``main_grad``."""
         if self.tp_group.size() == 1:
             embeddings: Tensor = _Rows.apply(input_, self.weight)  # type: ignore[no-untyped-call]
         else:

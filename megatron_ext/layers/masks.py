@@ -48,8 +48,9 @@ def is_captured(device: torch.device) -> bool:
 class NewestMask:
     """Cache of the values that all layers compute from the newest micro-batch's mask.
 
-    The key is the mask's storage and version, because recomputed layers get the mask as another
-    tensor object. The cache holds a reference, so that the storage is not reused.
+    A mask is recognized by its storage and version, because activation recomputation passes the
+    same mask as another tensor object. The cache holds a reference to the mask, so that the storage
+    is not reused for another one.
     """
 
     def __init__(self) -> None:
@@ -60,13 +61,13 @@ class NewestMask:
 
     @contextmanager
     def kept_for_graphs(self, kept: dict[Any, Any]) -> Iterator[None]:
-        """Inside the block, keep the masks for which a chunk's layers are recorded in ``kept``.
+        """Inside the block, store the masks' values that a chunk's CUDA graphs need in ``kept``.
 
-        ``kept`` must live as long as the graphs, which read the masks at fixed addresses. Masks
-        that depend only on positions are made before the capture. For values that depend on a mask,
-        the graph of the first layer that needs one computes it from the replay's input, and later
-        graphs read it. All layers get the same mask, so either all of them are replayed, in order,
-        or none.
+        ``kept`` must live as long as the graphs, which read the values at fixed addresses. Values
+        that depend only on positions are computed before the capture. Values that depend on a mask
+        are computed by the graph of the first layer that needs them; the graphs of later layers
+        read them. So the layers of a chunk must be replayed in order, and all of them or none. This
+        holds because all layers get the same mask.
         """
         self._of_graphs = kept
         try:
@@ -75,9 +76,9 @@ class NewestMask:
             self._of_graphs = None
 
     def find(self, mask: Tensor, purpose: Any, make: Callable[[], T]) -> T:
-        """Return the result of ``make`` for this mask (or a part of one) and purpose, cached.
+        """Return the result of ``make`` for a mask (or a view of it) and a purpose, cached.
 
-        A value made outside the capture of a CUDA graph is not reused inside one.
+        Inside the capture of a CUDA graph, a value made outside is not reused.
         """
         version = 0 if mask.is_inference() else mask._version
         key = (mask.untyped_storage()._cdata, version, mask.device)
@@ -94,17 +95,17 @@ class NewestMask:
         return made
 
     def keeps_apart(self, device: torch.device) -> bool:
-        """Return whether values for graphs are made now, which no common cache may hold.
+        """Return whether values computed now are for CUDA graphs and must not be cached elsewhere.
 
-        A graph gets its own: a common cache may evict an entry at any time, and must not hold a
-        tensor that only a replay fills.
+        Another cache may evict an entry that graphs still read. It would also give other callers a
+        tensor that is filled only when a graph is replayed.
         """
         return self._of_graphs is not None or is_captured(device)
 
     def recorded(self, what: Any, make: Callable[[], T], mask: Tensor | None = None) -> T:
-        """Return the result of ``make`` for the graphs being recorded, one for each ``what``.
+        """Return the result of ``make`` for the key ``what``; keep it with the recorded graphs.
 
-        ``mask`` is kept as long as the result is.
+        ``mask`` is kept alive as long as the result. Outside `kept_for_graphs` nothing is stored.
         """
         if self._of_graphs is None:
             return make()

@@ -31,10 +31,10 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class GroupRanking:
-    """Chooses experts in groups, which are ranked by the sum of their ``count`` best scores.
+    """Chooses experts in groups; groups are ranked by the sum of their ``count`` best scores.
 
-    megatron-core's router has a hook for replaying routes, which returns the choice of experts;
-    this object uses it. Its own choice ranks a group by its best ``topk // group_topk`` scores.
+    megatron-core's own router ranks a group by its best ``topk // group_topk`` scores. This object
+    replaces that choice through a hook that megatron-core provides for replaying recorded routes.
     """
 
     layer_number: int | None = None
@@ -162,9 +162,9 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             return super().dispatch_postprocess(tokens, probs)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sum the outputs that the tensor-parallel parts of an expert have for each token.
+        """Sum each token's outputs over the tensor-parallel ranks that share its expert.
 
-        Return the sums of the tokens that this rank has dispatched.
+        Return the sums for the tokens that this rank got from the all-to-all.
         """
         sizes = self._unequal_parts()
         if sizes is None:
@@ -190,7 +190,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     @contextmanager
     def _gathered_already(self) -> Iterator[None]:
-        """Inside the block, keep megatron-core from gathering tokens for parts of an expert."""
+        """Inside the block, keep megatron-core from communicating between parts of an expert."""
         size, self.tp_size = self.tp_size, 1
         try:
             yield
@@ -199,9 +199,9 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     @contextmanager
     def _sorted_already(self) -> Iterator[None]:
-        """Inside the block, keep megatron-core from sorting tokens, which are sorted already.
+        """Inside the block, keep megatron-core from sorting tokens if one rank holds all experts.
 
-        It would copy them, part by part, into the same order.
+        They are sorted already, and megatron-core would only copy them into the same order.
         """
         count = self.num_local_experts
         if self.tp_size * self.ep_size == 1 and not self.drop_and_pad:

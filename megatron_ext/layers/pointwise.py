@@ -93,10 +93,11 @@ def _one_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) ->
 def norm_and_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
 ) -> tuple[Tensor, ...]:
-    """Return the `norm` of ``[..., h]``, inverse deviations ``[..., 1]`` and, for LayerNorm, means.
+    """Return the `norm` of ``x`` ``[..., h]`` and the statistics that `norm_gradients` needs.
 
-    Weight and bias broadcast to ``x``, so each sample may have its own. The statistics are float32,
-    or float64 if ``x`` is float64.
+    The statistics are the inverse standard deviations ``[..., 1]`` (for RMSNorm, the inverse root
+    mean squares) and, for LayerNorm, the means ``[..., 1]``. They are float32, or float64 if ``x``
+    is float64. Weight and bias broadcast to ``x``, so each sample may have its own.
     """
     kind, eps, _ = spec
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -209,7 +210,7 @@ NO_LIMITS: Limits = (None, 0.0)
 
 
 def limits_of(transformer_config: TransformerConfig) -> Limits:
-    """Return the limit and the offset of a configuration's gated activation."""
+    """Return a configuration's ``limit`` and ``offset``, as `activated` takes them."""
     config = transformer_config
     return config.activation_func_clamp_value, config.glu_linear_offset
 

@@ -1,7 +1,8 @@
 """The scaling of rotary frequencies, written like transformers' ``rope_parameters``.
 
-``--rope-scaling`` takes such a JSON object. The flags of ``--position-embedding-type yarn`` become
-one when a configuration is resolved, so that layers and checkpoints know one spelling.
+``--rope-scaling`` takes a JSON object of this form. When a configuration is resolved, the flags of
+``--position-embedding-type yarn`` are converted to such an object too, so that layers and
+checkpoints need to know only this form.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ LISTS = ("short_factor", "long_factor")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A kind of scaling of rotary frequencies with its entries, all resolved.
+    """A kind of scaling of rotary frequencies with its parameters, after defaults are filled in.
 
     Attributes:
         rope_type: a key of `REQUIRED`.
         factor: ratio of the new context length to the original one.
-        attention_factor: factor of cosines and sines; None takes the kind's formula.
-        truncate: round the bounds of YaRN's ramp to whole channels.
+        attention_factor: factor of cosines and sines; None takes the formula of `magnitude`.
+        truncate: whether to round the bounds of YaRN's ramp to whole channels.
         short_factor, long_factor: divisors of the frequencies, one for each pair of channels, for
             sequences up to the original length and for longer ones.
     """
@@ -90,15 +91,17 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class RotarySettings:
-    """The angles by which a model rotates queries and keys.
+    """The settings of the angles by which a model rotates queries and keys.
 
     Attributes:
         percent: share of a head's channels to rotate.
-        base, local_base: base of the frequencies, and of those in layers with a window; None if
-            these have the same.
+        base: base of the frequencies.
+        local_base: base of the frequencies in layers with a window; None if they have no other
+            frequencies.
         interpolation_factor: divisor of the positions.
         llama_factor: factor of Llama 3.1's scaling, as megatron-core computes it.
-        scaling: another scaling of the frequencies, which takes the place of the two before.
+        scaling: any other scaling of the frequencies; it replaces ``interpolation_factor`` and
+            ``llama_factor``.
     """
 
     percent: float
@@ -144,13 +147,14 @@ def yarn_scaling(
 
 
 def read_scaling(text: str | None, max_position_embeddings: int) -> RopeScaling | None:
-    """Return the scaling that a JSON object describes; None without one or for "default".
+    """Return the scaling that a JSON object describes.
 
-    Without a ``factor``, YaRN and LongRoPE take ``max_position_embeddings`` over the original
-    length, as transformers does.
+    Return None if there is no text, or if the ``rope_type`` is "default". Without a ``factor``,
+    YaRN and LongRoPE take ``max_position_embeddings`` divided by the original length, as
+    transformers does.
 
     Raises:
-        ValueError: the text is no such object; the message is the rule that it breaks.
+        ValueError: the text does not describe a scaling; the message is the rule that it breaks.
     """
     if text is None:
         return None
@@ -209,10 +213,10 @@ def _check_values(values: dict[str, Any]) -> None:
 
 
 def written(scaling: RopeScaling) -> str:
-    """Return a scaling as JSON that `read_scaling` reads as the same for any number of positions.
+    """Return a scaling as JSON, from which `read_scaling` restores it for any maximum length.
 
-    Entries that may be missing and have their defaults are left out. A factor is written also where
-    it has its default, since one that is missing may follow from the number of positions.
+    Optional entries with their default values are left out. But the ``factor`` of YaRN and LongRoPE
+    is always written, since `read_scaling` would otherwise derive it from the maximum length.
     """
     kind = scaling.rope_type
     usual = RopeScaling(kind)

@@ -83,7 +83,10 @@ def _yarn(wavelengths: Tensor, dim: int, base: float, scaling: RopeScaling) -> T
     """
 
     def channel(rotations: float) -> float:
-        """Return the pair of channels that turns this often within the original context."""
+        """Return the index (fractional) of the pair of channels that turns ``rotations`` times.
+
+        The turns are counted over the original context length.
+        """
         turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return (dim * math.log(turns)) / (2 * math.log(base))
 

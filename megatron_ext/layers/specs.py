@@ -129,9 +129,10 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
 
 
 def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
-    """Return the spec of a layer's attention, and the names in checkpoints of the norms in it.
+    """Return the spec of a layer's attention, and a mapping of names in sharded checkpoints.
 
-    The second maps the beginnings of parameters' names to those in checkpoints.
+    The mapping replaces the beginnings of the names of norms' parameters by the beginnings under
+    which checkpoints store them.
     """
     causal = {"attn_mask_type": AttnMaskType.causal}
     qk_norm: Any = Norm if transformer_config.qk_layernorm else IdentityOp

@@ -1,4 +1,4 @@
-"""Gives a module that megatron-core has built the class that we derive from its own."""
+"""Changes the class of a module that megatron-core has built to a subclass of ours."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 def specialize(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
     """Change the class of a module to ``kind``, a subclass that adds no state.
 
-    megatron-core names some classes in its constructors (those of the embedding, the decoder, the
-    output head), and hands process groups to its own MLP and experts only, so that neither an
-    argument nor a layer spec can name ours. A second module in the place of the first would draw
-    other initial weights.
+    This is for classes that megatron-core's constructors fix: those of the embedding, the decoder
+    and the output head, and of MLPs and experts, which would get no process groups if a layer spec
+    named a class of ours. Building a second module to replace the first would draw other initial
+    weights.
 
     Raises:
         TypeError: ``kind`` is no subclass of the module's class.

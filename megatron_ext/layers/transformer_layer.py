@@ -54,7 +54,8 @@ class LayerRotary:
     """How a layer rotates its queries and keys.
 
     Attributes:
-        index: the layer's index in the angles ``[s, 1, k, d]``; None rotates nothing.
+        index: which of the k tables of angles in ``[s, 1, k, d]`` the layer uses: 0, or 1 for
+            layers with a window that have their own angles. None rotates nothing.
         magnitude: factor of the cosines and sines.
     """
 
@@ -88,7 +89,8 @@ def table_of(
 ) -> Table:
     """Return cosines and sines ``[s, 1, 1, d / 2]`` of angles ``[s, 1, k, d]``, from a cache.
 
-    ``rotary`` selects one of the k angles, and gives the factor of the cosines and sines.
+    ``rotary`` selects one of the k tables of angles, and has the factor of the cosines and sines.
+    None selects the first table and the factor 1.
     """
     own = rotary or LayerRotary(0, 1.0)
     assert own.index is not None
@@ -343,7 +345,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 mlp.token_dispatcher.set_shared_experts(mlp.shared_experts)
 
     def _normalize_outputs(self) -> None:
-        """Create the layer's norms for the outputs of attention and MLP, if it has any."""
+        """Add norms for the outputs of attention and MLP, as far as the layer has these two."""
         size = self.config.hidden_size
         epsilon = self.config.layernorm_epsilon
         if not isinstance(self.self_attention, IdentityOp):

@@ -79,10 +79,11 @@ def _computes(
     dtype: torch.dtype,
     compute: Callable[[Tensor, Tensor, dict[str, Any]], object],
 ) -> bool:
-    """Return whether a test product of 16-bit ones fills a float32 matrix of ones with ``value``.
+    """Return whether ``compute``, called with matrices of ones, fills the output with ``value``.
 
-    ``compute`` gets the float32 matrix, the 16-bit matrix, and the keyword arguments for the
-    output. On a CPU, and in float32, the answer is always False.
+    ``compute`` gets a float32 matrix of ones to add to, a 16-bit matrix of ones to multiply, and
+    the keyword arguments that make the float32 matrix the output. If it raises an error, on a CPU,
+    and for float32 as ``dtype``, the answer is False.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False
@@ -96,12 +97,12 @@ def _computes(
 
 
 class StepGradients:
-    """The gradient buffers of model chunks at the start of a step.
+    """Prepares the gradient buffers of model chunks at the start of a step.
 
-    If the products of a linear layer add to the buffer, its weight's gradient need not be zeroed:
-    the first product of a step overwrites the old gradient. The same holds for the output head's
-    first gradient. Until then the weight is marked by ``overwrite_main_grad``, Transformer Engine's
-    name.
+    If a linear layer adds its weight's gradient to the buffer itself, the old gradient need not be
+    zeroed, since the first product of a step overwrites it. The same holds for the first gradient
+    of the output head. Until the first product the weight has the attribute
+    ``overwrite_main_grad``, a name from Transformer Engine.
 
     Args:
         chunks: model chunks that are wrapped for data parallelism.
@@ -165,10 +166,11 @@ def _zero_stale(parameters: Iterable[Any], _gradient: Tensor | None = None) -> N
 
 
 def writable(main_grad: Tensor) -> Tensor:
-    """Return a ``main_grad`` that is safe to write; give its bucket memory if it has none.
+    """Return ``main_grad``, after giving its bucket memory (all zeros) if it has none.
 
-    New memory is zero (see `gradient_shards`). Anything except a hook must call this before it
-    writes to a ``main_grad``.
+    Call this before writing to a ``main_grad``, because its bucket may be sharded (see
+    `gradient_shards`). Only megatron-core's backward hooks need not, since `ShardedGradients` does
+    so.
     """
     bucket = getattr(main_grad, "bucket", None)
     if bucket is not None:
@@ -177,9 +179,10 @@ def writable(main_grad: Tensor) -> Tensor:
 
 
 def takes_overwrite(weight: Tensor) -> bool:
-    """Return whether a weight's ``main_grad`` holds an old gradient; clear the mark that says so.
+    """Return whether the caller must overwrite a weight's ``main_grad`` instead of adding to it.
 
-    Only the first caller in a step gets True, and must overwrite the gradient; the others add.
+    This is so for the first caller in a step if ``main_grad`` still holds the last step's gradient.
+    The call clears the attribute ``overwrite_main_grad``, so that later callers get False.
     """
     overwrites: bool = getattr(weight, "overwrite_main_grad", False)
     if overwrites:
@@ -197,12 +200,12 @@ def add_weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> Non
 
 
 def gradient_placeholder(weight: Tensor) -> Tensor:
-    """Mark a weight's gradient as added to the buffer; return a tensor ``[out, in]`` for autograd.
+    """Return a tensor ``[out, in]`` for autograd, in place of a gradient that is in ``main_grad``.
 
-    Autograd needs some gradient to run megatron-core's hooks on the thread of the backward pass.
-    The mark stops the hooks from adding the returned tensor, whose values are undefined. A weight
-    that the step also uses elsewhere has the attribute ``zero_out_wgrad``: for it, the hooks ignore
-    the mark, and the tensor is zero.
+    Autograd must get some tensor, so that megatron-core's hooks run on the thread of the backward
+    pass. The attribute ``grad_added_to_main_grad``, set here, stops the hooks from adding the
+    tensor; its values are undefined. If the step also uses the weight elsewhere, so that the weight
+    has the attribute ``zero_out_wgrad``, the hooks do add the tensor, which is zero.
     """
     assert not getattr(weight, "overwrite_main_grad", False), "the gradient was added to an old one"
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -216,10 +219,11 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
 def expect_additions(weight: Tensor) -> None:
     """Let functions that add gradients of ``weight`` to ``main_grad`` return None to autograd.
 
-    megatron-core's overlapped reduction waits for a gradient from autograd. If no other use of the
-    weight gives one in a backward pass, a hook gives zeros ``[out, in]``, which take no memory, and
-    marks them so that they are not added. Any other gradient is added as usual. The hook decides at
-    the end of the pass, so a weight may be used in any number of places.
+    megatron-core's overlapped reduction waits until autograd produces a gradient of the weight. If
+    all uses of the weight in a backward pass return None, a hook supplies zeros ``[out, in]``,
+    which take no memory, and marks them so that they are not added. If any use returns a gradient,
+    it is added as usual. Since the hook runs after all uses, a weight may be used in any number of
+    places.
     """
     if getattr(weight, "expects_additions", False):
         return

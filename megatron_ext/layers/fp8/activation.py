@@ -1,11 +1,12 @@
 """The activation between the two matrices of an MLP, fused with the casts before and after it.
 
 With delayed scaling the scales are known in advance. So one kernel can compute the activation and
-cast it for the second matrix, and another kernel can compute the gradient of the activation's input
-and cast it for the first. The 16-bit results of both are never written.
+cast it to 8 bits for the second layer, and another kernel can compute the gradient of the
+activation's input and cast it for the first layer. Neither result is ever written in 16 bits.
 
-The gradient reaches the first layer through its scaling (`Scaling.handed`), because autograd can
-only pass on tensors with the output's dtype. Autograd gets a placeholder full of NaN instead.
+The second layer stores the 8-bit gradient in the `Scaling` of the first layer (`Scaling.handed`).
+Autograd could not pass it on, because a gradient must have the dtype of the first layer's output.
+Autograd passes a placeholder full of NaN instead.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from megatron_ext.layers.fp8.scaling import DelayedScaling, Pair, Role
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation that the layer after it computes; see `pointwise.activated`.
+    """An activation that the MLP's second layer computes, fused with its casts to 8 bits.
+
+    See `pointwise.activated` for the function. The activation's input, called ``wide``, is the
+    first layer's output: ``[m, f]`` for m tokens, or ``[m, 2 f]`` with a gate.
 
     Attributes:
-        name, gated: arguments of `pointwise.activated`; f is the width of its result.
-        before: scaling of the previous layer. That layer's output ``wide`` is the activation's
-            input, ``[m, f]``, or ``[m, 2 f]`` with a gate.
-        columns: whether the weight of the previous layer needs a gradient.
+        name, gated: the activation, and whether it has a gate.
+        before: scaling of the first layer.
+        columns: whether the first layer's weight needs a gradient, and so the transpose of its
+            output's 8-bit gradient.
     """
 
     name: str
@@ -46,13 +50,14 @@ class Activation:
         return after.pair_by(function, Role.INPUT, columns=columns)
 
     def hand_over(self, gradient: Tensor, wide: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Compute the 8-bit gradient of the activation's input; leave it for the previous layer.
+        """Compute the 8-bit gradient of the activation's input, and leave it for the first layer.
 
-        Return the placeholder that autograd passes to that layer instead, in the shape ``shape``.
+        Return the placeholder that autograd passes to the first layer instead.
 
         Args:
             gradient: gradient of the activation's output.
             wide: the activation's input.
+            shape: shape of the placeholder.
         """
         kernels: Any = kernels_for(wide)
         function: Callable[..., Layouts] = partial(
@@ -66,12 +71,12 @@ class Activation:
 
 @contextmanager
 def joined(first: Any, second: Any, wide: Tensor, name: str, gated: bool) -> Iterator[bool]:
-    """Inside the block, let the second layer of an MLP compute the activation, if that is possible.
+    """Inside the block, let the second layer of an MLP compute the activation, if possible.
 
-    Yield whether it is. If so, call ``second`` with ``wide``, the output of the layer ``first``;
-    otherwise with the activation of ``wide``. It is possible if both layers know their scales in
-    advance, and nothing but ``wide`` enters their products: no adapter, no bias of the first layer,
-    no 16-bit gradient.
+    Yield True if it is possible. The caller must then call ``second`` with ``wide``, the output of
+    the layer ``first``; if it is not possible, with the activation of ``wide``. It is possible on a
+    GPU with Triton if both layers know their scales in advance, compute weight gradients in 8 bits
+    and have no adapter, and ``first`` has no bias.
     """
     scalings = [getattr(layer, "fp8", None) for layer in (first, second)]
     possible = (

@@ -1,10 +1,10 @@
 """Triton kernels that cast a matrix to 8 bits in one pass; imported only where Triton is installed.
 
 A kernel reads tiles of a matrix and writes them in 8 bits, unchanged (rows), transposed (columns),
-or both. It also updates a number on the device to the largest magnitude. `cast` reads the matrix
-from memory. `activated` and `gradient_before` compute it from the tensors around an MLP's
-activation, so that it never exists in 16 bits. The memory traffic for each number of the result, in
-bytes read + written with both layouts and 16-bit inputs:
+or both. It can also record the largest magnitude in a one-element tensor, ``noted``. `cast` reads
+the matrix from memory. `activated` and `gradient_before` compute it from the tensors around an
+MLP's activation, so that it never exists in 16 bits. The memory traffic for each number of the
+result, in bytes read + written with both layouts and 16-bit inputs:
 
 =================  ===========  ==============
 function           with a gate  without a gate
@@ -56,10 +56,12 @@ def _write(  # type: ignore[no-untyped-def]
     x, scale, noted, rows, columns, first_m, first_k, m, stride: tl.constexpr, end: tl.constexpr,
     LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Write a float32 tile into ``[m, stride]`` in 8 bits, except columns from ``end`` on.
+    """Multiply a float32 tile ``x`` by ``scale``, and write it in 8 bits.
 
-    ``noted`` is raised to the largest magnitude. Numbers that are not finite become NaN. Numbers of
-    the tile outside the matrix must be zero.
+    It is written to ``rows`` ``[m, stride]`` and, transposed, to ``columns`` (with m padded to a
+    multiple of 16); each may be None. Columns of the matrix from ``end`` on are not written.
+    ``noted`` is set to the largest magnitude of ``x`` if that is larger. Numbers that are not
+    finite become NaN. Elements of the tile outside the matrix must be zero.
     """
     i = tl.arange(0, x.shape[0])
     j = tl.arange(0, x.shape[1])
@@ -117,10 +119,11 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     x, given, scales, noted, rows, columns, m, K: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Cast ``[m, K]`` with the scale ``given``.
+    """Cast the matrix ``x`` ``[m, K]`` to 8 bits with the scale in ``given``.
 
-    If ``scales`` is not None, ``given`` is the largest magnitude instead. The scale for it
-    (`matrices.scale_for`) and its inverse are written to ``scales``.
+    If ``scales`` is not None, ``given`` holds the largest magnitude of the matrix instead. The
+    kernel then computes the scale from it (`matrices.scale_for`), and writes the scale and its
+    inverse to ``scales``.
     """
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first_m = tl.program_id(0) // tiles * BLOCK_M
@@ -288,7 +291,11 @@ def activated(
     layout: Wanted,
     noted: Tensor | None = None,
 ) -> Layouts:
-    """Cast `pointwise.activated` of ``[m, 2 f]``, or without a gate of ``[m, f]``, to 8 bits."""
+    """Compute an MLP's activation of ``wide`` and cast it to 8 bits, ``[m, f]``.
+
+    ``wide`` is ``[m, f]``, or ``[m, 2 f]`` if ``gated``; see `pointwise.activated`. For the last
+    four arguments see `matrices.quantize_with`.
+    """
     f = wide.size(1) // 2 if gated else wide.size(1)
     more = activation, gated
     return _run("activated", [wide], f, dtype, layout, scale, noted, None, *more)
@@ -304,7 +311,11 @@ def gradient_before(
     layout: Wanted,
     noted: Tensor | None = None,
 ) -> Layouts:
-    """Cast the gradient of ``wide`` to 8 bits, given the activation's gradient ``[m, f]``."""
+    """Compute the gradient of an activation's input ``wide`` and cast it to 8 bits.
+
+    ``gradient`` is the gradient of the activation, ``[m, f]``; ``wide`` and the result are ``[m,
+    f]``, or ``[m, 2 f]`` if ``gated``. For the last four arguments see `matrices.quantize_with`.
+    """
     inputs = [gradient, wide]
     more = (activation, gated)
     return _run("gradient_before", inputs, wide.size(1), dtype, layout, scale, noted, None, *more)
@@ -343,9 +354,10 @@ def signatures() -> list[Signature]:
 
 
 def _entry(name: str, types: Types, limit: float, **more: Any) -> Signature:
-    """Return the signature of kernel ``name`` for a matrix with 14336 columns.
+    """Return the signature of the kernel ``name`` for a matrix with 14336 columns.
 
-    ``types`` are the types of its arguments; one of type None is absent. ``more`` are constants.
+    ``types`` maps the kernel's arguments to their types; a type of None passes None for the
+    argument. ``more`` are constants.
     """
     kernel, (block_m, block_k) = _KERNELS[name]
     constants = {"K": 14336, "LIMIT": limit, "BLOCK_M": block_m, "BLOCK_K": block_k, **more}

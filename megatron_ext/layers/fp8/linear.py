@@ -34,8 +34,8 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearC
     """Return the output ``[s, b, out]`` of a layer whose weight on this rank is ``[out, in]``.
 
     The input is ``[s, b, in]``, or ``[s/tp, b, in]`` under sequence parallelism; it may have any
-    number of leading dimensions. If the scaling has an ``activation``, the input is the input of
-    that activation. The bias is ``[out]``.
+    number of leading dimensions. If ``call.scaling.activation`` is set, this function first applies
+    that activation to the input. The bias is ``[out]``.
     """
     trains = call.parameter.requires_grad and torch.is_grad_enabled()
     if call.queue is not None:
@@ -152,11 +152,12 @@ def _weight_gradient(
 
 
 def _given(compute: Callable[..., Tensor], call: LinearCall) -> Tensor | None:
-    """Compute the weight's gradient, and return what autograd gets for it.
+    """Compute the weight's gradient, and return what autograd must pass on for the weight.
 
-    If ``call`` has a queue, the computation is queued, and autograd gets None. If the gradient is
-    added to ``main_grad``, autograd gets a placeholder; otherwise it gets the gradient. ``compute``
-    returns the gradient in a given dtype, or writes it to a given matrix.
+    If ``call`` has a queue, the computation is queued, and the result is None. If the gradient is
+    added to ``main_grad``, the result is a placeholder. Otherwise it is the gradient. ``compute``
+    takes a dtype and returns the gradient in it; with a matrix as second argument it writes to this
+    matrix.
     """
     weight = call.parameter
     main_grad: Tensor | None = getattr(weight, "main_grad", None) if call.in_place else None
@@ -170,10 +171,11 @@ def _given(compute: Callable[..., Tensor], call: LinearCall) -> Tensor | None:
 
 
 def _add(compute: Callable[..., Tensor], weight: Tensor, main_grad: Tensor | None) -> None:
-    """Add a weight's gradient to its sum; with a float32 ``main_grad`` no product is rounded.
+    """Compute a weight's gradient and add it to ``main_grad``; without one, use `accumulate`.
 
-    The first product of a step writes to ``main_grad`` itself. Later ones need a separate addition,
-    since ``torch._scaled_mm`` cannot add (its beta is 0).
+    The first gradient of a step is written directly to ``main_grad``. Later ones need a separate
+    addition, since ``torch._scaled_mm`` cannot add to its output (its beta is 0). If ``main_grad``
+    is float32, no gradient is rounded to 16 bits.
     """
     if main_grad is None:
         accumulate(weight, compute(weight.dtype))
@@ -186,8 +188,9 @@ def _add(compute: Callable[..., Tensor], weight: Tensor, main_grad: Tensor | Non
 class KeptWeights:
     """A cache of the 8-bit weights of a rank's model chunks, valid while the weights stay constant.
 
-    Inside `kept`, a layer casts its weight only at its first use, both plain and transposed. This
-    takes 2 bytes per parameter of an 8-bit layer, in addition to the bfloat16 weight.
+    Inside `kept`, a layer casts its weight only at its first use, and keeps both the 8-bit weight
+    and its transpose. This takes 2 bytes per parameter of an 8-bit layer, in addition to the
+    bfloat16 weight.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -208,7 +211,7 @@ class KeptWeights:
 
 
 class AmaxHistories:
-    """The histories of the largest magnitudes in a rank's 8-bit layers.
+    """The histories of the largest magnitudes (amax) of the tensors in a rank's 8-bit layers.
 
     Only delayed scaling has histories; with another recipe there are none, and the methods do
     nothing.
@@ -221,23 +224,22 @@ class AmaxHistories:
         self._pending: tuple[list[DelayedScaling], HostCopy] | None = None
 
     def marks(self) -> tuple[Any, list[bool]]:
-        """Return the state of the histories that is not in buffers of the layers.
+        """Return the part of the state that is on the host, to be restored by `set_marks`.
 
-        It says which layers have complete histories, and whether the answer for others is awaited.
+        It is a pending copy from the device that tells which further layers have got a complete
+        history, and for each layer, whether its history is known to be complete
+        (`DelayedScaling.has_history`).
         """
         return self._pending, [scaling.has_history for scaling in self.scalings]
 
     def set_marks(self, marks: tuple[Any, list[bool]]) -> None:
-        """Restore which layers have complete histories, and what is awaited, of before a step.
-
-        ``marks`` is what `marks` returned then. The step can be computed again afterwards.
-        """
+        """Restore the state that `marks` returned before a step, to repeat the step."""
         self._pending, has_history = marks
         for scaling, before in zip(self.scalings, has_history, strict=True):
             scaling.has_history = before
 
     def forget(self) -> None:
-        """Drop a pending answer about the histories, since loaded ones have replaced them."""
+        """Drop the pending copy that `advance` started; call this after loading histories."""
         self._pending = None
 
     @torch.no_grad()
@@ -265,9 +267,9 @@ class AmaxHistories:
 
 
 def _advance(scalings: Sequence[DelayedScaling]) -> None:
-    """Append the step's largest magnitudes to the histories, and update the scales.
+    """Append the step's largest magnitudes to the histories of some layers, and update the scales.
 
-    The layers of ``scalings`` are all held by the same ranks, which reduce the magnitudes.
+    All layers in ``scalings`` must reduce their magnitudes over the same groups of ranks.
     """
     amax = torch.stack([scaling.amax for scaling in scalings])
     # Collectives do not define the comparison of NaN, so replace it by infinity.

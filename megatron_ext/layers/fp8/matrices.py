@@ -124,10 +124,11 @@ def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
 def known_scale(
     amax: Tensor, history: Tensor, given: Tensor, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """Return ``given`` if there is a history ``[steps]``, else the scale for ``amax``.
+    """Return the scale of a tensor for delayed scaling, and the scale's reciprocal, both ``[]``.
 
-    If ``amax``, the largest magnitude, is not finite, the scale is NaN in either case. The second
-    result is the scale's reciprocal.
+    If the history ``[steps]`` has an entry, the scale is ``given``, which was computed from it.
+    Otherwise it is the scale for the tensor's largest magnitude ``amax``. If ``amax`` is not
+    finite, the scale is NaN in either case. ``limit`` is the format's largest number.
     """
     uses_given = history.any() & amax.isfinite()
     scale = torch.where(uses_given, given, scale_for(amax, limit))
@@ -168,7 +169,8 @@ def quantize_with(
 ) -> Layouts:
     """Cast ``[m, k]`` to 8 bits with a given scale ``[]``; infinities become NaN.
 
-    ``noted``, float32 ``[]``, is raised to the largest magnitude, or set to NaN.
+    If ``noted`` (float32 ``[]``) is given, it is replaced by the maximum of itself and the largest
+    magnitude of ``x``, which is NaN if ``x`` contains NaN.
     """
     if noted is not None:
         noted.copy_(torch.maximum(noted, largest(x)))

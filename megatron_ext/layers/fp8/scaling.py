@@ -22,7 +22,7 @@ from megatron_ext.layers.fp8.matrices import Layouts, Pass, Quantized, Wanted
 
 
 class Role(IntEnum):
-    """The three tensors in a layer's matrix products."""
+    """The three tensors in a layer's matrix products: input, weight, and gradient of the output."""
 
     INPUT = 0
     WEIGHT = 1
@@ -31,7 +31,7 @@ class Role(IntEnum):
 
 
 class Parts:
-    """The groups of ranks that must agree on a scale: they hold parts of one tensor, row or column.
+    """The groups of ranks that hold parts of a tensor, row or column, and must agree on its scale.
 
     Args:
         cuts_input: whether the layer is row-parallel and shards its input features; other layers
@@ -171,10 +171,10 @@ class Scaling(torch.nn.Module):
         keeps_weight: whether to reuse the 8-bit weight, because the weight is constant now
             (`KeptWeights`).
         kept_weight: the 8-bit weight to reuse; None before its first use.
-        activation: the `fp8.activation.Activation` that computes the layer's input from the tensor
-            it is called with; None if that tensor is the input.
-        handed: the gradient of the layer's output in 8 bits, and the placeholder that autograd
-            passes instead; None if autograd passes the gradient.
+        activation: the `fp8.activation.Activation` that the layer applies to its argument before
+            its own matrix product; None if the layer multiplies its argument directly.
+        handed: set by the next layer in the backward pass: the placeholder that autograd passes,
+            and the gradient of this layer's output in 8 bits. None if autograd passes the gradient.
     """
 
     activation: Any = None
@@ -228,8 +228,8 @@ class Scaling(torch.nn.Module):
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
         """Return ``[m, k]`` in 8 bits such that its transpose fits a product that sums over m.
 
-        ``rows`` is the result of the method `rows` for ``x``. With one scale for the whole tensor
-        it fits this product too, and is returned.
+        ``rows`` is the result of `Scaling.rows` for the same ``x``. With one scale for the whole
+        tensor the transpose of ``rows`` fits such a product too, so ``rows`` itself is returned.
         """
         return rows
 
@@ -297,11 +297,11 @@ class DelayedScaling(Scaling):
         scale: scales computed from the history, ``[3]``.
         inverse: their reciprocals, ``[3]``.
         amax: largest magnitudes of the current step on this rank, ``[3]``.
-        has_history: on the host, whether all three tensors have a history. If so, no pass before
-            the cast finds the largest magnitude, and a value that is not finite becomes NaN, so
-            that the step is skipped.
-        limits: the largest numbers of the three formats, ``[3]``; on the device, because a copy
-            would make each step wait.
+        has_history: whether all three tensors are known to have a history; kept on the host. If so,
+            a tensor is cast without a pass that first finds its largest magnitude. A value that is
+            not finite then becomes NaN, so that the step is skipped.
+        limits: the largest numbers of the three formats, ``[3]``; kept on the device, because
+            copying them there would make the host wait in each step.
     """
 
     amax_history: Tensor
@@ -323,7 +323,7 @@ class DelayedScaling(Scaling):
         self._mark()
 
     def _mark(self) -> None:
-        """Mark the history as a tensor that an older checkpoint may lack."""
+        """Mark the history as a tensor that may be absent from an older checkpoint."""
         self.amax_history.new_branch = True  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScaling:
@@ -343,10 +343,11 @@ class DelayedScaling(Scaling):
         return self.has_history and not self.parts.may_idle
 
     def pair_by(self, cast: Callable[..., Layouts], role: Role, *, columns: bool) -> Pair:
-        """Return a tensor in 8 bits; with ``columns`` also its transpose.
+        """Return a tensor in 8 bits as computed by ``cast``; with ``columns`` also its transpose.
 
-        ``cast`` computes both. Its arguments are the scale, the 8-bit format, the layout ("both" or
-        "rows"), and a tensor that it raises to the largest magnitude.
+        ``cast`` takes the scale, the 8-bit format, the layout ("both" or "rows"), and the tensor
+        ``[]`` in which to record the largest magnitude (`matrices.quantize_with`; None in
+        evaluation).
         """
         layout: Wanted = "both" if columns else "rows"
         layouts = cast(self.scale[role], self.formats[role], layout, self._noted(role))
@@ -366,7 +367,7 @@ class DelayedScaling(Scaling):
         return Pass(scale, inverse, *casting.cast_with(x, scale, dtype, layout, noted))
 
     def _noted(self, role: Role) -> Tensor | None:
-        """Return the number ``[]`` that a cast raises to the largest magnitude of this step.
+        """Return the tensor ``[]`` in which casts record this step's largest magnitude of a role.
 
         Return None in evaluation, where magnitudes are not recorded.
         """
