@@ -51,7 +51,7 @@ def call_loss(loss: LossFunction, output: Tensor, *, non_loss_data: bool = False
     """Return sum, count and report of a loss, or the data collected with ``non_loss_data``.
 
     Raises:
-        ConfigError: the loss breaks the contract; the error names it.
+        ConfigError: the loss returns something else than the contract demands.
     """
     if non_loss_data:
         return non_loss_data_of(loss, output)
@@ -84,7 +84,11 @@ def checked(loss: LossFunction) -> LossFunction:
 
 
 def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
-    """Return ``loss(output, non_loss_data=True)``; raise a ConfigError if it lacks the argument."""
+    """Return ``loss(output, non_loss_data=True)``.
+
+    Raises:
+        ConfigError: the loss has no argument ``non_loss_data``.
+    """
     parameters = inspect.signature(loss).parameters.values()
     if not any(p.name == "non_loss_data" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise ConfigError(
@@ -111,18 +115,19 @@ def share_of_step(
     per_token: bool,
     usual_weight: Tensor | None = None,
 ) -> Tensor | float:
-    """Return a factor for a micro-batch's weighted sum that makes the loss a weighted mean.
+    """Return the factor by which to multiply a micro-batch's weighted sum of token losses.
 
-    The step divides its gradients by its number of targets N. Let D be the sum of the token weights
-    in the step. The factor is then N / D, which is 1 if all weights are 0 or 1. Without
-    ``per_token`` (mean of micro-batch means) N and D refer to this rank's micro-batch. In
-    evaluation ``counts`` is None, and the factor is 1.
+    The step divides its gradients by the number of targets N, but the loss is to be a weighted
+    mean: the sum divided by the sum D of the token weights. So the factor is N / D, which is 1 if
+    all weights are 0 or 1. With ``per_token`` N and D are those of the whole step. Otherwise (mean
+    of micro-batch means) they are those of this rank's micro-batch. In evaluation ``counts`` is
+    None, and the factor is 1.
 
     Args:
         weights: token weights of this micro-batch, ``[b, s/cp]``.
-        usual_weight: replaces the micro-batch's D if context-parallel ranks hold unequal parts. It
-            is the mean of D over these ranks, so that the mean of their losses is the weighted mean
-            of the whole micro-batch.
+        usual_weight: takes the place of D without ``per_token``, if context-parallel ranks hold
+            unequal parts of the micro-batch's weights. It must be the mean of D over these ranks;
+            then the mean of their losses is the weighted mean over the whole micro-batch.
     """
     if counts is None:
         return 1.0

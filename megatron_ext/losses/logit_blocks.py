@@ -147,8 +147,9 @@ class Block:
         owned: ``[C, 1]`` float32, 1 if this rank owns the label and the token counts.
         valid: ``[C]`` float32, 0 if the label is ``ignore_index``, else 1.
         fused: whether the compiled functions of `vocabulary` compute statistics and gradient.
-        slope: derivative ``[C, v/tp]`` float32 of the capped logits with respect to the plain ones.
-            None without a cap, and if ``fused``, where it follows from the kept logits.
+        slope: derivative ``[C, v/tp]`` float32 of the capped logits with respect to the uncapped
+            ones. None if there is no cap, or if ``fused``: the compiled gradient computes it from
+            the logits, which are not overwritten until then.
     """
 
     span: slice
@@ -221,9 +222,10 @@ def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
     """Return each token's highest logit over all ranks, ``[C]``, and sums over this rank's logits.
 
-    First the highest logit is subtracted from each logit. The sums, ``[2, C]``, are the label's
-    logit (0 if another rank has it), and the sum of the exponentials, which overwrite the logits.
-    With label smoothing they are ``[3, C]``, with the sum of all logits between the two.
+    The sums are ``[2, C]``: the label's logit (0 if another rank owns the label), and the sum of
+    the exponentials. With label smoothing they are ``[3, C]``, with the sum of all logits between
+    these two. The highest logit has been subtracted from all logits before. The exponentials
+    overwrite the logits.
     """
     logits = block.logits
     highest = logits.amax(dim=1, keepdim=True)
