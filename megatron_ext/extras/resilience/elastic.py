@@ -23,10 +23,10 @@ REQUESTED_NODES = "elastic_nodes"
 def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> tuple[int, ...]:
     """Return the numbers of ranks with which a run may continue, largest first.
 
-    Without ``--elastic-min-nodes`` this is only the present number. A number in between may
-    conflict with the flags, for example because its replicas do not divide the global batch. If
-    this program starts the ranks, such a number is left out. Under torchrun, which chooses the
-    number itself, it is an error.
+    Without ``--elastic-min-nodes`` this is only the present number. Otherwise it may be any number
+    from the smallest to the present one that does not conflict with the flags; for example, the
+    replicas must divide the global batch. A number that conflicts is left out if this program
+    starts the ranks. It is an error under torchrun, which chooses the number itself.
 
     Args:
         configure: returns the configuration for a number of ranks, or raises a ConfigError.
@@ -59,7 +59,10 @@ def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> t
 
 
 def ranks_of_a_node(config: RunConfig) -> int:
-    """Return how many ranks come and go together: a node's under torchrun, else a replica's."""
+    """Return the number of ranks in the unit by which a run grows and shrinks.
+
+    The unit is a node under torchrun, and one model replica otherwise.
+    """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
     return config.parallel.world_size // config.parallel.data_parallel_size
@@ -95,9 +98,10 @@ def _listed(sizes: list[int]) -> str:
 
 
 def requested_nodes(save: str) -> tuple[int, int] | None:
-    """Return the number in the file `REQUESTED_NODES`, and its time; None without a number.
+    """Return the number of nodes requested by the file `REQUESTED_NODES`, and the file's mtime.
 
-    The time is in nanoseconds, so that writing the same number again is a new request.
+    The modification time is in nanoseconds, and tells a new request for the same number from the
+    old one. Return None if there is no file, or no number in it.
     """
     path = Path(save) / REQUESTED_NODES
     try:

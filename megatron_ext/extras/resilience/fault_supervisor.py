@@ -57,7 +57,8 @@ class Fault:
         cause: such as "SIGKILL", "exception" or "hang".
         iteration: the newest step of any rank; None if unknown.
         where: the last action of the rank, as text.
-        seen_after: upper bound of the detection time in seconds.
+        seen_after: seconds from the fault to its detection, at most; for a hang, the seconds of
+            silence.
         time: when the fault was detected, in seconds of CLOCK_MONOTONIC.
     """
 
@@ -221,7 +222,7 @@ class TellingSupervisor(FaultSupervisor):
         return Drawings()
 
     def wait(self) -> int:
-        """Wait for all ranks and for the pictures of post-mortems; return the exit code."""
+        """Wait for all ranks and until the post-mortems are drawn; return the exit code."""
         code = super().wait()
         if self.fault is not None and self._hung is None:
             self._tell_end(self.fault, code)
@@ -234,7 +235,11 @@ class TellingSupervisor(FaultSupervisor):
             self._see_whether_it_goes_on(self._hung)
 
     def _hangs(self, verdict: Verdict) -> None:
-        """Report a hang once; after one that ended by itself, report only a much longer one."""
+        """Report a hang, unless it is short compared with an earlier one that ended by itself.
+
+        After such a hang, only silences at least `_PATIENCE_AFTER_A_HANG` times as long are
+        reported.
+        """
         if verdict.silent < self._patience:
             return
         self._hung = case = self._note(verdict, "hang")
@@ -267,7 +272,11 @@ class TellingSupervisor(FaultSupervisor):
         super()._failed(rank, status)
 
     def _tell_end(self, fault: Fault, code: int) -> None:
-        """Print whether memory ran out, and where the post-mortem is, as far as that applies."""
+        """Print a line about the end of the run, if the ranks have not said everything.
+
+        The line says that memory ran out, if the kernel killed a rank for that, and where the
+        post-mortem is, if one was written.
+        """
         parts = []
         if (fault.cause, code) == ("memory", code_of(-signal.SIGKILL)):
             parts.append(f"the kernel has killed rank {fault.rank} for want of memory")

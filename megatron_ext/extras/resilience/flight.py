@@ -1,7 +1,8 @@
 """The latest collectives of a rank, from torch's flight recorder, in a file for watchers.
 
 torch records each collective, with both gloo and NCCL: group, number, operation, time of the call,
-and whether it has ended. Pipeline messages are on the board instead.
+and whether it has ended. Pipeline messages are left out, because ranks record them on the board
+(`parallel.board`).
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ def _collective(
 def write_flight(path: Path) -> None:
     """Write the latest collectives of this process to a file, atomically.
 
-    The file has a line with clock and groups, followed by torch's own dump, so that a rank does as
-    little work as possible. If torch does not record collectives, there is no dump.
+    The first line is JSON: the offset from CLOCK_MONOTONIC to wall-clock time, and the ranks of
+    each process group. torch's own binary dump follows unchanged, so that a rank does as little
+    work as possible. If torch does not record collectives, there is no dump.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     about: dict[str, Any] = {"behind": time.time() - time.monotonic(), "groups": {}}

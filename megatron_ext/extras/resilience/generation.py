@@ -1,4 +1,4 @@
-"""Counts how often a process's run has been restarted, and logs this process as a restart."""
+"""Finds out whether this process replaces one that torchrun ended, and logs restarts of the run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FAULT_STEP_VARIABLE = "MEGATRON_EXT_FAULT_STEP"
 
 
 def follow_earlier_process() -> None:
-    """Count this process as a restart if torchrun's agent had started one in its place before.
+    """Count this process as a restart if torchrun ran an earlier one in its place.
 
-    torchrun's own count does not include restarts because a node comes or goes. But this rank's
-    slot on the board shows the earlier process. All local ranks must call this before they write to
-    the board.
+    torchrun's own count leaves out restarts that happen because a node joins or leaves. The earlier
+    process is found by this rank's slot on the board (`parallel.board`), which it has left behind.
+    So all local ranks must call this before they write to the board.
     """
     folder = host_folder()
     if folder is None or not (folder / BOARD).exists():

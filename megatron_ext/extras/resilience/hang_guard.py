@@ -1,8 +1,9 @@
 """Reports hangs and slow ranks under torchrun, and ends hangs if torchrun restarts ranks.
 
-torchrun's agent only notices processes that have ended, so a thread of each rank watches the board
-of its machine. The lowest rank with a working thread writes the post-mortem. If torchrun restarts
-ranks, it also kills those that stopped first.
+torchrun's agent notices only processes that have ended. So a thread in each rank watches the board
+of its machine (`parallel.board`), on which all local ranks record what they do. If there is a hang,
+the thread of the lowest rank whose thread still runs writes the post-mortem. If torchrun restarts
+ranks, this thread also kills the ranks that stopped first, so that torchrun notices.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SECONDS_OF_A_SIGN = 2.0
 
 @contextmanager
 def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
-    """Let watchers query this rank; in a run that torchrun has started, also watch the others."""
+    """Inside the block, answer watchers' requests; under torchrun, also watch the local ranks."""
     folder = host_folder()
     with watchdog(folder, rank), _watching(config, folder):
         yield
@@ -76,7 +77,7 @@ class _Guard:
         self._ends_hangs = restarts_by_torchrun() > 0
 
     def run(self) -> None:
-        """Watch until the run is over on this rank; report slow ranks, and one hang."""
+        """Watch the ranks until the run is over on this one; report slow ranks, and one hang."""
         has_reported = False
         while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
             # Keep looking after a reported hang; otherwise another rank would report it again.
@@ -96,9 +97,10 @@ class _Guard:
         return not any(record is not None and record.looked > since for record in lower)
 
     def _tell(self, hang: Verdict) -> bool:
-        """Report a hang if a rank of this machine stopped first; return whether one did.
+        """Report a hang, if a rank of this machine stopped first; return whether it was reported.
 
-        The ranks that stopped first are killed if torchrun will then restart all ranks.
+        If torchrun restarts ranks, the ranks that stopped first are killed, so that it starts all
+        again.
         """
         case = self._watcher.investigate(hang)
         culprits = [record for record in case.board if record.rank in case.blame.ranks]

@@ -37,11 +37,13 @@ VALUES, SHARDED, PROGRESS, RUN_CONFIG = "values", "sharded", "progress", "run_co
 
 @dataclass(frozen=True)
 class Machines:
-    """The machine of each rank, by a name that all its ranks share, and a group over host memory.
+    """The machines on which the ranks of a run are, by name.
 
     Attributes:
-        names: by rank, the machine's name; two folders of snapshots count as two machines.
-        group: a process group of all ranks, over host memory.
+        names: name of each rank's machine. Ranks that keep snapshots in different folders count as
+            being on different machines.
+        rank: this rank.
+        group: a gloo process group of all ranks, for tensors in host memory.
     """
 
     names: list[str]
@@ -82,15 +84,15 @@ class MemoryCheckpoints:
     """Takes this rank's snapshots, and copies them to its neighbour.
 
     Attributes:
-        is_behind: whether the snapshots in the folder belong to another layout, because the run has
-            returned with another number of replicas.
+        is_behind: whether the run has resumed with another number of replicas than the run that
+            took the snapshots in the folder.
 
     Args:
         folder: where all ranks of this machine keep their snapshots.
         interval: number of steps between two snapshots.
         neighbours: whether neighbours hold copies; a single rank has no neighbour.
-        stays: whether the snapshots stay when the run ends.
-        left: whether a killed run with this save folder has left snapshots in the folder.
+        stays: whether to keep the snapshots when the run ends.
+        left: whether the folder has snapshots of a killed run with the same save folder.
         earlier: folders of other runs, whose snapshots this run may start from.
         over_group: whether to send copies over a process group even on a single machine.
     """
@@ -172,8 +174,8 @@ class MemoryCheckpoints:
     ) -> Snapshot:
         """Take a snapshot of ``state``, whose tensors may change as soon as this returns.
 
-        The copy for the neighbour is made in the background. The call waits only if the copy of the
-        last snapshot but one is not complete.
+        The copy for the neighbour is made in the background. The snapshot overwrites the last but
+        one, so the call waits if that one is still being copied.
         """
         if self._neighbours and self._thread is None:
             self._thread = CopyThread(self._copy())
@@ -195,8 +197,8 @@ class MemoryCheckpoints:
     def discard_others(self, iteration: int) -> None:
         """Discard snapshots of later iterations or of other layouts; all ranks call this together.
 
-        Otherwise a restart could resume from a later iteration of an earlier run, or from an
-        iteration for which some ranks' snapshots are older than a fault.
+        They belong to an earlier run, or to the time before a fault after which the run resumed
+        from an older state. Without this, a later restart could resume from them.
         """
         self.is_behind = False
         torch.distributed.barrier(group=self.machines.group)
@@ -213,7 +215,7 @@ class MemoryCheckpoints:
         return snapshot.iteration <= iteration and snapshot.facts.get("layout") == self._layout
 
     def listed(self, *, with_earlier: bool = False) -> list[tuple[Path, Snapshot]]:
-        """Return the whole snapshots on this machine; ``with_earlier`` adds earlier runs' ones."""
+        """Return this machine's complete snapshots, ``with_earlier`` also those of earlier runs."""
         paths = self._paths()
         for folder in self._earlier if with_earlier else ():
             paths += _paths_in(folder)

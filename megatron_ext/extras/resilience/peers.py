@@ -69,7 +69,7 @@ class CopyOverGroup:
     All ranks call it the same number of times.
 
     Args:
-        group: all ranks of the run, over host memory; used for nothing else meanwhile.
+        group: all ranks of the run, over host memory. No other thread may use the group meanwhile.
         step: how many ranks away a neighbour is.
     """
 
@@ -90,7 +90,10 @@ class CopyOverGroup:
         self._target.turn().write_raw(number, self._received(mine, number))
 
     def _received(self, mine: Tensor, number: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the pieces of the left neighbour's ``number`` bytes, while sending ``mine``."""
+        """Yield the pieces of the left neighbour's snapshot with their offsets; also send ``mine``.
+
+        ``number`` is the size of the left neighbour's snapshot in bytes.
+        """
         buffer = torch.empty(min(PIECE, number), dtype=torch.uint8)
         for start in range(0, max(mine.numel(), number), PIECE):
             piece = buffer[: max(0, min(PIECE, number - start))]

@@ -38,9 +38,9 @@ def spans(events: Sequence[Sequence[Any]]) -> Iterator[tuple[float, float, str]]
 
 
 def first_time(ranks: Sequence[dict[str, Any]]) -> float:
-    """Return the time at which the drawing starts.
+    """Return the time at which the drawing starts, in seconds before the fault (negative).
 
-    From then on there are the last few steps, but at most the last few seconds.
+    The drawing shows the last `_STEPS_SHOWN` steps, but no more than `_SECONDS_SHOWN` seconds.
     """
     steps = [e[0] for rank in ranks for e in rank["events"] if e[1] == "STEP"]
     last = sorted({round(time, 3) for time in steps})[-_STEPS_SHOWN * len(ranks) :]

@@ -91,7 +91,10 @@ class Case:
 
 
 def _action(record: RankRecord) -> str:
-    """Return the current action of a rank; "" outside actions."""
+    """Return the action that a rank is in or has just ended, with its micro-batch and stage.
+
+    Return "" if the rank has begun no action in this step.
+    """
     later: list[Event] = []
     for event in reversed(record.events):
         if event.iteration != record.iteration or event.kind is EventKind.STEP:
@@ -171,7 +174,7 @@ def write_postmortem(case: Case, save: str | Path | None) -> Path | None:
 
 
 def _head(text: str) -> list[str]:
-    """Return the lines of a report before its stacks."""
+    """Return the lines at the start of a post-mortem's text, up to the stacks of the ranks."""
     return text.partition("\n\nStacks of rank")[0].splitlines()
 
 

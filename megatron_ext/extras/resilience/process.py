@@ -15,7 +15,7 @@ class ProcessState:
     """The state of a process.
 
     Attributes:
-        alive: whether it has not ended; False even if its parent has not reaped it yet.
+        alive: False once the process has ended, even if its parent has not reaped it yet.
         stopped: whether a signal such as SIGSTOP has stopped it.
         cpu_seconds: processor time of all its threads.
         resident: bytes that it occupies in main memory.
@@ -83,7 +83,7 @@ class MemoryKills:
         return counts
 
     def _paths(self) -> list[Path]:
-        """Return the files that may hold a counter of such kills; the machine's comes last."""
+        """Return the files that may count out-of-memory kills; the machine's file comes last."""
         groups = self._root / "sys/fs/cgroup"
         paths = [groups / "memory.events", groups / "memory/memory.oom_control"]
         with suppress(OSError):

@@ -68,7 +68,8 @@ def choose(
 ) -> list[HeldSnapshot] | None:
     """Return, by rank, the snapshots of the newest iteration for which every rank has one.
 
-    A rank's own snapshot is preferred to its neighbour's copy, and one on its machine to others.
+    If there are several of a rank, one on the rank's own machine is preferred, and then the rank's
+    own to its neighbour's copy.
 
     Args:
         layout: the layout that resumes; its own snapshots are preferred to those of other layouts.
@@ -94,7 +95,11 @@ def choose(
 
 
 def reader_of(entry: HeldSnapshot, layout: Layout, machines: Sequence[str]) -> int:
-    """Return the rank that reads a snapshot: its own rank if possible, else one on its machine."""
+    """Return the rank that must read a snapshot from its file.
+
+    This is the rank whose state it is, if that rank is on the same machine and the layout is the
+    same. Otherwise it is some rank on the snapshot's machine.
+    """
     if entry.layout == layout and machines[entry.rank] == entry.machine:
         return entry.rank
     there = [rank for rank, name in enumerate(machines) if name == entry.machine]
@@ -184,7 +189,10 @@ class Recovery:
         return own
 
     def state_of(self, chosen: Sequence[HeldSnapshot]) -> tuple[Any, Any, Any, Path]:
-        """Return this rank's values, counters, configuration and folder of the chosen snapshots."""
+        """Return this rank's values, the progress and configuration, and its snapshot's folder.
+
+        ``chosen`` is the result of `newest`.
+        """
         snapshot = self.fetch(chosen)
         state = snapshot.state()
         return state[VALUES], state[PROGRESS], state[RUN_CONFIG], snapshot.path.parent
@@ -217,9 +225,10 @@ class Recovery:
         return own_files(self._folder, self._rank).turn().write_raw(number, pieces())
 
     def publish(self, chosen: Sequence[HeldSnapshot], save: str | None) -> CheckpointRef:
-        """Write the snapshots of a run with another number of replicas as a temporary checkpoint.
+        """Write snapshots of a run with another number of replicas as a temporary checkpoint.
 
-        It is written to the folder of snapshots or, with several machines, to ``save``.
+        Loading the checkpoint then converts them to the present layout. It is written to the folder
+        of snapshots or, with several machines, to ``save``.
         """
         iteration = chosen[0].iteration
         root = Path(save or ".") if self._machines.several else self._folder

@@ -45,11 +45,11 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class StepStart:
-    """A copy of the state that a step's forward and backward passes change, from before the step.
+    """A copy, made before a step, of the state that the forward and backward passes change.
 
     Args:
-        optimizer: optimizer whose loss scalers change with a step's gradients, even without an
-            update.
+        optimizer: optimizer whose loss scalers are copied too, because they change in each step,
+            even if the update is refused.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class Outcome:
     losses: Tensor
 
     def differing(self, other: Outcome, names: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return two lists of the differences in bits from another outcome of the same step.
+        """Compare with another outcome of the same step; return two lists of differences.
 
-        The first lists the loss and the parameters whose gradients differ before their reduction.
-        The second lists the parameters whose gradients differ after it. ``names`` are those of all
-        parameters.
+        The first list names the parameters whose gradients differ before their reduction, and "the
+        loss" if it differs. The second list names the parameters whose gradients differ after the
+        reduction. ``names`` are the names of all parameters. A single different bit counts.
         """
         losses = ["the loss"] if not torch.equal(self.losses, other.losses) else []
         own, reduced = (

@@ -133,8 +133,8 @@ class Rerun(Callback):
 
         Args:
             differing: how the two computations differ.
-            refused, again: updates of the first and of the second computation.
-            facts: result of `describe` for the first one.
+            refused, again: results of the updates after the first and the second computation.
+            facts: where the first computation's values are not finite, as `describe` returns it.
         """
         run = self.run
         finite = math.isfinite(refused.grad_norm) and facts["cause"] == "norm"
@@ -167,8 +167,8 @@ class Rerun(Callback):
     ) -> StepLosses:
         """Compute a step again, and announce different bits; return the losses to continue with.
 
-        With validate_results, a third computation decides which of the two was wrong, and the run
-        continues with the third.
+        If the bits differ under ``--rerun-mode validate_results``, the step is computed a third
+        time to decide which of the two was wrong, and the run continues with the third result.
         """
         first = self._outcome(step)
         start.restore()
@@ -197,9 +197,10 @@ class Rerun(Callback):
         return step
 
     def _decided(self, first: Outcome, second: Outcome, third: Outcome) -> tuple[str, str]:
-        """Return which of two different computations was wrong, as a keyword and as a clause.
+        """Return which of two different computations of a step was wrong, judged by a third one.
 
-        ``third`` is a third computation of the same step, which decides.
+        The result is a keyword ("first", "second" or "nondeterministic") and a clause for a
+        message.
         """
         if not self._differing(second, third):
             return "first", "a third computation equals the second, so the first was wrong"

@@ -55,7 +55,7 @@ class RestartPolicy:
     Attributes:
         save: the folder of the run, with the log of faults; None for no log.
         world_sizes: allowed numbers of ranks, largest first; the run starts with the first.
-        ranks_of_a_node: number of ranks that come and go together.
+        ranks_of_a_node: number of ranks in the unit by which the run grows and shrinks.
         main_of: takes a number of ranks and returns the function that the ranks run; it may raise a
             MegatronExtError.
     """

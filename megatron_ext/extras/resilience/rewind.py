@@ -1,4 +1,4 @@
-"""Returns a running run to the state of its newest checkpoint, but not to that place in the data.
+"""Loads the state of a run's newest checkpoint while the run continues with later data.
 
 Iterations and samples keep counting, so that batch size schedules, the length of the run and its
 checkpoints do not change. The steps since the checkpoint count as skipped steps: they use up their
@@ -23,8 +23,9 @@ from megatron_ext.train.run import Run
 class Rewind:
     """Knows which checkpoints in the save folder belong to the run, and loads the newest.
 
-    The run owns the checkpoints that it has written since it started. If it resumed from that
-    folder, it also owns those that led to its start. All ranks create and call this together.
+    The checkpoints that the run has written since it started belong to it. If the run resumed from
+    the save folder, so do the checkpoints up to the iteration from which it resumed. All ranks
+    create and call this together.
     """
 
     def __init__(self, run: Run) -> None:

@@ -50,10 +50,11 @@ class SlowRank:
 def own_times(
     board: Sequence[RankRecord], flights: Mapping[int, Flight]
 ) -> dict[int, float] | None:
-    """Return the seconds of an average step in which each rank computes, by rank.
+    """Return by rank the seconds of an average step in which the rank computes, without waits.
 
-    They are measured over the latest whole steps in the records of all ranks. If there are too few,
-    they are measured over the time that all records cover. Return None if a rank has no record.
+    The average is over the latest whole steps that the records of all ranks cover; if there are too
+    few, over all the time that they cover. Return None if the records of a rank are missing or too
+    short.
     """
     step = max((record.mean_step for record in board), default=0.0)
     if not step or any(not r.events or not flights.get(r.rank) for r in board):
@@ -127,7 +128,12 @@ class SlowRanks:
         self._before: dict[int, float] = {}
 
     def judge(self, own: Mapping[int, float], places: Mapping[int, int]) -> list[SlowRank]:
-        """Return the ranks that are newly slow; ``places`` are the pipeline ranks."""
+        """Return the ranks that have become slow since the last call.
+
+        Args:
+            own: seconds of a step in which each rank computes, from `own_times`.
+            places: pipeline rank of each rank; ranks with the same one are twins.
+        """
         slow = []
         for rank, seconds in own.items():
             usual = self._usual(rank, own, places)
@@ -143,7 +149,11 @@ class SlowRanks:
     def _usual(
         self, rank: int, own: Mapping[int, float], places: Mapping[int, int]
     ) -> float | None:
-        """Return the usual time of ``rank``; None if the rank is not slower by the factor."""
+        """Return the time with which a slow rank is compared; None if the rank is not slow.
+
+        This is the median time of its twins. For a rank without twins, it is the rank's own earlier
+        time, multiplied by the median factor by which other ranks became slower.
+        """
         twins = [own[r] for r in own if r != rank and places[r] == places[rank]]
         if twins:
             usual = median(twins)

@@ -74,7 +74,7 @@ class Snapshots(Callback):
     """The snapshots of a run; all ranks call each method together.
 
     Args:
-        settle: waits for the last update and counts it.
+        settle: function that waits for the last step's update and counts the step in the progress.
     """
 
     def __init__(self, run: Run, settle: Callable[[], None]) -> None:
@@ -84,9 +84,9 @@ class Snapshots(Callback):
     def on_train_start(self) -> None:
         """Reserve the memory for all snapshots, and print its size; called before the first step.
 
-        A run that has returned with another number of replicas takes its first snapshots now, to
-        replace those that it came from. Snapshots of later steps are discarded: they belong to
-        another run, or some ranks lack them.
+        If the run has resumed with another number of replicas, it takes its first snapshots now,
+        since it discards the ones that it resumed from. Snapshots of later steps are discarded as
+        well: they belong to another run, or some ranks lack them.
         """
         for store in self.run.stores:
             state = self.state()

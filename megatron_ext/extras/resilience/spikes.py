@@ -64,15 +64,15 @@ class Spike:
 
 
 class Spikes(Callback):
-    """Reports spikes; with ``--on-spike`` skip or rewind, their updates are not applied.
+    """Reports spikes. With ``--on-spike skip`` or ``rewind``, a spike's update is not applied.
 
-    Rewind then returns to the newest checkpoint (`rewind`). It leaves out the samples of the spike
-    and of all steps since the checkpoint, which have led to the spike.
+    With ``rewind`` the run then also returns to the newest checkpoint (`rewind`). So it leaves out
+    the samples of the spike and of all steps since the checkpoint, which have led to the spike.
 
     Recent values are part of the saved progress, so that a resumed run decides in the same way.
     Values of spikes are kept as well: a level that stays high becomes normal after half of
-    ``--spike-window`` steps. On a GPU, log reads the values of a step during the next one, whereas
-    skip and rewind wait for them in each step.
+    ``--spike-window`` steps. On a GPU, ``--on-spike log`` reads the values of a step during the
+    next step, whereas ``skip`` and ``rewind`` make each step wait for its values.
     """
 
     def __init__(self, run: Run) -> None:

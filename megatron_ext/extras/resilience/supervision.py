@@ -1,4 +1,4 @@
-"""Plugs the add-on into the engine's socket, `train.supervision`."""
+"""Implements `train.supervision`, the interface by which the training engine uses this add-on."""
 
 from __future__ import annotations
 

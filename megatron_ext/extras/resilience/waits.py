@@ -166,7 +166,7 @@ def _first(
 ) -> tuple[tuple[int, ...], str]:
     """Return the ranks that stopped first, and the reason why they are named.
 
-    Of several reasons that apply, it is the most reliable one.
+    If several reasons apply, the most reliable one is returned, with its ranks.
     """
     of = {record.rank: states.get(record.pid, ProcessState()) for record in records.values()}
     if dead := [rank for rank in records if of[rank] == GONE]:

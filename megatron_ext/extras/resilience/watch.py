@@ -1,7 +1,8 @@
-"""Decides from a board which ranks are dead or hang; a pure function of its observations.
+"""Decides which ranks are dead or hang, from the board (`parallel.board`) and process states.
 
 A run hangs if no rank has written an event for as long as two steps take, but at least for a
-minimum time. Phases without a usual length, such as a save, have a separate limit.
+minimum time. Phases without a usual length, such as a save, have a separate limit. These functions
+only compute: all observations are arguments.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class Verdict:
     """A fault that a watcher has detected.
 
     Attributes:
-        ranks: ranks that have ended, or are stopped by a signal. For any other hang this is empty
-            until `waits.blame` has found the rank from the processes' evidence.
-        silent: how long nothing has happened, in seconds. For a hang: since the last event of any
-            running rank, or the timeout that has passed. For an ended rank: since its own last
-            event, or 0 if its exit code has shown the end.
+        ranks: ranks that have ended, or that are stopped by a signal. For any other hang this is
+            empty, until `waits.blame` finds the rank that stopped first.
+        silent: seconds of silence. For a hang: the time since the last event of any running rank,
+            or the timeout that has passed. For an ended rank: the time since its own last event, or
+            0 if the fault was seen by its exit code.
     """
 
     fault: Fault

@@ -1,7 +1,7 @@
-"""Watches the ranks of a machine: looks at their board repeatedly, and gathers evidence.
+"""Watches the ranks of a machine: reads their board (`parallel.board`) and gathers evidence.
 
-The supervisor of forked ranks has a watcher. torchrun's agent, which is not ours, has none. So each
-of its ranks has one in a thread, and acts only if no lower rank does.
+If our own launcher has forked the ranks, its supervisor has a watcher. torchrun's agent has none,
+so each rank runs one in a thread, and a rank's watcher acts only if no lower rank's watcher does.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Watcher:
     def look(self, pids: Mapping[int, int] | None = None) -> list[Verdict]:
         """Return the faults at this moment; a call takes about 0.1 ms.
 
-        ``pids`` are the processes to check, by rank; by default all that have written to the board.
-        Pass them if a rank may have been restarted and its slot may still be the old one.
+        ``pids`` are the processes to check, by rank; by default these are all that have written to
+        the board. Pass ``pids`` if ranks may have been restarted: slots of the board that still
+        belong to earlier processes are then ignored.
         """
         now = time.monotonic()
         if now - self._looked > _SECONDS_OF_A_PAUSE:
@@ -72,9 +73,10 @@ class Watcher:
         return [r for r in board if pids is None or pids.get(r.rank) == r.pid]
 
     def _from_the_pause(self, record: RankRecord) -> RankRecord:
-        """Return a rank's record in which no event is older than the machine's last pause.
+        """Return a rank's record with all times before the machine's last pause set to its end.
 
-        So a rank is not taken for silent while all processes of the machine were stopped.
+        During a pause all processes of the machine are stopped, so a rank's silence then means
+        nothing.
         """
         if record.last_time >= self._counts_from:
             return record
