@@ -1,10 +1,11 @@
-"""Add-ons: optional folders that plug into the sockets of the engine.
+"""Add-ons: optional folders that plug into the extension points of the engine.
 
 The flags of an add-on are known without importing it; its code is imported when one of its flags is
-given. Nothing outside an add-on imports it by name: `part` and `needed` look it up. After ``rm -r``
-of its folder everything else still works, and its flags are answered with one sentence.
+given. Nothing outside an add-on imports it directly: `part` and `needed` look it up by name. If its
+folder is deleted, everything else still works, and giving one of its flags is an error that says
+so.
 
-The sockets are sections of flags (`config.sections`), callbacks between steps
+The extension points are sections of flags (`config.sections`), callbacks between steps
 (`train.callbacks.callback`), reporters of records (`train.reporting.records`), and the supervision
 around the ranks (`train.supervision`).
 """
@@ -26,12 +27,12 @@ def is_there(name: str) -> bool:
 
 
 def part(name: str, module: str) -> Any:
-    """Import and return a module of an add-on; return None if the add-on's folder is missing."""
+    """Import and return a module of the add-on ``name``; return None if its folder is missing."""
     return import_module(f"{__name__}.{name}.{module}") if is_there(name) else None
 
 
 def needed(name: str, module: str, flag: str) -> Any:
-    """Import and return a module of an add-on that ``flag`` needs.
+    """Import and return a module of the add-on ``name``, which the given ``flag`` needs.
 
     Raises:
         ConfigError: the add-on's folder is missing.

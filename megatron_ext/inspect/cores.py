@@ -1,7 +1,8 @@
-"""Trains with several releases of megatron-core, each in its own environment.
+"""Trains with several releases of megatron-core, each in its own Python environment.
 
-A process of the environment's Python records all layouts, and prints each complete one. The process
-that started it reads the recordings and compares them.
+For each environment, `record_on` starts a process of its Python. That process trains in each layout
+(`serve`), and prints the index of each layout whose recording is complete. This process then reads
+the recordings and compares them.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def record_on(
 ) -> Iterator[Recording]:
     """Train in each layout in a process of ``environment``, and yield each complete recording.
 
-    The process runs ``script``, which calls `serve`. A layout that the process does not reach
-    yields a recording with a ``failure``. Closing the iterator ends the process.
+    The process runs ``script``, which calls `serve`. If the process ends early, the remaining
+    layouts yield recordings with a ``failure``. Closing the iterator ends the process.
     """
     command = [str(environment.python), str(script), "--record-into", str(folder)]
     command += ["--steps", str(steps)]
@@ -155,10 +156,10 @@ def serve(
     folder: Path,
     device: Device,
 ) -> None:
-    """Record each layout in a subfolder of ``folder``, for `record_on` in the parent process.
+    """Record training in each layout, in a subfolder of ``folder``.
 
-    Standard output is reserved for the names of complete folders; the runs' own output goes to
-    stderr.
+    This runs in the process that `record_on` starts. Standard output carries only the indices of
+    the layouts that are complete; whatever the runs print goes to stderr.
     """
     end_with_parent(os.getppid())
     with os.fdopen(os.dup(1), "w") as complete:

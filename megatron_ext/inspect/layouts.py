@@ -135,7 +135,10 @@ def _config(program: Task | TaskChoice, flags: Sequence[str], device: Device) ->
 
 
 def _places(config: RunConfig) -> tuple[object, ...]:
-    """Return the facts that decide which random generator draws which elements, and when."""
+    """Return settings that decide where and in which order random numbers are drawn.
+
+    Two configurations with equal results draw the same numbers in their forward passes.
+    """
     # For the same chunks, a stage runs its forward passes in the same order in all schedules.
     schedule = "zb-v" if config.parallel.pipeline_schedule == "zb-v" else None
     grid = dataclasses.replace(config.parallel, pipeline_schedule=schedule)
@@ -143,7 +146,7 @@ def _places(config: RunConfig) -> tuple[object, ...]:
 
 
 def _drawn(config: RunConfig) -> dict[str, float]:
-    """Return the probabilities of dropout and noise that each rank draws separately, by flag."""
+    """Return, by flag, the probabilities of dropout or noise that is drawn anew on each rank."""
     drawn = {
         "--hidden-dropout": config.model.hidden_dropout,
         "--attention-dropout": config.model.attention_dropout,

@@ -32,7 +32,10 @@ from megatron_ext.train.task import Task, TaskChoice
 
 
 class GradientRecorder:
-    """Writes the gradients of each step; of equal copies on several ranks, only one is written."""
+    """Writes the gradients of each step, from each rank to its own file.
+
+    If several ranks hold the same gradient, only one of them writes it.
+    """
 
     def __init__(self, folder: Path, run: Run) -> None:
         self.folder = folder
@@ -129,7 +132,7 @@ NOT_COMPARED = frozenset(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest relative differences that pass; ``loss`` also applies to gradient norms."""
+    """The largest relative differences that pass; ``loss`` is also the limit for gradient norms."""
 
     loss: float = 1e-6
     gradient: float = 1e-5

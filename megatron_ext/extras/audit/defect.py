@@ -75,17 +75,18 @@ class Rule:
 
 @dataclass(frozen=True)
 class Defect:
-    """One row of the table in docs/numerics.md.
+    """One row of the table in docs/numerics.md: a known defect of megatron-core.
 
     Attributes:
-        stock: what megatron-core 0.16 does, a sentence with measured figures.
+        affected: the part of megatron-core that has it.
+        stock: a sentence that says what megatron-core 0.16 does, with measured figures.
         since: the state on 0.19, as ``tools/audit.py --reproduce`` measures it.
-        began: the first release with that state; earlier releases behave like 0.16.
-        between: states of releases before 0.19 that differ from both.
+        began: the first release in the state ``since``; earlier releases behave like 0.16.
+        between: releases before 0.19 whose state is neither that of 0.16 nor ``since``.
         ours: what this package does instead.
-        test: the tests of this package's behaviour.
-        rules: the flags that trigger it; the first rule that holds decides. Empty if no flag
-            matters.
+        test: the tests of what this package does.
+        rules: the flags that trigger the defect; the first rule that holds decides. Empty if it
+            does not depend on flags.
     """
 
     number: str
@@ -108,7 +109,7 @@ class Defect:
         return cls(number, **texts, since=since, rules=rules, began=began, between=between)
 
     def state(self, release: str) -> State:
-        """Return the state in a minor release such as ``0.16``."""
+        """Return the state of the defect in a minor release such as ``0.16``."""
         before = State("there", self.stock)
         return dict(self.between).get(release, self.since if release >= self.began else before)
 

@@ -47,7 +47,7 @@ class Flags:
         """Return the values of a flag, joined by spaces.
 
         Raises:
-            Undecided: the value is an unknown variable, as in a recipe.
+            Undecided: the value contains a shell variable such as ``$SIZE``, as recipes do.
         """
         if name not in self.values:
             return default

@@ -98,13 +98,16 @@ def build_train_split(config: GPTDatasetConfig, *samples: int) -> GPTDataset:
 
 
 def in_folder(measure: Callable[[Path], Any], _context: ParallelContext) -> Any:
-    """Return the result of a measurement that needs an empty folder."""
+    """Call ``measure`` with a new empty folder, which is deleted afterwards, and return the result.
+
+    The second argument is not used; `on_ranks` passes it.
+    """
     with tempfile.TemporaryDirectory() as name:
         return measure(Path(name))
 
 
 def measured(measure: Callable[[Path], Any]) -> Any:
-    """Return the result of a measurement on one rank, in its own folder."""
+    """Call ``measure`` with an empty folder on one forked rank, and return the result."""
     return on_ranks(partial(in_folder, measure))[0]
 
 
@@ -123,7 +126,7 @@ def _empty_split(folder: Path) -> tuple[float, str]:
 
 
 def d29() -> Reproduced:
-    """Return the number of samples in a split without documents."""
+    """Measure D29: how many samples are read from a split that has no documents."""
     stock, outcome = measured(_empty_split)
     what = f"samples of a validation split that --split 99,1,0 leaves empty: it {outcome}"
     return Reproduced(stock, 0.0, what)
@@ -139,7 +142,7 @@ def _stale_cache(folder: Path) -> float:
 
 
 def d30() -> Reproduced:
-    """Return the last document in a cached index after the data files have been replaced."""
+    """Measure D30: the last document in a cached sample index whose data files were replaced."""
     stock = measured(_stale_cache)
     what = (
         "number of the last document in the sample index of 40 documents, whose files have "
@@ -159,7 +162,10 @@ def _first_document(folder: Path) -> list[int]:
 
 
 def d31() -> Reproduced:
-    """Return the sum of the ids ``0 1 2 3 4``, read through ``--per-dataset-sequences-path``."""
+    """Measure D31: the ids of a document that ``--per-dataset-sequences-path`` reads.
+
+    The vocabulary has 65,500 ids, and the figure is the sum of the ids 0 to 4.
+    """
     read = measured(_first_document)
     shown = " ".join(map(str, read))
     what = (
@@ -170,9 +176,10 @@ def d31() -> Reproduced:
 
 
 def _modes(folder: Path) -> tuple[float, list[str]]:
-    """Write a dataset of two sequences with default modes, and one with explicit modes.
+    """Write two multimodal datasets of two sequences: with default modes, and with given modes.
 
-    Return the number of modes that are read back, NaN after an error, and clauses about errors.
+    Return the number of modes that can be read back (NaN after an error), and a clause for each
+    error.
     """
     modes = math.nan
     raised = []
@@ -194,7 +201,7 @@ def _modes(folder: Path) -> tuple[float, list[str]]:
 
 
 def d32() -> Reproduced:
-    """Return the number of modes in a multimodal dataset of two sequences with default modes."""
+    """Measure D32: the modes that a multimodal dataset of two sequences has by default."""
     stock, raised = measured(_modes)
     what = "number of modes of a multimodal dataset of 2 sequences in default modes"
     return Reproduced(stock, 2.0, "; ".join([what, *raised]))
@@ -209,7 +216,7 @@ def counted_samples(tokens: int, *, drop_last: bool) -> int:
 
 
 def d33() -> Reproduced:
-    """Return the number of sequences in 2^24 + 2 tokens, where the last one is partial."""
+    """Measure D33: how many sequences 2^24 + 2 tokens give if the last, partial one is kept."""
     tokens = 2**24 + 2
     (stock,) = on_ranks(lambda _context: counted_samples(tokens, drop_last=False))
     what = f"sequences of 8 in {tokens} tokens with --no-drop-last-partial-validation-sequence"

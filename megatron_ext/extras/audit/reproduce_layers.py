@@ -35,7 +35,7 @@ ENDLESS = 12
 
 
 def _refusals(context: ParallelContext) -> list[str]:
-    """Return the errors of megatron-core's attention and norm for a rank's parallel sizes."""
+    """Build megatron-core's attention and norm for a rank's parallel sizes; return their errors."""
     sizes = {"context_parallel_size": context.pgs.cp.size()}
     sizes["tensor_model_parallel_size"] = context.pgs.tp.size()
     config = TransformerConfig(
@@ -58,7 +58,10 @@ def _refusals(context: ParallelContext) -> list[str]:
 
 
 def d34() -> Reproduced:
-    """Return how many of two layers can be built: attention under CP 2, and a norm under SP."""
+    """Measure D34: how many of two layers can be built without Transformer Engine.
+
+    These are attention at context-parallel size 2, and a norm with sequence parallelism.
+    """
     attention = on_ranks(_refusals, cp=2)[0]
     norm = on_ranks(_refusals, tp=2)[0]
     refused = [*attention, *norm]
@@ -82,7 +85,10 @@ def _fill(experts: SequentialMLP, seed: int) -> None:
 
 
 def _plain_gradients(experts: SequentialMLP, inputs: list[Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of the sum of squared outputs, by plain torch in double precision."""
+    """Return the right gradients of the sum of squared outputs, by parameter name.
+
+    They are computed by plain torch in double precision, over all ``inputs``.
+    """
     weights = {name: p.detach().double().requires_grad_() for name, p in experts.named_parameters()}
     total = torch.zeros((), dtype=torch.float64)
     for part in inputs:
@@ -98,7 +104,7 @@ def _plain_gradients(experts: SequentialMLP, inputs: list[Tensor]) -> dict[str, 
 def expert_gradients(
     context: ParallelContext, name: str, copies: bool
 ) -> tuple[float, float, float]:
-    """Return the norm of a gradient of experts, the right norm, and the relative error.
+    """Measure the gradients of one kind of expert parameters.
 
     Each rank holds two experts and has its own tokens for each of them. The gradients pass through
     megatron-core's data-parallel wrapper and ``finalize_model_grads``, as in a run.
@@ -106,6 +112,10 @@ def expert_gradients(
     Args:
         name: the kind of parameter, such as ``fc1.weight``.
         copies: whether all ranks hold the same experts, so that gradients are summed.
+
+    Returns:
+        The norm of the gradients by megatron-core, the right norm, and the relative error of the
+        gradients.
     """
     config = TransformerConfig(
         num_layers=1,
@@ -138,7 +148,7 @@ def expert_gradients(
 
 
 def d35() -> Reproduced:
-    """Return the gradient of experts that two tensor-parallel ranks both hold as a whole."""
+    """Measure D35: the gradient of experts that both tensor-parallel ranks hold as whole copies."""
     measure = partial(expert_gradients, name="fc1.weight", copies=True)
     stock, right, error = on_ranks(measure, tp=2, etp=1)[0]
     what = (
@@ -150,7 +160,7 @@ def d35() -> Reproduced:
 
 
 def d36() -> Reproduced:
-    """Return the gradient of an expert bias on two tensor-parallel ranks with different experts."""
+    """Measure D36: the gradient of an expert bias if tensor-parallel ranks hold other experts."""
     measure = partial(expert_gradients, name="fc2.bias", copies=False)
     stock, right, error = on_ranks(measure, tp=2, ep=2, etp=1)[0]
     what = (
@@ -189,10 +199,12 @@ class CompressedQuery(torch.nn.Module):
 
 
 def _query_norm(context: ParallelContext) -> tuple[float, float]:
-    """Return the norm of the gradient of ``q_layernorm`` after ``finalize_model_grads``.
+    """Run a step of `CompressedQuery`, and measure the gradient of its ``q_layernorm``.
 
     Returns:
-        megatron-core's norm, and the norm by plain torch in double precision on the whole weight.
+        The gradient's norm by megatron-core's ``finalize_model_grads``, and the right norm, by
+            plain
+        torch in double precision.
     """
     config = TransformerConfig(
         num_layers=1,
@@ -217,7 +229,7 @@ def _query_norm(context: ParallelContext) -> tuple[float, float]:
 
 
 def d42() -> Reproduced:
-    """Measure the gradient of the norm layer of compressed queries on two tensor-parallel ranks."""
+    """Measure D42: the gradient of the compressed queries' norm layer at tensor-parallel size 2."""
     stock, right = on_ranks(_query_norm, tp=2)[0]
     what = (
         "norm of the gradient of q_layernorm of multi-latent attention with --q-lora-rank "
@@ -285,16 +297,17 @@ def _recomputed(context: ParallelContext) -> tuple[float, list[str]]:
 
 
 def d37() -> Reproduced:
-    """Return the number of forward passes of a recomputed MLP with biases."""
+    """Measure D37: how often a step runs the forward pass of a recomputed MLP with biases."""
     ((stock, clauses),) = on_ranks(_recomputed)
     what = "forward passes of an MLP with biases in a step with recomputation"
     return Reproduced(stock, 2.0, "; ".join([what, *clauses]))
 
 
 def _distributed(context: ParallelContext) -> tuple[float, float, str]:
-    """Return the gradients' norm with recomputed depths if the saved inputs are sharded over ranks.
+    """Measure a step with recomputed MTP depths whose saved inputs are sharded over ranks.
 
-    Also return the right norm, with whole inputs, and a clause about an error.
+    Return the norm of the gradients, the right norm (inputs not sharded), and a clause about an
+    error.
     """
     depths = {**PIECES, "recompute_num_layers": 1, "mtp_num_layers": 1}
     right, _, _ = _step(context, **depths)

@@ -1,4 +1,7 @@
-"""Reproductions of defects in megatron-core's losses and their division by tokens: D17 to D24."""
+"""Reproductions of defects in megatron-core's losses and in how it divides them by token counts.
+
+These are D17 to D20 and D22 to D24.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ Loss = Callable[[Tensor], tuple[Any, ...]]
 
 
 class Scale(MegatronModule):  # type: ignore[misc]
-    """A factor of 2 times ``[1, 2, 3]``; the factor's gradient is a sum over the positions."""
+    """A model with one weight: it returns the weight, initially 2, times ``[1, 2, 3]``.
+
+    So the weight's gradient is a sum over three positions.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -53,11 +59,15 @@ def _tiny(**changes: Any) -> TransformerConfig:
 
 
 def train_step(loss: Loss, *, per_token: bool) -> tuple[float, list[Any]]:
-    """Run one step of megatron-core's schedule with `Scale` and a loss of its output ``[3]``.
+    """Run one step of megatron-core's schedule with the model `Scale`.
+
+    Args:
+        loss: takes the model's output ``[3]`` and returns what megatron-core expects of a loss.
+        per_token: whether the gradient is divided by the number of tokens of the whole step.
 
     Returns:
-        The factor's gradient after the division by tokens, and the loss's report for each of the
-        `MICROBATCHES` micro-batches.
+        The gradient of the model's weight, and what the loss reports for each of the `MICROBATCHES`
+        micro-batches.
     """
     transformer_config = _tiny(calculate_per_token_loss=per_token)
     transformer_config.finalize_model_grads_func = distributed.finalize_model_grads
@@ -80,17 +90,17 @@ def train_step(loss: Loss, *, per_token: bool) -> tuple[float, list[Any]]:
 
 
 def weighted_loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return a sum over targets, the sum of their weights (2.5), and an empty log."""
+    """Return the sum of the outputs, a fractional number of targets (2.5), and an empty log."""
     return output.sum(), torch.tensor(2.5), {}
 
 
 def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a mean and an empty log: the form of a loss that does not count its targets."""
+    """Return the mean of the outputs and an empty log, without the number of targets."""
     return output.mean(), {}
 
 
 def logging_loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return a sum over three targets, their number, and a log that holds the same sum."""
+    """Return the sum over three targets, their number, and a log with the same, detached sum."""
     total = output.sum()
     return total, torch.tensor(3), {"lm loss": total.detach()}
 
@@ -103,7 +113,7 @@ def _fractional_count(_context: ParallelContext) -> tuple[float, str]:
 
 
 def d17() -> Reproduced:
-    """Return the gradient of a per-token loss whose targets weigh 2.5 in each micro-batch."""
+    """Measure D17: the gradient of a per-token loss whose number of targets is a fraction, 2.5."""
     ((stock, outcome),) = on_ranks(_fractional_count)
     what = f"gradient per token of a loss whose count of targets is the fraction 2.5: it {outcome}"
     return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 2.5, what)
@@ -114,7 +124,7 @@ def _logged(_context: ParallelContext) -> float:
 
 
 def d18() -> Reproduced:
-    """Return the logged value of a sum that is also the loss."""
+    """Measure D18: the value that is logged if the log holds the sum that is also the loss."""
     (stock,) = on_ranks(_logged)
     what = (
         "logged loss of a micro-batch whose detached sum over 3 targets is also the loss, which "
@@ -128,7 +138,7 @@ def _uncounted(_context: ParallelContext) -> float:
 
 
 def d19() -> Reproduced:
-    """Measure the gradient of a per-token loss that returns two values, on two CP ranks."""
+    """Measure D19: the gradient per token of a loss that returns no count, on two CP ranks."""
     stock = on_ranks(_uncounted, cp=2)[0]
     replicated = on_ranks(_uncounted, dp=2)[0]
     what = (
@@ -168,7 +178,7 @@ def _hybrid_context_parallel(_context: ParallelContext) -> float:
 
 
 def d20() -> Reproduced:
-    """Return the gradient of a mean under the schedule of hybrid context parallelism."""
+    """Measure D20: the gradient of a mean loss under the schedule of hybrid context parallelism."""
     (stock,) = on_ranks(_hybrid_context_parallel)
     what = "gradient of the mean loss of a sample under the schedule of --hybrid-context-parallel"
     return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 3, what)
@@ -182,7 +192,10 @@ def logits_and_labels() -> tuple[Tensor, Tensor]:
 
 
 def logit_gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a loss's gradients ``[16, 2, v]``, and those of torch's in double precision."""
+    """Return the gradients of the logits by ``loss``, and the right ones, each ``[16, 2, v]``.
+
+    The right ones are those of torch's cross-entropy in double precision.
+    """
     logits, labels = logits_and_labels()
     exact = logits.double().requires_grad_()
     F.cross_entropy(exact.view(-1, VOCABULARY), labels.view(-1), reduction="sum").backward()  # type: ignore[no-untyped-call]
@@ -194,7 +207,7 @@ def logit_gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, T
 
 
 def farthest(mine: Tensor, right: Tensor) -> tuple[float, float]:
-    """Return the entry of ``mine`` that differs most from ``right``, and the entry of ``right``."""
+    """Return the entry of ``mine`` that differs most from ``right``, and the right entry there."""
     worst = int((mine - right).abs().argmax())
     return float(mine.flatten()[worst]), float(right.flatten()[worst])
 
@@ -207,7 +220,7 @@ def _fused_gradient(context: ParallelContext) -> tuple[float, float, float]:
 
 
 def d22() -> Reproduced:
-    """Return the gradient of one logit in fp32 with the fused cross-entropy."""
+    """Measure D22: the worst gradient of an fp32 logit with the fused cross-entropy."""
     ((stock, right, unfused),) = on_ranks(_fused_gradient)
     what = (
         "gradient, in fp32, of the logit that is farthest off with --cross-entropy-loss-fusion; "
@@ -224,17 +237,17 @@ def _logit_after_the_loss(_context: ParallelContext) -> tuple[float, float]:
 
 
 def d23() -> Reproduced:
-    """Return an fp32 logit after the unfused cross-entropy has overwritten it."""
+    """Measure D23: an fp32 logit that is read after the unfused cross-entropy overwrote it."""
     ((stock, right),) = on_ranks(_logit_after_the_loss)
     what = "logit in fp32, read after the unfused cross-entropy, which leaves the softmax in place"
     return Reproduced(stock, right, what)
 
 
 def smoothed_loss(context: ParallelContext, smoothing: float) -> tuple[float, float]:
-    """Return the label-smoothed loss that is furthest from the right one, and the right one.
+    """Compute label-smoothed losses with a vocabulary sharded over the tensor-parallel ranks.
 
-    The vocabulary is sharded over the tensor-parallel ranks. The right loss is torch's in double
-    precision.
+    Return megatron-core's loss of the target where it errs most, and the right loss there, by torch
+    in double precision.
     """
     full, labels = logits_and_labels()
     part = full.chunk(context.pgs.tp.size(), dim=-1)[context.pgs.tp.rank()].clone()
@@ -250,7 +263,7 @@ def smoothed_loss(context: ParallelContext, smoothing: float) -> tuple[float, fl
 
 
 def d24() -> Reproduced:
-    """Return the label-smoothed loss of one target on two tensor-parallel ranks."""
+    """Measure D24: the label-smoothed loss of a target on two tensor-parallel ranks."""
     smoothed = partial(smoothed_loss, smoothing=0.1)
     stock, right = on_ranks(smoothed, tp=2)[0]
     ((alone, exact),) = on_ranks(smoothed)

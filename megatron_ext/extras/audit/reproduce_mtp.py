@@ -1,7 +1,8 @@
-"""Reproduces defects of megatron-core's multi-token prediction on one stage: D4, D5, D9 to D14.
+"""Reproduces defects of megatron-core's multi-token prediction (MTP) on one stage.
 
-megatron-core's model and schedule determine the weights of a depth's targets. The weight of a
-target is read from the gradient of its logits, which is the weight times ``softmax - one-hot``.
+These are D4, D5 and D9 to D14. An MTP depth is a module that predicts further ahead. The weights of
+its targets come from megatron-core's model and schedule. They are read from the gradients of the
+logits: the gradient for a target is its weight times ``softmax - one-hot``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ RAGGED = (20, 3, 29, 9)
 
 
 def _mask(targets: tuple[int, ...]) -> Tensor:
-    """Return a mask ``[sequences, LENGTH]`` that has each sequence's targets at its start."""
+    """Return a mask ``[sequences, LENGTH]`` that is 1 at the first positions of each sequence.
+
+    These positions are the sequence's targets; ``targets`` are their numbers.
+    """
     return (torch.arange(LENGTH) < torch.tensor(targets).unsqueeze(1)).float()
 
 
@@ -46,7 +50,7 @@ def gradient_norm(module: torch.nn.Module) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of megatron-core with one depth of multi-token prediction.
+    """Results of one step of megatron-core with one MTP depth.
 
     Attributes:
         losses: losses of the depth's targets by plain cross-entropy, ``[sequences, LENGTH]``.
@@ -68,10 +72,14 @@ def mtp_step(
     micro_batch: int = 1,
     per_token: bool = True,
 ) -> Step:
-    """Run a step of megatron-core's model and schedule.
+    """Run a step of megatron-core's GPTModel with one MTP depth, by megatron-core's schedule.
 
-    The gradients are not divided by the number of targets. ``targets`` are the numbers of targets
-    of the sequences; all other targets are masked.
+    The gradients are not divided by the number of targets.
+
+    Args:
+        targets: number of targets in each sequence; they come first, and the rest is masked.
+        micro_batch: number of sequences in a micro-batch.
+        per_token: ``calculate_per_token_loss`` of the model.
     """
     model = stock_gpt(context, mtp_num_layers=1, calculate_per_token_loss=per_token)
     tokens, labels, positions = sequences(len(targets))
@@ -123,7 +131,7 @@ def _on_one_rank(targets: tuple[int, ...], **options: Any) -> Step:
 
 
 def no_targets() -> Reproduced:
-    """Measure D4: the gradient of a depth in a step whose targets are all masked."""
+    """Measure D4: the gradient of an MTP depth in a step whose targets are all masked."""
     means = _on_one_rank((0,), per_token=False)
     return Reproduced(
         means.gradient,
@@ -135,14 +143,15 @@ def no_targets() -> Reproduced:
 
 
 def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
-    """Return the weight of a target of the first MTP depth, as a multiple of the right weight.
+    """Return the weights of some targets of the MTP depth, as multiples of the right weight.
 
-    The right weight is the scaling factor (0.1) divided by the number of targets that this depth
-    has in the whole step.
+    The right weight is the scaling factor (0.1) divided by the number of targets that the depth has
+    in the whole step.
 
     Args:
-        targets: number of targets of the main loss in each sequence; each is a micro-batch.
-        rows: indices of sequences; one weight is returned for each, that of its first target.
+        targets: number of targets of the main loss in each sequence; each sequence is a
+            micro-batch.
+        rows: indices of sequences; the weight of the first target of each is returned.
     """
     step = _on_one_rank(targets)
     right = 0.1 / sum(max(count - 1, 0) for count in targets)
@@ -150,7 +159,7 @@ def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
 
 
 def weight_of_a_depth() -> Reproduced:
-    """Measure D5: the weight of a depth's target in the per-token objective."""
+    """Measure D5: the weight of an MTP depth's target in the loss per token."""
     short = min(RAGGED)
     long = max(RAGGED)
     weights = weight_of_a_target(RAGGED, RAGGED.index(short), RAGGED.index(long))
@@ -165,7 +174,7 @@ def weight_of_a_depth() -> Reproduced:
 
 
 def logged_loss() -> Reproduced:
-    """Measure D14: the logged loss of a depth if micro-batches differ in their targets."""
+    """Measure D14: the logged loss of an MTP depth if micro-batches differ in their targets."""
     step = _on_one_rank(RAGGED)
     whole = _on_one_rank(RAGGED, micro_batch=len(RAGGED))
     kept = _one_further(_mask(RAGGED))
@@ -196,7 +205,7 @@ def _shifted_padding(_context: ParallelContext) -> float:
 
 
 def padded_packing() -> Reproduced:
-    """Measure D9: the targets of a depth in packed samples with padding."""
+    """Measure D9: the number of targets of an MTP depth in packed samples with padding."""
     return Reproduced(
         on_ranks(_shifted_padding)[0],
         (5 - 1) + (6 - 1),
@@ -216,7 +225,10 @@ def _shifted_short(context: ParallelContext) -> tuple[float, str]:
 
 
 def short_packing() -> Reproduced:
-    """Measure D10: the targets of a depth if a packed sample is shorter than the ranks' slices."""
+    """Measure D10: the number of targets of an MTP depth at context-parallel size 2.
+
+    One of the two packed samples is so short that a rank's slice of it is a single position.
+    """
     by_rank = on_ranks(_shifted_short, cp=2)
     return Reproduced(
         sum(count for count, _ in by_rank),
@@ -227,9 +239,9 @@ def short_packing() -> Reproduced:
 
 
 class _Attention(torch.nn.Module):
-    """Causal core attention over packed samples, which megatron-core's own refuses.
+    """Causal core attention for packed samples, in place of megatron-core's, which refuses them.
 
-    Samples also attend to earlier samples, which does not matter here.
+    A sample also attends to the samples before it, which does not matter here.
     """
 
     def __init__(self, **_options: Any) -> None:
@@ -259,7 +271,7 @@ def _recomputed(context: ParallelContext, recompute: bool) -> tuple[float, str]:
 
 
 def recomputed_packing() -> Reproduced:
-    """Measure D11: the gradient of a depth with full recomputation and packed samples."""
+    """Measure D11: the gradient of an MTP depth with full recomputation and packed samples."""
     stock, error = on_ranks(partial(_recomputed, recompute=True))[0]
     return Reproduced(
         stock,
@@ -285,7 +297,7 @@ def _logits_without_labels(context: ParallelContext) -> tuple[float, float, str]
 
 
 def no_labels() -> Reproduced:
-    """Measure D12: the logits of a model with a depth but without labels."""
+    """Measure D12: the logits of a model with an MTP depth that is given no labels."""
     stock, right, error = on_ranks(_logits_without_labels)[0]
     what = "Norm of the logits of a model with multi-token prediction that is given no labels"
     return Reproduced(stock, right, f"{what}{error}.")
@@ -296,7 +308,7 @@ PADDED = 12
 
 
 def _routed(context: ParallelContext) -> list[float]:
-    """Return how many tokens each router counts as not padding, the depth's router last."""
+    """Return how many tokens each router counts as not padding; the MTP depth's comes last."""
     model = stock_gpt(context, mtp_num_layers=1, num_moe_experts=4, moe_router_topk=2)
     counts: list[float] = []
 
@@ -314,7 +326,7 @@ def _routed(context: ParallelContext) -> list[float]:
 
 
 def padding_of_a_depth() -> Reproduced:
-    """Measure D13: the tokens that a depth's router counts in a padded sequence."""
+    """Measure D13: how many tokens the router of an MTP depth counts in a padded sequence."""
     counts = on_ranks(_routed)[0]
     right = LENGTH - PADDED
     return Reproduced(

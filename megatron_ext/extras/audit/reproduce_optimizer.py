@@ -76,7 +76,7 @@ def trainer(
 
 
 def scheduler(optimizer: MegatronOptimizer, **flags: Any) -> OptimizerParamScheduler:
-    """Build a schedule of constant learning rates, which sets the rates of all groups."""
+    """Build Megatron-LM's scheduler with a constant learning rate, which it sets for all groups."""
     phases = {"lr_warmup_steps": 0, "lr_decay_steps": 100, "lr_decay_style": "constant"}
     decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 100, "wd_incr_style": "constant"}
     rates = {"init_lr": 0.0, "max_lr": LR, "min_lr": 0.0}
@@ -84,7 +84,7 @@ def scheduler(optimizer: MegatronOptimizer, **flags: Any) -> OptimizerParamSched
 
 
 def backward(model: DistributedDataParallel) -> None:
-    """Accumulate the gradients of the cross-entropy of six tokens in the buffers."""
+    """Compute the gradients of a cross-entropy over six tokens, in the model's gradient buffers."""
     model.zero_grad_buffer()
     tokens = torch.arange(6)
     loss = F.cross_entropy(model(tokens).float(), tokens.roll(1))
@@ -107,7 +107,7 @@ def _nan_gradient(_context: ParallelContext) -> tuple[int, int]:
 
 
 def d21() -> Reproduced:
-    """Return the number of finite weights two steps after a gradient of NaN."""
+    """Measure D21: how many weights are finite one step after a step with a NaN gradient."""
     ((after_one, stock),) = on_ranks(_nan_gradient)
     what = (
         "weights of 48 that are numbers after a step in fp32 with --clip-grad 1 and one NaN among "
@@ -117,9 +117,12 @@ def d21() -> Reproduced:
 
 
 def resumed_rate(*, shard: bool, decoupled: bool, lr: float = LR, override: bool = False) -> float:
-    """Save an optimizer after a step, load it into a new one, and return the matrix's rate.
+    """Save an optimizer after a step, load it into a new one, and return its new learning rate.
+
+    The rate is that of the network's matrix.
 
     Args:
+        shard: whether the ranks shard the optimizer state.
         decoupled: whether the embedding has its own learning rate.
         lr: learning rate of the loading run; the saving run has 1e-2.
         override: whether the loading run has ``--override-opt-param-scheduler``.
@@ -151,9 +154,10 @@ def _rate_or_error(context: ParallelContext, **resume: Any) -> tuple[float, str]
 
 
 def both_rates(**resume: Any) -> tuple[float, str]:
-    """Return the rate of a resumed run with sharded optimizer state, and a clause.
+    """Return the learning rate of a resumed run, and a clause that compares two such runs.
 
-    The clause compares it with the rate of a run whose optimizer state is not sharded.
+    The rate is that of the run with sharded optimizer state; the other run does not shard it.
+    ``resume`` are arguments of `resumed_rate`.
     """
     results = {
         shard: on_ranks(partial(_rate_or_error, shard=shard, **resume))[0]
@@ -165,14 +169,17 @@ def both_rates(**resume: Any) -> tuple[float, str]:
 
 
 def d38() -> Reproduced:
-    """Return the learning rate of a matrix after a resume with ``--decoupled-lr``."""
+    """Measure D38: the learning rate of a matrix after a resume with ``--decoupled-lr``."""
     stock, clause = both_rates(decoupled=True)
     what = f"learning rate of a matrix after a resume with --lr 0.01 --decoupled-lr 0.001: {clause}"
     return Reproduced(stock, LR, what)
 
 
 def d40() -> Reproduced:
-    """Return the learning rate after a resume with another rate and the flag that prefers it."""
+    """Measure D40: the learning rate after a resume with ``--override-opt-param-scheduler``.
+
+    The resumed run has a new ``--lr``, which this flag should apply.
+    """
     stock, clause = both_rates(decoupled=False, lr=3 * LR, override=True)
     what = (
         "learning rate after a resume of a run of --lr 0.01 with --lr 0.03 "
@@ -182,7 +189,10 @@ def d40() -> Reproduced:
 
 
 def with_a_dense_overflow() -> tuple[DistributedDataParallel, MegatronOptimizer]:
-    """Build an fp16 network and its optimizer; the gradients of all dense weights overflow."""
+    """Build an fp16 network whose embedding counts as an expert, and its optimizer.
+
+    The gradients of all other weights are infinite, so they overflow.
+    """
     net = network(torch.float16)
     net.embedding.allreduce = False  # type: ignore[attr-defined]  # the mark of experts' weights
     model, optimizer = trainer(net, initial_loss_scale=LOSS_SCALE, hysteresis=1)
@@ -199,7 +209,7 @@ def _loss_scales(_context: ParallelContext) -> list[float]:
 
 
 def d39() -> Reproduced:
-    """Return the loss scale of experts after a dense gradient has overflowed."""
+    """Measure D39: the loss scale of experts after gradients of dense weights have overflowed."""
     dense, experts = on_ranks(_loss_scales, dp=2, ep=2)[0]
     what = (
         "scale by which gradients of experts are divided with --fp16 and "
@@ -229,7 +239,7 @@ def _padded_buckets(_context: ParallelContext) -> tuple[float, float, float]:
 
 
 def d41() -> Reproduced:
-    """Return a weight from a checkpoint of the distributed optimizer."""
+    """Measure D41: a weight in a fully reshardable checkpoint of the distributed optimizer."""
     stock, right, share = on_ranks(_padded_buckets, dp=2)[0]
     what = (
         "weight that is farthest off in the fully reshardable checkpoint of "

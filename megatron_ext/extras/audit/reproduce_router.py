@@ -44,9 +44,9 @@ class _PlainGating(TopKRouter):  # type: ignore[misc]
 
 
 def router_class() -> type[TopKRouter]:
-    """Return megatron-core's router, or ours if its own cannot compute logits (defect D25).
+    """Return megatron-core's router class, or a subclass of it that computes logits by torch.
 
-    Ours differs from it only in computing the logits.
+    The subclass is needed where megatron-core's own cannot compute logits (defect D25).
     """
     return TopKRouter if hasattr(moe_utils, "te_general_gemm") else _PlainGating
 
@@ -153,9 +153,10 @@ def share_of(
     targets: int = LENGTH * SEQUENCES,
     **sizes: Any,
 ) -> float:
-    """Return an auxiliary loss's gradient on ranks of ``sizes``, as a multiple of the right one.
+    """Return the gradient of an auxiliary loss, as a multiple of the right one.
 
-    See `auxiliary_share` for the other arguments.
+    It is measured on forked ranks with the parallel ``sizes``. `auxiliary_share` explains the other
+    arguments.
     """
     measure = partial(_stock_share, kind=kind, micro_batch=micro_batch, targets=targets)
     return on_ranks(measure, **sizes)[0]
@@ -186,7 +187,7 @@ def masked_targets() -> Reproduced:
 
 
 def sequences_of_a_micro_batch() -> Reproduced:
-    """Measure D3: the load-balancing loss of sequences, with four sequences in a micro-batch."""
+    """Measure D3: the load-balancing loss per sequence, with four sequences in a micro-batch."""
     return Reproduced(
         share_of("seq_aux_loss", micro_batch=4),
         1.0,
@@ -234,7 +235,7 @@ def _counted(context: ParallelContext) -> list[float]:
 
 
 def padding_of_the_expert_bias() -> Reproduced:
-    """Measure D26: the tokens that the expert bias counts if one of them is padding."""
+    """Measure D26: how many tokens are counted for the expert bias if one of them is padding."""
     counts = on_ranks(_counted)[0]
     return Reproduced(
         counts[1],
@@ -259,7 +260,7 @@ def _counted_in_16_bits(context: ParallelContext) -> list[tuple[float, float]]:
 
 
 def counts_in_16_bits() -> Reproduced:
-    """Measure D43: the tokens counted for the expert bias in a 16-bit model."""
+    """Measure D43: how many tokens are counted for the expert bias in a bf16 model."""
     counts = on_ranks(_counted_in_16_bits)[0]
     stock, right = max(counts, key=lambda pair: pair[1] - pair[0])
     all_of_them = ", ".join(f"{mine:.0f} of {truth}" for mine, truth in counts)
@@ -272,7 +273,10 @@ def counts_in_16_bits() -> Reproduced:
 
 
 def _log_size(context: ParallelContext, experts: bool) -> int:
-    """Return the number of entries in a stage's log, with or without a loss of its experts."""
+    """Return the number of entries in a stage's log of auxiliary losses.
+
+    With ``experts``, a router with a load-balancing loss has run on the stage before.
+    """
     auxiliary = auxiliary_flags("aux_loss")
     router = stock_router(context, num_layers=4, mtp_num_layers=1, **auxiliary)
     if experts:

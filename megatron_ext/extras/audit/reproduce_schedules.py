@@ -83,7 +83,13 @@ def _steps(context: ParallelContext, count: int, messages: dict[str, bool]) -> l
 
 
 def _worst(what: str, *, steps: int, **messages: bool) -> Reproduced:
-    """Return the gradient that is furthest from its right value, over all stages and steps."""
+    """Run some steps, and return the gradient that differs most from its right value.
+
+    Args:
+        what: a sentence about the measurement, without a full stop.
+        steps: number of steps; the gradients of all stages in all steps are compared.
+        messages: options of the pipeline's communication.
+    """
     ranks = on_ranks(partial(_steps, count=steps, messages=messages), pp=2, vpp=2)
     inputs = LENGTH * BATCH * WIDTH * sum(range(1, MICROBATCHES + 1))
     pairs = [
@@ -125,7 +131,7 @@ def deallocated_outputs() -> Reproduced:
 
 
 def neither() -> Reproduced:
-    """Measure the gradients, which are right, without the options of defects D15 and D16."""
+    """Measure the gradients with neither D15's nor D16's options; they are right."""
     return _worst(
         "Worst gradient of a chain of four virtual chunks on two stages with overlapped messages",
         steps=STEPS,

@@ -1,7 +1,7 @@
-"""Reproduces defects of multi-token prediction on several pipeline stages: D6, D7 and D8.
+"""Reproduces defects of multi-token prediction (MTP) on several pipeline stages: D6, D7 and D8.
 
-The stage with a depth has a copy of the first stage's embedding. megatron-core's model,
-data-parallel wrapper, ``finalize_model_grads`` and optimizer must keep the two equal.
+The stage with an MTP depth holds a copy of the first stage's embedding. megatron-core's model,
+data-parallel wrapper, ``finalize_model_grads`` and optimizer must keep the copies equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _wrapped(context: ParallelContext, **options: Any) -> DistributedDataParalle
 
 
 def _step_of_the_copy(context: ParallelContext) -> float:
-    """Return how far one step moves this stage's copy of the embedding if all gradients are 1."""
+    """Return how far one step moves the embedding on this stage if all gradients are 1."""
     model = _wrapped(context)
     config = AdamOptimizerConfig(
         lr=RATE, decoupled_lr=DECOUPLED_RATE, weight_decay=0.0, clip_grad=0.0
@@ -62,7 +62,7 @@ def _step_of_the_copy(context: ParallelContext) -> float:
 
 
 def decoupled_rate() -> Reproduced:
-    """Measure D6: the learning rate of the copy of the embedding on a later stage."""
+    """Measure D6: the learning rate of a later stage's embedding copy with ``--decoupled-lr``."""
     first, copy = on_ranks(_step_of_the_copy, pp=2)
     return Reproduced(
         copy,
@@ -74,9 +74,10 @@ def decoupled_rate() -> Reproduced:
 
 
 def _summed_gradient(context: ParallelContext, tied: bool) -> tuple[float, float]:
-    """Sum the gradients of the embedding's copies, where stage i has the gradient 2^i.
+    """Let ``finalize_model_grads`` sum the gradients of the embedding and its copies.
 
-    Return the summed gradient of this stage's copy, and the norm of its initial weights.
+    The gradient on pipeline stage i is 2^i. Return the sum that this stage gets, and the norm of
+    the initial weights of its copy. ``tied`` makes the output layer one of the copies.
     """
     layout = {"pipeline_model_parallel_layout": "Ett|m|L"}
     model = _wrapped(context, tied=tied, **layout)
@@ -89,7 +90,7 @@ def _summed_gradient(context: ParallelContext, tied: bool) -> tuple[float, float
 
 
 def stage_of_its_own() -> Reproduced:
-    """Measure D7: the gradient of the embedding if a depth has its own stage."""
+    """Measure D7: the gradient of the embedding if an MTP depth has a stage of its own."""
     untied = on_ranks(partial(_summed_gradient, tied=False), pp=3)
     tied = on_ranks(partial(_summed_gradient, tied=True), pp=3)
     given = on_ranks(
@@ -119,7 +120,7 @@ def _positions(context: ParallelContext) -> tuple[float, Tensor]:
 
 
 def learned_positions() -> Reproduced:
-    """Measure D8: the gradient of learned positions if a depth is on a later stage."""
+    """Measure D8: the gradient of learned positions if an MTP depth is on a later stage."""
     (first, start), (copy, start_of_copy) = on_ranks(_positions, pp=2)
     apart = float((start_of_copy - start).norm() / start.norm())
     return Reproduced(

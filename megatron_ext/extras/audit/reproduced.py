@@ -91,9 +91,9 @@ def on_ranks(
 ) -> list[T]:
     """Run ``measure(context)`` on forked CPU ranks; return the results of all ranks in order.
 
-    The ranks have the process groups of `layout_of` the sizes, the shim of ``torch.cuda``, and the
-    same seed. None of this affects the calling process. Results are pickled. The ranks' standard
-    output and logged warnings are dropped.
+    The ranks have process groups for the parallel ``sizes`` (see `layout_of`), a stand-in for
+    ``torch.cuda``, and the same seed. None of this affects the calling process. Results are
+    pickled. The ranks' standard output and logged warnings are dropped.
 
     Args:
         get_embedding_ranks: an argument of megatron-core's ``initialize_model_parallel``.

@@ -1,4 +1,7 @@
-"""The flags of Megatron-LM that trigger each defect in `defects.yaml`, and their errors."""
+"""The rules that say which of Megatron-LM's flags trigger each defect in `defects.yaml`.
+
+A rule also gives the size of the error with these flags.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def positive(x: Flags, name: str) -> bool:
 
 
 def sequence_loss(x: Flags) -> bool:
-    """Return whether experts are balanced per sequence."""
+    """Return whether the load-balancing loss of experts is computed per sequence."""
     kinds = x.text("--moe-router-load-balancing-type", "aux_loss").split()
     return "seq_aux_loss" in kinds and positive(x, "--moe-aux-loss-coeff")
 
@@ -42,7 +45,7 @@ def depth_weight(x: Flags) -> str:
 
 
 def local(x: Flags) -> bool:
-    """Return whether the layers are megatron-core's own."""
+    """Return whether ``--transformer-impl local`` is given: megatron-core's own layers."""
     return x.text("--transformer-impl") == "local"
 
 
@@ -53,7 +56,7 @@ def learned(x: Flags) -> bool:
 
 
 def uneven_pieces(x: Flags) -> bool:
-    """Return whether the size of recomputed groups does not divide the layers of a stage."""
+    """Return whether full recomputation in groups of layers leaves a smaller group on a stage."""
     layers = x.size("--num-layers", 0)
     piece = x.size("--recompute-num-layers", 1)
     chunks = x.pp * (x.size("--num-virtual-stages-per-pipeline-rank"))
@@ -78,7 +81,7 @@ def depth_pieces(x: Flags) -> bool:
 
 
 def misread_vocabulary(x: Flags) -> bool:
-    """Return whether megatron-core picks the wrong dtype of ids for this vocabulary size."""
+    """Return whether megatron-core takes the wrong dtype for ids of this vocabulary size."""
     size = x.size("--vocab-size", 0) or x.size("--padded-vocab-size", 0)
     return 65_500 <= size < 65_536
 
@@ -89,7 +92,7 @@ def no_vocabulary_size(x: Flags) -> bool:
 
 
 def whole_query_norm(x: Flags) -> bool:
-    """Return whether each tensor-parallel rank normalizes whole compressed queries."""
+    """Return whether each tensor-parallel rank normalizes all of a compressed query."""
     latent = x.has("--multi-latent-attention") and x.has("--q-lora-rank")
     return latent and x.has("--qk-layernorm") and x.tp > 1 and not x.sequence_parallel
 

@@ -37,20 +37,21 @@ _COMPUTED = {"F": "forward", "B": "backward", "W": "backward"}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to inject, and its place.
+    """A fault to inject, and when and where it happens.
 
     Attributes:
         kind: one of `KINDS`.
-        iteration: the first step in which it may happen, counted from 1. It happens at the next
-            event ``at``.
-        rank: the rank that it strikes; None lets ``seed`` choose.
-        at: name of an event of the recorder, such as "data", "update" or "save"; or an action of
-            the schedule, such as "forward" (of any micro-batch), "forward of micro-batch 1" or "end
-            of backward"; or "start", before the model is built, with ``iteration`` 0.
+        iteration: the first step in which it may happen, counted from 1. It happens at the first
+            event ``at`` from that step on.
+        rank: the rank that it strikes; None draws one with ``seed``.
+        at: the event at which it happens. This is the name of an event of the recorder, such as
+            "data", "update" or "save"; or an action of the schedule, such as "forward" (of any
+            micro-batch), "forward of micro-batch 1" or "end of backward"; or "start", before the
+            model is built, with ``iteration`` 0.
         seconds: delay from that event to the fault.
-        generation: number of restarts before it; None for any.
-        amount: strength; for a slow rank the seconds added to each forward pass.
-        steps: number of steps for which a rank stays slow, or a disk full.
+        generation: how often the run has been restarted when it happens; None for any number.
+        amount: strength of the fault; for a slow rank, the seconds added to each forward pass.
+        steps: for how many steps a rank stays slow, or a disk stays full.
     """
 
     kind: str
@@ -183,10 +184,10 @@ class Injector:
 
 
 def arm(recorder: Recorder, save: str | None) -> Injector | None:
-    """Inject the faults that the environment lists at the events of this rank.
+    """Read faults from the environment variable, and let them happen at events of this rank.
 
-    Return the listener that was added to the recorder; None if there are no faults. Faults can also
-    strike processes that the rank forks later.
+    Return the listener that was added to ``recorder``; None if the variable is not set. Faults can
+    also strike processes that the rank forks later.
     """
     if VARIABLE not in os.environ:
         return None

@@ -135,7 +135,7 @@ def digests(save: Path) -> dict[str, str]:
 
 
 def steps_of(save: Path) -> dict[int, Row]:
-    """Return the last row of each training step of a run's metrics."""
+    """Return a run's training metrics by step; a step that was repeated has its last ones."""
     rows = read_metrics(save / "metrics.jsonl")
     return {row["iteration"]: row for row in rows if row["kind"] == "train"}
 
@@ -143,9 +143,15 @@ def steps_of(save: Path) -> dict[int, Row]:
 def judge(
     case: Case, ended: Ended, save: Path, records: Path, truth: Truth, *, most_lost: int = 1
 ) -> Result:
-    """Compare the reports and results of a run with the faults that were injected into it.
+    """Compare what a run reported and computed with the faults that were injected into it.
 
-    ``most_lost`` is the most steps that a fault may cost if there are snapshots.
+    Args:
+        case: the faults and the layout of the run.
+        ended: how the run ended.
+        save: the run's folder of checkpoints and metrics.
+        records: the folder in which the faults recorded themselves.
+        truth: the undisturbed run.
+        most_lost: the most steps that a fault may cost if there are snapshots.
     """
     struck = [_read(record_file(records, index)) for index in range(len(case.faults))]
     events = read_events(save)

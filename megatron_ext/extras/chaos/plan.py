@@ -52,7 +52,9 @@ class Case:
 
 
 def parse_kinds(text: str) -> list[str]:
-    """Parse comma-separated kinds of faults; "all" is every kind that needs no control group.
+    """Parse comma-separated kinds of faults, or "all".
+
+    "all" stands for every kind that does not need a Linux control group (cgroup).
 
     Raises:
         ConfigError: a kind is unknown.

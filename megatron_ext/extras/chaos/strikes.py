@@ -77,7 +77,7 @@ def stop(target: Target) -> None:
 
 
 def crash(target: Target) -> None:
-    """Read memory at address 0, for which the kernel sends SIGSEGV."""
+    """Read from memory address 0, so that the kernel kills this process with SIGSEGV."""
     target.note("a read of address 0")
     ctypes.string_at(0)
 
@@ -89,7 +89,7 @@ def fail(target: Target) -> None:
 
 
 def exhaust_memory(target: Target) -> None:
-    """Allocate memory up to a limit of the address space (RLIMIT_AS), so that torch fails."""
+    """Allocate memory up to a limit set for this process (RLIMIT_AS), so that torch raises."""
     limit = psutil.Process().memory_info().vms + _SPARE_MEMORY
     target.note(f"allocation beyond a limit of {limit >> 20} MiB")
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -234,7 +234,10 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def cut_connection(target: Target) -> None:
-    """Shut down the TCP connection that carried the most bytes; a forked rank has only gloo's."""
+    """Shut down this process's TCP connection that has carried the most bytes.
+
+    A rank that was forked has no TCP connections except gloo's.
+    """
     busiest = max(_connections(), key=lambda pair: pair[0], default=None)
     if busiest is None:
         raise InjectedFault("this process has no TCP connection")

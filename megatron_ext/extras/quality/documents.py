@@ -52,7 +52,9 @@ class Block:
 
 
 class Documents:
-    """The documents of datasets, or a sample of them; they have positions from 0 on.
+    """The documents of datasets, or a random sample of them.
+
+    A document's position is its index among them, from 0.
 
     Args:
         prefixes: datasets that have passed `check_indexed_dataset`.
@@ -147,9 +149,10 @@ class Documents:
             return _read(stream, dtype, begins, stop)
 
     def _extents(self, positions: Ints | None) -> Iterator[tuple[int, int, Ints, Ints]]:
-        """Yield the places of documents, range by range of one dataset.
+        """Yield where documents lie in their files, in ranges of one dataset each.
 
-        Each is (index of the dataset, position of the first document, first tokens, end tokens).
+        A range is (index of the dataset, index of its first document in ``positions``, first token
+        of each document, token after each document).
         """
         count = len(self) if positions is None else len(positions)
         for start in range(0, count, _AT_ONCE):
@@ -166,9 +169,9 @@ class Documents:
 
 
 def _begins(index: Index, documents: Ints) -> Ints:
-    """Return the position of each document's first token in the file.
+    """Return the index of each document's first token in its file.
 
-    A number one above the last document's gives the end of the file.
+    ``documents`` are numbers of documents; the number of all documents stands for the file's end.
     """
     sequences = index.documents[documents]
     if not len(index.offsets):

@@ -74,7 +74,7 @@ class QualityOptions:
 
 @dataclass
 class Place:
-    """A document, and the beginning of a span in it."""
+    """A document, as dataset and number in it, and a token of the document where a span begins."""
 
     dataset: str
     document: int
@@ -102,14 +102,14 @@ class Excerpt:
 
 @dataclass
 class Duplicates:
-    """Groups of duplicate documents, of which one each would be enough.
+    """Groups of documents that duplicate each other; one document of each group is enough.
 
     Attributes:
         groups: number of groups of at least two documents.
         documents: number of documents that could be removed: all but one of each group.
-        tokens: number of their tokens.
+        tokens: number of tokens in the documents that could be removed.
         largest: the largest groups.
-        leaders: position of the first document in each document's group, ``[documents]``.
+        leaders: for each document the position of the first document in its group, ``[documents]``.
     """
 
     groups: int
@@ -226,10 +226,15 @@ def measure(
 def _near(
     documents: Documents, leaders: Ints, alone: Ints, lengths: Ints, options: QualityOptions
 ) -> Ints:
-    """Return the leader of each document's group if near duplicates are grouped as well.
+    """Merge groups of exact duplicates whose documents are near duplicates of each other.
 
-    ``leaders`` are those of the groups of exact duplicates. ``alone`` are the positions of
-    documents that are the first or only one of their group.
+    Args:
+        leaders: for each document, the first document of its group of exact duplicates.
+        alone: the documents that are first in their group, or alone.
+        lengths: tokens of each document.
+
+    Returns:
+        The first document of each document's merged group, ``[documents]``.
     """
     assert options.near_duplicates is not None
     candidates = alone[lengths[alone] >= SHINGLE]
@@ -242,7 +247,7 @@ def _near(
 
 @dataclass
 class _View:
-    """Formats documents: their places, beginnings and groups."""
+    """Turns positions of documents into what a report shows: places, excerpts and groups."""
 
     documents: Documents
     tokenizer: Tokenizer | None
@@ -264,7 +269,10 @@ class _View:
         return Excerpt(len(span.tokens), len(span.places), places, text)
 
     def duplicates(self, leaders: Ints) -> Duplicates:
-        """Return statistics of duplicate groups, given the first document of each one's group."""
+        """Return the statistics of groups of duplicates.
+
+        ``leaders`` has for each document the first document of its group.
+        """
         later = np.flatnonzero(leaders != np.arange(len(leaders)))
         firsts, counts = np.unique(leaders[later], return_counts=True)
         largest = []
@@ -294,7 +302,7 @@ def _summary(lengths: Ints) -> dict[str, float]:
 
 
 def _notes(quality: Quality) -> list[str]:
-    """Return sentences on what was examined only in part, and what was left out."""
+    """Return sentences that say what was not measured, or measured on a sample only."""
     notes = []
     if quality.documents < quality.available:
         notes.append(

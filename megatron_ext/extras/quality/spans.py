@@ -116,8 +116,8 @@ def _search(text: Array, starts: Ints, some: Ints) -> RepeatedSpans:
 def _covered(order: Array, common: Array, size: int) -> int:
     """Return how many tokens lie in a span of at least `LONG` tokens that also occurs elsewhere.
 
-    ``order`` is the suffix array of ``size`` tokens. ``common`` has for each two neighbours in it
-    the number of tokens with which both suffixes begin.
+    ``order`` is the suffix array of the ``size`` tokens. ``common`` has the length of the longest
+    common prefix of each two neighbouring suffixes.
     """
     reach = np.zeros(size, dtype=np.int64)
     reach[order[:-1]] = common
@@ -132,8 +132,8 @@ def _covered(order: Array, common: Array, size: int) -> int:
 def _longest(text: Array, order: Array, common: Array) -> list[tuple[int, Ints]]:
     """Return length and places of the longest repeated spans; none begins inside a longer one.
 
-    ``order`` is the suffix array of ``text``. ``common`` has for each two neighbours in it the
-    number of tokens with which both suffixes begin.
+    ``order`` is the suffix array of ``text``. ``common`` has the length of the longest common
+    prefix of each two neighbouring suffixes.
     """
     one = order[:-1].astype(np.int64)
     other = order[1:].astype(np.int64)

@@ -62,10 +62,12 @@ print(json.dumps({"seconds": seconds}))
 
 @dataclass(frozen=True)
 class Probe:
-    """A snippet of Python code that tries a feature.
+    """A snippet of Python code that tries a feature of torch.
 
-    It prints, as JSON, the seconds that it took, or fails. ``works`` is the sentence for success,
-    and ``cost`` says what a run loses without the feature.
+    Attributes:
+        code: either fails, or prints as JSON how many seconds it took.
+        works: the sentence that reports success.
+        cost: what a run loses without the feature.
     """
 
     name: str

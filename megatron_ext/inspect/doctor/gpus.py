@@ -208,7 +208,10 @@ def _install(cuda: int) -> str:
 
 
 def link_findings(here: ThisMachine, num_gpus: int) -> list[Finding]:
-    """Report whether NVLink joins all GPUs; no finding without two GPUs and nvidia-smi."""
+    """Report whether NVLink joins all GPUs.
+
+    Return no finding if there are fewer than two GPUs or ``nvidia-smi`` is missing.
+    """
     path = here.program("nvidia-smi")
     if num_gpus < 2 or path is None:
         return []

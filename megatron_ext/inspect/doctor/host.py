@@ -54,10 +54,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that torch can use; its number counts the GPUs in ``CUDA_VISIBLE_DEVICES``.
+    """One GPU that torch can use.
 
-    The capability is (9, 0) for Hopper, the memory is in bytes, and the note says why rates are
-    None.
+    Its number counts the GPUs in ``CUDA_VISIBLE_DEVICES``, its capability is (9, 0) for Hopper, and
+    its memory is in bytes. If its rates were not measured they are None, and the note says why.
     """
 
     index: int

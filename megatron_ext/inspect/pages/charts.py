@@ -218,7 +218,7 @@ def _legend(curves: Sequence[Curve]) -> Markup:
 
 
 def flag_links(marks: Sequence[Mark], x: Axis) -> Markup:
-    """Return links above the marks of a chart; each leads to the mark's row in a table."""
+    """Return links above a chart, one for each mark; each leads to the mark's ``target``."""
     return Markup("").join(
         Markup(
             '<a class="flag {}" style="left:{:.2f}%" href="#{}" title="{}" aria-label="{}"></a>'

@@ -102,7 +102,11 @@ def collect(
 
 @dataclass(frozen=True)
 class _Start:
-    """A step's number, the samples before it, and its micro-batches if there is no `StepPlan`."""
+    """A step's number, and what is known before its batches are drawn.
+
+    ``consumed`` counts the samples before the step. ``num_microbatches`` is each rank's number of
+    micro-batches, unless the dataset has a `StepPlan`.
+    """
 
     iteration: int
     consumed: int

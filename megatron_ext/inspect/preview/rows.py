@@ -1,10 +1,10 @@
 """Previewed steps: their rows, and the documents of a row with the weight of each token.
 
-Position t reads token t and predicts token t + 1, so the weight at t belongs to token t + 1. So n
-positions of a document on its own involve n + 1 tokens: its first token is only read, and its last
-token only predicted. In a row cut from a stream of documents, the end of the previous document
-predicts a document's first token. The same holds for packed rows, but their documents may lack such
-an end.
+Position t of a row reads token t and predicts token t + 1, so the loss weight at position t belongs
+to token t + 1. A document that was tokenized on its own has n + 1 tokens in n positions: its first
+token is only read, its last token only predicted. In a row cut from a stream of documents, a
+document's first token is predicted too, by the last token of the document before. The same holds in
+packed rows, but their documents need not end with an end-of-document token.
 """
 
 from __future__ import annotations

@@ -199,7 +199,14 @@ def describe_row(row: Row) -> str:
 
 
 class Terminal:
-    """Prints rows; ``eod`` ends a document in a stream, and weight ``heaviest`` is full green."""
+    """Prints rows in a terminal.
+
+    Args:
+        console: the terminal.
+        splitter: splits tokens into spans that can be shown.
+        eod: the token that ends a document in a stream.
+        heaviest: the weight that is shown in full green.
+    """
 
     def __init__(self, console: Console, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
         self._console = console

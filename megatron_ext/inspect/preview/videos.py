@@ -130,7 +130,7 @@ def _codec(config: RunConfig, manifest: dict[str, Any]) -> tuple[VideoCodec | No
 
 
 def _never_whole(steps: Any) -> Iterator[str]:
-    """Yield a sentence for each bucket from which an epoch leaves clips out."""
+    """Yield a sentence for each bucket of which an epoch does not use all clips."""
     for bucket, count in sorted(steps.left_out.items()):
         if count:
             whole = len(steps.buckets[bucket].clips)
