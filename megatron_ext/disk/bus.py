@@ -68,7 +68,7 @@ _before = _Action()
 
 
 def remember_size(path: str | os.PathLike[str], size: int) -> None:
-    """Note the size of a mapped file, to report it if the file is truncated later."""
+    """Record the size of a file that this process maps, so that a later truncation is noticed."""
     real = os.path.realpath(path)
     with suppress(OSError):
         _inodes[real] = os.getpid(), os.stat(real).st_ino
@@ -76,13 +76,14 @@ def remember_size(path: str | os.PathLike[str], size: int) -> None:
 
 
 def cut_file(number: int | None = None) -> DataError | None:
-    """Return an error for a mapped file of this process that has been truncated; None if all fit.
+    """Return an error if a file that this process maps has been truncated since; None if none has.
 
-    Up to the end of its last page, a truncated file reads as zeros, without a signal. A file that
-    has been replaced by another stays whole in memory.
+    Reading beyond the new end need not raise SIGBUS: up to the end of its last page, a truncated
+    file reads as zeros. A file whose name now belongs to another file stays whole in memory.
 
     Args:
-        number: check only one file, a different one for each number; None checks all files.
+        number: check only file ``number`` modulo the number of files, so that successive numbers
+            check all in turn; None checks all at once.
     """
     paths = list(mapped_sizes)
     if number is not None and paths:
@@ -100,9 +101,11 @@ def cut_file(number: int | None = None) -> DataError | None:
 
 
 def cut_in_use(path: str | os.PathLike[str], size: int, had: int | str) -> str:
-    """Return a sentence on a file that was truncated since the run opened it.
+    """Return the error message for a file that was truncated while a run used it.
 
-    ``size`` is its size in bytes now, and ``had`` its size before.
+    Args:
+        size: its size in bytes now.
+        had: its size when it was opened, or a text such as "more than 4096".
     """
     return (
         f"{os.fspath(path)} was cut while it was in use: it has {size} bytes, but had {had} when "
@@ -112,7 +115,10 @@ def cut_in_use(path: str | os.PathLike[str], size: int, had: int | str) -> str:
 
 @dataclass(frozen=True)
 class _Mapped:
-    """A mapped part of a file in this process's memory: addresses ``begin`` to ``end``."""
+    """A mapping of a file into this process's memory, from address ``begin`` to ``end``.
+
+    ``offset`` is the byte of the file at ``begin``.
+    """
 
     begin: int
     end: int
@@ -163,9 +169,10 @@ def _fault_at(mapped: _Mapped, address: int) -> MegatronExtError:
 
 
 def _on_bus_error(_number: int, information: int, _context: int) -> None:
-    """Handle SIGBUS; pass it to the previous handler if no file is mapped at the address.
+    """Handle SIGBUS: note an error that names the file, and let the interrupted instruction finish.
 
-    ``information`` is the address of the kernel's ``siginfo_t``.
+    If no file is mapped at the address, pass the signal to the previous handler. ``information`` is
+    the address of the kernel's ``siginfo_t``.
     """
     is_sent = ctypes.c_int.from_address(information + _CODE_AT).value <= 0
     try:
@@ -203,7 +210,11 @@ def _put_zeros(address: int, mapped: _Mapped) -> bool:
 
 
 def _raise(_number: int, frame: FrameType | None) -> None:
-    """Raise the newest fault in the main thread, just after it happened."""
+    """Raise the newest error that `_on_bus_error` has noted.
+
+    This is Python's handler of the signal that `_on_bus_error` sends after a fault. Python runs it
+    in the main thread; if that thread is itself inside `_on_bus_error`, the signal is sent again.
+    """
     while frame is not None:
         if frame.f_code is _on_bus_error.__code__:
             # The fault is another thread's. This thread may still be handling one of its own.
@@ -245,10 +256,9 @@ def tell_bus_errors() -> None:
 
 
 def worker_setup() -> Callable[[int], None]:
-    """Return a DataLoader's ``worker_init_fn``, for workers that end with this process.
+    """Return a DataLoader's ``worker_init_fn``: workers end with this process and name bad files.
 
-    The workers also report bus errors as errors that name the file; torch would blame shared
-    memory.
+    A bus error in a worker becomes an error that names the file; torch would blame shared memory.
     """
     return partial(_set_up_worker, loader_ends_with_parent())
 

@@ -47,13 +47,16 @@ def host_folder() -> Path | None:
 
 
 def generation() -> int:
-    """Return how often this run has been restarted, by its launcher or by torchrun."""
+    """Return how many times this run has been restarted, by its launcher or by torchrun."""
     given = os.environ.get(GENERATION_VARIABLE) or os.environ.get("TORCHELASTIC_RESTART_COUNT")
     return int(given or 0)
 
 
 def is_asked_to_resize() -> bool:
-    """Return whether the launcher has asked the ranks to save and exit."""
+    """Return whether the launcher has asked the ranks to save and exit.
+
+    It asks for this to restart the run with another number of ranks.
+    """
     folder = host_folder()
     return folder is not None and (folder / RESIZE).exists()
 
@@ -86,12 +89,13 @@ def ticks_at_start(pid: int) -> int | None:
 def shared_host_folder(save: str | None = None) -> Iterator[Path | None]:
     """Create or join the host folder of this run, and put its path into the environment.
 
-    Memory checkpoints that killed runs with the same save folder, ``save``, have left are taken
-    over.
+    A rank that torchrun has started uses the folder of its agent; any other process creates a new
+    one, unless the environment names one already. Snapshots that killed runs with the same save
+    folder (``save``) left on this machine are moved into it. If no folder can be created, print a
+    note and yield None.
 
-    A process that torchrun has started joins its agent's folder; any other process creates a new
-    one. At the end the folder is removed, unless it existed before or this rank raises an error. If
-    no folder can be created, print a note and continue without one.
+    At the end, a process that created its own folder removes it. The folder of an agent is removed
+    by local rank 0, but only if that rank raises no error, since torchrun may restart the ranks.
     """
     if host_folder() is not None:
         _take_over(host_folder(), save)
@@ -117,10 +121,11 @@ def shared_host_folder(save: str | None = None) -> Iterator[Path | None]:
 
 @contextmanager
 def _sockets_in(folder: Path) -> Iterator[None]:
-    """Make this process and its children keep multiprocessing's sockets in ``folder``.
+    """Within the context, let multiprocessing put its temporary files into ``folder``.
 
-    A data worker sends its tensors through a socket in a temporary folder, which it removes at its
-    end. But a worker whose rank has ended is killed, so that its folder would stay.
+    A DataLoader worker passes tensors through a socket in a temporary folder, which it removes when
+    it exits. A worker that is killed because its rank has ended leaves it behind; here it
+    disappears with ``folder``.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is not None:
@@ -141,17 +146,19 @@ def _sockets_in(folder: Path) -> Iterator[None]:
 
 
 def _name_of_agent(agent: int) -> str:
-    """Return a name for a process that no later process with the same id gets.
+    """Return a name for the torchrun agent with the process id ``agent``.
 
-    Containers reuse process ids often, and may share one ``/dev/shm``.
+    It contains the agent's start time, because containers reuse process ids and may share one
+    ``/dev/shm``: a later process with the same id gets another name.
     """
     return f"{agent}_{ticks_at_start(agent)}{_OF_AGENT}"
 
 
 def leave_host_folder() -> None:
-    """Remove the host folder of a failed rank, unless torchrun will restart the rank.
+    """Remove the host folder after this rank has failed, unless torchrun will restart the ranks.
 
-    A folder that an agent of `train.torchrun` has created is left to that agent.
+    This concerns only a folder that the ranks made for their torchrun agent. An agent of
+    `train.torchrun` creates its folder itself, and also removes it.
     """
     folder = host_folder()
     used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -179,9 +186,12 @@ def exit_codes_left(folder: Path) -> list[int]:
 
 
 def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
-    """Create or open the folder ``name``; return it and the descriptor of its lock.
+    """Create or open the host folder ``name`` and lock it; return it and the lock's descriptor.
 
-    Without a name, create a new folder. Return None if no folder can be created.
+    Without a name, create a folder with a new name. Return (None, -1) if no folder can be created.
+
+    Args:
+        save: the run's save folder, see `_take_over`.
     """
     fault: OSError | None = None
     for root in (Path("/dev/shm"), Path(tempfile.gettempdir())):
@@ -233,7 +243,7 @@ def _take_over(folder: Path | None, save: str | None) -> None:
 
 
 def _newest_change(folder: Path) -> float:
-    """Return the time of the newest change of a file or subfolder."""
+    """Return the latest modification time of all files and subfolders in a folder; 0 if empty."""
     times = [0.0]
     with suppress(OSError):
         times += [path.stat().st_mtime for path in folder.rglob("*")]
@@ -270,9 +280,9 @@ def _is_of_living_agent(folder: Path) -> bool:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise an OSError unless only this user can open the folder, whose name others can guess.
+    """Raise an OSError if users other than this one can open the folder.
 
-    The check matters because files in it are unpickled.
+    Others can guess its name, and so could create it first; but files in it are unpickled.
     """
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -280,9 +290,10 @@ def _check_private(folder: Path) -> None:
 
 
 def _remove_stale(root: Path) -> None:
-    """Remove folders of killed runs, which are old and used by no process.
+    """Remove the host folders in ``root`` that killed runs have left.
 
-    The folder of a living torchrun agent stays: the agent may be about to restart its ranks.
+    A folder is removed if it is old and no process has locked it. The folder of a torchrun agent
+    that still lives stays, since the agent may be about to restart its ranks.
     """
     for folder in root.glob(f"{_PREFIX}*"):
         if _is_of_living_agent(folder):

@@ -174,7 +174,7 @@ def _refuse_constant(word: str) -> NoReturn:
 
 
 def _values(content: Any) -> Iterator[tuple[Any, int]]:
-    """Yield every key and value inside parsed content, each with its depth; do not recurse."""
+    """Yield (value, depth) for every key and value inside parsed content, without recursion."""
     left = [(content, 0)]
     while left:
         value, depth = left.pop()
@@ -213,7 +213,7 @@ def _check_finite(content: Any) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """Return the JSON and YAML name of a value's type, with its article."""
+    """Return the type of a parsed JSON or YAML value in words, such as "a list" or "an object"."""
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
     kinds |= {int: "a number", float: "a number", type(None): "nothing"}
     return kinds.get(type(value), f"a value of type {type(value).__name__}")
@@ -315,7 +315,10 @@ def _refused(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError
 
 
 def _check_events(text: str) -> None:
-    """Raise a ValueError or RecursionError if YAML is too deep, too long or contains itself."""
+    """Raise an error if YAML is nested too deeply, stands for too many values or contains itself.
+
+    The errors are RecursionError and ValueError. Values behind an alias count each time it is used.
+    """
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     total = 0
     sizes = dict[str, tuple[int, int]]()
@@ -410,9 +413,9 @@ def row_of(line: bytes | None) -> dict[str, Any] | None:
 
 
 def rows_of(path: StrPath, is_row: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a file of lines that satisfy ``is_row``.
+    """Yield the JSON objects for which ``is_row`` is true, from a file with one object per line.
 
-    Other lines are left out. If there is no file, yield nothing.
+    Other lines are skipped. A missing file yields nothing.
 
     Raises:
         UnreadableFile: the file cannot be read.

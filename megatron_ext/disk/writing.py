@@ -148,12 +148,12 @@ def remove(path: StrPath) -> None:
 
 
 def own_folder(path: StrPath, permissions: int = 0o777) -> Path:
-    """Create a folder inside an existing folder, unless it is there; return its path.
+    """Create a folder inside an existing folder, unless it exists; return its path.
 
-    A link or a pipe with its name is replaced.
+    A link, pipe or device of that name is replaced.
 
     Raises:
-        FileExistsError: a file has its name.
+        FileExistsError: there is a file of that name.
     """
     with suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
@@ -178,14 +178,14 @@ def is_regular(path: StrPath) -> bool:
 
 
 def lock_path(path: StrPath) -> str:
-    """Return ``path`` for use as filelock's lock file, after removing what makes that unsafe.
+    """Make ``path`` safe as the lock file of filelock, and return it.
 
-    filelock would empty the target of a link, so a link or pipe at the path is removed. So is a
-    file that has several names, as in a folder copied by ``cp -al``.
+    filelock would empty the target of a link, so a link or pipe at the path is removed. A file with
+    several names (hard links), as in a folder copied by ``cp -al``, is removed too.
 
     Raises:
-        BlockingIOError: a run holds the lock of a file that got several names. If this name were
-            removed, a second run would not notice the first one.
+        BlockingIOError: a running process has locked a file with several names. Removing this name
+            would hide its lock from a second run.
     """
     if os.path.lexists(path):
         if not is_regular(path):
