@@ -60,12 +60,13 @@ class CountedAdam(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class Entry:
-    """The tensors of one parameter in an update, contiguous and with equally many elements.
+    """The tensors that an update needs for one parameter: contiguous, with equally many elements.
 
     Attributes:
         gradient, weight: float32.
         exp_avg, exp_avg_sq: the moments, float32 or bfloat16.
-        copy: the model's 16-bit weight, which the update writes; None if ``weight`` is the model's.
+        copy: the model's 16-bit weight, which the update overwrites with the rounded ``weight``;
+            None if ``weight`` itself is the model's parameter.
     """
 
     gradient: Tensor
@@ -82,7 +83,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that an update reads and writes.
+        """Return how many bytes of memory an update of this parameter reads and writes in total.
 
         It reads all tensors except ``copy``, and writes all except the gradient.
         """
@@ -96,17 +97,20 @@ class Entry:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Return dtypes and alignment, which must be equal for all parameters of a launch."""
+        """Return the dtypes and the alignment of the tensors.
+
+        Parameters that one kernel launch updates must agree in them.
+        """
         return (*[tensor.dtype for tensor in self.tensors], self.aligned)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers of a parameter group in an update, with torch's names.
+    """The hyperparameters and step-dependent factors with which a parameter group is updated.
 
     Attributes:
-        scalars: on the device, float32 ``[4]``: whether the gradients are not finite, their
-            divisor, lr divided by the first bias correction, and the square root of the second.
+        scalars: float32 ``[4]`` on the device: 1 to skip the update, else 0; the divisor of the
+            gradients; lr / (1 - beta1^t); and sqrt(1 - beta2^t), for update number t.
     """
 
     lr: float
@@ -124,9 +128,9 @@ Kernel = Callable[[Sequence[Entry], Settings], None]
 class FusedAdam(CountedAdam):
     """AdamW that updates weights, moments and the model's 16-bit weights in one pass.
 
-    It moves 30 bytes for each weight, and fewer with 16-bit moments. torch's fused AdamW moves 38
-    with the copy after it, since it writes the scaled gradients back. All weights of a parameter
-    group are updated together, so one step count holds for all.
+    For each weight it reads and writes 30 bytes, or fewer with 16-bit moments. torch's fused AdamW
+    and a separate copy to the 16-bit weight need 38, because torch also writes back the scaled
+    gradient. All weights of a parameter group are updated together and share one step count.
 
     Args:
         moments: dtypes of ``exp_avg`` and ``exp_avg_sq``.
@@ -191,7 +195,10 @@ class FusedAdam(CountedAdam):
         return entries
 
     def _settings(self, group: dict[str, Any]) -> Settings:
-        """Count a group's step on the device, and return the numbers of its update."""
+        """Advance a group's step counts on the device, and return the settings of its update.
+
+        The counts do not advance if the update is skipped.
+        """
         steps = [self.state[p]["step"] for p in group["params"] if p.grad is not None]
         one = torch.ones((), device=steps[0].device)
         skipped = torch.zeros_like(one) if self.found_inf is None else self.found_inf
@@ -207,10 +214,10 @@ class FusedAdam(CountedAdam):
         )  # fmt: skip
 
     def _step_by_torch(self) -> None:
-        """Let torch update the weights; if moments must be cast for it, do one weight at a time.
+        """Let torch's AdamW update the weights.
 
-        torch needs moments in the weight's dtype. If all were cast at once, they would take 8 more
-        bytes for each weight of the model.
+        torch needs moments in the weight's dtype. 16-bit moments are cast for one weight at a time:
+        casting all at once would take 8 more bytes for each weight of the model.
         """
         if self.moments == (torch.float32, torch.float32):
             super().step()

@@ -83,11 +83,16 @@ def take_torchs_adam(
     make_kernel: Callable[[], Kernel] | None,
     kind: type[FusedAdam] = FusedAdam,
 ) -> None:
-    """Replace the Adam in an optimizer by ``kind``, unless plain torch Adam is enough.
+    """Replace the Adam of each optimizer in a chain by ``kind``; call this before the first update.
 
-    Call this before the first update. Only torch's fused Adam and ours can skip an update on the
-    device, without the host. For ``moments`` and ``make_kernel`` see `FusedAdam`; ``kind`` is that
-    class or a subclass.
+    A torch Adam stays if it can do all that is asked: float32 moments, no kernel, and no subclass
+    of `FusedAdam`. Any other Adam is replaced, since only torch's and ours can let the device
+    itself skip an update.
+
+    Args:
+        moments: dtypes of Adam's two moments, see `FusedAdam`.
+        make_kernel: makes the update kernel, see `FusedAdam`.
+        kind: `FusedAdam` or a subclass.
     """
     plain = make_kernel is None and moments == (torch.float32, torch.float32)
     plain = plain and kind is FusedAdam
@@ -112,7 +117,7 @@ def _give_matrices(
     groups: ProcessGroupCollection,
     flags: OptimizerConfig,
 ) -> None:
-    """Tell each `Muon` in an optimizer which of its weights are matrices."""
+    """Tell each `Muon` in an optimizer which weights of ``chunks`` it updates as matrices."""
     from megatron_ext.optim.matrices import Matrix, matrices_of
     from megatron_ext.optim.muon import Muon
 
@@ -173,8 +178,8 @@ def kernel_for(weight: Tensor) -> Callable[[], Kernel] | None:
 def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
     """Make torch's Adam update all parameters in one kernel (``fused``) or one by one.
 
-    A loaded checkpoint does not change this choice. Settings that a checkpoint lacks, because
-    another optimizer wrote it, keep their defaults.
+    The choice also holds after a checkpoint is loaded, whatever the checkpoint says. Group settings
+    that the checkpoint lacks, because another optimizer wrote it, get the optimizer's defaults.
     """
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)

@@ -27,11 +27,12 @@ ROUND = 2**24
 
 @dataclass(frozen=True, eq=False)
 class Dealt:
-    """A matrix, this rank's piece of it, and the rank that orthogonalizes it.
+    """A matrix that has been assigned to a rank, its owner, which orthogonalizes it.
 
     Attributes:
+        shard: this rank's elements of the weight.
         pieces: for each rank of the group, the slice of the flattened weight that it updates.
-        owner: index in the group of the rank that orthogonalizes the matrix.
+        owner: index of the owner in the group.
     """
 
     matrix: Matrix
@@ -41,7 +42,7 @@ class Dealt:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the owner updates all of the weight."""
+        """Return whether the owner itself updates the whole weight, so it needs no other pieces."""
         return _length(self.pieces[self.owner]) == self.matrix.parameter.numel()
 
 
@@ -50,14 +51,14 @@ def _length(piece: slice) -> int:
 
 
 def deal(shards: Sequence[tuple[Matrix, Shard]], group: ProcessGroup | None) -> list[list[Dealt]]:
-    """Assign an owner to each matrix; return the matrices in rounds, the same on all ranks.
+    """Assign an owner to each matrix, and return the matrices in rounds, the same on all ranks.
 
-    In each round every rank with matrices left takes at least one, and more as long as they have
-    fewer than `ROUND` elements together. All ranks call this together, with the same matrices in
-    the same order.
+    A round is communicated at once. In each round a rank owns at most `ROUND` elements, or a single
+    larger matrix. All ranks call this together, with the same matrices in the same order.
 
     Args:
-        group: the ranks that share the weights; None if this rank updates each weight alone.
+        shards: each matrix with this rank's shard of it.
+        group: the ranks that share the optimizer's state; None if this rank updates whole weights.
     """
     own = [(shard.start, shard.start + shard.main.numel()) for _, shard in shards]
     pieces = [own]
@@ -76,9 +77,9 @@ def deal(shards: Sequence[tuple[Matrix, Shard]], group: ProcessGroup | None) -> 
 
 
 def _queues(dealt: Sequence[Dealt], ranks: int) -> list[list[Dealt]]:
-    """Return the matrices that each rank orthogonalizes, as one list for each rank.
+    """Assign an owner to each matrix; return the matrices of each rank, as one list per rank.
 
-    The largest matrix comes first; each goes to the rank with the least work so far.
+    Matrices are assigned by falling cost, each to the rank with the least work so far.
     """
     queues: list[list[Dealt]] = [[] for _ in range(ranks)]
     work = [(0, rank) for rank in range(ranks)]
@@ -102,10 +103,13 @@ def _taken(queue: list[Dealt]) -> list[Dealt]:
 
 
 def gather(dealt: Sequence[Dealt], pieces: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Return the whole flat tensors of the matrices of a round that this rank owns.
+    """Return, whole and flat, the matrices of a round that this rank owns.
 
-    ``pieces`` are this rank's flat pieces of all matrices of the round. All ranks of the group call
-    this together.
+    All ranks of ``group`` call this together.
+
+    Args:
+        dealt: all matrices of the round.
+        pieces: this rank's flat piece of each of them.
     """
     me = group.rank()
     owned = [each for each in dealt if each.owner == group.rank()]
@@ -129,9 +133,12 @@ def gather(dealt: Sequence[Dealt], pieces: Sequence[Tensor], group: ProcessGroup
 def scatter(
     dealt: Sequence[Dealt], whole: Sequence[Tensor], group: ProcessGroup, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return this rank's flat pieces of all matrices of a round; the reverse of `gather`.
+    """Return this rank's flat piece of each matrix of a round; the reverse of `gather`.
 
-    ``whole`` are the flat matrices that this rank owns, in this ``dtype``.
+    Args:
+        dealt: all matrices of the round.
+        whole: the flat matrices that this rank owns.
+        dtype: dtype of all matrices.
     """
     me = group.rank()
     owned = [each for each in dealt if each.owner == group.rank()]

@@ -93,7 +93,7 @@ class ShardedEMA:
             part.average.copy_(part.main)
 
     def decay_after(self, earlier: int) -> float:
-        """Return the decay of the next update, after ``earlier`` updates."""
+        """Return the decay for the next update of the averages, after ``earlier`` updates."""
         return min(self.decay, (1 + earlier) / (10 + earlier)) if self._warmup else self.decay
 
     @torch.no_grad()
@@ -182,9 +182,9 @@ def _part(shard: Shard) -> Part:
 
 
 def _in_batches(parts: Sequence[Part]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return batches of weights and their averages, to bound the memory of an update.
+    """Divide the parts into batches of limited size, so that an update needs little extra memory.
 
-    A batch is two lists of equal length.
+    Each batch is (weights, their averages), two lists of equal length.
     """
     batches = list[tuple[list[Tensor], list[Tensor]]]()
     size = _BATCH

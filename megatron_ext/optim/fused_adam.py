@@ -35,7 +35,10 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 def _pointer(  # type: ignore[no-untyped-def]
     row, column: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Return the address in ``column`` of a row of the table, as a pointer."""
+    """Load an address from the table of tensors, and return it as a pointer to ``DTYPE``.
+
+    ``row`` points to a parameter's row of the table, and ``column`` selects the tensor.
+    """
     pointer = tl.load(row + column).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -71,9 +74,8 @@ def adam_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Update a chunk of one parameter, unless the gradients of the step are not finite.
 
-    ``chunks`` holds each program's row in ``addresses`` and its chunk number. ``scalars`` holds
-    ``found_inf``, the divisor of the gradients, the step size, and the square root of the second
-    bias correction.
+    ``addresses`` is the table with a row for each parameter. ``chunks`` says for each program which
+    row and which chunk of that parameter it updates. ``scalars`` is `Settings.scalars`.
     """
     if tl.load(scalars) != 0.0:
         return
@@ -105,11 +107,11 @@ def adam_kernel(  # type: ignore[no-untyped-def]
 
 
 class GroupUpdate:
-    """Updates a parameter group by one launch per `Entry.kind`; see `optim.adam.Kernel`.
+    """Updates a parameter group by one kernel launch per `Entry.kind`; see `optim.adam.Kernel`.
 
-    The table of addresses is sent to the device whenever an address changes: in the first update,
-    and in every update if gradients are summed in 16 bits and cast. No reference to a gradient is
-    kept.
+    The table of addresses is sent to the device before the first update, and again whenever a
+    tensor has another address. With gradients that are summed in 16 bits and then cast, this is
+    every update. No reference to a gradient is kept.
     """
 
     def __init__(self) -> None:
@@ -151,7 +153,10 @@ def _launches(entries: Sequence[Entry]) -> list[_Launch]:
 
 
 def _table(entries: Sequence[Entry]) -> _Launch:
-    """Return the launch for parameters of one kind; the host does not wait for the device."""
+    """Return the arguments of one launch, for parameters that are all of one `Entry.kind`.
+
+    The tables are copied to the device without waiting for it.
+    """
     rows = []
     for entry in entries:
         addresses = [tensor.data_ptr() for tensor in entry.tensors]
@@ -202,7 +207,10 @@ Signature = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
 
 
 def signatures() -> list[Signature]:
-    """Return every form of the kernel that a run may launch, to compile it without a GPU."""
+    """Return the signature of each variant of the kernel that a run may launch.
+
+    With these the kernel can be compiled on a machine without a GPU.
+    """
     half = torch.bfloat16
     single = torch.float32
     return [

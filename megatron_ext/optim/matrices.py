@@ -29,12 +29,15 @@ NOT_MATRICES = (torch.nn.Embedding, VocabParallelEmbedding, OutputLayer)
 class Matrix:
     """A weight ``[out, in]`` that Muon updates, as this rank holds it.
 
+    A weight may fuse several matrices, whose rows alternate: for example some rows of queries, keys
+    and values for the first group of heads, then for the second.
+
     Attributes:
-        rows: numbers of rows of the matrices that the weight fuses. The matrices alternate, such as
-            the queries, keys and values of one group of heads after another. A weight that is a
-            single matrix has one number.
-        group: ranks that hold other rows or columns of the matrices; None without such ranks.
-        dim: the dimension that these ranks share, 0 for rows and 1 for columns.
+        rows: how many rows of each matrix follow each other before the next matrix has its turn,
+            such as (queries, keys, values) of a group of heads. For a single matrix, its number of
+            rows.
+        group: tensor-parallel ranks that hold the other rows or columns; None if this rank has all.
+        dim: the dimension that is divided among ``group``: 0 for rows, 1 for columns.
     """
 
     parameter: Parameter
@@ -43,20 +46,23 @@ class Matrix:
     dim: int
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Split a tensor with the elements of the weight into its fused matrices ``[rows, in]``."""
+        """Split a tensor with the weight's elements into the matrices that the weight fuses.
+
+        The results have the shape ``[rows of the matrix, in]``.
+        """
         columns = self.parameter.size(1)
         turns = whole.view(-1, sum(self.rows), columns)
         return [part.reshape(-1, columns) for part in torch.split(turns, list(self.rows), dim=1)]
 
     def joined(self, parts: list[Tensor]) -> Tensor:
-        """Return the flat weight whose matrices are ``parts``, the inverse of `parts`."""
+        """Return the flat weight that fuses the given matrices; the inverse of `parts`."""
         columns = self.parameter.size(1)
         turns = [part.reshape(-1, n, columns) for part, n in zip(parts, self.rows, strict=True)]
         return torch.cat(turns, dim=1).flatten()
 
     @property
     def operations(self) -> int:
-        """Return a number proportional to the operations that this matrix takes on all ranks."""
+        """Return the relative cost of orthogonalizing the weight, including other ranks' parts."""
         ranks = 1 if self.group is None else self.group.size()
         total = 0
         for number in self.rows:
@@ -72,9 +78,12 @@ def matrices_of(
 ) -> dict[Parameter, Matrix]:
     """Return the trained weights of a model chunk that Muon updates.
 
-    A module excludes a table of vectors by setting ``is_table`` on the parameter. A linear layer of
-    our own that fuses matrices sets ``fused_parts``, with the meaning of `Matrix.rows`. Without
-    ``split_qkv``, fused queries, keys and values count as one matrix.
+    They are all two-dimensional weights except tables of vectors, such as embeddings. A module
+    marks another weight as a table by ``is_table`` on the parameter. A linear layer of this package
+    that fuses matrices has an attribute ``fused_parts``, with the meaning of `Matrix.rows`.
+
+    Args:
+        split_qkv: whether fused queries, keys and values count as three matrices or as one.
     """
     experts = set(expert_parameters(chunk))
     tables = {p for m in chunk.modules() if isinstance(m, NOT_MATRICES) for p in m.parameters()}

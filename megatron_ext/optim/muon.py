@@ -33,15 +33,15 @@ from megatron_ext.optim.shards import Shard
 
 @dataclass(frozen=True)
 class Direction:
-    """Turns the momenta of matrices into the directions in which they move.
+    """Computes from the momenta of matrices the directions in which Muon moves them.
 
-    Tensor-parallel ranks that share a matrix compute their share of its direction in one of three
-    ways. "duplicated": each rank gathers and orthogonalizes the whole matrix. "distributed": the
-    ranks sum their Gram matrices. "blockwise": each rank orthogonalizes its share as a separate
-    matrix, which gives another update, and one that depends on the layout.
+    ``tp_mode`` says how tensor-parallel ranks that each hold a part of a matrix share the work.
+    "duplicated": each rank gathers and orthogonalizes the whole matrix. "distributed": each rank
+    handles its part, and the ranks sum their Gram matrices. "blockwise": each rank orthogonalizes
+    its part as if it were a whole matrix; so the update differs, and depends on the layout.
 
     Attributes:
-        precision: precision of float32 products on a GPU, in the words of
+        precision: the precision of float32 products on a GPU, in the words of
             `torch.set_float32_matmul_precision`; "medium" multiplies in bfloat16. A CPU always
             multiplies in float32.
     """
@@ -54,7 +54,7 @@ class Direction:
 
     @classmethod
     def of(cls, flags: OptimizerConfig) -> Direction:
-        """Return the direction that the flags ask for."""
+        """Return a `Direction` with the settings of the flags."""
         return cls(
             polynomials(flags.muon_coefficient_type, flags.muon_num_ns_steps),
             flags.muon_scale_mode,
@@ -80,9 +80,13 @@ class Direction:
             torch.set_float32_matmul_precision(before)
 
     def of_all(self, matrices: Sequence[Matrix], momenta: Sequence[Tensor]) -> list[Tensor]:
-        """Return the flat directions of weights from their flat momenta.
+        """Return the direction in which each weight moves, as a flat tensor.
 
         Matrices of the same shape are orthogonalized in one batch.
+
+        Args:
+            matrices: the weights.
+            momenta: the flat momentum of each weight.
         """
         parts = [matrix.parts(flat) for matrix, flat in zip(matrices, momenta, strict=True)]
         batches: dict[Any, list[tuple[int, int]]] = {}
@@ -96,10 +100,10 @@ class Direction:
         return [matrix.joined(own) for matrix, own in zip(matrices, parts, strict=True)]
 
     def of_batch(self, momenta: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
-        """Return the directions of k matrices, in the shape ``[k, m, n]`` of their momenta.
+        """Return the directions for the momenta ``[k, m, n]`` of k matrices, in the same shape.
 
-        With ``group``, each of its ranks holds a share of the rows (``dim`` 0) or columns (``dim``
-        1) of momenta and directions.
+        With ``group``, each of its ranks holds only a part of the rows (``dim`` 0) or columns
+        (``dim`` 1), and gets the same part of the directions.
         """
         if group is None or self.tp_mode == "blockwise":
             return self._scaled(orthogonalize(momenta, self.coefficients), momenta.shape)
@@ -123,8 +127,9 @@ class Muon(FusedAdam):
     The state of a matrix is its momentum, under the name ``exp_avg``, and its step count.
 
     Attributes:
-        matrices: the matrices of which this rank updates all or a shard, by the updated tensor.
-        weights: the model's weights that Muon updates, on this rank or on others of its group.
+        matrices: for each tensor that this rank updates by Muon, a whole weight or a shard of one,
+            the `Matrix` that it belongs to.
+        weights: the model parameters that Muon updates on any rank of the data-parallel group.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +171,10 @@ class Muon(FusedAdam):
             self._step_together(dealt, groups)
 
     def _step_together(self, dealt: list[Dealt], groups: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Update the weights of one round; ``groups`` maps weights to their parameter groups."""
+        """Update the matrices of one round, which is communicated at once (see `deal`).
+
+        ``groups`` maps each updated tensor to its parameter group.
+        """
         device = dealt[0].shard.main.device
         dtype = self._direction.dtype(device)
         momenta = [self._momentum(each.shard.main).to(dtype).flatten() for each in dealt]
@@ -184,7 +192,11 @@ class Muon(FusedAdam):
                 self._move(main, direction.view(main.shape).to(main.dtype), groups[main])
 
     def _momentum(self, main: Tensor) -> Tensor:
-        """Add the gradient to a weight's momentum; return the matrix to orthogonalize."""
+        """Add the gradient to a weight's momentum; return the tensor to orthogonalize.
+
+        That is the momentum itself, or with Nesterov's momentum its weighted mean with the
+        gradient.
+        """
         if not main.numel():
             return main
         assert main.grad is not None
@@ -197,7 +209,10 @@ class Muon(FusedAdam):
         return gradient.lerp(momentum, self._beta) if self._nesterov else momentum
 
     def _move(self, main: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-        """Move a weight, count the step, and write the model's 16-bit weight."""
+        """Apply weight decay and move a weight by lr times ``direction``; advance its step count.
+
+        Also write the model's 16-bit weight. If the update must be skipped, nothing changes.
+        """
         moved = main * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction
         main.copy_(self._if_finite(moved, main))
         self.state[main]["step"] += 1 if self.found_inf is None else 1 - self.found_inf
@@ -205,5 +220,5 @@ class Muon(FusedAdam):
             self.copies[main].copy_(main)
 
     def _if_finite(self, new: Tensor, old: Tensor) -> Tensor:
-        """Return ``new``, or ``old`` if the update must be skipped."""
+        """Return ``new``, or ``old`` if this update is skipped (`found_inf` is 1)."""
         return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)

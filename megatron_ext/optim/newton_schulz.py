@@ -49,10 +49,10 @@ TINY = 1e-7
 
 
 def polynomials(kind: str, steps: int) -> list[Coefficients]:
-    """Return the coefficients of each of ``steps`` steps.
+    """Return the coefficients for each of ``steps`` Newton–Schulz steps.
 
-    If there are more steps than coefficients, polar_express repeats its last ones, and the others
-    start again.
+    ``kind`` is the ``--muon-coefficient-type``. If it has fewer coefficients than steps,
+    polar_express repeats the last ones, and the other kinds begin again with the first.
     """
     coefficients = POLYNOMIALS[kind]
     last = len(coefficients) - 1
@@ -91,12 +91,12 @@ def _sum(tensor: Tensor, group: ProcessGroup | None) -> None:
 
 
 def scale_of(mode: str, rows: int, columns: int) -> float:
-    """Return the factor for an orthogonal matrix ``[rows, columns]`` under a ``--muon-scale-mode``.
+    """Return the factor that multiplies an orthogonalized matrix ``[rows, columns]``.
 
-    spectral gives its elements the root mean square 1 (Liu et al. 2025, arXiv:2502.16982; they
-    multiply by another 0.2 to match AdamW). unit_rms_norm makes it map inputs of root mean square 1
-    to outputs of root mean square 1 (Bernstein, https://jeremybernste.in/writing/deriving-muon).
-    shape_scaling is Jordan's rule.
+    ``mode`` is the ``--muon-scale-mode``. spectral: the scaled matrix has elements with a root mean
+    square of 1 (Liu et al. 2025, arXiv:2502.16982; they multiply by another 0.2 to match AdamW).
+    unit_rms_norm: it maps inputs of root mean square 1 to outputs of root mean square 1 (Bernstein,
+    https://jeremybernste.in/writing/deriving-muon). shape_scaling is Jordan's rule.
     """
     if mode == "spectral":
         return math.sqrt(max(rows, columns))

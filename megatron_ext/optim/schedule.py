@@ -27,10 +27,9 @@ WSD = "wsd_decay_steps"
 
 
 def schedule_lengths(config: RunConfig) -> dict[str, Any]:
-    """Return the schedule's phase lengths in samples, as `OptimizerParamScheduler` arguments.
+    """Return the lengths of the schedule's phases in samples, as arguments of `Schedule`.
 
-    A length in iterations becomes the number of samples in these iterations, whose batches may
-    grow.
+    A length that a flag gives in iterations is converted to samples, also if the batch size grows.
     """
     optimizer = config.optimizer
     training = config.training
@@ -57,7 +56,7 @@ def schedule_lengths(config: RunConfig) -> dict[str, Any]:
 
 
 def _samples(config: RunConfig, iterations: int, consumed: int = 0) -> int:
-    """Return the samples of ``iterations`` steps that follow the first ``consumed`` samples."""
+    """Return how many samples the next ``iterations`` steps consume after ``consumed`` samples."""
     return samples_after(
         iterations,
         config.training,
@@ -68,7 +67,7 @@ def _samples(config: RunConfig, iterations: int, consumed: int = 0) -> int:
 
 
 def samples_of_decay_left(config: RunConfig, iteration: int, consumed: int) -> int:
-    """Return the number of samples from step ``iteration`` to the end of the decay, by the flags.
+    """Return the number of samples from step ``iteration`` to where the flags end the decay.
 
     ``consumed`` is the number of samples in the steps up to ``iteration``.
     """
@@ -110,11 +109,11 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
         return {**state, WSD: self.wsd_decay_steps} if self.lr_decay_style == "WSD" else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; raise an AssertionError if it conflicts with the flags and no flag decides.
+        """Load a schedule's state; raise an AssertionError if it differs from the flags.
 
-        Values without effect are not compared: the time over which a constant weight decay grows,
-        and the length of a decay with a constant rate. With a constant rate the checkpoint's
-        warm-up is kept, unless a flag gives another one.
+        There is no error if a flag says which to use, or if a difference has no effect: the time
+        over which a constant weight decay grows, or the length of a decay with a constant rate.
+        With a constant rate the checkpoint's warm-up is kept, unless a flag gives another one.
         """
         self._loaded = dict(state_dict)
         if self.lr_decay_style == state_dict.get("lr_decay_style") == "constant":
@@ -128,11 +127,11 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
             self.wsd_decay_steps = state_dict.get(WSD, self.wsd_decay_steps)
 
     def go_on(self, config: RunConfig, iteration: int, consumed: int) -> str | None:
-        """Continue from the rate of the loaded state under `--override-opt-param-scheduler`.
+        """Continue the loaded schedule with the lengths that this run's flags give, without a jump.
 
-        Rate and phase stay, and the decay ends where the flags say. Return a note about it; None if
-        nothing changes, because the loaded lengths are those of the flags, or because the flags do
-        not give any.
+        The rate and the phase stay as they were, and the decay ends where the flags say. Return a
+        note that says so. Do nothing and return None without `--override-opt-param-scheduler`,
+        without a loaded state, or if the loaded lengths are the same.
 
         Args:
             iteration: number of steps of the run so far.

@@ -28,14 +28,16 @@ from megatron_ext.optim.adam import ADAMS
 
 
 class UpdateResult:
-    """Result of an update, as scalars on the device and as properties on the host.
+    """The result of an optimizer update: scalar tensors on the device, and properties for the host.
 
-    The first read of a property waits for this update, but not for work launched after it. The
-    scalars, each ``[]``, are ``flag`` (bool, read as `applied`), ``norm`` and ``zeros`` (float64).
+    The device scalars, each ``[]``, are ``flag`` (bool), ``norm`` and ``zeros`` (float64). The host
+    reads them as `applied`, `grad_norm` and `num_zeros`. The first such read waits for this update,
+    but not for work launched after it.
 
     Attributes:
-        sizes: a measure of the size of each gradient that this rank counts, ``[n]`` for each
-            optimizer in a chain. It is not finite if the gradient is not.
+        sizes: for each optimizer in a chain, the sizes ``[n]`` of the gradients that this rank
+            contributes to the norm: the sum of squares or the norm of each. A size is not finite if
+            the gradient is not.
     """
 
     sizes: Sequence[Tensor] = ()
@@ -81,14 +83,14 @@ def update_parameters(
 ) -> UpdateResult:
     """Clip and apply the gradients of all chunks, or skip the step if their norm is not finite.
 
-    The gradients must be reduced already.
+    The gradients must have been reduced over the data-parallel ranks.
 
     Args:
         clip_grad: the largest allowed global norm; 0 switches clipping off.
-        gradient_scale: factor ``[]`` on all gradients, None for 1. Norm and update are those of the
-            products, which are not stored. It needs `all_decide_on_device`.
-        approve: maps the norm to whether the update may be applied, bool ``[]``, before anything
-            changes. It is called in every step, so it may communicate.
+        gradient_scale: factor ``[]`` by which norm and update treat all gradients as multiplied,
+            without storing the products; None for 1. It needs `all_decide_on_device`.
+        approve: takes the norm and returns whether the update may be applied, bool ``[]``. It is
+            called in every step, before anything changes, so it may communicate.
     """
     # This unscales fp16 gradients, and says whether they overflowed.
     if optimizer.prepare_grads():
@@ -183,9 +185,10 @@ def _update_where_finite(
 
 
 def _gather_weights(optimizer: MegatronOptimizer) -> None:
-    """Gather the updated 16-bit weights over the replicas, unless the forward pass will.
+    """Gather the updated 16-bit weights over the data-parallel ranks.
 
-    megatron-core does this in the update of each optimizer of a chain.
+    Do nothing under ``--overlap-param-gather``, where the forward pass gathers. This is for updates
+    that bypass megatron-core's `step_with_ready_grads`, which would gather the weights itself.
     """
     distributed = [part for part in parts_of(optimizer) if isinstance(part, DistributedOptimizer)]
     for chunk in dict.fromkeys(chunk for part in distributed for chunk in part.model_chunks):
@@ -204,14 +207,14 @@ def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
 
 
 def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = None) -> Tensor:
-    """Return the L2 norm of all gradients, each counted once, float64 ``[]``.
+    """Return the L2 norm of all gradients, float64 ``[]``; all ranks call this together.
 
-    All ranks call this together. The ranks' sums of squares are added in double precision. This
-    rank's `UpdateResult.sizes` are appended to the list ``sizes``.
+    Each gradient counts once, even if several ranks hold a copy. The ranks' sums of squares are
+    added in double precision. The norm is also not finite if only a copy that does not count is
+    damaged, such as the gradient of a norm layer's weight on one tensor-parallel rank.
 
-    A gradient that is not finite makes the norm not finite even if this rank does not count it. An
-    example is the copy of a norm layer's weight on a tensor-parallel rank: that copy alone may be
-    damaged.
+    Args:
+        sizes: a list to which this rank's `UpdateResult.sizes` are appended.
     """
 
     def sum_of_squares(grads: list[Tensor]) -> Tensor:
@@ -224,9 +227,10 @@ def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = 
 
 
 def _nothing_if_finite(part: MegatronOptimizer, counted: list[Tensor]) -> Tensor | float:
-    """Return 0 if this rank's gradients outside ``counted`` are finite, else NaN.
+    """Return 0 if all gradients of this rank that are not in ``counted`` are finite, else NaN.
 
-    The result is float64 ``[]``; without such gradients it is the number 0.0.
+    Added to a sum, it spoils the sum just if one of these gradients is damaged. It is float64
+    ``[]``, or the number 0.0 if there are no such gradients.
     """
     ids = {id(grad) for grad in counted}
     gradients = [
@@ -252,10 +256,15 @@ def _over_ranks(
     statistic: Callable[[list[Tensor]], Tensor],
     uncounted: Callable[[MegatronOptimizer, list[Tensor]], Tensor | float] | None = None,
 ) -> Tensor:
-    """Return a statistic of all gradients, summed over optimizers and ranks, float64 ``[]``.
+    """Return the sum of a statistic of the gradients over all optimizers and ranks, float64 ``[]``.
 
-    ``statistic`` takes the gradients that this rank counts. ``uncounted`` takes an optimizer and
-    these gradients, and returns a term for its other gradients, which another rank counts.
+    Each gradient is counted by one rank, though several may hold a copy.
+
+    Args:
+        statistic: takes the gradients that this rank counts in one optimizer, and returns their
+            part of the sum.
+        uncounted: takes an optimizer and these gradients, and returns a term for the optimizer's
+            other gradients on this rank; None adds no such term.
     """
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in parts_of(optimizer):
@@ -302,10 +311,10 @@ def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
 
 
 class ParameterGather:
-    """Switches off the hooks of ``--overlap-param-gather`` while parameters must be up to date.
+    """Switches the hooks of ``--overlap-param-gather`` off while parameters must be up to date.
 
-    The first step also runs without the hooks: its gather would copy an error in initial or loaded
-    weights to all ranks.
+    The hooks are also off in the first step. There is no update to gather yet, and a gather would
+    spread an error in one rank's initial or loaded weights to all ranks.
     """
 
     def __init__(
