@@ -19,7 +19,7 @@ from megatron_ext.video.networks.network import (
 
 
 def network_named(name: str) -> VideoNetwork:
-    """Return the network of a value of ``--video-model``, given as ``name``."""
+    """Return the `VideoNetwork` for ``name``, a value of ``--video-model``."""
     network: VideoNetwork = import_module(NETWORKS[name]).NETWORK
     return network
 
@@ -41,7 +41,7 @@ def network_of(config: RunConfig) -> FlowNetwork:
 
 
 def _part(place: str) -> Any:
-    """Import and return the object that ``place``, a text ``module:name``, names."""
+    """Import and return the object named by ``place``, which has the form ``module:name``."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 

@@ -53,7 +53,7 @@ Sections = Mapping[str, Mapping[str, Any]]
 class VideoNetwork:
     """The entry of a video network, by which the rest of the package finds the network's parts.
 
-    A network has one or several values of ``--video-model``. Some attributes hold a place: a text
+    A network has one or several values of ``--video-model``. Some attributes hold a place: a string
     ``module:name`` that names an object, which is imported only when a run needs it.
 
     Attributes:
@@ -181,7 +181,7 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def recomputing(self, mode: str) -> RunConfig:
-        """Return the configuration with all blocks recomputed if ``mode`` is "full", else none."""
+        """Return the configuration with full recomputation if ``mode`` is "full", else without."""
 
     @abstractmethod
     def sampled(
@@ -240,7 +240,7 @@ class StreamedNetwork(ABC):
     def options(self, flags: WindowConfig, parallel: ParallelConfig, *, causal: bool) -> Any:
         """Return the options of the chunks; raise ConfigError for a flag out of range.
 
-        With ``causal`` attention is causal within a window, otherwise bidirectional.
+        If ``causal`` is True, attention is causal within a window, else bidirectional.
         """
 
     @abstractmethod
@@ -249,7 +249,7 @@ class StreamedNetwork(ABC):
 
     @abstractmethod
     def weights(self, lora: LoraConfig, sizes: Any, tp: int, stage: Stage) -> list[Weight]:
-        """Return the parameters of a stage on one of ``tp`` ranks, in the order of the module."""
+        """Return a stage's parameters on one of ``tp`` ranks, in the order of its modules."""
 
     @abstractmethod
     def on_clip(self, config: RunConfig, ranks: Ranks, sizes: Any, clip: Clip) -> StreamedCost:

@@ -62,11 +62,11 @@ class ClipRequest:
             (tail modes) or both (i2v_loop) are given to the model; None for mode t2v.
         mode: one of `MODES`.
         motion: motion score to add to the caption; None adds none.
-        negative_prompt: caption from which guidance leads away; None takes the one of the flag.
-        seed: seed of the noise of this clip, wherever the request stands. If None, the noise
-            depends on the seed of the flag and on the request's number.
-        steps: number of steps of Euler's method; None takes the number of the flag.
-        size: height and width in pixels; None takes the size of the flag.
+        negative_prompt: caption from which guidance leads away; None: ``--sample-negative-prompt``.
+        seed: seed of the noise; the clip then does not depend on the request's number. If None, the
+            noise depends on ``--sample-seed`` and on the request's number.
+        steps: number of steps of Euler's method; None: ``--sample-steps``.
+        size: height and width in pixels; None: the size that the flags set.
 
     Raises:
         ConfigError: the mode is unknown, or the reference does not fit it.

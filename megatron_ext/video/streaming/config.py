@@ -199,7 +199,7 @@ class StreamingConfig(WindowConfig):
     def sizes(self, role: Role = "generator") -> StreamedSizes:
         """Return the sizes of the network ``role``.
 
-        Critic and teacher have the generator's named size by default, and always its channels.
+        By default critic and teacher have the generator's size. Latent channels are always equal.
         """
         named = _SIZES[getattr(self, f"{role}_size") or self.generator_size]
         channels = self.latent_channels or _SIZES[self.generator_size].channels

@@ -35,9 +35,9 @@ def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
 
 
 def num_clips(streaming: StreamingConfig, length: int) -> int:
-    """Return how many clips a sequence of ``length`` frames has if they add as little as allowed.
+    """Return the largest number of clips that a sequence of ``length`` frames can have.
 
-    The first clip has ``chunk_frames`` frames; each later clip adds ``min_new_frames``.
+    The first clip has ``chunk_frames`` frames; each later one adds at least ``min_new_frames``.
     """
     return 1 + (length - streaming.chunk_frames) // streaming.min_new_frames
 

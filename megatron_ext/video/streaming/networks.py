@@ -161,9 +161,9 @@ def load_weights(
 
 
 def network_of(name: str | None) -> Network:
-    """Return what the merging of adapters needs to know of one network in a checkpoint.
+    """Return the entry of a checkpoint's generator or critic that `merge_checkpoint` needs.
 
-    This is the critic if ``name`` is "critic", else the generator.
+    It is the critic's if ``name`` is "critic", else the generator's.
     """
     if name != CRITIC:
         return Network(build_network)

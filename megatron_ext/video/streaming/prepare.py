@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
     """Check prompts and lengths; return (configuration, None).
 
-    The configuration has those settings filled in that follow from the prompts. None stands for the
-    task's assets, since streaming needs none.
+    The configuration is completed with settings that follow from prompts, text encoder and latents.
+    None stands for the task's assets, since streaming needs none.
     """
     streaming = config.section(StreamingConfig)
     sample = config.section(SampleConfig)

@@ -96,7 +96,7 @@ def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
 
 
 def prompt_checks(config: StreamingConfig) -> list[Callable[[], Any]]:
-    """Return a function for each file of prompts of a training run that checks this file."""
+    """Return functions that each read and check one file of prompts of a training run."""
     paths = {
         "--prompts-path": config.prompts_path,
         "--second-prompts-path": config.second_prompts_path,
@@ -146,8 +146,8 @@ class VideoPrompt:
     """The first caption of a long video, and its switches to other captions.
 
     Attributes:
-        seed: seed of the noise of this video, wherever the prompt stands. If None, the noise
-            depends on ``--sample-seed`` and on the prompt's number.
+        seed: seed of the noise; the video then does not depend on the prompt's number. If None,
+            the noise depends on ``--sample-seed`` and on the prompt's number.
         start: path of an image, video or folder of images that gives the first block, or None.
 
     Raises:

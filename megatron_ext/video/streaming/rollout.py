@@ -175,7 +175,10 @@ class Generator:
 
 
 def num_sinks(window: FrameWindow) -> int:
-    """Return how many first frames all later frames attend to, rounded up to whole blocks."""
+    """Return the number of sink frames, rounded up to whole blocks.
+
+    Sinks are the first frames of a video, to which all later frames attend.
+    """
     return window.at_or_after(window.sink)
 
 

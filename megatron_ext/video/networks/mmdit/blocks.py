@@ -105,7 +105,7 @@ def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -
 
 @lru_cache(maxsize=16)
 def _deal(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
-    """Split blocks into contiguous pipeline stages so that the most costly stage costs the least.
+    """Split blocks into contiguous stages so that the most costly stage is as cheap as possible.
 
     Each stage gets at least one block; ``costs`` are the blocks' costs. Ties are broken by the
     smallest sum of squared stage costs. The method is dynamic programming, where ``best[i]`` is the

@@ -169,7 +169,7 @@ class MMDiTConfig(Changeable):
     def sizes(self, model: ModelConfig) -> MMDiTSizes:
         """Return the sizes of the MMDiT.
 
-        They are those that ``--mmdit-size`` names, except where other flags or the data differ.
+        Other flags and the widths of the data override sizes that ``--mmdit-size`` sets.
         """
         given = {
             **{name: getattr(self, name) for name in _OF_SIZES},

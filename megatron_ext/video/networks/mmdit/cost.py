@@ -162,7 +162,7 @@ class MMDiTNetwork(ClipNetwork):
         return in_order(*parts)
 
     def layer(self) -> LayerBytes:
-        """Return the memory of one block, double or single: of the kind that is more frequent."""
+        """Return the memory of a single block if most blocks are single, else of a double block."""
         singles = self.model.num_single_blocks > self.model.num_double_blocks
         return self._single_block() if singles else self._double()
 

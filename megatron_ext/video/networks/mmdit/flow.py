@@ -115,7 +115,7 @@ class MMDiTFlow(FlowNetwork):
 
     @property
     def sequence_multiple(self) -> int:
-        """Return the number of ranks that divide the tokens of [text; image] equally."""
+        """Return the number of ranks among which the tokens of [text; image] are split."""
         return sharing_ranks(self.config.parallel)
 
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
@@ -165,7 +165,7 @@ class MMDiTFlow(FlowNetwork):
     def options(self) -> MMDiTOptions:
         """Return the options that the flags set.
 
-        Without ``--recompute-double-blocks`` all double blocks are recomputed; likewise for single.
+        If the number of double (or single) blocks to recompute is not given, all of them are.
         """
         mmdit = self.config.section(MMDiTConfig)
         sizes = self.sizes

@@ -72,10 +72,10 @@ def flops_of_pass(
 def _frames_seen(
     window: FrameWindow | None, new: range, present: Set[int]
 ) -> Iterable[tuple[int, int]]:
-    """Return, for each block of the frames ``new``, (its size, number of frames it attends to).
+    """Return (frames in the block, frames that it attends to) for each block of ``new``.
 
-    Both are in frames. Only frames in ``present`` have keys. Without a window all new frames are
-    one block.
+    Both are numbers of frames. Only frames in ``present`` have keys. Without a window all new
+    frames are one block.
     """
     if window is None:
         return [(len(new), len(new))]
