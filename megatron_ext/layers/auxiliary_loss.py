@@ -142,9 +142,9 @@ def _divisor(counts: Tensor) -> Tensor:
 class OutputHead:
     """This rank's part of an output head.
 
-    The weight is ``[v/tp, h]``; its first row belongs to the token id ``rank * v/tp``. The bias is
-    ``[v/tp]``, in the weight's dtype. With ``sequence_parallel`` the hidden states are split along
-    the sequence. With ``softcap`` c, logits z become ``c tanh(z / c)``.
+    The weight is ``[v/tp, h]``; its first row belongs to the token id ``tp_rank * v/tp``. The bias
+    is ``[v/tp]``, in the weight's dtype. With ``sequence_parallel`` the hidden states are split
+    along the sequence. With ``softcap`` c, logits z become ``c tanh(z / c)``.
     """
 
     weight: Tensor

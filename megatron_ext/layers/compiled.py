@@ -124,9 +124,10 @@ def _missing() -> str | None:
 def _signature(arg: Any, by_shape: bool) -> Any:
     """Return the key of an argument; a function is compiled once for each combination of keys.
 
-    A tensor's key holds its dtype, number of axes, widths and ``requires_grad``; with ``by_shape``
-    also its shape and strides. The key of every integer is ``int``, so that compiled code serves
-    all integers. The key of any other argument is the argument itself.
+    A tensor's key holds its dtype, number of axes, widths (sizes of the last axes) and
+    ``requires_grad``; with ``by_shape`` also its shape and strides. The key of every integer is
+    ``int``, so that compiled code serves all integers. The key of any other argument is the
+    argument itself.
     """
     if not isinstance(arg, Tensor):
         return int if type(arg) is int else arg

@@ -36,7 +36,7 @@ def _hash(*parts: object) -> int:
 def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
     """Set the micro-batch for which dropout masks are drawn inside the block.
 
-    ``first_sample`` is the index in the run of the micro-batch's first sample.
+    ``first_sample`` is the index of the micro-batch's first sample, counted over the whole run.
     """
     tracker = get_cuda_rng_tracker()
     number = torch.tensor((_hash("dropout", seed) + first_sample) & _BITS)

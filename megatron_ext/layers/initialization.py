@@ -246,8 +246,8 @@ Staged = dict[int, tuple[Any, Tensor]]
 def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
     """Register a plain tensor in place of each parameter that Transformer Engine keeps in 8 bits.
 
-    Such a parameter was registered when the module was built, but quantization has freed that
-    storage since. The initialization method is taken from the module, which still has it.
+    Such a parameter was registered when the module was built, but quantization has since freed its
+    storage. The initialization method is taken from the module, which still has it.
 
     Returns:
         The parameter and its plain tensor, by the id of the parameter.

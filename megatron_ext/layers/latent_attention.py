@@ -261,7 +261,7 @@ def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> Ro
 
 
 def _shared_out(gradient: Tensor, count: int) -> Tensor:
-    """Divide a gradient that ``count`` ranks hold alike, and that will be summed over them."""
+    """Divide a gradient by ``count``, the number of ranks that hold it and will sum it."""
     return gradient / count
 
 

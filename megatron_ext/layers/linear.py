@@ -315,8 +315,8 @@ class _Rows(torch.autograd.Function):
 class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[misc]
     """megatron-core's word embedding; its gradient may be added to the gradient buffer directly.
 
-    It is if ``adds_in_place`` is set in the TransformerConfig. The embeddings are multiplied by the
-    config's ``embedding_multiplier``.
+    This is so if ``adds_in_place`` of the TransformerConfig is set. The embeddings are multiplied
+    by the config's ``embedding_multiplier``.
     """
 
     config: Any = None
@@ -335,7 +335,7 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[mis
         return embeddings if multiplier == 1.0 else embeddings * multiplier
 
     def _added_in_place(self, input_: Tensor) -> Tensor:
-        """Return the embeddings before scaling; the backward pass adds to the ``main_grad``."""
+        """Return the embeddings before scaling; the backward pass adds to ``main_grad``."""
         if self.tp_group.size() == 1:
             embeddings: Tensor = _Rows.apply(input_, self.weight)  # type: ignore[no-untyped-call]
         else:

@@ -169,8 +169,8 @@ def writable(main_grad: Tensor) -> Tensor:
     """Return ``main_grad``, after giving its bucket memory (all zeros) if it has none.
 
     Call this before writing to a ``main_grad``, because its bucket may be sharded (see
-    `gradient_shards`). Only megatron-core's backward hooks need not, since `ShardedGradients` does
-    so.
+    `gradient_shards`). Only megatron-core's backward hooks need not call it, since
+    `ShardedGradients` does so for them.
     """
     bucket = getattr(main_grad, "bucket", None)
     if bucket is not None:

@@ -150,7 +150,7 @@ def hidden_states_loss(
 ) -> tuple[Tensor, Tensor, Report]:
     """Return the loss of a micro-batch, its number of targets and its log entries.
 
-    Its backward pass also runs through the losses of all MTP depths (prediction modules).
+    The loss's backward pass also runs through the losses of all MTP depths (prediction modules).
 
     Args:
         hidden: states of the decoder, then of each MTP depth, ``[(1 + depths) * s, b, h]``.

@@ -40,12 +40,12 @@ def default_rows(num_tokens: int) -> int:
 def fused_rows(num_tokens: int, hidden_size: int) -> int:
     """Return the number C of tokens in a block on a GPU, where its logits stay in 16 bits.
 
-    C is 2 h, within the bounds of `MIN_FUSED_ROWS` and half of all tokens.
+    C is 2 h, but at least `MIN_FUSED_ROWS`, and never more than half of all tokens.
 
     Adding a block's part to the weight's float32 gradient takes 2 C h v operations and moves 8 h v
     bytes: C / 4 operations per byte. An H200 does about 200 operations in the time of moving one
-    byte. At C = 2 h the logits of a block take no more memory than that gradient; for h below 2048
-    they take 8192 v bytes, which are 1.05 GB for 128,256 entries.
+    byte. At C = 2 h the logits of a block take no more memory than the weight's gradient; for h
+    below 2048 they take 8192 v bytes, which are 1.05 GB for 128,256 entries.
     """
     return min(-(-num_tokens // 2), max(2 * hidden_size, MIN_FUSED_ROWS))
 

@@ -254,7 +254,7 @@ class TellingSupervisor(FaultSupervisor):
         print(text, file=sys.stderr, flush=True)
 
     def _see_whether_it_goes_on(self, case: Case) -> None:
-        """Report that a rank continues after a hang, if it does."""
+        """Report, and forget the hang, if a rank that had stopped first continues."""
         assert self._watcher is not None
         for record in self._watcher.board.read(1):
             before = case.record(record.rank)

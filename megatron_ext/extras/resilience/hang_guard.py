@@ -99,8 +99,8 @@ class _Guard:
     def _tell(self, hang: Verdict) -> bool:
         """Report a hang, if a rank of this machine stopped first; return whether it was reported.
 
-        If torchrun restarts ranks, the ranks that stopped first are killed, so that it starts all
-        again.
+        If torchrun restarts ranks, kill the ranks that stopped first, so that torchrun restarts
+        all.
         """
         case = self._watcher.investigate(hang)
         culprits = [record for record in case.board if record.rank in case.blame.ranks]

@@ -100,9 +100,10 @@ class RestartPolicy:
 
 
 def restart_notes(config: RunConfig) -> list[str]:
-    """Return notes on restart flags that have no effect with the way this run is started.
+    """Return a note for each restart flag that has no effect in the way this run was started.
 
-    torchrun restarts ranks by its own flag, and snapshots in memory end with the run.
+    Under torchrun, ``--max-restarts`` must be given to torchrun itself. Snapshots in memory are
+    useless if nothing restarts the run.
     """
     limit = config.fault_tolerance.max_restarts
     by_torchrun = os.environ.get(_OF_TORCHRUN)
