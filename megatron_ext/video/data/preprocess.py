@@ -141,7 +141,11 @@ def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Create and lock the folder of a dataset; after an error, remove it if it is empty."""
+    """Create the folder of a dataset, and keep it locked within a ``with`` block.
+
+    Files that an earlier run left half written are removed. If the block raises an error of this
+    package and nothing has been written, the folder is removed.
+    """
     lock = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
