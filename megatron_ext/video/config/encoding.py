@@ -1,4 +1,4 @@
-"""Flags of how clips are encoded for training: codec, text encoder, frame rate and crops."""
+"""Flags that say how clips are encoded for training: codec, text encoder, frame rate and crops."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ HASHED_WIDTH = 64
 class CodecConfig:
     """The flags that choose a codec, and the sizes of the built-in patch codec.
 
-    ConfigError is raised for a value out of range, for more channels than a patch has numbers, and
-    for sizes of the patch codec that are given with a VAE.
+    ConfigError is raised for a value out of range, for more latent channels than a patch has
+    values, and for sizes of the patch codec that are given with a VAE.
     """
 
     codec: str = flag(PATCH, f"{PATCH}, or the folder of a diffusers video VAE")
@@ -144,7 +144,10 @@ def colour_of(text: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class EncodeConfig:
-    """The flags of how clips are cut into samples; a value out of range raises ConfigError."""
+    """The flags that say how samples are cut from clips.
+
+    A value out of range raises ConfigError.
+    """
 
     fps_cap: int = flag(
         24,
@@ -247,7 +250,11 @@ class EncodeConfig:
             )
 
     def _check_windows(self) -> None:
-        """Raise ConfigError for flags of windows that would have no effect."""
+        """Raise ConfigError for an unknown ``--video-windows``, or for a flag without effect.
+
+        The other flags of windows need certain values of ``--video-windows``; ``--temporal-crop``
+        has no effect beside windows.
+        """
         windows = self.video_windows
         if windows not in (None, *WINDOWS):
             raise ConfigError.about(

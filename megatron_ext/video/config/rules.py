@@ -144,8 +144,9 @@ def resolve_flow(config: RunConfig) -> RunConfig:
 def resolve_streaming(config: RunConfig) -> RunConfig:
     """Return the configuration with engine settings filled in from the flags of streaming.
 
-    The settings are the model section, the layers that get adapters, whether only adapters are
-    saved, the first step of the averaged weights, and whether critic or teacher load a checkpoint.
+    The settings are: the section ``model``; with LoRA, which layers get adapters, and that only
+    adapters are saved; with averaged weights, the first step and the warm-up of the average; and
+    whether critic or teacher start from the weights of a checkpoint.
     """
     streaming = config.section(StreamingConfig)
     lora = config.lora
@@ -205,7 +206,7 @@ def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
 
 
 def _samples(sample: SampleConfig, training: TrainingConfig) -> bool:
-    """Return whether clips are sampled, at intervals of training or by tools/sample_video.py."""
+    """Return whether the run samples clips: during training, or for tools/sample_video.py."""
     return sample.sample_interval is not None or training.skip_train
 
 
@@ -366,9 +367,9 @@ def _unknown_to_network(config: RunConfig) -> list[FlagError]:
 
 
 def _streaming_or(field: str) -> str:
-    """Return words for a message: the task, and the networks that take the flag ``field`` too.
+    """Return text for a message: ``--task streaming``, and networks that take a flag as well.
 
-    The flag is one of streaming.
+    ``field`` is the field of the flag, which is one of streaming.
     """
     names = [
         name for name in NETWORKS if field in network_named(name).streaming_flags.get(name, ())
@@ -378,7 +379,10 @@ def _streaming_or(field: str) -> str:
 
 
 def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return an error for each fault in flags of flow matching, by rules for all networks."""
+    """Return an error for each fault in the flags of flow matching.
+
+    Only rules that hold for all networks are checked here.
+    """
     sections = config.by_name()
     video = config.section(VideoConfig)
     modes = set(config.section(ConditionConfig).modes)

@@ -104,7 +104,10 @@ class VideoConfig:
         return height, width, frames
 
     def own_errors(self) -> list[FlagError]:
-        """Return an error on the first missing flag, in a list; [] if no flag is missing."""
+        """Return a list of one error for the first fault in these flags; [] if there is none.
+
+        A fault is a missing flag, or a validation set that is given twice.
+        """
         if self.dry_run_shape is not None:
             return []
         if self.video_data_path is None:
@@ -272,7 +275,7 @@ REFERENCE_LOSSES = ("masked", "all", "trimmed")
 
 @dataclass(frozen=True)
 class ConditionConfig:
-    """The flags of how often each condition mode is drawn, and of the loss on reference frames.
+    """The flags for condition modes: how often each is drawn, and the loss on reference frames.
 
     A condition mode says which frames of a clip the model is given: none (t2v), one frame at one or
     both ends (i2v), or several frames at one end (v2v). The default lengths of v2v, 9 and 17 latent
@@ -352,9 +355,9 @@ class ConditionConfig:
 
 @dataclass(frozen=True)
 class TextDropoutConfig:
-    """The flags of how often a clip's text is replaced by the empty caption in training.
+    """The flags that say how often training replaces a clip's text by the empty caption.
 
-    Token embeddings and pooled embedding are replaced independently. By default both are replaced
+    Token embeddings and pooled embedding are replaced independently. By default each is replaced
     for a tenth of the clips. A value outside [0, 1] raises ConfigError.
     """
 
@@ -378,12 +381,14 @@ NORMALIZATIONS = ("per_token", "per_sample")
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """The flags of rectified flow; times are ``shift(sigmoid(mean + std * u))``, u standard normal.
+    """The flags of rectified flow: training times, their shift, and the weights of the loss.
 
-    The shift is a linear function of the number of tokens of a latent frame, without bounds. It is
-    ``shift_base`` at ``shift_base_tokens`` and ``shift_max`` at ``shift_max_tokens``. With
-    ``shift_by_length`` it is multiplied by the square root of the number of latent frames. If
-    ``flow_shift`` is given, all clips have that shift. A value out of range raises ConfigError.
+    Training times are ``shift(sigmoid(timestep_mean + timestep_std * u))``, where u is standard
+    normal. The shift factor is a linear function of the number of tokens of a latent frame. It is
+    ``shift_base`` at ``shift_base_tokens`` and ``shift_max`` at ``shift_max_tokens``, and follows
+    the same line beyond these sizes. With ``shift_by_length`` it is multiplied by the square root
+    of the number of latent frames. If ``flow_shift`` is given, it is the factor for all clips. A
+    value out of range raises ConfigError.
     """
 
     sigma_min: float = flag(1e-5, "noise that is left at t = 0", BELOW_ONE)

@@ -20,10 +20,11 @@ Those of window, codec, encoder and adapters matter too, and are listed elsewher
 
 
 def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections:
-    """Return the stored flags, by section, from which this run builds the network of a checkpoint.
+    """Return the flags stored in a checkpoint from which this run builds its network.
 
-    ``stored`` is the configuration in the checkpoint, ``config`` that of the run. ConfigError is
-    raised if the checkpoint holds a kind of model that the run cannot start from.
+    The flags are grouped by section. ``stored`` is the configuration in the checkpoint, ``config``
+    that of the run. ConfigError is raised if the checkpoint holds a kind of model that the run
+    cannot start from.
     """
     video = config.section(VideoConfig)
     builds = STREAMING if video.streams else video.video_model

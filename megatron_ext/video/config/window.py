@@ -25,7 +25,7 @@ def stored_window(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FrameBlocks:
-    """The blocks of latent frames that are denoised together: where each begins and ends.
+    """The division of latent frames into blocks, which are denoised together.
 
     No other code computes where blocks begin.
 
@@ -48,15 +48,15 @@ class FrameBlocks:
         return self.block if start else self.first
 
     def begins(self, frame: int) -> bool:
-        """Return whether a block begins at a frame; the frames before it are then whole blocks."""
+        """Return whether a block begins at ``frame``."""
         return self.at_or_before(frame) == frame
 
     def at_or_before(self, frame: int) -> int:
-        """Return the start of the block in which a frame lies."""
+        """Return the first frame of the block that contains ``frame``."""
         return 0 if frame < self.first else frame - (frame - self.first) % self.block
 
     def at_or_after(self, frame: int) -> int:
-        """Return the first start of a block that is not before a frame."""
+        """Return the first frame, from ``frame`` on, at which a block begins."""
         if frame <= 0:
             return 0
         return self.first + max(0, -((self.first - frame) // self.block)) * self.block
@@ -99,9 +99,9 @@ _FRAMES = "latent frames"
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """Flags of networks that streaming can train; flow matching takes them for these networks too.
+    """The flags of networks that streaming can train: zero start, recomputation and window.
 
-    `StreamingConfig` inherits them.
+    `StreamingConfig` inherits these flags. Flow matching takes them too, for the same networks.
     """
 
     zero_head: bool = flag(
@@ -121,8 +121,8 @@ class WindowConfig:
 
     @property
     def blocks(self) -> FrameBlocks:
-        """Return the blocks of frames that the flags give.
+        """Return the blocks that ``frame_block`` and ``independent_first_frame`` give.
 
-        The other flags of the window need not fit.
+        This works even if the other flags of the window do not fit together.
         """
         return FrameBlocks(max(1, self.frame_block), first_alone=self.independent_first_frame)
