@@ -62,14 +62,17 @@ class BlockBytes:
 
     @property
     def whole(self) -> int:
-        """Return the bytes of the residual stream ``[s, b, h]`` with all s tokens.
+        """Return the bytes of the residual stream ``[s, b, h]`` on a rank that holds all s tokens.
 
-        Sequence parallelism does not split it here.
+        This is the stream as gathered under sequence parallelism.
         """
         return self.rows * self.h * self.ranks.width
 
     def cut(self, width: int) -> int:
-        """Return the bytes of ``width`` features per token that tensor-parallel ranks share."""
+        """Return the bytes of a tensor with ``width`` features per token on one rank.
+
+        The features are split over the tensor-parallel ranks; the tokens are not.
+        """
         return self.rows * width // self.ranks.tp * self.ranks.width
 
     def matrix(self, rows: int, columns: int) -> int:
@@ -122,7 +125,7 @@ class ClipNetwork(Network):
 
     @abstractmethod
     def sample_flops(self) -> float:
-        """Return the operations of one clip, forward and backward, as in the training log."""
+        """Return the FLOPs of one clip, forward and backward, as the training log counts them."""
 
     @property
     def tokens(self) -> int:
@@ -148,7 +151,7 @@ class ClipNetwork(Network):
         ]
 
     def step_flops(self) -> float:
-        """Return the operations of a training step on all ranks together, without recomputation."""
+        """Return the FLOPs of a training step on all ranks together, without recomputation."""
         x = self.sizes
         micro, batch = self.config.training.batch_sizes
         clips = batch // (micro * self.config.parallel.data_parallel_size) * x.b * x.dp
@@ -177,9 +180,9 @@ class ClipNetwork(Network):
         return LayerBytes(2 * tensor, max(tensor + weight, weight + width.whole - tensor) + more)
 
     def kept_in_8_bits(self, block: LayerBytes, *, alone: int, shared: int) -> LayerBytes:
-        """Return the memory of ``block`` if its linear layers keep their inputs in 8 bits.
+        """Return the memory of ``block`` with the inputs of its linear layers kept in 8 bits.
 
-        Linear layers keep them so in an fp8 run with ``--fp8-wgrad``; else ``block`` is returned
+        They are kept so in an fp8 run with ``--fp8-wgrad``. In any other run, ``block`` is returned
         unchanged.
 
         Args:
@@ -194,9 +197,9 @@ class ClipNetwork(Network):
         return LayerBytes(block.kept - saved, block.transient)
 
     def in_8_bits(self, block: Flops) -> Flops:
-        """Return ``block`` with the operations of its linear layers in 8 bits, in an fp8 run.
+        """Return the FLOPs of ``block``, those of linear layers counted as 8-bit in an fp8 run.
 
-        The products for gradients of weights are in 8 bits only with ``--fp8-wgrad``.
+        The matrix products that compute weight gradients count as 8-bit only with ``--fp8-wgrad``.
         """
         fp8 = self.config.fp8
         if fp8.fp8_format is None:
