@@ -94,9 +94,10 @@ QKV = tuple[Tensor, Tensor, Tensor]
 class QKNorm(Part):
     """RMSNorm of the queries and keys of each head, with scales that the heads share.
 
-    If ``qk_layernorm`` is set, megatron-core's ``finalize_model_grads`` finds these parameters by
-    name and sums their gradients over the tensor-parallel ranks, with and without sequence
-    parallelism. The sum is needed because a tensor-parallel rank has only its own heads.
+    A tensor-parallel rank has only its own heads, so the gradients of the scales must be summed
+    over the tensor-parallel ranks. If ``qk_layernorm`` is set, megatron-core's
+    ``finalize_model_grads`` does this, with and without sequence parallelism; it finds the scales
+    by name.
     """
 
     def __init__(self, plan: Blueprint) -> None:
@@ -119,7 +120,8 @@ def trades_heads(plan: Blueprint) -> bool:
     """Return whether context-parallel ranks trade heads for tokens (Ulysses, arXiv:2309.14509).
 
     Raises:
-        ConfigError: ``a2a`` is set, but context-parallel ranks cannot split the heads equally.
+        ConfigError: ``cp_comm_type`` is "a2a", but the context-parallel ranks cannot split the
+            heads equally.
     """
     heads = plan.sizes.num_heads // plan.groups.tp.size()
     cp = plan.groups.cp.size()

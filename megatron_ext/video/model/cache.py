@@ -180,7 +180,7 @@ class KVCache:
     def write(self, first_frame: int, new: Mapping[int, KeyValue]) -> None:
         """Store keys and values of t frames from ``first_frame`` on.
 
-        ``new`` has them by block, ``[t, tokens, b, heads, d]``.
+        ``new`` maps each block number to keys and values, ``[t, tokens, b, heads, d]`` each.
         """
         frames = range(first_frame, first_frame + new[0][0].size(0))
         frames_by_age = sorted({*self._held, *frames})
@@ -236,9 +236,10 @@ class KVCache:
 
 
 class CachePass:
-    """One forward pass that reads a cache; with ``updates``, `finish` writes the new frames to it.
+    """One forward pass that reads a cache and, with ``updates``, writes the new frames to it.
 
-    A block that is recomputed in the backward pass reads the same frames and writes nothing.
+    `finish` writes them. A block that is recomputed in the backward pass reads the same frames and
+    writes nothing.
     """
 
     def __init__(self, cache: KVCache, first_frame: int, num_frames: int, *, updates: bool) -> None:
@@ -289,7 +290,9 @@ def _ranges(frames: Sequence[int]) -> str:
 
 
 class TextMemo:
-    """A store of all blocks' keys and values of one text; a different text clears the store.
+    """A store of the keys and values that all blocks compute from one text.
+
+    `begin` clears the store for a different text.
 
     Attributes:
         text: a copy of the text, ``[b, l, text_width]``; None at first.
@@ -312,9 +315,9 @@ class TextMemo:
         self._source: tuple[weakref.ref[Tensor], int] | None = None
 
     def begin(self, text: Tensor) -> bool:
-        """Return whether all blocks' keys and values of a text are stored.
+        """Prepare for a pass with ``text``; return whether its keys and values are stored already.
 
-        If not, clear the memo, to be filled for the text ``[b, l, text_width]``.
+        If not, clear the store, which the pass then fills for this text, ``[b, l, text_width]``.
         """
         if self.is_filled and self._is_of(text):
             return True
@@ -326,8 +329,8 @@ class TextMemo:
     def _is_of(self, text: Tensor) -> bool:
         """Return whether ``text`` equals the stored text.
 
-        The stored tensor itself, unless it was written to since, is equal without a comparison of
-        values.
+        Values are not compared if ``text`` is the very tensor that was stored, and has not been
+        written to since.
         """
         if self._source is not None:
             source, version = self._source

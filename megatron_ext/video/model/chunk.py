@@ -33,7 +33,10 @@ class Blueprint(NamedTuple):
 
 
 class Part(MegatronModule):  # type: ignore[misc]
-    """Base class of a network's modules; megatron-core needs their ``tp_group`` to save them."""
+    """Base class of a network's modules.
+
+    It sets ``tp_group``, which megatron-core needs to save a module.
+    """
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(config=plan.config)
@@ -41,7 +44,10 @@ class Part(MegatronModule):  # type: ignore[misc]
 
 
 class Blocks(torch.nn.ModuleDict):
-    """The blocks of a pipeline chunk; parameter names have a block's index in the whole model."""
+    """The transformer blocks of a pipeline chunk, by their index in the whole model.
+
+    The index is also part of the names of parameters.
+    """
 
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None

@@ -34,7 +34,8 @@ from megatron_ext.video.model.chunk import Blueprint
 def uniform(config: TransformerConfig, bound: float) -> Initialize:
     """Return an initializer that draws uniformly from [-``bound``, ``bound``].
 
-    If ``config.init_method`` only marks parameters to be drawn later, the result does so too.
+    If ``config.init_method`` defers the initialization of parameters (`Marked`), so does the
+    result.
     """
     method = partial(torch.nn.init.uniform_, a=-bound, b=bound)
     usual = config.init_method
@@ -186,9 +187,10 @@ class VectorEmbedder(torch.nn.Module):
 
 
 class Modulation(torch.nn.Linear):
-    """The layer ``Linear(SiLU(vec))``, which gives shift, scale, gate, shift ..., each h wide.
+    """A layer ``Linear(SiLU(vec))`` that computes shifts, scales and gates from a vector.
 
-    With ``zero`` the layer starts at zero (adaLN-Zero, DiT, arXiv:2212.09748).
+    The output has ``num_parts`` parts of h features each, in the order shift, scale, gate, shift
+    and so on. With ``zero`` the layer starts at zero (adaLN-Zero, DiT, arXiv:2212.09748).
     """
 
     def __init__(self, config: TransformerConfig, num_parts: int, *, zero: bool) -> None:
@@ -206,7 +208,7 @@ class Modulation(torch.nn.Linear):
 def start_at_zero(linear: torch.nn.Linear) -> None:
     """Set weight and bias to zero.
 
-    The later initialization of parameters by name leaves them at zero.
+    `initialize_by_name`, which runs later, leaves them at zero.
     """
     torch.nn.init.zeros_(linear.weight)
     if linear.bias is not None:

@@ -4,9 +4,10 @@ A token is a patch of p x p latent pixels of one latent frame (Open-Sora 2.0, ar
 Tokens are ordered by frame, then row, then column. Feature c * p * p + row * p + column of a token
 is channel c of the latent pixel at that row and column of its patch.
 
-A network on the joint sequence [text; image] splits it into contiguous parts (`TokenRange`). A
-network with a modulation for each frame splits every frame (`FrameTokens`), so that a frame's
-modulation broadcasts over the rank's tokens of that frame.
+How tokens are split over ranks depends on the network. If it runs on one sequence [text; image],
+each rank holds a contiguous part of that sequence (`TokenRange`). If it has a modulation for each
+frame, each rank holds a part of every frame (`FrameTokens`), so that a frame's modulation
+broadcasts over the rank's tokens of that frame.
 """
 
 from __future__ import annotations
@@ -126,9 +127,10 @@ class TokenRange:
 class LocalTokens:
     """The two ranges of tokens that a rank works on.
 
-    Attention and MLPs process ``cp_slice``, the tokens of the context-parallel rank. Between
-    attention and MLPs the rank keeps ``part``: under sequence parallelism a part of ``cp_slice``,
-    else all of it.
+    Attributes:
+        cp_slice: the tokens of this context-parallel rank, which attention and MLPs process.
+        part: the tokens that the rank keeps between attention and MLPs. Under sequence parallelism
+            they are a part of ``cp_slice``, else all of it.
     """
 
     cp_slice: TokenRange
