@@ -27,11 +27,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def reader_of(source: Path) -> Conversion | None:
-    """Return the conversion that reads a folder or a file; None if it holds no video network.
+    """Return the conversion that reads a folder or file of weights; None if there is none.
 
     Raises:
-        CheckpointError: no network has the class that config.json names, or config.json is missing
-            or cannot be read.
+        CheckpointError: no conversion reads the class that a folder's config.json names, or
+            config.json is missing or cannot be read.
     """
     readers = conversions()
     if source.is_file():
@@ -52,5 +52,8 @@ def reader_of(source: Path) -> Conversion | None:
 
 
 def is_streaming(stored: Mapping[str, Any]) -> bool:
-    """Return whether a stored configuration is that of a streaming run or of imported weights."""
+    """Return whether a stored configuration is that of a streaming run.
+
+    Imported weights of a Wan network are stored with such a configuration, too.
+    """
     return (stored.get("video") or {}).get("task") == "streaming"

@@ -126,10 +126,10 @@ class FlowTargets:
         velocity: v of the tokens, ``[b, n, d]`` float32.
         weights: weights of the tokens in the loss from `token_weights`, ``[b, n]`` float32.
         times: t, ``[b]`` for each clip or ``[b, n]`` for each token.
-        modes: indices into `MODES`, ``[b]``.
-        usual_weight: sum of ``weights``, averaged over the context-parallel ranks. The ranks hold
-            unequal numbers of image tokens, so the rank's share of the step is computed from this
-            average. None means the rank's own sum.
+        modes: condition modes as indices into `MODES`, ``[b]``.
+        usual_weight: sum of the weights of the whole sequence, divided by the context-parallel
+            size. The micro-batch's share of the step is computed from this mean, since the ranks
+            hold unequal numbers of image tokens. None means the sum of the rank's own ``weights``.
     """
 
     velocity: Tensor
@@ -164,7 +164,7 @@ def flow_matching_loss(
         quarter = quarter.flatten()
 
     def among(sums: Tensor, groups: Tensor, number: int) -> Tensor:
-        """Return the sum of the rows ``[2]`` of ``sums`` at which ``groups`` equals ``number``."""
+        """Return the sum ``[2]`` of the rows of ``sums`` whose ``groups`` entry is ``number``."""
         return torch.where((groups.to(sums.device) == number)[:, None], sums, 0.0).sum(dim=0)
 
     report = {"loss": pair(total, weights.sum())}

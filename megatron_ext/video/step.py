@@ -151,7 +151,10 @@ class FlowBatchBuilder(ABC):
 
 
 def sharing_ranks(parallel: ParallelConfig) -> int:
-    """Return the number of ranks among which the tokens of a clip are divided."""
+    """Return the number of ranks among which the tokens of a clip are divided.
+
+    It is the context-parallel size, times the tensor-parallel size under sequence parallelism.
+    """
     shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return parallel.context_parallel_size * shared
 
