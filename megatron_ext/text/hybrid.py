@@ -56,7 +56,7 @@ class Pattern:
     Attributes:
         stages: for each pipeline stage, its pairs, such as ``*-``; one stage if the pattern has no
             ``|``.
-        depths: for each depth of multi-token prediction, its letters.
+        depths: for each MTP depth, its pair of letters.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -113,7 +113,7 @@ def read_pattern(text: str) -> Pattern:
 
 
 def resolve_hybrid(config: RunConfig) -> RunConfig:
-    """Return the configuration with the flags that describe the GPT of its pattern."""
+    """Return the configuration with the flags that describe the same GPT as the pattern does."""
     text = config.section(HybridConfig).hybrid_layer_pattern
     assert text is not None
     model = config.model
@@ -199,7 +199,7 @@ Refused = Callable[[str, str], FlagError]
 
 
 def _size_errors(refused: Refused, pattern: Pattern, given: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each flag that gives other layers than the pattern."""
+    """Yield an error for each flag that describes other layers than the pattern does."""
     pairs = pattern.pairs
     model = given.model
     moe = given.section(MoEConfig)

@@ -1,8 +1,8 @@
-"""The interface for programs written for Megatron-LM: ``pretrain`` and functions that they call.
+"""The interface for programs written for Megatron-LM: ``pretrain`` and the functions they call.
 
 A ``pretrain_*.py`` of Megatron-LM runs if it imports from here instead of ``megatron.training``.
-Its providers of data sets and model and its forward step keep their signatures; docs/porting.md
-explains how to port a program.
+The program's dataset provider, model provider and forward step keep their signatures;
+docs/porting.md explains how to port a program.
 
 A data iterator yields micro-batches on the device, the same on all tensor-parallel ranks; it is
 None on stages that read no data. `get_batch_on_this_cp_rank` divides a micro-batch among
@@ -66,9 +66,10 @@ def pretrain(
 ) -> None:
     """Train with the command line's flags and the given providers, like Megatron-LM's ``pretrain``.
 
-    Three groups of arguments have no effect: ``model_type``; the functions that give the ranks of
-    embeddings, which the flags decide; ``store`` and ``inprocess_call_wrapper``, since
-    ``--max-restarts`` replaces restarts within a process. Raise SystemExit if the run fails.
+    Some arguments have no effect: ``model_type``; ``get_embedding_ranks`` and
+    ``get_position_embedding_ranks``, since the flags decide these ranks; ``store`` and
+    ``inprocess_call_wrapper``, since ``--max-restarts`` replaces restarts within a process. Raise
+    SystemExit if the run fails.
     """
     try:
         task = megatron_task(
@@ -104,8 +105,8 @@ def megatron_task(
 ) -> Task:
     """Return a task made of functions with Megatron-LM's signatures.
 
-    They provide data sets and model, and run the forward step. Raise a ConfigError if
-    ``extra_args_provider`` adds an argument that cannot become a flag.
+    The functions build the datasets, build the model and run the forward step. Raise a ConfigError
+    if ``extra_args_provider`` adds an argument that cannot become a flag.
     """
 
     def datasets(
@@ -190,7 +191,7 @@ them."""
 
 
 def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Complete the configuration by the padded vocabulary size; return it and the tokenizer.
+    """Return the configuration with the padded vocabulary size filled in, and the tokenizer.
 
     Raise a ConfigError for flags that the program's own datasets and loss would ignore.
     """
@@ -253,12 +254,12 @@ def _model_chunk(
 
 
 def _scale_mtp_losses(config: RunConfig, counts: StepCounts | None) -> None:
-    """Set the scale of the MTP losses that a model of megatron-core adds to its gradients.
+    """Set the factor by which megatron-core's models scale the gradients of the MTP losses.
 
-    With ``--calculate-per-token-loss``, the scale is 1, or that of fp16. Without it, the step takes
-    the mean over its micro-batches, but core divides by the tokens of one context-parallel rank. So
-    the scale is multiplied by the context-parallel size and divided by the number of micro-batches.
-    ``counts`` is None in evaluation.
+    The factor includes fp16's loss scale. With ``--calculate-per-token-loss`` there is no other
+    part. Without that flag, a step averages over its micro-batches, and megatron-core divides each
+    loss by the tokens of one context-parallel rank; so multiply by the context-parallel size and
+    divide by the number of micro-batches. ``counts`` is None in evaluation.
     """
     core_config = _begun(_current.transformer_config, "forward_step")
     scale = torch.ones((), device=torch.cuda.current_device())
@@ -276,8 +277,8 @@ def _source(run: Run, dataset: Any, _: Tokenizer, consumed: int, full_epoch: boo
 def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
     """Wrap a loss function of Megatron-LM so that it returns ``(sum, count, report)``.
 
-    A loss function that returns no count is taken to return the mean of a micro-batch, equal on all
-    ranks of a context-parallel group. It gets the count 1 on each rank, and a step averages these
+    If the function returns no count, its loss is taken as the mean of a micro-batch that is the
+    same on all context-parallel ranks. Each rank then counts it as 1, so that a step averages these
     means.
     """
 
@@ -303,7 +304,7 @@ def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
 
 
 def get_args() -> argparse.Namespace:
-    """Return all flags of the run as a namespace; raise a ConfigError before the run has begun."""
+    """Return all flags of the run as a namespace; raise a ConfigError before the run starts."""
     return _begun(_current.args, "get_args")
 
 
@@ -312,7 +313,7 @@ def get_tokenizer() -> Tokenizer:
 
 
 def _begun(value: T | None, name: str) -> T:
-    """Return ``value``, which the run sets; raise a ConfigError if it is still None.
+    """Return ``value``; raise a ConfigError if it is None because the run has not started yet.
 
     ``name`` is the function that was called too early.
     """
@@ -334,7 +335,7 @@ def get_batch_on_this_tp_rank(
 ) -> dict[str, Any]:
     """Return the next micro-batch as a mapping with Megatron-LM's keys.
 
-    Keys that the micro-batch lacks have the value None; so do all keys without an iterator.
+    A key that the micro-batch lacks has the value None. Without an iterator, all values are None.
     """
     batch = {} if data_iterator is None else next(data_iterator)
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -347,7 +348,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
-    """Return whether this rank's chunk of index ``vp_stage`` is the model's first or last chunk."""
+    """Return whether this rank's chunk ``vp_stage`` is the first or the last chunk of the model."""
     group = _begun(_current.pp_group, "is_first_or_last_pipeline_stage")
     config = _begun(_current.transformer_config, "is_first_or_last_pipeline_stage")
     last_chunk = (config.virtual_pipeline_model_parallel_size or 1) - 1
@@ -360,7 +361,10 @@ def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
 def get_blend_and_blend_per_split(
     args: argparse.Namespace,
 ) -> tuple[Blend | None, list[Blend | None] | None]:
-    """Return (the blend that ``--split`` divides, the blends by split); one of them is None."""
+    """Return the data blend of the flags as (one for all splits, one for each split).
+
+    One of the two is None. ``--split`` divides the first into splits.
+    """
     names = [field.name for field in dataclasses.fields(DataConfig)]
     spec = read_blend(DataConfig(**{name: getattr(args, name) for name in names}))
     return spec.blend, spec.per_split
@@ -376,7 +380,7 @@ def core_transformer_config_from_yaml(*_: Any, **__: Any) -> Any:
 
 
 class _NotHere:
-    """The base of stand-ins for Megatron-LM's dataset classes that are not supported here."""
+    """The base class of stand-ins for Megatron-LM's dataset classes that are not supported here."""
 
     ADVICE = ""
 
@@ -397,7 +401,7 @@ class GPTFIMDatasetConfig(_NotHere):
 
 
 def set_startup_timestamps(*_: Any, **__: Any) -> None:
-    """Do nothing, as metrics.jsonl has the times of a run's start."""
+    """Do nothing; metrics.jsonl has the times of a run's start instead."""
 
 
 class inprocess_restart:  # noqa: N801 - the name of Megatron-LM's module

@@ -1,4 +1,4 @@
-"""The forward step of GPT pretraining and fine-tuning, its loss, and its number of operations."""
+"""The forward step of GPT pretraining and fine-tuning, its loss, and a step's operation count."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ def mtp_targets(
 ) -> MTPTargets | None:
     """Return the targets of the MTP depths; None in evaluation and for a batch without targets.
 
-    ``counts`` is None in evaluation. The losses of all depths together have the weight ``factor``.
-    With ``per_token``, losses are divided by the tokens of the step, otherwise by the tokens of
-    each micro-batch.
+    Args:
+        counts: the tokens and micro-batches of the step; None in evaluation.
+        factor: weight of the losses of all depths together.
+        per_token: whether losses are divided by the tokens of the step; otherwise, by the tokens of
+            each micro-batch and by the number of micro-batches.
     """
     if not batch.mtp_labels or counts is None:
         return None
@@ -67,9 +69,10 @@ def custom_loss(config: LossConfig) -> TokenLoss[Any] | None:
 def prepare_batches(
     config: RunConfig, batches: Sequence[Batch], context: ParallelContext
 ) -> Sequence[Batch]:
-    """Return a step's micro-batches, with the inputs that a custom loss computes from all of them.
+    """Return a step's micro-batches with the inputs of a custom loss added.
 
-    Without a custom loss, return them unchanged.
+    The custom loss computes its inputs from all micro-batches together. Without a custom loss,
+    return the micro-batches unchanged.
     """
     loss = custom_loss(config.loss)
     if loss is None:
@@ -82,9 +85,9 @@ def prepare_batches(
 
 
 def output_head(model: torch.nn.Module) -> OutputHead:
-    """Return the output head of a model chunk, wrapped or not.
+    """Return the output head of a model chunk, which may be wrapped.
 
-    Raise a ConfigError if the chunk's model has no method for it.
+    Raise a ConfigError if the model has no method ``output_head``.
     """
     bare: Any = unwrap_model(model)
     if not hasattr(bare, "output_head"):
@@ -101,7 +104,7 @@ def gpt_forward_step(
 ) -> tuple[Tensor, LossFunction]:
     """Run one model chunk on one micro-batch; return its output and the loss function.
 
-    The loss function takes the output of the last stage. ``counts`` is None in evaluation.
+    The loss function is called with the output of the last stage. ``counts`` is None in evaluation.
     """
     per_token = config.training.calculate_per_token_loss
     factor = config.model.mtp_loss_scaling_factor
@@ -147,8 +150,8 @@ def gpt_forward_step(
 def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
     """Return the numbers of samples, tokens and FLOPs of a step.
 
-    The samples are the global batch size. Tokens and FLOPs are those of all rows,
-    ``num_microbatches`` micro-batches on each replica.
+    The number of samples is the global batch size. Tokens and FLOPs are those of
+    ``num_microbatches`` whole micro-batches on each replica.
     """
     rows = num_microbatches * run.batch_size.samples_per_microbatch
     length = run.seq_length

@@ -60,9 +60,9 @@ def loads_folder(config: RunConfig) -> bool:
 
 
 def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
-    """Return the values of flags that the folder of ``--load-hf`` determines.
+    """Return the configuration fields that follow from the folder of ``--load-hf``.
 
-    They are keyed by section, then by field; {} without the flag.
+    The result maps the name of each section to its fields and their values; {} without the flag.
     """
     if not loads_folder(config):
         return {}
@@ -79,7 +79,7 @@ def resolved(config: RunConfig) -> RunConfig:
 
 
 def folder_errors(config: RunConfig) -> list[str]:
-    """Return a sentence on each error in the flags of Hugging Face folders."""
+    """Return a sentence on each error in flags such as ``--load-hf`` and ``--save-hf``."""
     given = config.section(HuggingFaceConfig)
     if (given.load_hf, given.save_hf, given.save_hf_interval) == (None, None, None):
         return []
@@ -125,19 +125,19 @@ def check_scoring(config: RunConfig) -> None:
 
 
 def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors of the text tenant's flags in training.
+    """Return the errors in the flags of a text model's training run.
 
-    ``given`` has the user's flags, ``run`` those with derived values.
+    ``given`` has the user's flags, ``run`` the flags with derived values.
     """
     own = [*run.section(TaskEvaluationConfig).training_errors(), *folder_errors(run)]
     return [*text_rules(given, run), *own]
 
 
 def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors of the flags of a pretraining run.
+    """Return the errors in the flags of a pretraining run.
 
-    ``--sft`` is an error here, since it has no effect. ``given`` has the user's flags, ``run``
-    those with derived values.
+    ``--sft`` is an error here, since it would have no effect. ``given`` has the user's flags,
+    ``run`` the flags with derived values.
     """
     errors = training_rules(given, run)
     if run.section(SftConfig).sft:
@@ -155,7 +155,7 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
 def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     """Return functions that check the folder of ``--load-hf`` and the tokenizer's files.
 
-    If that folder is given, the tokenizer is checked only if its type is given as a flag.
+    With ``--load-hf``, the tokenizer is checked only if ``--tokenizer-type`` is given too.
     """
     checks: list[Callable[[], Any]] = []
     folder = config.section(HuggingFaceConfig).load_hf
@@ -175,9 +175,9 @@ def gpt_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Build the tokenizer that the flags give; return (completed configuration, tokenizer).
+    """Build the tokenizer that the flags give.
 
-    The configuration is completed by the padded vocabulary size.
+    Return the configuration with the padded vocabulary size filled in, and the tokenizer.
     """
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     if loads_folder(config):
@@ -190,9 +190,9 @@ def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check a run's data; return the completed configuration and the tokenizer.
+    """Check a run's data before the model is built.
 
-    The configuration is completed by the padded vocabulary size.
+    Return the configuration with the padded vocabulary size filled in, and the tokenizer.
     """
     config, tokenizer = with_tokenizer(config)
     if is_direct(config):
@@ -211,7 +211,7 @@ def is_direct(config: RunConfig) -> bool:
 
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return warnings about ends of documents that pretraining misreads, or has no loss on."""
+    """Return warnings about document ends that pretraining misreads or does not train on."""
     module = DIRECT if is_direct(config) else INDEXED
     warnings: list[str] = later(f"{module}:separator_warnings")(config, tokenizer)
     return warnings

@@ -68,7 +68,7 @@ class AttentionConfig(LayerSection):
 
     @property
     def changes_scores(self) -> bool:
-        """Return whether attention has sinks or a soft cap, which plain kernels do not have."""
+        """Return whether attention has sinks or a soft cap, which plain kernels do not support."""
         return self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
 
     def windowed_layers(self, model: ModelConfig) -> list[bool]:
@@ -88,19 +88,19 @@ class AttentionConfig(LayerSection):
         return {**dataclasses.asdict(self), "window_attn_skip_freq": pattern}
 
     def torch_only(self) -> list[str]:
-        """Return the given flags that only the torch layers follow."""
+        """Return the given flags that only the torch layers support, not Transformer Engine's."""
         capped = self.attn_logit_softcapping is not None
         return ["--attn-logit-softcapping"] if capped else []
 
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
-        """Return the first release of Transformer Engine that has the given softmax.
+        """Return the first release of Transformer Engine that has the given softmax, by flag.
 
-        The key is the flag; {} for the plain softmax, which all releases have.
+        Return {} for the plain softmax, which all releases have.
         """
         return {} if self.softmax_type == "vanilla" else {"--softmax-type": "2.8.0"}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error for each given window or kind of score that the layers cannot compute."""
+        """Yield an error for each window or change of scores that the layers do not support."""
         model = config.model
         parallel = config.parallel
         if model.num_layers:
@@ -132,7 +132,7 @@ class AttentionConfig(LayerSection):
 
 @dataclass(frozen=True)
 class LatentAttentionConfig(LayerSection):
-    """Flags of multi-latent attention (DeepSeek-V2, arXiv:2405.04434); names are Megatron-LM's."""
+    """The flags of multi-latent attention (arXiv:2405.04434), with Megatron-LM's names."""
 
     SECTION: ClassVar[str] = "latent_attention"
 
@@ -180,7 +180,7 @@ class LatentAttentionConfig(LayerSection):
         }
 
     def resolved_model(self, model: ModelConfig) -> ModelConfig:
-        """Return the section ``model`` with the sizes of heads that latent attention gives it.
+        """Return ``model`` with the head sizes that follow from multi-latent attention.
 
         Return it unchanged if attention is not multi-latent.
         """
@@ -191,10 +191,10 @@ class LatentAttentionConfig(LayerSection):
         )
 
     def attention_sides(self, config: RunConfig) -> Sequence[Side] | None:
-        """Return (name, width, number of ranks that share it) of each side of attention's
-        projections.
+        """Return the sizes of the inputs and outputs of attention's projections.
 
-        A side is an input or output. Return None if attention is not multi-latent.
+        Each entry is (flags that give the size, size, number of ranks that shard it). Return None
+        if attention is not multi-latent.
         """
         if not self.multi_latent_attention:
             return None
@@ -213,12 +213,15 @@ class LatentAttentionConfig(LayerSection):
         ]
 
     def unused_fields(self) -> frozenset[str]:
-        """Return the names of this section's other fields if attention is not multi-latent."""
+        """Return the names of the fields that have no effect if attention is not multi-latent.
+
+        These are all fields except ``multi_latent_attention``. Return an empty set if that is set.
+        """
         names = frozenset(field.name for field in dataclasses.fields(self))
         return frozenset() if self.multi_latent_attention else names - {"multi_latent_attention"}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error if parts of latent attention are to be recomputed but there are none."""
+        """Yield an error if ``--recompute-modules`` names latent attention, which is off."""
         model = config.model
         modules = model.recompute_modules or ()
         selective = model.recompute_granularity == "selective"
@@ -232,9 +235,9 @@ class LatentAttentionConfig(LayerSection):
 
 
 def latent_attention_errors(given: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault in the flags of ``--multi-latent-attention``.
+    """Yield an error for each flag that is wrong together with ``--multi-latent-attention``.
 
-    ``given`` has the flags as the user gave them, before values were derived from others.
+    ``given`` has the flags as the user gave them, before values are derived from others.
     """
     name = "`--multi-latent-attention`"
     model = given.model

@@ -1,4 +1,4 @@
-"""The flag of a GPT that a pattern of layers describes; `text.hybrid` reads the pattern."""
+"""The flag that describes a GPT by a pattern of layers; `text.hybrid` reads the pattern."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of text runs that have no effect in some of these runs, or in all."""
+"""Flags of text runs that are refused, or have no effect, because of other flags or always."""
 
 from __future__ import annotations
 

@@ -167,15 +167,15 @@ class MoEConfig(LayerSection):
         return fields
 
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
-        """Return the first release of Transformer Engine that routes tokens in one kernel.
+        """Return the first Transformer Engine release that has the fused router, by flag.
 
-        The key is the flag that asks for this kernel; {} if the flag is not given.
+        The flag is ``--moe-router-fusion``; return {} if it has no effect.
         """
         fuses = bool(self.num_experts and self.moe_router_fusion) and _uses_te(config)
         return {"--moe-router-fusion": "2.7.0"} if fuses else {}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error for each fault in the flags of experts, and each flag they exclude."""
+        """Yield an error for each wrong flag of experts, and each flag that they do not support."""
         if self.num_experts is None:
             yield from _errors_without_experts(config)
             return
@@ -230,14 +230,17 @@ def _errors_without_experts(config: RunConfig) -> Iterator[FlagError]:
 
 
 def _pads(config: RunConfig) -> bool:
-    """Return whether Transformer Engine's layers pad the tokens of experts for 8-bit products."""
+    """Return whether the number of each expert's tokens is padded for 8-bit matrix products.
+
+    Only Transformer Engine's layers do so.
+    """
     fp8 = config.fp8
     asked = fp8.fp8_format is not None and fp8.moe_router_padding_for_quantization
     return asked and _uses_te(config)
 
 
 def _fp8_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault of experts whose matrix products are in 8 bits."""
+    """Yield an error for each flag that prevents experts from computing in 8 bits."""
     if config.fp8.fp8_format is None:
         return
     dispatcher = moe.moe_token_dispatcher_type
@@ -279,7 +282,7 @@ def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
 def _expert_errors(
     moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig
 ) -> Iterator[FlagError]:
-    """Yield an error for each fault in the sizes of experts or in the choice of their layers."""
+    """Yield an error for each wrong size of experts, or wrong choice of layers with experts."""
     tp = max(1, parallel.tensor_model_parallel_size)
     etp = parallel.expert_tensor_parallel_size or tp
     width = moe.moe_ffn_hidden_size
@@ -399,7 +402,7 @@ def _router_errors(moe: MoEConfig) -> Iterator[FlagError]:
 def _dispatch_errors(
     moe: MoEConfig, parallel: ParallelConfig, training: TrainingConfig, model: ModelConfig
 ) -> Iterator[FlagError]:
-    """Yield an error for each fault in how tokens are sent to experts."""
+    """Yield an error for each flag that is wrong about how tokens are sent to experts."""
     tp = parallel.tensor_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel and not training.skip_train:
         yield FlagError(

@@ -86,10 +86,10 @@ class PositionConfig(LayerSection):
     )
 
     def resolved(self) -> PositionConfig:
-        """Return a copy in which ``--rope-scaling`` has the scaling that the flags of YaRN give.
+        """Return a copy in which the YaRN flags are replaced by an equivalent ``--rope-scaling``.
 
-        If the flags of YaRN are incomplete or contradict ``--rope-scaling``, nothing is changed,
-        and `errors` refuses them.
+        Return the section unchanged if the YaRN flags are incomplete or contradict
+        ``--rope-scaling``; `errors` refuses such flags.
         """
         factor = self.yarn_rotary_scaling_factor
         original = self.yarn_original_max_position_embeddings
@@ -127,7 +127,7 @@ class PositionConfig(LayerSection):
         return read_scaling(self.rope_scaling, self.max_position_embeddings or 0)
 
     def own_rotary(self) -> RotarySettings | None:
-        """Return the settings of rotary angles for our own embedding.
+        """Return the settings of our own rotary embedding, if the model needs it.
 
         Return None if there are no rotary positions, or if megatron-core's embedding gives the same
         angles.
@@ -163,7 +163,7 @@ class PositionConfig(LayerSection):
         }
 
     def torch_only(self) -> list[str]:
-        """Return the given flags that only the torch layers follow."""
+        """Return the given flags that only the torch layers support, not Transformer Engine's."""
         magnitude = 1.0
         try:
             scaling = self.resolved().scaling()
@@ -177,7 +177,7 @@ class PositionConfig(LayerSection):
         return [name for name, has in given.items() if has]
 
     def unused_fields(self) -> frozenset[str]:
-        """Return the names of the fields of rotary positions if the model has none."""
+        """Return the names of the rotary fields if the model has no rotary positions, else none."""
         names = frozenset(f.name for f in dataclasses.fields(self) if f.name.startswith("rotary"))
         return names if self.position_embedding_type != "rope" else frozenset()
 
@@ -214,9 +214,11 @@ class PositionConfig(LayerSection):
 
 
 def rotary_errors(positions: PositionConfig, size: int, *, windowed: bool) -> Iterator[FlagError]:
-    """Yield an error for each fault of rotary positions in heads of ``size`` channels.
+    """Yield an error for each wrong flag of rotary positions.
 
-    ``windowed`` tells whether layers have a window of attention.
+    Args:
+        size: number of channels of a head.
+        windowed: whether some layers have an attention window.
     """
     if positions.rotary_percent == 1 and size % 2:
         yield FlagError(

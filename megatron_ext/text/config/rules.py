@@ -1,4 +1,4 @@
-"""The configuration sections of a text run; values and errors that involve several sections."""
+"""The configuration sections of a text run, and derived values and errors across sections."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SECTIONS = (
 
 
 def resolve_text(config: RunConfig) -> RunConfig:
-    """Return the configuration with the values that the text tenant derives from other values."""
+    """Return the configuration with the values that follow from other flags of a text run."""
     if config.section(HybridConfig).hybrid_layer_pattern is not None:
         from megatron_ext.text.hybrid import resolve_hybrid
 
@@ -61,7 +61,7 @@ def resolve_text(config: RunConfig) -> RunConfig:
 
 
 def _targets(config: RunConfig) -> Sequence[str]:
-    """Return the names of the linear layers in a GPT's blocks that may have LoRA adapters."""
+    """Return the names of a GPT's linear layers that may have LoRA adapters."""
     latent = config.section(LatentAttentionConfig).multi_latent_attention
     return LATENT_TARGETS if latent else TARGETS
 
@@ -91,7 +91,7 @@ def _pattern_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
 
 
 def _rotary_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault of rotary positions, unless attention is multi-latent."""
+    """Yield an error for each wrong flag of rotary positions, unless attention is multi-latent."""
     model = run.model
     section = run.section(PositionConfig)
     latent = run.section(LatentAttentionConfig).multi_latent_attention
@@ -103,9 +103,9 @@ def _rotary_errors(run: RunConfig) -> Iterator[FlagError]:
 
 
 def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[FlagError]:
-    """Return an error for each given flag that needs another mask than the causal one.
+    """Return an error for each flag that needs attention masks other than the causal one.
 
-    Transformer Engine's attention has the causal mask only.
+    Transformer Engine's attention supports only the causal mask; other layers give no error.
     """
     if transformer_impl != "transformer_engine":
         return []

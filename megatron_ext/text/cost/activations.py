@@ -1,14 +1,14 @@
 """Bytes that autograd keeps for one micro-batch of a GPT, layer by layer, with our torch layers.
 
-The count follows "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv:2205.05198, section 4). Each operation keeps the tensors that its backward pass needs; a
-tensor that two operations share counts once. The differences to the paper are those of our layers:
-SDPA keeps queries, keys, values, its output and a log-sum-exp instead of the scores; RMSNorm and
-SwiGLU replace LayerNorm and GELU; the cross-entropy is chunked. On a CPU some kernels are not fused
-and keep more. Tests compare the sums with the memory that training allocates.
+The count follows "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198,
+section 4). Each operation keeps the tensors that its backward pass needs; a tensor that two
+operations share counts once. The count differs from the paper where our layers do: SDPA keeps
+queries, keys, values, its output and a log-sum-exp instead of the scores; RMSNorm and SwiGLU
+replace LayerNorm and GELU; the cross-entropy is chunked. On a CPU some kernels are not fused and
+keep more. Tests compare the sums with the memory that training allocates.
 
-A linear layer keeps its input for the gradient of its weight, in one byte per number if that
-gradient is computed in 8 bits (`layers.fp8`). A layer with a frozen weight keeps no input, but its
+A linear layer keeps its input to compute the gradient of its weight: one byte per element if that
+product runs in 8 bits (`layers.fp8`). A layer with a frozen weight keeps no input, but its LoRA
 adapter (`layers.lora`) does.
 """
 
@@ -31,7 +31,7 @@ from megatron_ext.text.cost.latent import LatentSizes
 
 @dataclass(frozen=True)
 class Activations(GptRun):
-    """Formulas for the activation memory of a run, in bytes of one micro-batch on one rank."""
+    """Formulas for activation memory: bytes on one rank for one micro-batch."""
 
     def norm(self, tokens: int, size: int) -> int:
         """Return the bytes that a norm of ``[tokens, size]`` keeps besides its input."""
@@ -40,9 +40,9 @@ class Activations(GptRun):
         return rms_norm(self.sizes, tokens, size, frozen=not self.trains)
 
     def output_norm(self) -> int:
-        """Return the bytes kept for the norm of an attention's or MLP's output, its input included.
+        """Return the bytes kept for the norm after attention or an MLP, including the norm's input.
 
-        It is 0 without sandwich norms.
+        Return 0 without sandwich norms.
         """
         if not self.config.model.sandwich_norm:
             return 0
@@ -56,9 +56,9 @@ class Activations(GptRun):
         return elements * (1 if self.sizes.gpu else self.sizes.width) if probability else 0
 
     def latent(self, latent: LatentSizes) -> int:
-        """Return the bytes that multi-latent attention keeps to compute queries, keys and values.
+        """Return the bytes that multi-latent attention keeps up to queries, keys and values.
 
-        The queries, keys and values themselves are included.
+        These three are included, unless the backward pass computes them again.
         """
         sizes = self.sizes
         kept = sizes.residual_tokens * latent.kept * sizes.width
@@ -105,9 +105,10 @@ class Activations(GptRun):
 
     @property
     def _exchange(self) -> str | None:
-        """Return how context parallelism exchanges keys: "gather" or "trade" (all-to-all).
+        """Return how context parallelism exchanges keys and values: "gather" or "trade".
 
-        It is None if autograd keeps no exchanged keys: cp is 1, or attention is recomputed.
+        "trade" is an all-to-all. Return None if autograd keeps no exchanged keys: without context
+        parallelism, or if attention is recomputed.
         """
         if self.sizes.cp == 1 or self.recomputes("core_attn"):
             return None
@@ -187,8 +188,11 @@ class Activations(GptRun):
     def _inner(self, tokens: int, width: int, *, scaled: bool) -> LayerBytes:
         """Return the bytes of an MLP from the output of fc1 to the input of fc2.
 
-        The MLP has ``width`` channels on this rank and gets ``tokens`` tokens. ``scaled`` adds one
-        tensor, since an expert's output is multiplied by the router's weights.
+        Args:
+            tokens: number of tokens that the MLP gets.
+            width: number of the MLP's channels on this rank.
+            scaled: whether it is an expert, whose output is multiplied by the router's weights;
+                this keeps one more tensor.
         """
         model = self.config.model
         sizes = self.sizes
@@ -208,7 +212,7 @@ class Activations(GptRun):
     def _experts(self) -> LayerBytes:
         """Return the bytes of an MoE layer's router, token dispatch and local experts.
 
-        All experts are taken to get equally many tokens.
+        Every expert is assumed to get the same number of tokens.
         """
         sizes = self.sizes
         moe = self.moe
@@ -242,9 +246,10 @@ class Activations(GptRun):
         return LayerBytes(parts.kept + self._linear_inputs(number), parts.transient)
 
     def _linear_inputs(self, number: int) -> int:
-        """Return how many bytes more layer ``number`` keeps because of 8-bit or frozen weights.
+        """Return by how many bytes 8-bit or frozen weights change what layer ``number`` keeps.
 
-        The layer is compared with one trained in 16 or 32 bits; the result is often negative.
+        The result is the difference to a layer that is trained in 16 or 32 bits. It is often
+        negative.
         """
         fp8 = self.config.fp8
         width = self.sizes.width
@@ -259,9 +264,9 @@ class Activations(GptRun):
         return (proj if attended else -proj * (width - 1)) - sum(inputs.values()) * (width - 1)
 
     def _inputs(self, number: int) -> dict[str, int]:
-        """Return the number of elements that each linear layer of decoder layer ``number`` keeps.
+        """Return the number of elements in the input of each linear layer of layer ``number``.
 
-        The elements are those of the layer's input on one rank. The keys are names such as
+        Count those on one rank; inputs that are recomputed count 0. The keys are names such as
         ``linear_qkv``.
         """
         sizes = self.sizes
@@ -285,9 +290,10 @@ class Activations(GptRun):
     def _adapters(self, inputs: dict[str, int], *, attended: bool) -> int:
         """Return the bytes that LoRA adapters add, minus the inputs that frozen layers do not keep.
 
-        ``inputs`` has the number of elements of each linear layer's input, by name. A frozen linear
-        layer without an adapter keeps no input; but if ``attended``, attention keeps its own
-        output, which is the input of ``linear_proj``.
+        Args:
+            inputs: number of elements in each linear layer's input, by the layer's name.
+            attended: whether attention keeps its output. This is the input of ``linear_proj``,
+                which then is kept even if ``linear_proj`` has no adapter.
         """
         lora = self.config.lora
         sizes = self.sizes
@@ -327,10 +333,10 @@ class Activations(GptRun):
         return in_order(*parts)
 
     def deferred(self, stage: Stage) -> int:
-        """Return the bytes that a stage's linear layers keep for deferred weight gradients.
+        """Return the bytes that a stage's linear layers keep to compute weight gradients later.
 
-        They are inputs and output gradients. A zero-bubble schedule keeps them between its two
-        backward passes, for inputs and for weights.
+        They keep their inputs and output gradients. A zero-bubble schedule computes the gradients
+        of inputs first and those of weights later.
         """
         sizes = self.sizes
         inner = 3 if self.config.model.gated else 2

@@ -1,8 +1,8 @@
-"""The sizes of a GPT run, and the floating-point operations of a sequence and of a stage.
+"""The sizes of a GPT run, and the floating-point operations per sequence and per pipeline stage.
 
-Almost only matrix products count: a multiply-add as two operations, causal attention as half of
-full attention. Like Megatron-LM, the log reports three times the whole model's forward pass, since
-the backward pass takes twice as many operations.
+Almost only matrix products count. A multiply-add counts as two operations, and causal attention as
+half of full attention. Like Megatron-LM, the log reports three times the whole model's forward
+pass, since the backward pass takes twice as many operations.
 """
 
 from dataclasses import dataclass
@@ -22,15 +22,16 @@ from megatron_ext.text.cost.latent import LatentSizes
 
 @dataclass(frozen=True)
 class Sizes(Ranks):
-    """The sizes of a run, from its resolved configuration, that the cost formulas need.
+    """The sizes of a run that the cost formulas need, from the resolved configuration.
 
     Attributes:
-        s, h, f, n, g, d, v: sequence length (of the run, not of a rank), hidden size, width of the
-            MLP, attention heads, query groups, head size, vocabulary.
+        s, h, f, n, g, d, v: length of the whole sequence, hidden size, MLP width, attention heads,
+            query groups, head size, padded vocabulary size.
+        layers: number of decoder layers.
         depths: number of MTP depths (prediction modules).
         experts: for each layer, whether it holds experts.
-        latent: the sizes of multi-latent attention, where d is the size of a head's value; None for
-            other attention.
+        latent: the sizes of multi-latent attention, in which d is the size of a head's value; None
+            for other attention.
     """
 
     s: int
@@ -49,7 +50,7 @@ class Sizes(Ranks):
     def projected(self) -> int:
         """Return the channels per token of queries, keys and values together, over all heads.
 
-        For multi-latent attention they are the outputs of the two projections up to the heads.
+        For multi-latent attention, return the outputs of the two up-projections together.
         """
         if self.latent is not None:
             return self.latent.queries + self.latent.keys_and_values
@@ -67,9 +68,9 @@ class Sizes(Ranks):
 
     @property
     def residual_tokens(self) -> int:
-        """Return a rank's tokens of a micro-batch in the residual stream.
+        """Return the tokens of a micro-batch in a rank's residual stream.
 
-        Sequence parallelism divides them among tensor-parallel ranks.
+        Sequence parallelism divides them among the tensor-parallel ranks.
         """
         return self.tokens // self.sequence_size
 
@@ -98,8 +99,12 @@ def attention_matrices(config: RunConfig, tp: int = 1) -> list[Linear]:
 def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: Any) -> list[Linear]:
     """Return the two linear layers of an MLP, fc1 and fc2.
 
-    Its ``width`` channels are divided among ``ranks`` ranks; ``h`` is the hidden size. ``layout``
-    is passed on to `Linear`.
+    Args:
+        h: hidden size.
+        width: number of channels between the two layers.
+        gated: whether fc1 has twice as many outputs, for a gate.
+        ranks: number of ranks among which the channels are divided.
+        layout: further arguments of `Linear`.
     """
     return [
         Linear("linear_fc1", width * (2 if gated else 1), h, rows=ranks, **layout),
@@ -108,10 +113,10 @@ def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: A
 
 
 def score_channels(config: RunConfig) -> int:
-    """Return attention's multiplications per query and position of the sequence, in one layer.
+    """Return the multiplications of one layer's attention per query and position of the sequence.
 
-    They are the products with keys and with values, halved: a causal query meets half of the
-    positions on average.
+    The products with keys and with values are counted, but only half, since a causal query attends
+    to half of the positions on average.
     """
     model = config.model
     n = model.num_attention_heads or 0
@@ -121,15 +126,13 @@ def score_channels(config: RunConfig) -> int:
 
 
 def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
-    """Return the multiplications per token of the forward pass, by part of the model.
+    """Return the multiplications per token in the forward pass of each part of the model.
 
-    - ``projections``: queries, keys, values and output, in a layer
-    - ``scores``: causal attention in a layer, that is products with keys and with values
-    - ``windowed``: the same in a layer with the window of ``--window-size``
-    - ``dense``: the MLP of a layer, with a third matrix if ``gated``
-    - ``experts``: all experts of one token, in a layer
-    - ``depth``: the projection before the layer of an MTP depth
-    - ``logits``: the output layer
+    - ``projections``: queries, keys, values and output, in a layer - ``scores``: causal attention
+    in a layer, that is products with keys and with values - ``windowed``: the same in a layer with
+    the window of ``--window-size`` - ``dense``: the MLP of a layer, with a third matrix if
+    ``gated`` - ``experts``: all experts of one token, in a layer - ``depth``: the projection before
+    the layer of an MTP depth - ``logits``: the output layer
     """
     model = config.model
     moe = config.section(MoEConfig)
@@ -152,10 +155,11 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
 
 
 def _keys_in_window(config: RunConfig) -> int:
-    """Return twice the mean number of keys per query in a layer with a window, less 1.
+    """Return the sequence length whose full causal attention costs as much per query as the window.
 
-    The result is the sequence length s if the window hides nothing. If the window shows a query its
-    own key and w keys before it, s queries attend to s (w + 1) - w (w + 1) / 2 keys.
+    This is 2 m - 1 for m keys per query on average; without a limiting window it is the sequence
+    length s. If a query sees itself and w tokens before it, all s queries together see s (w + 1) -
+    w (w + 1) / 2 keys.
     """
     length = config.model.seq_length or 0
     window = config.section(AttentionConfig).window_size
@@ -168,9 +172,9 @@ def _keys_in_window(config: RunConfig) -> int:
 def flops_per_sample(config: RunConfig) -> float:
     """Return the operations of one sequence in the forward and backward pass of the model.
 
-    Recomputation is not counted. The formula is Megatron-LM's, for comparable figures: it counts
-    the norms of multi-token prediction, and the gate of SwiGLU but of no other gated MLP. In layers
-    with a window, only keys inside of it count.
+    Recomputation is not counted, nor are keys outside of an attention window. The formula is
+    Megatron-LM's, so that the numbers are comparable. It therefore counts the norms of MTP depths,
+    and the gate of SwiGLU but not of other gated MLPs.
     """
     model = config.model
     attention = config.section(AttentionConfig)
@@ -191,19 +195,19 @@ def flops_per_sample(config: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class GptRun(Network):
-    """A GPT in one run: its configuration, its sizes, and numbers that several formulas need."""
+    """A GPT in one run: its configuration, its sizes, and numbers that several formulas use."""
 
     config: RunConfig
     sizes: Sizes
 
     @property
     def moe(self) -> MoEConfig:
-        """Return the section of the MoE flags."""
+        """Return the configuration section for mixture of experts."""
         return self.config.section(MoEConfig)
 
     @property
     def scoring(self) -> AttentionConfig:
-        """Return the section of the flags of attention windows and scores."""
+        """Return the configuration section for attention windows and attention scores."""
         return self.config.section(AttentionConfig)
 
     @property
@@ -221,7 +225,7 @@ class GptRun(Network):
     def table(self) -> int:
         """Return the number of elements in a rank's shard of the word embedding.
 
-        The shard of the output layer has as many.
+        The output layer's shard has the same number.
         """
         return self.sizes.v // self.sizes.tp * self.sizes.h
 
@@ -229,7 +233,7 @@ class GptRun(Network):
     def routed(self) -> int:
         """Return the number of tokens that a rank's experts get from a micro-batch in one layer.
 
-        All experts are taken to get equally many; a token counts once for each of its experts.
+        Every expert is assumed to get the same number. A token counts once for each of its experts.
         """
         return self.sizes.residual_tokens * self.moe.moe_router_topk * self.sizes.etp
 
@@ -246,10 +250,10 @@ class GptRun(Network):
         return self.config.loss.cross_entropy_chunk_size or usual
 
     def recomputes(self, part: str) -> bool:
-        """Return whether a layer's backward pass computes ``part`` again.
+        """Return whether the flags for selective recomputation recompute ``part`` of a layer.
 
-        Parts are named as in ``--recompute-modules``. The answer leaves
-        ``--recompute-granularity full`` out of account.
+        ``part`` is a value of ``--recompute-modules``. ``--recompute-granularity full`` is not
+        considered.
         """
         model = self.config.model
         moe = self.moe
@@ -286,9 +290,9 @@ class GptFlops(GptRun):
         )
 
     def _cast_bytes(self, number: int) -> int:
-        """Return the bytes per token that one layer's casts to 8 bits read and write.
+        """Return the bytes per token that the 8-bit casts of one layer read and write.
 
-        The layer casts the inputs and the output gradients of its linear layers.
+        The inputs and the output gradients of the layer's linear layers are cast.
         """
         from megatron_ext.planning.kernels import cast_of
 
@@ -304,9 +308,9 @@ class GptFlops(GptRun):
         return (around + x.f + wide) * each
 
     def joins_activation(self, number: int) -> bool:
-        """Return whether the kernel that casts to 8 bits computes a layer's activation too.
+        """Return whether one kernel computes a layer's activation and casts it to 8 bits.
 
-        `layers.fp8.activation` has this kernel.
+        This is the kernel in `layers.fp8.activation`.
         """
         fp8 = self.config.fp8
         model = self.config.model
@@ -319,9 +323,10 @@ class GptFlops(GptRun):
         return self._on_rank("projections") + self._on_rank("experts" if experts else "dense")
 
     def _trained(self, linear: float) -> float:
-        """Return the operations for weight gradients of layers with ``linear`` forward operations.
+        """Return the operations for the weight gradients of linear layers.
 
-        There are as many as in the forward pass, and none if only LoRA adapters are trained.
+        There are as many as in the layers' forward pass, ``linear``, but none if only LoRA adapters
+        are trained.
         """
         return linear if self.trains else 0.0
 
@@ -361,7 +366,7 @@ class GptFlops(GptRun):
         return total
 
     def _again(self, number: int) -> tuple[float, float]:
-        """Return the operations that layer ``number`` recomputes: (linear layers, attention)."""
+        """Return the operations that layer ``number`` recomputes, in (linear layers, attention)."""
         model = self.config.model
         experts = self.sizes.experts[number]
         scores = self._scores(number)

@@ -1,7 +1,8 @@
-"""Counts the GPU kernels of a GPT's micro-batch that are no matrix products of its layers.
+"""Counts the GPU kernels of a GPT's micro-batch, and the bytes that they move.
 
-Bytes are counted as the compiled functions of `layers.pointwise` and `losses` move them on a GPU.
-Each function is one kernel, which reads its inputs and writes its outputs once. A test compares the
+`Network.products` has the operations of the layers' matrix products; this module has the rest.
+Bytes are counted as the compiled functions of `layers.pointwise` and `losses` move them on a GPU:
+each function is one kernel, which reads its inputs and writes its outputs once. A test compares the
 sums with those of a traced layer.
 """
 
@@ -58,7 +59,10 @@ class GptKernels:
     network: GptFlops
 
     def other_work(self, stage: Stage) -> list[Work]:
-        """Return a stage's kernels of one micro-batch other than its matrix products."""
+        """Return a stage's kernels of one micro-batch.
+
+        The operations of the layers' matrix products are left out; `Network.products` has them.
+        """
         x = self.network.sizes
         count = self.network.num_microbatches
         fp8 = self.network.config.fp8
@@ -84,10 +88,14 @@ class GptKernels:
         return work + (self._head_work(stage) if stage.head else [])
 
     def layer_work(self, experts: bool, *, joins: bool = False) -> list[Work]:
-        """Return the kernels of one layer, by class and phase; pointwise ones with their bytes.
+        """Return the number of kernels in one layer, by class and phase.
 
-        ``experts`` tells whether the layer has experts. ``joins`` leaves out the activation, which
-        then the kernel that casts to 8 bits computes.
+        Bytes are given only for the pointwise kernels.
+
+        Args:
+            experts: whether the layer has experts.
+            joins: whether the kernel that casts to 8 bits also computes the activation, whose bytes
+                are then left out.
         """
         x = self.network.sizes
         model = self.network.config.model
@@ -126,10 +134,10 @@ class GptKernels:
         ]
 
     def _overwrites_head(self, stage: Stage) -> bool:
-        """Return whether the output layer's first gradient in a step is written, not added.
+        """Return whether the output layer's first gradient in a step overwrites the buffer.
 
-        It is always added with CUDA graphs, with sharded gradients, and on a stage with an
-        embedding that shares the weight.
+        Otherwise it is added to the gradient buffer: with CUDA graphs, with sharded gradients, and
+        on a stage with an embedding that shares the weight.
         """
         tied = not self.network.config.model.untie_embeddings_and_output_weights
         graphed = self.network.config.cuda_graphs.cuda_graph_impl == "local"
@@ -140,9 +148,9 @@ class GptKernels:
         """Return the kernels of the output layer and the loss.
 
         The chunked cross-entropy computes the gradients in its forward pass, block by block, and
-        sums those of the weight in float32. A weight takes 4 bytes in the first block and 8 in each
-        other; 2 bytes per block are left out, since the assumed rate of matrix products covers
-        them.
+        sums the weight gradient in float32. Per element of the weight, the first block writes 4
+        bytes, and each other block reads and writes 8. Of these, 2 bytes per block are not counted,
+        because the assumed rate of matrix products includes them.
         """
         x = self.network.sizes
         losses = 1 + self.network.sizes.depths

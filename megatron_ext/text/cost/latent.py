@@ -1,4 +1,7 @@
-"""The sizes of multi-latent attention (`layers.latent_attention`), for the cost of a GPT."""
+"""The sizes of multi-latent attention (`layers.latent_attention`), for the cost of a GPT.
+
+Queries are computed from one small vector per token, keys and values from another.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from megatron_ext.text.config.attention import LatentAttentionConfig
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Sizes of a layer of multi-latent attention, in channels of one token.
+    """The sizes of a layer with multi-latent attention; channels are those of one token.
 
     Attributes:
         h: channels of the hidden state.
@@ -59,26 +62,26 @@ class LatentSizes:
 
     @property
     def keys_and_values(self) -> int:
-        """Return the channels of all heads' values and unrotated parts of keys together."""
+        """Return the channels of all heads' values and unrotated parts of keys, together."""
         return self.n * (self.key - self.rotated + self.value)
 
     @property
     def small(self) -> int:
-        """Return the channels that every tensor-parallel rank computes whole.
+        """Return the channels that tensor parallelism does not divide: every rank has them all.
 
-        They are those of the two small vectors and the rotated part of a key.
+        They are those of the two small vectors and of the rotated part of a key.
         """
         return self.query_rank + self.rank + self.rotated
 
     @property
     def kept(self) -> int:
-        """Return the elements per token that `small` channels and their norms keep for backward."""
+        """Return the elements per token that autograd keeps for the small vectors and norms."""
         return self.small + (self.norms * (self.query_rank + self.rank))
 
     def matrices(self, tp: int) -> list[Linear]:
-        """Return the projections to queries, keys and values, in the order of their registration.
+        """Return the projections to queries, keys and values, in the order of the module.
 
-        ``tp`` tensor-parallel ranks shard those whose outputs are divided into heads.
+        ``tp`` tensor-parallel ranks shard the projections whose outputs are divided into heads.
         """
         rank = self.query_rank
         first = [Linear("linear_q_proj", self.queries, self.h, rows=tp, bias=False)]

@@ -1,4 +1,4 @@
-"""The cost model of a GPT, `GPT_COST`, by which `planning` estimates memory and time.
+"""The cost model of a GPT, `GPT_COST`, with which `planning` estimates memory and time.
 
 This file counts the layers of each pipeline stage, their parameters and the bytes that ranks send.
 flops.py has the sizes of a run and its operations, activations.py the bytes kept for the backward
@@ -73,7 +73,7 @@ def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, inde
 
 @dataclass(frozen=True)
 class Parameters(GptRun):
-    """Lists the names and sizes of a stage's parameters, in the order of their registration."""
+    """Lists the names and sizes of a stage's parameters, in the order of the module."""
 
     def weights(self, stage: Stage) -> list[Weight]:
         fp8 = self.config.fp8
@@ -132,7 +132,7 @@ class Parameters(GptRun):
         return weights
 
     def _linear_weights(self, name: str, linears: Sequence[Linear]) -> list[Weight]:
-        """Return the weights of ``linears``, with names under the module ``name``."""
+        """Return the parameters of ``linears``, whose names begin with the module ``name``."""
         lora = self.config.lora
         return [weight for x in linears for weight in x.weights(lora, f"{name}.")]
 
@@ -154,7 +154,8 @@ class Parameters(GptRun):
     def _mlp(self, width: int, ranks: int, **layout: Any) -> list[Linear]:
         """Return the linear layers of an MLP of ``width`` channels.
 
-        ``ranks`` ranks divide the channels among them; ``layout`` is passed on to `Linear`.
+        The channels are divided among ``ranks`` ranks; ``layout`` has further arguments of
+        `Linear`.
         """
         model = self.config.model
         layout.setdefault("bias", model.add_bias_linear)
@@ -179,9 +180,9 @@ class Parameters(GptRun):
         return weights
 
     def _depth_weights(self, name: str) -> list[Weight]:
-        """Return the weights of an MTP depth, the module ``name``.
+        """Return the parameters of an MTP depth, whose names begin with the module ``name``.
 
-        Its transformer layer is like the last decoder layer.
+        The depth's transformer layer has the same parameters as the last decoder layer.
         """
         x = self.sizes
         weights = [*self._norm_weights(f"{name}.enorm"), *self._norm_weights(f"{name}.hnorm")]
@@ -194,7 +195,7 @@ class Parameters(GptRun):
 
 @dataclass(frozen=True)
 class GptNetwork(Parameters, Activations, GptFlops):
-    """Formulas for the weights, memory, traffic and operations of a GPT in one run."""
+    """The cost formulas of a GPT in one run: parameters, memory, messages and operations."""
 
     @classmethod
     def of(cls, config: RunConfig) -> GptNetwork:
@@ -293,7 +294,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
         return total
 
     def layer_traffic(self, experts: bool) -> Volume:
-        """Return the bytes that a rank sends for one layer in all passes, recomputation included.
+        """Return the bytes that a rank sends for one layer in all passes, including recomputation.
 
         ``experts`` tells whether the layer has experts.
         """
@@ -317,15 +318,15 @@ class GptNetwork(Parameters, Activations, GptFlops):
         return forward + backward + Volume(context=forward.context if again else 0.0)
 
     def _gather(self) -> float:
-        """Return the bytes that a rank sends to gather hidden states ``[s, b, h]``.
+        """Return the bytes that a rank sends in one all-gather of hidden states ``[s, b, h]``.
 
-        They are gathered over the tensor-parallel ranks.
+        The tensor-parallel ranks take part in it.
         """
         x = self.sizes
         return ring(x.tp) * x.tokens * x.h * x.width
 
     def _context(self) -> float:
-        """Return the bytes that context parallelism sends per rank in a layer's forward pass."""
+        """Return the bytes that a rank sends for context parallelism in a layer's forward pass."""
         x = self.sizes
         tokens = x.tokens * x.width // x.tp
         both = x.key + x.d
