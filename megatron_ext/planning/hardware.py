@@ -27,10 +27,11 @@ _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU of this name in `GPUS`, or the slowest one in a ``.json`` file of the doctor.
+    """Return the GPU with this name in `GPUS`, or a measured one if ``name`` is a ``.json`` file.
 
-    The doctor (``tools/doctor.py``) does not measure links and networks. Their rates come from the
-    datasheet if `GPUS` has this kind of GPU, and are `PCIE` otherwise.
+    ``tools/doctor.py --json`` writes such a file; of its GPUs, take the slowest. Links and networks
+    are not measured: their rates come from the datasheet if `GPUS` has this kind of GPU, and are
+    `PCIE` otherwise.
 
     Raises:
         ConfigError: `GPUS` lacks the name, or the file has no readable rates.
@@ -190,7 +191,7 @@ GRAPH_GAP = 4.6e-6
 def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
     """Return the assumed ratios as rows of a table.
 
-    A row is name, value and meaning of a ratio, and whether a measured rate of the GPU replaces it.
+    Each row is (name, value, meaning, whether a measured rate of the GPU is used instead).
     """
     replaced = set[str]()
     if gpu.measured is not None:
@@ -203,13 +204,13 @@ def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
 
 @dataclass(frozen=True)
 class Rates:
-    """The operations and bytes a second that a kind of GPU is assumed to achieve."""
+    """The rates that a kind of GPU is assumed to reach, in operations or bytes per second."""
 
     gpu: Gpu
     efficiency: Efficiency = DEFAULT
 
     def products(self, width: int) -> float:
-        """Return the operations a second of a large matrix product of ``width``-byte numbers.
+        """Return the operations per second of a large matrix product of ``width``-byte numbers.
 
         Raises:
             ConfigError: ``width`` is 1 on a GPU without fp8.
@@ -223,7 +224,7 @@ class Rates:
         return self.gpu.peak(width) * reached
 
     def operations(self, work: Work) -> float:
-        """Return the operations a second of the matrix products in ``work``."""
+        """Return the operations per second of the matrix products in ``work``."""
         x = self.efficiency
         share = x.layers
         if work.kind == "attention":
@@ -232,7 +233,7 @@ class Rates:
         return self.products(work.width) * share
 
     def memory(self, kind: str) -> float:
-        """Return the bytes a second that kernels of a class read and write."""
+        """Return the bytes per second that kernels of the class ``kind`` read and write."""
         measured = self.gpu.measured
         efficiency = self.efficiency
         copied = self.gpu.memory_bandwidth * efficiency.copies
@@ -240,7 +241,7 @@ class Rates:
         return (copied if measured is None else measured.copy) * share
 
     def busy(self, work: Work) -> float:
-        """Return the seconds in which the kernels compute, without the gaps between them."""
+        """Return the seconds in which the kernels run, without the gaps between them."""
         moved = work.num_bytes / self.memory(work.kind)
         return moved + (work.flops / self.operations(work) if work.flops else 0.0)
 
@@ -253,17 +254,17 @@ class Rates:
         return work.kernels * (GRAPH_GAP if work.graphed else GAP)
 
     def link(self, span: int) -> float:
-        """Return the bytes a second that a rank can send within a range of ``span`` ranks."""
+        """Return the bytes per second that a rank can send to others within ``span`` ranks."""
         link = self.gpu.link if span <= self.gpu.per_node else self.gpu.network
         return link * self.efficiency.links
 
 
 def reserve_on(gpu: Gpu, ranks: Ranks, moving: int) -> dict[str, int]:
-    """Return the bytes of a GPU that torch's tensors cannot use, by their purpose.
+    """Return the bytes of a GPU's memory that tensors cannot use, by what uses them instead.
 
     CUDA's context and code take 0.4 to 0.6 GiB. torch gives cuBLAS and cuBLASLt a workspace each,
     on two streams: 32 MiB on Hopper and newer, 8 MiB on others
-    (``aten/src/ATen/cuda/CublasHandlePool.cpp``). For each group of ranks NCCL has 24 channels with
+    (``aten/src/ATen/cuda/CublasHandlePool.cpp``). For each process group, NCCL has 24 channels with
     a buffer of 4 MiB (``NCCL_BUFFSIZE``) in each direction. Fragmentation is guessed as 5% of
     ``moving``, the bytes of activations and transient tensors.
     """
@@ -278,7 +279,7 @@ def reserve_on(gpu: Gpu, ranks: Ranks, moving: int) -> dict[str, int]:
 
 
 def size(count: float) -> str:
-    """Format a number of bytes in GB, or in MB below 0.1 GB (powers of ten), or as a dash if 0."""
+    """Format a number of bytes in GB (10^9), or in MB if it is below 0.1 GB; 0 becomes a dash."""
     if not count:
         return "–"
     return f"{count / GB:,.2f} GB" if count >= GB / 10 else f"{count / 1e6:,.2f} MB"

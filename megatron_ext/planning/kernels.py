@@ -36,7 +36,11 @@ CASTS = {"delayed": (4, 1), "tensorwise": (6, 3), "rowwise": (8, 4)}
 
 
 def cast_of(recipe: str) -> tuple[int, int]:
-    """Return the entry of `CASTS` for a recipe; Transformer Engine's recipes have tensorwise's."""
+    """Return (bytes per 16-bit number, kernels) of a cast to 8 bits by this recipe.
+
+    Recipes that `CASTS` lacks are Transformer Engine's; they are assumed to cost as much as
+    "tensorwise".
+    """
     return CASTS.get(recipe, CASTS["tensorwise"])
 
 
@@ -51,7 +55,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """Counts of the kernels of one class in a phase of a micro-batch, or in the update of a step.
+    """Kernels of one class, summed over one phase of a micro-batch or over the update of a step.
 
     Attributes:
         kind: a key of `KINDS`.
@@ -81,15 +85,16 @@ class Work:
 def gradient_bytes(
     num_microbatches: int, recipe: str | None = None, *, overwrites: bool = True
 ) -> float:
-    """Return the bytes moved to sum gradients, per weight and micro-batch.
+    """Return the bytes that summing weight gradients moves, per weight and micro-batch.
 
-    Only bytes beyond those of a product with a 16-bit result are counted, since the assumed rate of
-    products includes its 2 bytes. A product adds to the float32 sum: 4 bytes read and 4 written.
-    The first micro-batch only writes, if it ``overwrites`` the sum.
+    The matrix product of a weight gradient adds to a float32 sum: it reads 4 bytes and writes 4.
+    With ``overwrites``, the product of the first micro-batch only writes. Always 2 bytes less are
+    counted, because the assumed rate of products includes writing a 16-bit result.
 
-    An 8-bit product, by this fp8 ``recipe``, cannot add. It writes a float32 result (in the first
-    micro-batch into the sum itself), and another kernel adds the result to the sum. With scales per
-    row the result has 16 bits; it is copied to the sum, or cast before it is added.
+    With an fp8 ``recipe`` the product cannot add. It writes a float32 result, in the first
+    micro-batch directly into the sum; later, another kernel adds the result to the sum. With the
+    recipe "rowwise" the result has 16 bits: the first one is copied to the sum, others are cast to
+    float32 and added.
     """
     first = FP32 - 2
     other = 2 * FP32 - 2
@@ -106,14 +111,16 @@ def update_work(optimizer: OptimizerConfig, ranks: Ranks, state: State) -> list[
 
     They move these bytes per weight that the rank updates:
 
-    - 4 to read the gradient for the norm, and 4 to read it for the update;
-    - twice the size of the optimizer state;
-    - 2 to write the model's weight in 16-bit runs, else 8 for the weight itself;
-    - if the host decides whether to skip (SGD): 4 to write the clipped gradient, 4 to read the
-      float32 weight again, and 8 to divide each gradient of the buffer by the number of tokens;
-    - if there is an average: reading and writing it, and reading the weight.
+    - 4 to read the gradient for the norm, and 4 to read it for the update; - twice the size of the
+    optimizer state; - 2 to write the model's weight in 16-bit runs, else 8 to read and write the
+    weight itself; - with SGD, for which the host decides whether to skip the update: 4 to write the
+    clipped
+      gradient, 4 to read the float32 weight again, and 8 to divide each gradient in the buffer by
+      the number of tokens;
+    - with averaged weights: reading and writing the average, and reading the weight.
 
-    The gradients of layers' weights need not be set to zero.
+    Setting the gradients of layers to zero is not counted here: usually the first micro-batch
+    overwrites them, and otherwise `Network.products` counts it.
     """
     on_host = optimizer.optimizer == "sgd"
     per_weight = 2 * FP32 + (ranks.width if ranks.half else 2 * FP32)

@@ -1,4 +1,4 @@
-"""The peak memory of each pipeline rank: its state, and its activations over the schedule."""
+"""The peak memory of each pipeline rank: its state, and the activations that it holds at a time."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _host_memory(config: RunConfig, cost: TaskCost, ranks: int) -> int:
 
 
 def _what_would_fit(config: RunConfig, cost: TaskCost, ranks: int, available: int) -> str:
-    """Return the end of a sentence, which names flags for which the lower bound fits."""
+    """Return the end of an error message, which names flags with which the run would fit."""
     from megatron_ext.planning.hardware import size
 
     given, _ = config.training.batch_sizes

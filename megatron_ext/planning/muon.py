@@ -1,7 +1,8 @@
 """Counts the operations of Muon's update, and the bytes of matrices that a rank sends for it.
 
-Fused matrices are counted as one matrix, so the operations are an upper bound. Ranks that share the
-optimizer's state divide the work; otherwise each replica orthogonalizes all of its matrices.
+A fused matrix, such as that of queries, keys and values, is counted as one, so the operations are
+an upper bound. Ranks that share the optimizer's state divide the work; otherwise each replica
+orthogonalizes all of its matrices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ HALF = 2
 
 
 def _dealt(flags: OptimizerConfig, ranks: Ranks, weight: Weight) -> float:
-    """Return the fraction of weights like ``weight`` that a rank orthogonalizes."""
+    """Return the fraction of the matrices such as ``weight`` that this rank orthogonalizes."""
     if not flags.use_distributed_optimizer:
         return 1.0
     return 1 / (ranks.expert_dp if weight.expert else ranks.dp * ranks.cp)
@@ -38,8 +39,8 @@ def _width(flags: OptimizerConfig) -> int:
 def muon_work(flags: OptimizerConfig, ranks: Ranks, weights: Iterable[Weight]) -> list[Work]:
     """Return the matrix products of Muon's update for the ``weights`` that a rank holds.
 
-    An iteration on a matrix [m, n] with m <= n takes ``4 m^2 n + 2 m^3`` operations in three
-    products.
+    One Newton-Schulz iteration on a matrix ``[m, n]`` with m <= n has three products, which take
+    ``4 m^2 n + 2 m^3`` operations together.
     """
     flops = kernels = 0.0
     for weight in weights:

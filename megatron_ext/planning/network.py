@@ -73,7 +73,7 @@ class Flops(Summed):
         return self.linear + self.fp8 + self.scores + self.head
 
     def recomputed(self, times: int) -> Flops:
-        """Return these forward products as products that the backward pass recomputes."""
+        """Return what is added if the backward pass recomputes these products ``times`` times."""
         again = [times * part for part in (self.linear, self.fp8, self.scores)]
         return Flops(again=again[0], fp8_again=again[1], scores_again=again[2])
 
@@ -116,10 +116,10 @@ def ring(ranks: int) -> float:
 
 
 def fp8_bytes(fp8: Fp8Config, weights: Iterable[Weight]) -> int:
-    """Return the bytes of the 8-bit copies of weights that exist beside the weights in a step.
+    """Return the bytes of the 8-bit copies of weights that exist beside the weights during a step.
 
     A weight has a copy and a transposed copy in 8 bits. With ``--fp8-param-gather`` the weight
-    itself is in 8 bits, so that only the transposed copy is counted.
+    itself is in 8 bits, and only the transposed copy is added.
     """
     numbers = sum(weight.numel for weight in weights if LINEAR.search(weight.name))
     return (2 - fp8.fp8_param_gather) * numbers
@@ -149,13 +149,13 @@ class Network(ABC):
     sizes: Ranks
 
     def with_config(self, config: RunConfig) -> Network:
-        """Return this network in the run ``config``, which has the same ranks and micro-batches."""
+        """Return the network with another configuration of the same ranks and micro-batch size."""
         this: Any = self
         return dataclasses.replace(this, config=config)  # type: ignore[no-any-return]
 
     @property
     def experts(self) -> tuple[int, int]:
-        """Return the experts of a layer, and those that a token uses; 1 and 1 without experts."""
+        """Return (experts in a layer, experts that a token uses); (1, 1) without experts."""
         return 1, 1
 
     @property
@@ -197,7 +197,7 @@ class Network(ABC):
     def layer(self) -> LayerBytes:
         """Return the bytes of one layer without full recomputation.
 
-        If layers differ, the network chooses one of the most frequent kind, or the last.
+        If layers differ, subclasses choose the most frequent kind or the last layer.
         """
 
     @property
@@ -277,10 +277,10 @@ class Network(ABC):
         return moved
 
     def other_work(self, stage: Stage) -> list[Work]:
-        """Return the kernels of one micro-batch besides the products of layers and attention.
+        """Return the kernels of one micro-batch that `products` does not count.
 
-        The default assumes that everything autograd keeps is moved once in the forward pass and
-        twice in the backward pass, by `LAYER_KERNELS` kernels per layer.
+        By default, assume that all that autograd keeps is moved once in the forward pass and twice
+        in the backward pass, by `LAYER_KERNELS` kernels per layer.
         """
         from megatron_ext.planning.kernels import Phase, Work
 
@@ -305,7 +305,7 @@ class Network(ABC):
         """Return the number of tokens of a sample."""
 
     def messages(self, stage: Stage) -> float:
-        """Return the bytes of output and input gradient that a stage sends for one micro-batch."""
+        """Return the bytes of output and input gradient that a stage sends per micro-batch."""
         chunks = self.config.parallel.virtual_pipeline_model_parallel_size or 1
         ends = (stage.index < self.sizes.pp * chunks - 1) + (stage.index > 0)
         return float(self.boundary * ends) if self.sizes.pp > 1 else 0.0
@@ -313,9 +313,10 @@ class Network(ABC):
 
 @dataclass(frozen=True)
 class Case:
-    """A network on one kind of batch, such as samples of one size.
+    """The cost of a run on batches of one kind, such as batches of samples with one size.
 
     Attributes:
+        network: the cost formulas for such a batch.
         name: name of the kind in a report; empty if the run has only one kind.
         share: fraction of an epoch's steps with this kind.
         columns: further cells for this kind in the report's table, by column heading.
@@ -336,9 +337,10 @@ class TaskCost:
     """The functions with which a task describes the cost of its runs to planning.
 
     Attributes:
-        cases: takes a resolved run and returns its kinds of batches; may open its data.
-        modes: modes of recomputation that a report compares, from none to full.
-        recompute: returns a run with another mode.
+        cases: takes a resolved configuration; returns a `Case` for each kind of batch. It may open
+            the run's data.
+        modes: names of the recomputation modes that a report compares, from none to full.
+        recompute: takes a configuration and a mode; returns the configuration with this mode.
         from_flags: whether the cases depend only on the flags, not on the data. Only then can
             layouts be searched, and can a run on CPUs be checked against its host's memory.
         report: replaces the usual report if a step does not train exactly one network.
@@ -353,5 +355,5 @@ class TaskCost:
     num_experts: Callable[[RunConfig], int] = lambda _: 0
 
     def modes_with(self, graphs: CudaGraphConfig) -> tuple[str, ...]:
-        """Return the modes of recomputation that a run can use; with CUDA graphs only ``none``."""
+        """Return the recomputation modes that a run can use; with CUDA graphs only ``none``."""
         return self.modes if graphs.cuda_graph_impl == "none" else ("none",)

@@ -114,7 +114,7 @@ def model_parameters(ranks: list[RankMemory]) -> int:
 
 
 def active_parameters(ranks: list[RankMemory], network: Network) -> int:
-    """Return the number of parameters that one token uses: its experts' and all others."""
+    """Return the number of the model's parameters without the experts that a token does not use."""
     chunks = [chunk for rank in ranks for chunk in rank.weights]
     routed = distinct([weight for weight in chunk if ROUTED in weight.name] for chunk in chunks)
     count, used = network.experts
@@ -122,7 +122,7 @@ def active_parameters(ranks: list[RankMemory], network: Network) -> int:
 
 
 def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:
-    """Return a table of the kinds of batches.
+    """Return a table with a row for each kind of batch (bucket).
 
     It marks the most frequent kind, and the kind with the highest memory peak.
     """
@@ -282,7 +282,10 @@ def assumption_table(gpu: Gpu) -> Table:
 
 
 def _advice(estimated: Estimate, cost: TaskCost) -> str:
-    """Return a sentence with the first remedy that makes the run fit, else more ranks."""
+    """Return a sentence with the first change of the run's flags that makes it fit.
+
+    If none does, the sentence advises more ranks.
+    """
     config = estimated.network.config
     remedies = {"--use-distributed-optimizer": _distributed(config)}
     graphs = config.cuda_graphs.cuda_graph_impl != "none"

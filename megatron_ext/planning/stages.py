@@ -1,4 +1,4 @@
-"""The division of a run into ranks and stages, and sums of the memory of its layers."""
+"""The sizes of a run and its pipeline stages, and sums of the memory of layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Numbers = TypeVar("Numbers", bound="Summed")
 
 
 class Summed:
-    """Base class of dataclasses with numbers that are added field by field."""
+    """The base class of dataclasses of numbers; ``+`` adds two of them field by field."""
 
     def __add__(self: Numbers, other: Numbers) -> Numbers:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -29,8 +29,9 @@ class Ranks:
 
     Attributes:
         b: samples of a micro-batch.
-        dp, expert_dp: data-parallel size, without ``cp``, and number of replicas of each expert.
+        dp: data-parallel size, without context parallelism.
         ep, etp: expert-parallel and expert-tensor-parallel size.
+        expert_dp: number of replicas of each expert.
         width: bytes of a number in activations and in the parameters of the forward pass.
         gpu: whether a GPU's fused kernels are used.
     """
@@ -77,7 +78,9 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Stage:
-    """The parts of the model that one stage holds.
+    """The part of the model that one pipeline stage holds.
+
+    With virtual pipelining, a pipeline rank holds several stages, called its chunks.
 
     Attributes:
         index: index among all stages of the model.
@@ -113,7 +116,7 @@ class LayerBytes:
 
     Attributes:
         kept: bytes kept from the forward to the backward pass.
-        transient: peak of the further bytes while the gradients are computed.
+        transient: further bytes at the peak of the layer's backward pass, freed at its end.
     """
 
     kept: int
@@ -121,7 +124,10 @@ class LayerBytes:
 
 
 def in_order(*parts: LayerBytes) -> LayerBytes:
-    """Return the memory of parts that run one after another; backward frees the last part first."""
+    """Return the memory of several parts of a model that run one after another.
+
+    The backward pass frees what the last part keeps before it reaches the part before.
+    """
     transient = released = 0
     for part in reversed(parts):
         transient = max(transient, part.transient - released)
@@ -134,8 +140,8 @@ def recomputed(
 ) -> list[LayerBytes]:
     """Return the memory of a stage's layers if the first ``limit`` of them are recomputed.
 
-    Each group of ``size`` recomputed layers is one item of the list and keeps only its input of
-    ``layer_input`` bytes.
+    Recomputed layers form groups of ``size``. Each group is one item of the result, and keeps only
+    its input of ``layer_input`` bytes. The other layers stay as they are.
     """
     run_again = layers[:limit]
     others = layers[limit:]

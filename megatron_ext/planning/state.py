@@ -57,13 +57,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer sharded over ranks, perhaps with a bias and an adapter (`layers.lora`).
+    """A linear layer sharded over ranks, with an optional bias and LoRA adapter (`layers.lora`).
 
     Attributes:
         outputs, inputs: features of the whole layer.
         rows, columns: numbers of ranks over which its outputs and its inputs are sharded.
-        copies: number of ranks with their own copy of such a layer and other weights, such as
-            experts.
+        copies: number of ranks that hold such a layer with other weights; more than 1 for experts.
+        expert: whether it belongs to experts.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Linear:
 
     @property
     def products(self) -> int:
-        """Return the multiplications of one token in the whole layer."""
+        """Return the multiplications per token in the whole layer."""
         return self.outputs * self.inputs
 
     def weights(self, lora: LoraConfig, module: str = "") -> list[Weight]:
@@ -130,8 +130,8 @@ class State(Summed):
         count: number of elements of the parameters, without padding.
         parameters, gradients, optimizer, average: bytes of each. Sharded gradients include the
             buckets that a backward pass fills.
-        reduced: bytes of gradients in one reduction over the replicas.
-        frozen: bytes of the ``parameters`` that are not trained.
+        reduced: bytes of the gradients that one reduction over the replicas takes.
+        frozen: bytes of those ``parameters`` that are not trained.
         updated: number of elements that the rank's optimizer updates.
     """
 
@@ -152,9 +152,12 @@ class State(Summed):
 
 @dataclass
 class Bucket:
-    """A range of a buffer, and the ranges of the parameters in it, in elements.
+    """A range of the parameter buffer that is reduced at once; all numbers are elements.
 
-    ``matrices`` says for each parameter whether ``--optimizer muon`` updates it.
+    Attributes:
+        start, end: the range in the buffer.
+        spans: the range of each parameter in the bucket.
+        matrices: for each parameter, whether ``--optimizer muon`` updates it.
     """
 
     start: int
@@ -166,7 +169,7 @@ class Bucket:
 def buckets(
     weights: Sequence[Weight], *, distributed: bool, replicas: int, bucket_size: int | None
 ) -> list[Bucket]:
-    """Return the buckets of the buffer for the parameters of a module.
+    """Return the buckets of the buffer that holds the parameters of a module.
 
     Args:
         weights: the parameters in the order of the module.
@@ -270,11 +273,11 @@ def rank_state(
 
 
 def _filled(laid: Sequence[Bucket], *, overlap: bool) -> int:
-    """Return the most elements of gradient buckets in memory at a time, with sharded gradients.
+    """Return the largest number of elements in gradient buckets at a time, with sharded gradients.
 
-    A layer may fill two neighbouring buckets at once, and with ``overlap`` another one is being
-    reduced meanwhile. The last bucket holds the word embedding. An output layer or a depth of
-    multi-token prediction may share the embedding, and then fills that bucket from the start.
+    A layer may fill two neighbouring buckets at once, and with ``overlap`` a third one is being
+    reduced meanwhile. The last bucket holds the word embedding. It is always counted: an output
+    layer or an MTP depth may share the embedding, and then fills this bucket first.
     """
     *sizes, last = [bucket.end - bucket.start for bucket in laid]
     count = 3 if overlap else 2
@@ -282,9 +285,10 @@ def _filled(laid: Sequence[Bucket], *, overlap: bool) -> int:
 
 
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int, int]:
-    """Return three counts of a bucket's part that one replica updates.
+    """Count the share of a bucket that one replica updates.
 
-    They are its elements, the parameters that these belong to, and its elements in matrices.
+    Return its elements, the number of parameters that they belong to, and how many of the elements
+    are in matrices that Muon updates.
     """
     share = (bucket.end - bucket.start) // replicas
     low = bucket.start + (replica if replicas > 1 else 0) * share

@@ -49,15 +49,16 @@ class Estimate:
 
     @property
     def matrix_share(self) -> float:
-        """Return the share of a step that its products take if all are as fast as large ones."""
+        """Return the fraction of a step that its products would take at the rate of large ones."""
         large = self.rates.products(self.network.sizes.width)
         return self.flops / (self.seconds * self.network.config.parallel.world_size * large)
 
     @property
     def mfu(self) -> float:
-        """Return the MFU: the model's operations divided by those at the datasheet's rate.
+        """Return the model FLOPs utilization of a step.
 
-        Runs in fp8 are compared with the 16-bit rate, as is usual.
+        This is the model's operations over those that the GPUs could do in the same time at the
+        datasheet's rate. Runs in fp8 are compared with the 16-bit rate, as is usual.
         """
         world = self.network.config.parallel.world_size
         return self.flops / (self.seconds * world * self.gpu.peak(self.network.sizes.width))
@@ -97,7 +98,7 @@ def _fits(gpu: Gpu, network: Network, ranks: Sequence[RankMemory]) -> bool:
 
 @dataclass(frozen=True)
 class Clock:
-    """Times of the parts of a step on a kind of GPU, in seconds."""
+    """Computes the times of the parts of a step on a kind of GPU, in seconds."""
 
     network: Network
     rates: Rates
@@ -138,21 +139,24 @@ class Clock:
         return work + (muon_work(flags, sizes, rank.all_weights) if _uses_muon(flags) else [])
 
     def after(self, rank: RankMemory) -> float:
-        """Return the time after the last backward pass: update and communication of replicas."""
+        """Return the time from the last backward pass to the end of the step.
+
+        It has the optimizer's update and the communication between replicas.
+        """
         volume = step_volume(self.network, rank, self.network.num_microbatches)
         work = sum(map(self.rates.seconds, self.update_work(rank)))
         return work + self.update_exchange(rank) + self.replicas(volume)
 
     def update_exchange(self, rank: RankMemory) -> float:
-        """Return the time of the optimizer's communication within its update."""
+        """Return the time of the communication that is part of the optimizer's update."""
         sent = update_volume(self.network, rank)
         x = self.network.sizes
         return self.exchange(sent) + sent.data / self.rates.link(x.tp * x.dp * x.cp)
 
     def replicas(self, volume: Volume) -> float:
-        """Return the seconds of communication between replicas that are not hidden by computation.
+        """Return the time of communication between replicas that computation does not hide.
 
-        The exchange of the gradients of the word embedding is included.
+        It includes the exchange of gradients between copies of the word embedding.
         """
         x = self.network.sizes
         flags = self.network.config.optimizer
@@ -250,7 +254,10 @@ class Candidate:
     recompute: str
 
     def of(self, config: RunConfig, task: TaskFlags, world_size: int, cost: TaskCost) -> RunConfig:
-        """Return the run in this layout; raise ConfigError if the layout is not possible."""
+        """Return the run's configuration in this layout.
+
+        Raise a ConfigError if the run is not possible in this layout.
+        """
         parallel = replace(
             config.parallel,
             tensor_model_parallel_size=self.tp,
@@ -283,11 +290,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The fastest layouts that fit.
+    """The fastest layouts that fit the GPU's memory.
 
     Attributes:
+        best: the layouts with their estimates, the fastest first.
         tried: number of candidates that can run, whether or not they fit.
-        fitting: number of layouts that fit the GPU's memory.
+        fitting: number of layouts that fit.
     """
 
     best: list[tuple[Candidate, Estimate]]
@@ -331,10 +339,10 @@ def search(
     Each layout uses the first mode of recomputation of `TaskCost.modes` that fits.
 
     Args:
-        config: the run in any layout. Its other flags are kept, but Adam and Muon are distributed,
-            and tensor parallelism is combined with sequence parallelism.
+        config: the run in any layout. Its other flags are kept, except that Adam and Muon use the
+            distributed optimizer, and tensor parallelism comes with sequence parallelism.
         cost: cost of the task, which must have ``from_flags``.
-        count: the most layouts to return.
+        count: the largest number of layouts to return.
 
     Raises:
         ConfigError: no layout is possible; the message has some of the reasons.
