@@ -44,9 +44,9 @@ class CheckpointManager:
     """Saves and loads checkpoints; all ranks call each method together.
 
     Args:
-        base: identity of the model's frozen weights, if checkpoints hold only its adapters.
-        section: prefix of the weights' names in the checkpoint, used if only weights are loaded. A
-            weight that is not stored under this prefix is loaded by its name alone.
+        base: if checkpoints hold only adapters, the identity of the frozen weights under them.
+        section: prefix that the weights' names have in a checkpoint from which only weights are
+            loaded. A weight that is not stored under this prefix is looked up by its name alone.
         background: writes checkpoints while training goes on, if given.
     """
 

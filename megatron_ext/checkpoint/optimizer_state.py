@@ -92,7 +92,10 @@ def counted(optimizer: MegatronOptimizer, count: float | None) -> Iterator[None]
 
 @contextmanager
 def completed(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Within the context, give Muon's matrices in distributed optimizers a zero second moment."""
+    """Within the context, give Muon's matrices in distributed optimizers an all-zero second moment.
+
+    megatron-core's distributed optimizer does not save a weight that lacks one.
+    """
     muons = [
         part.optimizer
         for part in parts_of(optimizer)
@@ -110,10 +113,10 @@ def completed(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def leave_out_second_moments(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Remove, in place, the second moments that `completed` has added, from reshardable state.
+    """Remove, in place, the second moments that `completed` has added to an optimizer state.
 
-    State in megatron-core's other format stays unchanged: it stores whole buffers of parameters, so
-    its files keep the zeros.
+    This applies to the reshardable format only. The other format stores whole buffers of
+    parameters, so that its files keep the zeros.
     """
     for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
         muon = getattr(part, "optimizer", None)
@@ -200,11 +203,11 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _matched_by_kind(parts: list[Any], states: list[dict[str, Any]]) -> Iterator[None]:
-    """Within the context, let megatron-core match parameter groups by kind, whatever their rates.
+    """Within the context, let megatron-core match saved parameter groups by kind only.
 
-    Newer releases also match groups by learning rate and weight decay. So each saved group first
-    gets the rates of the run's group of the same kind. After the load, the run's group gets the
-    saved rates.
+    Newer releases also compare learning rate and weight decay, which may have changed. So each
+    saved group first gets the rates of the run's group of the same kind. After the load, the run's
+    group gets the saved rates.
     """
     saved: list[tuple[Any, int, dict[str, Any]]] = []
     for part, state in zip(parts, states, strict=True):

@@ -103,7 +103,11 @@ class Machine:
         raise Refused("it makes an instance")
 
     def build(self, target: Any, state: Any) -> None:
-        """Set the state of an instance that this machine has made; refuse a second state."""
+        """Set the state of an instance that `new` has made.
+
+        Raises:
+            Refused: the target already has a state, or is not such an instance.
+        """
         raise Refused("it sets a state")
 
     def stored(self, key: Any) -> Any:
@@ -115,7 +119,10 @@ class Machine:
         return _is_key(value)
 
     def check_key(self, key: Any) -> None:
-        """Raise Refused if a value cannot be a key, or if too many keys may have equal hashes."""
+        """Raise Refused if a value cannot be a key of a mapping, or if too many keys share a hash.
+
+        Mappings compare keys with equal hashes one by one, so that many of them would take long.
+        """
         if type(key) is str:
             return
         if not self.is_key(key):
@@ -127,7 +134,7 @@ class Machine:
             self._count_same_hash()
 
     def _count_same_hash(self) -> None:
-        """Count a key whose hash may equal that of another key; raise Refused at too many."""
+        """Count a key whose hash may equal another key's; raise Refused if there are too many."""
         self._same_hash += 1
         if self._same_hash > MAX_SAME_HASH:
             raise Refused(f"it has more than {MAX_SAME_HASH} keys with the hash of another one")

@@ -43,7 +43,7 @@ _LOCK = ".staging.lock"
 
 
 def remote_of(config: CheckpointConfig, folder: Path) -> RemoteFolder | None:
-    """Return the storage whose staging folder is ``folder``; None if it is no staging folder."""
+    """Return the object-store folder staged at ``folder``; None if nothing is staged there."""
     for name, address in config.addresses.items():
         root = split_address(address)[0]
         if staging_folder(root) == folder.absolute():
@@ -57,7 +57,7 @@ def _remote(flag: str, address: str, folder: Path) -> RemoteFolder:
 
 
 def bring(config: CheckpointConfig) -> None:
-    """Download what the run loads from addresses to every machine; all ranks call this together."""
+    """Download what the run loads from object stores, on every machine; all ranks call this."""
     for folder, step, _ in candidates(config):
         remote = remote_of(config, Path(folder))
         if remote is not None:
@@ -66,12 +66,15 @@ def bring(config: CheckpointConfig) -> None:
 
 
 class RemoteFolder:
-    """The checkpoints and records of a run in an object store, and their staging folder.
+    """The checkpoints and records of a run in an object store, and their local staging folder.
+
+    Records are the files beside the checkpoints, such as metrics, configuration and reports.
 
     Attributes:
         flag: the flag that gave the address.
+        address: the folder in the object store, such as ``s3://bucket/run``.
         root: the staging folder.
-        notes: sentences on the checkpoints that were skipped.
+        notes: messages on checkpoints that were skipped.
     """
 
     def __init__(self, flag: str, address: str, root: Path) -> None:
@@ -244,7 +247,10 @@ class RemoteFolder:
         on_first_rank(work, f"{self.address} cannot be written")
 
     def copy_records(self) -> None:
-        """Upload metrics, configuration, events and reports that have changed."""
+        """Upload records (metrics, configuration, events, reports) that are not uploaded yet.
+
+        A record that has changed since this process uploaded it is uploaded again.
+        """
         paths = [*self.root.glob("[!.]*"), *self.root.glob("postmortem_*/*")]
         for path in paths:
             if not path.is_file() or path.name == TRACKER:
@@ -257,9 +263,9 @@ class RemoteFolder:
                 self._copied[name] = stamp
 
     def fetch_records(self) -> None:
-        """Download each record that is missing or shorter here than in the object store.
+        """Download each record that the staging folder lacks, or has in a shorter version.
 
-        This lets a run continue its records on another machine.
+        Records are files such as metrics. So a run can continue them on another machine.
         """
         fs, place = self._place
         self.root.mkdir(parents=True, exist_ok=True)
@@ -323,7 +329,7 @@ class RemoteFolder:
             yield
 
     def _listed(self, iteration: int) -> bytes | None:
-        """Return the manifest of a checkpoint in the object store; None if it was never whole."""
+        """Return the manifest of a checkpoint in the store; None if the upload was not finished."""
         return self._read(f"{folder_of(self.root, iteration).name}/{MANIFEST}")
 
     def _drop_unless_same(self, iteration: int, is_there: bool) -> None:

@@ -165,7 +165,11 @@ class Resume:
         return best
 
     def _loaded(self, checkpoint: CheckpointRef, parts: dict[str, Any]) -> LoadedCheckpoint | None:
-        """Load a checkpoint; if this run has written it, load even what the flags leave out."""
+        """Load a checkpoint; if this run itself wrote it, also load what the flags leave out.
+
+        That is the state of optimizer and random generators, which a restarted run needs in any
+        case.
+        """
         return self._checkpoints.load(
             **parts,
             run_config=self._run_config,
@@ -174,9 +178,10 @@ class Resume:
         )
 
     def _continues(self, checkpoint: CheckpointRef | None) -> bool:
-        """Return whether the run, at its first start, goes on from the state of an earlier run.
+        """Return whether the run's flags ask it to go on from the newest state of an earlier run.
 
-        ``checkpoint`` is the checkpoint that the flags choose.
+        They do not if they start from weights only, or name an iteration. ``checkpoint`` is the
+        checkpoint that the flags choose.
         """
         config = self._config
         asks = config.load is not None or config.resume_mode == "auto"

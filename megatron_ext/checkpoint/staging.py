@@ -52,10 +52,14 @@ def _step_in(address: str) -> int | None:
 
 
 def fetched(flag: str, given: str, step: int | None = None) -> Path:
-    """Return the folder that a flag gives; download it first if its value is an address.
+    """Return the folder of checkpoints that a flag gives; download it first if that is an address.
 
-    The download goes to the staging folder of the address. ``given`` is the value of ``flag``, and
-    ``step`` the iteration to download (None: the one in the address, or the latest).
+    An address, such as ``s3://bucket/run``, is downloaded to its staging folder on this machine.
+
+    Args:
+        flag: name of the flag, for error messages.
+        given: value of the flag, a path or an address.
+        step: iteration to download; None for the one that the address names, or else the latest.
     """
     if "://" not in given:
         return Path(given)
@@ -66,9 +70,10 @@ def fetched(flag: str, given: str, step: int | None = None) -> Path:
 
 
 def stage(config: RunConfig, *, is_first: bool) -> list[str]:
-    """Download what the run loads from addresses; return notes, the same in every process.
+    """Download the checkpoints that the run loads from addresses such as ``s3://bucket/run``.
 
-    The process with ``is_first`` also checks whether ``--save`` is writable.
+    Every process calls this, and gets the same notes on checkpoints that were skipped. The one with
+    ``is_first`` also checks whether ``--save`` is writable.
 
     Raises:
         CheckpointError: an address cannot be used.
@@ -83,7 +88,11 @@ def stage(config: RunConfig, *, is_first: bool) -> list[str]:
 
 
 def _check_machines(config: RunConfig) -> None:
-    """Raise a CheckpointError if a flag needs a folder that several machines share."""
+    """Raise a CheckpointError if an elastic run saves to an address but needs a shared folder.
+
+    The folder is needed on several machines, with `--peer-checkpoint-interval` or
+    `--non-persistent-save-interval`.
+    """
     several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
     address = config.checkpoint.addresses.get("save")
     settings = config.checkpoint
@@ -134,7 +143,7 @@ def _stage(config: CheckpointConfig, *, needs_base: bool, writes: bool) -> list[
 
 
 def _root(config: CheckpointConfig) -> Path:
-    """Return the folder of ``--pretrained-checkpoint``; for an address, its staging folder."""
+    """Return the path in ``--pretrained-checkpoint``; for an address, its staging folder."""
     address = config.addresses.get("pretrained_checkpoint")
     if address is None:
         return Path(config.pretrained_checkpoint or "")
@@ -142,9 +151,9 @@ def _root(config: CheckpointConfig) -> Path:
 
 
 def copy_records(config: CheckpointConfig, *, is_first: bool) -> None:
-    """Upload the records of a finished run to its address; a failure is only reported.
+    """Upload the records of a finished run, such as metrics, if ``--save`` is an address.
 
-    Only the process with ``is_first`` uploads.
+    Only the process with ``is_first`` uploads. A failed upload prints a note and raises no error.
     """
     remote = None if config.save is None else remote_of(config, Path(config.save))
     if remote is None or not is_first:

@@ -214,7 +214,10 @@ def check_weights(flag: str, folder: str | None) -> None:
 
 
 def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
-    """Raise a CheckpointError if the run neither initializes nor loads its weights."""
+    """Raise a CheckpointError if ``--no-initialization`` is given without a checkpoint to load.
+
+    ``initializes`` says whether the run initializes its weights itself.
+    """
     if find(config) is None and not (initializes or config.starts_elsewhere):
         raise CheckpointError.about(
             "--no-initialization",

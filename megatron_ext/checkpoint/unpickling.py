@@ -129,7 +129,10 @@ def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False
 
 
 def _scan(file: Path | BytesIO) -> None:
-    """Refuse a file of ``torch.save``, of either format, whose pickles are costly to read."""
+    """Raise an error if the pickles in a file of ``torch.save`` would be costly to read.
+
+    The file may be an archive, or in torch's old format without an archive.
+    """
     if isinstance(file, Path):
         with file.open("rb") as opened:
             _scan_opened(opened)

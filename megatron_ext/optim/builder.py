@@ -130,10 +130,10 @@ def _give_matrices(
 
 
 def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
-    """Make distributed optimizers take their gradients from `layers.gradient_shards`.
+    """Make distributed optimizers take each gradient from ``main_grad`` as it is.
 
-    megatron-core slices this rank's part out of a whole ``main_grad``; here ``main_grad`` already
-    is that part.
+    megatron-core slices this rank's shard out of a whole ``main_grad``. With
+    ``layers.gradient_shards``, ``main_grad`` already is that shard.
     """
 
     def take(part: Any) -> None:

@@ -36,7 +36,7 @@ class Part(Shard):
     average: Tensor = field(kw_only=True)
 
     def whole(self) -> Tensor:
-        """Return the average in the parameter's shape; all ranks of the group call this."""
+        """Return the average in the parameter's shape; all ranks in `group` call this together."""
         if self.group is None:
             return self.average.view(self.parameter.shape)
         bits = torch.zeros(self.parameter.numel(), dtype=torch.int32, device=self.parameter.device)
