@@ -38,7 +38,10 @@ class BatchSize:
         self.update(0)
 
     def update(self, consumed_samples: int) -> bool:
-        """Set the batch size, and return whether the number of micro-batches has changed."""
+        """Set the batch size of the step that follows after ``consumed_samples`` samples.
+
+        Return whether the number of micro-batches has changed.
+        """
         before = self.num_microbatches
         number = self._training.microbatches(self._size_at(consumed_samples), self._replicas)
         assert number is not None, "the flags were checked before"
@@ -47,9 +50,7 @@ class BatchSize:
         return number != before
 
     def _size_at(self, consumed_samples: int) -> int:
-        """Return the global batch size that the flags set for the step after ``consumed_samples``
-        samples.
-        """
+        """Return the global batch size that the flags ask for in the step after these samples."""
         if self._steps:
             return max(step for step in self._steps if step[0] <= consumed_samples)[1]
         if self._ramp is None or consumed_samples > self._ramp_end:

@@ -1,8 +1,9 @@
 """Flags that do not apply to a run, and the note or error that the user gets about them.
 
-Each case is an `Inapplicable`. `megatron_flags.yaml` lists flags of Megatron-LM that this package
-lacks; `ENGINE` lists the engine's own flags that do nothing in some runs; a task adds cases in
-`Task.inapplicable`. If several apply to one flag, the first one counts.
+Each entry, an `Inapplicable`, is about one or more flags. `megatron_flags.yaml` has entries for
+flags of Megatron-LM that this package lacks, and `ENGINE` for the engine's own flags that do
+nothing in some runs. A task adds entries in `Task.inapplicable`. If several entries apply to one
+flag, the first one counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Inapplicable:
-    """A rule for flags that do not apply, either always or only in some runs.
+    """An entry about flags that do not apply, either always or only in some runs.
 
     If ``instead`` is set, the flag is replaced by those words, and a note says so. Otherwise, if
     ``remedy`` is set, the flag is refused with an error. Otherwise it is accepted, and a note says
@@ -34,7 +35,7 @@ class Inapplicable:
         reason: why the flags do not apply; "" if ``says`` is enough.
         remedy: what the user should do instead.
         says: the words between flag and reason, such as "has no effect without `--fp16`".
-        holds: takes the values of a run and returns whether the rule holds there; None if it
+        holds: takes the values of a run and returns whether the entry applies there; None if it
             always does.
         instead: the words that replace the flag on the command line.
         defaults: for refused flags, by name, a value that is accepted because it changes nothing.
@@ -62,7 +63,7 @@ class Inapplicable:
 
 
 def without(needed: str, flags: str, reason: str = "") -> Inapplicable:
-    """Return the rule that ``flags`` have no effect unless the flag ``needed`` is given.
+    """Return an entry: ``flags`` have no effect unless the flag ``needed`` is given.
 
     ``needed`` is written like `--fp16`, or with the required values like `--name a or b`.
     """
@@ -89,7 +90,7 @@ without_engine = functools.partial(
 def names_of(*kinds: type, but: Iterable[str] = ()) -> str:
     """Return the spellings of all flags in the sections ``kinds``, separated by spaces.
 
-    The flags of the fields ``but`` are left out.
+    Flags whose fields are in ``but`` are left out.
     """
     spellings = (
         (*flag.positive, *flag.negative)
@@ -101,7 +102,7 @@ def names_of(*kinds: type, but: Iterable[str] = ()) -> str:
 
 
 def of_program(name: str, kinds: Iterable[type]) -> Inapplicable:
-    """Return a rule that refuses the flags in the sections ``kinds``.
+    """Return an entry that refuses the flags in the sections ``kinds``.
 
     These flags exist only in another program, whose name is ``name``.
     """
@@ -120,9 +121,9 @@ def of_program(name: str, kinds: Iterable[type]) -> Inapplicable:
 def by_flag(
     entries: Iterable[Inapplicable], values: Values | None = None
 ) -> dict[str, Inapplicable]:
-    """Return, for each flag's spelling, the first entry that holds in a run.
+    """Return, for each flag's spelling, the first entry that applies in a run.
 
-    ``values`` are the values of that run; without them, only entries that always hold count.
+    ``values`` are the values of that run; without them, only entries that always apply count.
     """
     found: dict[str, Inapplicable] = {}
     for entry in entries:

@@ -370,7 +370,7 @@ class Reading:
         return error
 
     def read_yaml(self, path: str, program: Program) -> Values:
-        """Return the values in a YAML file by section; the file may group its entries or not."""
+        """Return the values in a YAML file by section; in the file they may be grouped or not."""
         try:
             content = read_yaml(path) or {}
         except UnreadableFile as error:

@@ -245,7 +245,7 @@ def all_flags(program: Program) -> list[Flag]:
 
 
 def lacking_flags(program: Program) -> dict[str, Flag]:
-    """Return the flags of a program's sections that the program always refuses, by field."""
+    """Return, by field, the flags in a program's sections that the program always refuses."""
     refused = [entry for entry in program.inapplicable if entry.remedy]
     answers = by_flag(refused)
     flags = [flag for name, kind in sections_of(program).items() for flag in flags_of(name, kind)]

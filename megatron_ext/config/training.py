@@ -383,7 +383,11 @@ class LossConfig:
     )
 
     def resolved(self, *, fused: bool, fusion_impl: str) -> LossConfig:
-        """Return a copy; a missing ``cross_entropy_impl`` follows fusion flags, or is "chunked"."""
+        """Return a copy in which ``cross_entropy_impl`` is set.
+
+        If the user gave none, it is "chunked"; but with ``fused``, unless the loss is a custom one,
+        it is "te" or "eager", depending on ``fusion_impl``.
+        """
         loss = None if self.loss == CROSS_ENTROPY else self.loss
         impl = self.cross_entropy_impl or "chunked"
         if self.cross_entropy_impl is None and fused and loss is None:

@@ -307,13 +307,14 @@ def _why_no_array(path: Path) -> str | None:
 def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, name: str) -> None:
     """Check the folders where megatron-core caches the sample indices of datasets.
 
-    The folder is ``data_cache_path`` or, without it, ``<prefix>/cache/<name>_indices`` for each
-    prefix; ``name`` is the dataset's class. megatron-core lets numpy unpickle a cached file that is
-    not an array, which could run code that came with the dataset. megatron-core's rank 0 writes to
-    the folder.
+    The folder is ``data_cache_path`` or, if that is None, ``<prefix>/cache/<name>_indices`` for
+    each prefix; ``name`` is the dataset's class. A cached file that is not an array is refused:
+    megatron-core lets numpy unpickle it, which could run code that came with the dataset. A folder
+    that has no ``.npy`` file yet must be writable, because megatron-core's rank 0 writes to it.
 
     Raises:
-        DataError: a `.npy` file holds no array, or a folder without such files is not writable.
+        DataError: a ``.npy`` file holds no array, an entry is a link, or an empty folder is not
+            writable.
     """
     folders = [Path(prefix) / "cache" / f"{name}_indices" for prefix in prefixes]
     for folder in sorted(set(folders)) if data_cache_path is None else [Path(data_cache_path)]:

@@ -146,7 +146,7 @@ class Interleave:
 
         Returns:
             The source of each place, and the number of samples of each source before place
-                ``stop``.
+            ``stop``.
         """
         period = self.period
         shares = self._shares
@@ -187,7 +187,7 @@ def numbered(sources: Places, counts: Sequence[int]) -> Ints:
 
 
 def error_of(weights: Sequence[Fraction], counts: Sequence[int]) -> Fraction:
-    """Return how far the counts of samples by source are from the exact quotas, at most."""
+    """Return the largest distance of a source's number of samples from its exact quota."""
     places = sum(counts)
     total = sum(weights)
     quotas = (places * weight / total for weight in weights)

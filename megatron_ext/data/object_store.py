@@ -155,7 +155,7 @@ class ObjectStore:
         os.rename(part, place / version)
 
     def open_tokens(self, address: str) -> StoredObject:
-        """Return a `.bin` whose ranges can be read."""
+        """Return the description of a `.bin` object, after checking that its ranges can be read."""
         was_described = address in self._objects
         source = self.described(address)
         if not was_described:
@@ -188,7 +188,7 @@ class ObjectStore:
         return fetched
 
     def reading(self) -> Any:
-        """Return a context in which the pages of the cache stay in their slots."""
+        """Return a context in which the cache is locked: no page leaves its slot."""
         return self._own.cache.reading()
 
     def _request(self, source: StoredObject, pages: Ints) -> list[Future[tuple[int, bytes]]]:

@@ -1,14 +1,14 @@
 """The order of samples as a function of (seed, history of mixtures, sample number).
 
-A source is a range of tokens, closed to a circle. Each epoch picks a random first token, cuts the
-circle from there into windows of equal length, and permutes them with its own key. Tokens that do
-not fill a window are left for other epochs. Nothing is built or stored: `interleave` maps a sample
-number to a source and to a count within that source, the count gives an epoch and a place in it,
-and `permutation` gives the window. All ranks, workers and micro-batches call the same function, so
-the order does not depend on them.
+A source is a range of tokens that is read as a circle: its first token follows its last. Each epoch
+picks a random first token, cuts the circle from there into windows of equal length, and permutes
+them with its own key. Tokens that do not fill a window are left for other epochs. Nothing is built
+or stored: `interleave` maps a sample number to a source and to a count within that source, the
+count gives an epoch and a place in it, and `permutation` gives the window. All ranks, workers and
+micro-batches call the same function, so the order does not depend on them.
 
-If samples and windows differ in length, samples are parts of windows or join several; see
-`windows`.
+If samples and windows differ in length, a sample is a part of a window or joins several windows;
+see `windows`.
 """
 
 from __future__ import annotations

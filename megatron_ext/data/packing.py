@@ -149,10 +149,14 @@ def pack_block(starts: Ints, end: int, length: int, *, ends_document: bool) -> P
 def _placed(
     begins: Ints, sizes: Ints, length: int, samples: int, open_item: int
 ) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-    """Place documents, or remainders of documents, that are shorter than a sample; cut the misfits.
+    """Place items, which are shorter than a sample, into samples; cut those that fit nowhere whole.
+
+    An item is a document, or what remains of one.
 
     Args:
-        begins, sizes: first token and number of tokens of each, ``[items]``.
+        begins, sizes: first token and number of tokens of each item, ``[items]``.
+        length: tokens of a sample.
+        samples: number of samples; together the items fill them exactly.
         open_item: the item whose document continues after the block; -1 if there is none.
 
     Returns:

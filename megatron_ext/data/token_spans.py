@@ -1,9 +1,9 @@
 """Batches of token ranges from indexed datasets.
 
-A span is the part of a `.bin` file that belongs to a split: consecutive whole sequences, closed to
-a circle (`order`). It is read through a memory map, which copies a batch without a Python loop over
-its ranges. With ``--no-mmap-bin-files`` there is one `pread` per range instead. `object_store` has
-another subclass of `TokenSpan`, for tokens at addresses.
+A span is the part of a `.bin` file that belongs to a split: consecutive whole sequences, read as a
+circle (see `order`). It is read through a memory map, which copies a batch without a Python loop
+over its ranges. With ``--no-mmap-bin-files`` there is one `pread` per range instead. `object_store`
+has another subclass of `TokenSpan`, for tokens at addresses.
 
 If a batch took long because its pages were not in memory, the kernel is asked to read all pages of
 the next batch at once, before the first of them is used.

@@ -46,13 +46,13 @@ class Rest:
 
 @dataclass(frozen=True)
 class Phase:
-    """The samples of a source between two changes of their length.
+    """The samples that a source gives between two changes of the sample length.
 
     Attributes:
         seq_length: tokens of a sample.
-        key: key for the groups of this phase.
+        key: key from which the keys of the phase's groups are derived.
         first_window: number of the first window after the left-over parts, through all epochs.
-        rests: parts that earlier phases left over; they come first.
+        rests: parts of windows that earlier phases left over; they are read first.
     """
 
     seq_length: int

@@ -233,7 +233,10 @@ def _worst(differences: Sequence[Difference]) -> Difference | None:
 
 
 def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -> Table:
-    """Return a table with a row for each result, and a column of releases if ``truth`` has one."""
+    """Return a table with a row for each result.
+
+    If ``truth`` names a release of megatron-core, the first column has the results' releases.
+    """
     columns = ("layout", "ranks", "loss", "grad norm", "gradient", "of", "", "first divergence")
     core = f" on megatron-core {truth.core}" if truth.core else ""
     title = (

@@ -48,10 +48,10 @@ class Rule:
     Attributes:
         all_of: conditions that must all hold.
         error: the size of the error with these flags.
-        advice: what to do.
-        only: the releases with the defect in this form, separated by spaces; empty for all.
-        depends: a further condition that no flag shows; a defect with one is not reported as a
-            finding.
+        advice: what the user should do.
+        only: the releases that have the defect in this form, separated by spaces; empty for all.
+        depends: a further condition that flags do not show; if there is one, it is uncertain
+            whether the defect occurs.
     """
 
     all_of: tuple[Condition, ...]

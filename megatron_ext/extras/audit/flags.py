@@ -10,7 +10,7 @@ _REPEATED = re.compile(r"\(([^()]*)\)\*(\d+)")
 
 
 class Undecided(Exception):
-    """A value that decides whether a defect is triggered cannot be read."""
+    """Raised if a value that decides whether a defect is triggered cannot be read."""
 
 
 class Flags:
@@ -38,7 +38,7 @@ class Flags:
                 self.values[current] = (*self.values[current], word)
 
     def has(self, *names: str) -> bool:
-        """Return whether any of the flags is given; the flags that are given are noted as used."""
+        """Return whether any of the flags is given, and add those that are to ``used``."""
         given = [name for name in names if name in self.values]
         self.used += given
         return bool(given)

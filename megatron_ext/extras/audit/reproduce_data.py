@@ -29,7 +29,7 @@ PATIENCE = 2.0
 
 
 class EndlessError(Exception):
-    """Work has run for longer than `PATIENCE`."""
+    """Raised if work has taken longer than `PATIENCE`."""
 
 
 @contextmanager

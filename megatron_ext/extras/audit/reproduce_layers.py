@@ -203,8 +203,7 @@ def _query_norm(context: ParallelContext) -> tuple[float, float]:
 
     Returns:
         The gradient's norm by megatron-core's ``finalize_model_grads``, and the right norm, by
-            plain
-        torch in double precision.
+        plain torch in double precision.
     """
     config = TransformerConfig(
         num_layers=1,
@@ -239,7 +238,7 @@ def d42() -> Reproduced:
 
 
 class EndlessError(Exception):
-    """A recomputation would never end."""
+    """Raised to stop a recomputation that would never end."""
 
 
 def _step(context: ParallelContext, **options: Any) -> tuple[float, float, str]:

@@ -50,7 +50,7 @@ class Scale(MegatronModule):  # type: ignore[misc]
         """Ignore the input, since a single stage has none."""
 
     def forward(self) -> Tensor:
-        """Return the factor times ``[1, 2, 3]``."""
+        """Return the weight times ``[1, 2, 3]``."""
         return self.weight * torch.tensor([1.0, 2.0, 3.0])
 
 

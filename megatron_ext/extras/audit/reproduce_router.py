@@ -275,7 +275,7 @@ def counts_in_16_bits() -> Reproduced:
 def _log_size(context: ParallelContext, experts: bool) -> int:
     """Return the number of entries in a stage's log of auxiliary losses.
 
-    With ``experts``, a router with a load-balancing loss has run on the stage before.
+    With ``experts``, the stage first runs a router that logs a load-balancing loss.
     """
     auxiliary = auxiliary_flags("aux_loss")
     router = stock_router(context, num_layers=4, mtp_num_layers=1, **auxiliary)

@@ -57,7 +57,10 @@ def expected(mean_time_between: float, work: float, keeping: float, restart: flo
 
 
 def best_interval(mean_time_between: float, keeping: float) -> float:
-    """Return Young's work between checkpoints, ``sqrt(2 * keeping * mean_time_between)``."""
+    """Return the useful time between two checkpoints that is best according to Young.
+
+    It is ``sqrt(2 * keeping * mean_time_between)``; ``keeping`` is the time to save a checkpoint.
+    """
     return math.sqrt(2.0 * keeping * mean_time_between)
 
 
@@ -103,9 +106,9 @@ RATES = (1, 2, 3, 6, 10, 20, 30, 60, 120, 240)
 
 
 def plot_goodput(costs: Costs, measured: Sequence[Point], path: Path, hours: float = 100.0) -> None:
-    """Plot goodput against the fault rate to a PNG: simulated, by Daly's formula, and measured.
+    """Plot goodput against the fault rate: simulated, by Daly's formula, and as measured.
 
-    With snapshots, the simulated run writes a checkpoint every half hour.
+    The plot is a PNG file. A simulated run that has snapshots writes a checkpoint every half hour.
     """
     # pyplot is avoided: it takes a second to import and keeps its own list of figures.
     from matplotlib.figure import Figure

@@ -43,7 +43,7 @@ APART = 5
 
 @dataclass(frozen=True)
 class Case:
-    """A run of ``steps`` steps with faults, in the order of their steps."""
+    """A run of ``steps`` steps, and the faults to inject into it, sorted by step."""
 
     layout: NamedLayout
     seed: int

@@ -133,9 +133,10 @@ def memory_limit() -> int | None:
 
 
 def fill_disk(target: Target) -> None:
-    """For some steps, make the kernel refuse large files, in this process and its children.
+    """Simulate a full disk for some steps, for this process and its children.
 
-    RLIMIT_FSIZE gives the error EFBIG where a full disk gives ENOSPC.
+    The kernel then refuses to let files grow beyond a limit (RLIMIT_FSIZE), with the error EFBIG
+    instead of ENOSPC.
     """
     limited = [psutil.Process(), *psutil.Process().children(recursive=True)]
     target.note(f"files of at most {_LARGEST_FILE >> 10} KiB in {len(limited)} processes")

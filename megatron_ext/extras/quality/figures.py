@@ -191,7 +191,10 @@ def text_of_document(
 
 
 def decoded(tokenizer: Tokenizer, ids: Array, *, is_cut: bool = False) -> str:
-    """Return the text of ids, without special tokens and ids that the tokenizer lacks."""
+    """Return the text of ids, without special tokens and ids that the tokenizer lacks.
+
+    If the ids end in the middle of a character (``is_cut``), that character is left out.
+    """
     valid = ids[(ids >= 0) & (ids < tokenizer.vocab_size)].tolist()
     text = tokenizer.detokenize(valid, skip_special_tokens=True)
     # The text may be cut inside a character.
