@@ -31,8 +31,10 @@ KINDS = {
 """The classes of kernels in the order of reports, each with a description."""
 
 CASTS = {"delayed": (4, 1), "tensorwise": (6, 3), "rowwise": (8, 4)}
-"""Cost of a cast to 8 bits in both layouts, by recipe of `layers.fp8`: bytes read and written per
-16-bit number, and number of kernels."""
+"""The cost of a cast to 8 bits, by recipe of `layers.fp8`: (bytes per 16-bit number, kernels).
+
+The bytes are those read and written. A cast makes both layouts: the tensor and its transpose.
+"""
 
 
 def cast_of(recipe: str) -> tuple[int, int]:
@@ -91,10 +93,10 @@ def gradient_bytes(
     With ``overwrites``, the product of the first micro-batch only writes. Always 2 bytes less are
     counted, because the assumed rate of products includes writing a 16-bit result.
 
-    With an fp8 ``recipe`` the product cannot add. It writes a float32 result, in the first
-    micro-batch directly into the sum; later, another kernel adds the result to the sum. With the
-    recipe "rowwise" the result has 16 bits: the first one is copied to the sum, others are cast to
-    float32 and added.
+    With an fp8 ``recipe`` the product cannot add. In the first micro-batch it writes a float32
+    result into the sum itself; in the others, another kernel adds the result to the sum. With the
+    recipe "rowwise" the result has 16 bits: another kernel copies the first one to the sum, and
+    casts the others to float32 before it adds them.
     """
     first = FP32 - 2
     other = 2 * FP32 - 2
@@ -111,10 +113,10 @@ def update_work(optimizer: OptimizerConfig, ranks: Ranks, state: State) -> list[
 
     They move these bytes per weight that the rank updates:
 
-    - 4 to read the gradient for the norm, and 4 to read it for the update; - twice the size of the
-    optimizer state; - 2 to write the model's weight in 16-bit runs, else 8 to read and write the
-    weight itself; - with SGD, for which the host decides whether to skip the update: 4 to write the
-    clipped
+    - 4 to read the gradient for the norm, and 4 to read it for the update;
+    - twice the size of the optimizer state;
+    - 2 to write the model's weight in 16-bit runs, else 8 to read and write the weight itself;
+    - with SGD, for which the host decides whether to skip the update: 4 to write the clipped
       gradient, 4 to read the float32 weight again, and 8 to divide each gradient in the buffer by
       the number of tokens;
     - with averaged weights: reading and writing the average, and reading the weight.

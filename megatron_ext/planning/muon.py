@@ -19,7 +19,7 @@ HALF = 2
 
 
 def _dealt(flags: OptimizerConfig, ranks: Ranks, weight: Weight) -> float:
-    """Return the fraction of the matrices such as ``weight`` that this rank orthogonalizes."""
+    """Return the fraction of all matrices like ``weight`` that one rank orthogonalizes."""
     if not flags.use_distributed_optimizer:
         return 1.0
     return 1 / (ranks.expert_dp if weight.expert else ranks.dp * ranks.cp)

@@ -31,10 +31,10 @@ MULTIPLY_AND_ADD = 2
 """Floating-point operations of one multiply-add."""
 
 FORWARD_AND_BACKWARD = 3
-"""Matrix products in training for each forward product: its own and its two factors' gradients."""
+"""Matrix products in training per forward product: itself, and one for each factor's gradient."""
 
 ATTENTION_BACKWARD = 2.5
-"""Matrix products in attention's backward pass per forward product: five for two."""
+"""Matrix products in attention's backward pass (5) per product in its forward pass (2)."""
 
 LAYER_KERNELS = 36
 """Assumed kernels of a layer, forward and backward, if a network does not count its own."""

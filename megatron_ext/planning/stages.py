@@ -126,7 +126,8 @@ class LayerBytes:
 def in_order(*parts: LayerBytes) -> LayerBytes:
     """Return the memory of several parts of a model that run one after another.
 
-    The backward pass frees what the last part keeps before it reaches the part before.
+    The backward pass goes through the parts from the last to the first, and frees what each has
+    kept.
     """
     transient = released = 0
     for part in reversed(parts):

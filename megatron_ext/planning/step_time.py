@@ -49,7 +49,7 @@ class Estimate:
 
     @property
     def matrix_share(self) -> float:
-        """Return the fraction of a step that its products would take at the rate of large ones."""
+        """Return the fraction of a step that its matrix products need at the rate of large ones."""
         large = self.rates.products(self.network.sizes.width)
         return self.flops / (self.seconds * self.network.config.parallel.world_size * large)
 

@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
 
 DIRECT = "megatron_ext.text.data.splits"
-"""The module of the direct order of samples; only runs in that order import it."""
+"""The module for ``--data-order direct``; only runs with this order import it."""
 INDEXED = "megatron_ext.text.data.checked"
-"""The module of megatron-core's order of samples; runs on made-up data do not import it."""
+"""The module for megatron-core's order of samples; runs with ``--mock-data`` do not import it."""
 FOLDERS = "megatron_ext.text.convert.training"
-"""The module of Hugging Face folders; only runs with one of their flags import it."""
+"""The module for Hugging Face folders; only runs with flags such as ``--load-hf`` import it."""
 SCORES = "megatron_ext.text.evaluation.scores"
 """The module that scores a model on ``--eval-tasks``; only runs with this flag import it."""
 

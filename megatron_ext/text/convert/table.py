@@ -59,7 +59,7 @@ class Run:
     """A `Part` of one particular parameter, with layer and expert numbers filled in.
 
     The parameter's rows ``row`` to ``row + count - 1`` are rows of ``tensor``: the first of them is
-    row ``start``, each next one is ``step`` rows further.
+    row ``start``, and each next one is ``step`` rows further on.
     """
 
     row: int

@@ -142,9 +142,9 @@ def write_model(
         config: the content of config.json.
         copied: files to copy, such as those of the tokenizer.
         max_shard_size: the largest size of a file, in bytes or as text like ``"5GB"``.
-        value_of: maps a parameter to the values to write for it, which have its shape.
-        generation: the content of generation_config.json, which is written unless it is empty or
-            ``copied`` has this file.
+        value_of: maps a parameter to the values to write instead, in the same shape.
+        generation: the content of generation_config.json. The file is not written if this is empty
+            or ``copied`` has such a file.
         flag: the flag that gave the target, for errors.
     """
     sender = _Sender(chunks, context, value_of)

@@ -128,11 +128,13 @@ def score_channels(config: RunConfig) -> int:
 def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
     """Return the multiplications per token in the forward pass of each part of the model.
 
-    - ``projections``: queries, keys, values and output, in a layer - ``scores``: causal attention
-    in a layer, that is products with keys and with values - ``windowed``: the same in a layer with
-    the window of ``--window-size`` - ``dense``: the MLP of a layer, with a third matrix if
-    ``gated`` - ``experts``: all experts of one token, in a layer - ``depth``: the projection before
-    the layer of an MTP depth - ``logits``: the output layer
+    - ``projections``: queries, keys, values and output, in a layer
+    - ``scores``: causal attention in a layer, that is products with keys and with values
+    - ``windowed``: the same in a layer with the window of ``--window-size``
+    - ``dense``: the MLP of a layer, with a third matrix if ``gated``
+    - ``experts``: all experts of one token, in a layer
+    - ``depth``: the projection before the layer of an MTP depth
+    - ``logits``: the output layer
     """
     model = config.model
     moe = config.section(MoEConfig)
@@ -157,9 +159,9 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
 def _keys_in_window(config: RunConfig) -> int:
     """Return the sequence length whose full causal attention costs as much per query as the window.
 
-    This is 2 m - 1 for m keys per query on average; without a limiting window it is the sequence
-    length s. If a query sees itself and w tokens before it, all s queries together see s (w + 1) -
-    w (w + 1) / 2 keys.
+    This is ``2 m - 1`` for m keys per query on average; without a limiting window it is the
+    sequence length s. If a query sees itself and w tokens before it, all s queries together see
+    ``s (w + 1) - w (w + 1) / 2`` keys.
     """
     length = config.model.seq_length or 0
     window = config.section(AttentionConfig).window_size

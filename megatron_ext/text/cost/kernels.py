@@ -22,11 +22,13 @@ LAYER_KERNELS = {
     ("pointwise", Phase.INPUT): 6,
     ("plumbing", Phase.WEIGHT): 4,
 }
-"""The number of kernels of a dense layer, by class and phase. The pointwise ones of the forward
-pass are the first norm, three that split the projection into queries, keys and values and rotate
-them, the sum with the second norm, the activation and the last sum. In the backward pass, a norm
-takes two kernels. The plumbing casts the gradients of both norms' gains and adds them to the
-gradient buffer."""
+"""The number of kernels of a dense layer, by class and phase.
+
+The pointwise ones of the forward pass are the first norm, three that split the projection into
+queries, keys and values and rotate them, the sum with the second norm, the activation and the last
+sum. In the backward pass, a norm takes two kernels. The plumbing casts the gradients of both norms'
+weights and adds them to the gradient buffer.
+"""
 PASSES = 4
 """The number of kernels for the two passes over a block of logits; the first pass needs three."""
 VECTOR_KERNELS = 18

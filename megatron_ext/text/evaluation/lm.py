@@ -1,4 +1,4 @@
-"""Gives lm-eval a model class that runs our models, and runs its tasks.
+"""Makes our models available to lm-eval as a model class, and runs lm-eval's tasks.
 
 The package lm_eval must be installed.
 """

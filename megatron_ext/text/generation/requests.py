@@ -58,7 +58,7 @@ class Prompt:
 def read_prompts(generation: GenerationConfig) -> list[Prompt]:
     """Return the prompts of ``--prompt``, or those in ``--prompt-file``.
 
-    Raise a DataError if the file cannot be read, has no prompt, or has a line that is none.
+    Raise a DataError if the file cannot be read, is empty, or has a line that is not a prompt.
     """
     if generation.prompt is not None:
         return [

@@ -80,9 +80,9 @@ def build_gpt_chunk(
     """Build one model chunk of this pipeline rank.
 
     Args:
-        pre_process: the chunk holds the embedding.
-        post_process: the chunk holds the output layer.
-        vp_stage: the chunk's index on this rank, with virtual pipelining.
+        pre_process: whether the chunk holds the embedding.
+        post_process: whether the chunk holds the output layer.
+        vp_stage: index of the chunk on this rank, with virtual pipelining.
         model_class: `GPTModel`, a subclass of it, or a function that returns an instance.
 
     Raise a ConfigError if the vocabulary size is not set.

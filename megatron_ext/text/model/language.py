@@ -13,7 +13,7 @@ from megatron_ext.layers.subclass import specialize
 
 
 class TextModel(LanguageModule):  # type: ignore[misc]
-    """The base class of our text models, to be listed before megatron-core's model class.
+    """The base class of our text models; their list of bases has it before megatron-core's class.
 
     It differs from megatron-core's models in two main ways. The caller sets the weights of the MTP
     losses (`MTPTargets`), whereas megatron-core derives them from token counts of the local

@@ -11,7 +11,7 @@ from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.table import Part, Parts, Table, whole
 
 QUICK_GELU = 1.702
-"""The factor within the sigmoid of an expert's gate; it is that of quick GELU."""
+"""The factor within the sigmoid of an expert's gate, the same as in quick GELU."""
 
 
 def read(settings: Settings) -> Fields:
