@@ -15,14 +15,21 @@ import megatron.core.pipeline_parallel  # noqa: F401 - all four, for their side 
 import pytest
 import torch
 
+from megatron_ext.device import cuda_shim
+
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _environment_stays() -> Iterator[None]:
-    """Undo what a test sets: megatron-core's models choose `NVTE_*` for their whole process."""
+    """Undo what a test sets: megatron-core's models choose `NVTE_*` for their whole process.
+
+    A run of one rank leaves the stand-in for `torch.cuda` installed, which others cannot compile
+    with.
+    """
     with mock.patch.dict(os.environ):
         yield
+    cuda_shim.uninstall()
 
 
 SLOW_CASES = Path(__file__).with_name("slow_cases.txt")

@@ -109,9 +109,11 @@ def _rank(
         (folder / f"traceback_{rank:03d}").write_text(text)
         return 1
     finally:
-        # megatron-core's `dist_checkpointing.save` keeps a process, which would outlive the rank.
+        # megatron-core's `dist_checkpointing.save` keeps a process, which would outlive the rank. A
+        # forked rank knows the processes of the tests before it as well, which it must leave alone.
         for process in multiprocessing.active_children():
-            process.terminate()
+            if process._parent_pid == os.getpid():  # type: ignore[attr-defined]
+                process.terminate()
 
 
 def _fork(
@@ -122,8 +124,12 @@ def _fork(
     for rank in range(layout.world_size):
         pid = os.fork()
         if pid == 0:
-            torch.set_num_threads(1)
-            os._exit(_rank(rank, body, layout, arguments, folder, select()))
+            code = 1
+            try:
+                torch.set_num_threads(1)
+                code = _rank(rank, body, layout, arguments, folder, select())
+            finally:
+                os._exit(code)
         children[pid] = rank
     gc.unfreeze()
     return _wait(children, timeout)
