@@ -76,9 +76,10 @@ def step_count(optimizer: MegatronOptimizer) -> float | None:
 
 @contextmanager
 def counted(optimizer: MegatronOptimizer, count: float | None) -> Iterator[None]:
-    """Within the context, give the step count ``count`` to optimizers without parameters.
+    """Within the context, give the step count ``count`` to Adam optimizers without parameters.
 
-    One rank saves the step count for all ranks, and its optimizer may have no parameters.
+    One rank saves the step count for all ranks, and its optimizer may have no parameters. If
+    ``count`` is None, as before the first update, nothing changes.
     """
     empty = [adam for adam in _adams(optimizer) if count is not None and not adam.state]
     for inner in empty:

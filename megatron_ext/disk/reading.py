@@ -133,7 +133,11 @@ def read_json_object(path: StrPath, *, not_finite: bool = False) -> dict[str, An
 
 
 def parse_json(text: str | bytes, source: StrPath, *, not_finite: bool = False) -> Any:
-    """Parse JSON text; ``source`` names its file or flag in errors.
+    """Parse JSON text.
+
+    Args:
+        source: the file or flag from which the text comes, for errors.
+        not_finite: whether to accept NaN, Infinity, and numbers that are too large for a float.
 
     Raises:
         UnreadableFile: the text is not JSON, repeats a key, or breaks the limits of this module.

@@ -78,11 +78,13 @@ class _Call:
     in_place: bool
 
     def add(self, gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Add the weight gradients ``[e, out, in]`` to the gradient buffers, or return them.
+        """Deliver the weight gradients ``[e, out, in]``; return what autograd gets for each weight.
 
-        Return what autograd must pass on for each weight: the gradient, a placeholder if the
-        gradient has been added to ``main_grad``, or None if the gradients are computed from a
-        queue.
+        - With a queue, autograd no longer waits: each gradient is added to the weight's
+          ``main_grad``, or to its ``grad`` if it has no ``main_grad``. The results are None.
+        - Without a queue, if ``in_place`` is set and all weights have a ``main_grad``, the gradients
+          are added to it. The results are placeholders, which autograd needs.
+        - Otherwise nothing is added, and the results are the gradients.
         """
         if self.in_place and all(hasattr(weight, "main_grad") for weight in self.weights):
             buffers: Any = [writable(x.main_grad) for x in self.weights]  # type: ignore[attr-defined]

@@ -136,10 +136,11 @@ class Statistics(NamedTuple):
 
 @compiled
 def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
-    """Return the statistics of C tokens' logits ``[C, v/tp]`` from which the loss is computed.
+    """Return the statistics of this rank's logits ``[C, v/tp]`` from which the loss is computed.
 
     Args:
-        column: column of each token's label, ``[C, 1]`` int64.
+        column: index of each token's label among this rank's columns, ``[C, 1]`` int64; 0 if the
+            label belongs to another rank, so that `Statistics.at_label` has no meaning there.
         sums_plain: whether to compute `Statistics.plain`, which label smoothing needs.
     """
     exact = logits.float()

@@ -214,7 +214,7 @@ class Supervisor:
         self._end_all(grace=0.5)
 
     def _find_stopped(self, now: float) -> None:
-        """End all ranks if a signal has kept one stopped for longer than the timeout."""
+        """End all ranks if one has been suspended, as by SIGSTOP, for longer than the timeout."""
         stopped = {pid: rank for pid, rank in self._children.items() if is_stopped(pid)}
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         for pid, rank in stopped.items():

@@ -2,9 +2,10 @@
 
 ``data_ledger.jsonl`` has one JSON object per line, of these kinds:
 
-- ``order``: the order of samples from here on (`SampleOrder.to_dict`), its ``split``, and for each
-  source the position in its file of the split's first token (``first_tokens``). It is written again
-  whenever it changes.
+- ``order``: the order of samples from here on (`SampleOrder.to_dict`), and which part of each
+  source is used for training: ``split`` is the setting that divides the sources, ``first_tokens``
+  has the index, in each source's file, of the first token of the training part. The line is written
+  again whenever it changes.
 - ``other_order``: from here on the order of samples is unknown, as in Megatron-LM's order.
 - ``start``: the run begins or resumes after ``iteration`` steps and ``sample`` samples. Earlier
   lines about steps after ``iteration`` are no longer part of the run: their work is lost. ``from``
@@ -15,7 +16,8 @@
   numbers have a fixed width and are overwritten in each step. So an unbroken run has a single line,
   and the record includes the last step of a killed run. If ``batch`` is null, only the samples are
   known, up to ``end``.
-- ``left_out``: the steps ``first`` to ``last`` do not count in the weights, and ``why``.
+- ``left_out``: the steps ``first`` to ``last`` have not contributed to the weights; ``why`` is the
+  reason, such as a skipped update.
 """
 
 from __future__ import annotations

@@ -43,9 +43,11 @@ class Evidence:
 
 @contextmanager
 def watchdog(folder: Path | None, rank: int) -> Iterator[None]:
-    """Let this process write stacks and collectives to ``folder`` when a watcher requests them.
+    """Inside the block, let a watcher ask this process what it does; answers go into ``folder``.
 
-    Stacks of a crash, such as a segmentation fault, are written without a request.
+    An answer has the main thread's Python stack and the list of the latest collective operations,
+    such as all-reduces. If the process crashes, for example by a segmentation fault, it writes the
+    stacks of all threads without being asked. If ``folder`` is None, do nothing.
     """
     if folder is None:
         yield

@@ -73,10 +73,11 @@ class Watcher:
         return [r for r in board if pids is None or pids.get(r.rank) == r.pid]
 
     def _from_the_pause(self, record: RankRecord) -> RankRecord:
-        """Return a rank's record with all times before the machine's last pause set to its end.
+        """Return a rank's record without the silence that a pause of the machine has caused.
 
-        During a pause all processes of the machine are stopped, so a rank's silence then means
-        nothing.
+        During a pause, such as a suspension, no process runs, so that the silence of a rank means
+        nothing. If the rank has written nothing since the last pause, all times in its record are
+        replaced by the time at which the watcher ran again. Otherwise the record is unchanged.
         """
         if record.last_time >= self._counts_from:
             return record

@@ -229,7 +229,12 @@ class Terminal:
                 self._tokens(f"MTP {depth}", document.positions, self._of(ids, weights))
 
     def _of(self, ids: Ints, weights: Floats) -> list[TokenSpan]:
-        """Return the spans of tokens; an id of -1 (a missing target) is shown as `NOTHING`."""
+        """Group n tokens into spans, which are shown as one text each; return them in order.
+
+        Args:
+            ids: ids of the tokens, ``[n]``; -1, where there is no target, is shown as `NOTHING`.
+            weights: weight of each token in the loss, ``[n]``; NaN if the token is only read.
+        """
         places = np.flatnonzero(ids >= 0).tolist()
         spans = self._splitter.split(ids[places].tolist(), weights[places].tolist())
         shown = [replace(span, first=places[span.first]) for span in spans]

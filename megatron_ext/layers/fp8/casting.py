@@ -1,9 +1,11 @@
 """Casts to 8 bits on a GPU: which kernel does which pass, and its cost.
 
-The functions of `fp8.matrices` define the results. On a GPU with Triton, a single kernel of
-`fp8.kernels` casts with one scale for the whole matrix and writes both layouts. `torch.compile`
-compiles the search for magnitudes, and casts by row or column. The memory traffic per 16-bit
-number, in bytes read + bytes written for both layouts, depends on the recipe:
+The functions of `fp8.matrices` define the results. Two kinds of kernels compute them on a GPU with
+Triton. A cast with one scale for the whole matrix is a single kernel of `fp8.kernels`, which writes
+both layouts. For all else the functions of `fp8.matrices` are compiled by `torch.compile`: a cast
+with one scale per row or column, and a search for the largest magnitude that is not part of a cast.
+The memory traffic per 16-bit number, in bytes read + bytes written for both layouts, depends on the
+recipe:
 
 - delayed, 2 + 2: the scale is given, and the casting kernel also finds the largest magnitude;
 - tensorwise, 4 + 2: a pass over the tensor finds the scale before the cast;

@@ -84,10 +84,10 @@ class Plan:
         num_layers: int,
         dtype: torch.dtype,
     ) -> Plan:
-        """Plan which tensors of transformers to write, and from which shards.
+        """Plan which tensors of the Hugging Face checkpoint to write, and from which shards.
 
-        ``by_rank`` lists the shards that each rank holds. Raise a CheckpointError if a parameter is
-        not in the table.
+        ``by_rank`` lists, for each rank, the shards of our model's parameters that it holds. Raise
+        a CheckpointError if a parameter is not in the table.
         """
         shapes: Shapes = {}
         pieces: dict[str, list[Piece]] = {}

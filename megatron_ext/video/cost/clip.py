@@ -83,11 +83,11 @@ class BlockBytes:
         return rows * columns // self.ranks.tp * self.ranks.width
 
     def gradients(self, width: int) -> int:
-        """Return the peak bytes of gradients in the backward pass of attention and its projection.
+        """Return the peak bytes of gradients in the backward pass of attention.
 
-        The projection before attention makes ``width`` features per token. At the peak there are
-        two gradients of these features, or the gradients of the projection's weight and input,
-        whichever is more.
+        This includes the projection from the residual stream to ``width`` features per token, such
+        as 3 h for queries, keys and values. The peak is the larger of two sums: two gradients of
+        these features, or the gradients of the projection's weight and of its input.
         """
         return max(self.matrix(width, self.h) + self.whole, 2 * self.cut(width))
 

@@ -95,10 +95,10 @@ class VideoSample:
 
 
 def reference_name(side: str, num_frames: int) -> str:
-    """Return the name of the reference that has ``num_frames`` latent frames of a clip.
+    """Return the name of a reference, such as ``head1`` or ``tail4``.
 
-    They are the first frames for the ``side`` "head" and the last for "tail". Names are such as
-    ``head1``.
+    A reference is the beginning (``side`` "head") or the end ("tail") of a clip, encoded without
+    the rest. It has ``num_frames`` latent frames.
     """
     return f"{side}{num_frames}"
 

@@ -30,10 +30,14 @@ _ON_GRID = 0.1
 def frame_rate(times: NDArray[np.float64], given: Sequence[Fraction | None]) -> tuple[float, bool]:
     """Return (frame rate, whether it is constant) for a clip whose frames have these timestamps.
 
-    Headers are not trusted, since remuxed and cut files have wrong averages. The rate is constant
-    if all timestamps are multiples of its interval, up to rounding. Rates in headers, usual rates
-    such as 25, and the mean rate are tried in this order. If none fits, the result is one over the
-    usual interval between two frames, or a header's or usual rate that is close to it.
+    Rates in headers are checked, since they are often wrong after a file was remuxed or cut. The
+    candidates are the rates in headers, standard rates such as 25, and the mean rate, in this
+    order. The rate is constant if evenly spaced frames of a candidate match the timestamps: their
+    deviations differ by less than half an interval, and by at most a rounding error more than for
+    the best candidate. The first candidate that matches is returned.
+
+    If none matches, the rate varies. The result is then one over the typical interval between two
+    frames, or the nearest header or standard rate if it differs from that by at most 2%.
 
     Args:
         times: at least two increasing timestamps in seconds.

@@ -201,8 +201,8 @@ class FlowNetwork(ABC):
     ) -> tuple[Tensor, LossFunction]:
         """Run one chunk on one micro-batch; return its output and a loss function of that output.
 
-        ``counts`` are the numbers of targets in the whole step; None in evaluation and before the
-        last stage.
+        ``counts`` are the numbers of targets in the whole step. They are None in evaluation, and on
+        ranks that do not have the last pipeline stage.
         """
         output: Tensor = model(**batch.inputs)
         return output, partial(self._loss, batch=batch, counts=counts)

@@ -159,10 +159,11 @@ def _words(numbers: Sequence[int]) -> str:
 
 
 def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: bool) -> None:
-    """Raise ConfigError if patches or codec do not fit the latents.
+    """Raise ConfigError if the patch size or the codec does not fit the latents.
 
-    A codec that is given but not used is an error too; ``samples`` tells whether the run samples
-    videos, which uses it.
+    It is also an error if flags of the codec are given but the run does not use a codec. A run uses
+    it to encode a chunk's first frame, to encode given images or videos, or to sample videos.
+    ``samples`` tells whether it samples videos.
     """
     sizes = streaming.sizes()
     if any(x % sizes.patch_size for x in streaming.latent_size):
