@@ -82,8 +82,8 @@ class _Call:
 
         - With a queue, autograd no longer waits: each gradient is added to the weight's
           ``main_grad``, or to its ``grad`` if it has no ``main_grad``. The results are None.
-        - Without a queue, if ``in_place`` is set and all weights have a ``main_grad``, the gradients
-          are added to it. The results are placeholders, which autograd needs.
+        - Without a queue, if ``in_place`` is set and all weights have a ``main_grad``, the gradient
+          of each is added to it. The results are placeholders, which autograd needs.
         - Otherwise nothing is added, and the results are the gradients.
         """
         if self.in_place and all(hasattr(weight, "main_grad") for weight in self.weights):
