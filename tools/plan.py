@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(own)
     silence_known_warnings("cpu")
     try:
-        gpu = gpu_named(args.gpu)
+        gpu = gpu_named(args.gpu, "--gpu")
         if args.video:
             refuse_for_video(args)
             config, cost = read_video(words, args.world_size, args.gpu)

@@ -26,12 +26,12 @@ FP32_SHARE = 1 / 16
 _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine with GPUs"
 
 
-def gpu_named(name: str) -> Gpu:
+def gpu_named(name: str, flag: str = "--dry-run-gpu") -> Gpu:
     """Return the GPU with this name in `GPUS`, or a measured one if ``name`` is a ``.json`` file.
 
     ``tools/doctor.py --json`` writes such a file; of its GPUs, take the slowest. Links and networks
     are not measured: their rates come from the datasheet if `GPUS` has this kind of GPU, and are
-    `PCIE` otherwise.
+    `PCIE` otherwise. ``flag`` is the flag that gave the name, for errors.
 
     Raises:
         ConfigError: `GPUS` lacks the name, or the file has no readable rates.
@@ -40,16 +40,16 @@ def gpu_named(name: str) -> Gpu:
         listed = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())
         if listed is None:
             raise ConfigError.about(
-                "--gpu",
+                flag,
                 name,
                 f"must be one of {', '.join(GPUS)}, or a file .json that `tools/doctor.py "
                 "--json` wrote",
             )
         return listed
-    rated = [gpu for gpu in _read_gpus(name) if isinstance(gpu.get("rates"), dict)]
+    rated = [gpu for gpu in _read_gpus(name, flag) if isinstance(gpu.get("rates"), dict)]
     if not rated:
         raise ConfigError.about(
-            "--dry-run-gpu",
+            flag,
             name,
             "holds no measured rates",
             "let `tools/doctor.py --json` measure, without `--no-measure`",
@@ -58,11 +58,11 @@ def gpu_named(name: str) -> Gpu:
         return _measured_gpu(min(rated, key=lambda gpu: float(gpu["rates"]["bf16"])), name)
     except (KeyError, TypeError, ValueError) as error:
         rule = f"{_RULE}, but its rates cannot be read"
-        raise ConfigError.about("--dry-run-gpu", name, rule) from error
+        raise ConfigError.about(flag, name, rule) from error
 
 
-def _read_gpus(path: str) -> list[dict[str, Any]]:
-    refused = partial(ConfigError.about, "--dry-run-gpu", path)
+def _read_gpus(path: str, flag: str) -> list[dict[str, Any]]:
+    refused = partial(ConfigError.about, flag, path)
     remedy = f"it {_RULE}"
     try:
         content = read_json(path)

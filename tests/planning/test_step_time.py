@@ -98,7 +98,7 @@ def _file(folder: Path, *gpus: Found) -> str:
 def test_the_table_of_gpus_and_the_assumptions() -> None:
     assert tuple(GPUS) == GPU_NAMES
     with pytest.raises(ConfigError, match=r"`--gpu` \(V100\) must be one of"):
-        gpu_named("V100")
+        gpu_named("V100", "--gpu")
     assert GPUS["H100"].peak(1) == pytest.approx(2 * GPUS["H100"].peak(2), rel=1e-3)
     with pytest.raises(ConfigError, match="A100 has no fp8 products"):
         GPUS["A100"].peak(1)
