@@ -38,7 +38,7 @@ class BatchSize:
         self.update(0)
 
     def update(self, consumed_samples: int) -> bool:
-        """Set the batch size of the step that follows after ``consumed_samples`` samples.
+        """Set the batch size of the step that begins after ``consumed_samples`` samples.
 
         Return whether the number of micro-batches has changed.
         """
@@ -50,7 +50,7 @@ class BatchSize:
         return number != before
 
     def _size_at(self, consumed_samples: int) -> int:
-        """Return the global batch size that the flags ask for in the step after these samples."""
+        """Return the global batch size that the flags set after ``consumed_samples`` samples."""
         if self._steps:
             return max(step for step in self._steps if step[0] <= consumed_samples)[1]
         if self._ramp is None or consumed_samples > self._ramp_end:
@@ -61,14 +61,18 @@ class BatchSize:
         return start + (int(consumed_samples / each) * increment if each else 0)
 
     def is_final(self, consumed_samples: int) -> bool:
-        """Return whether the batch size has reached its last value."""
+        """Return whether the batch size no longer changes after ``consumed_samples`` samples."""
         return consumed_samples > self._ramp_end
 
 
 def number_of_iterations(
     training: TrainingConfig, seq_length: int | None, data_parallel_size: int
 ) -> int:
-    """Return the number of training iterations, computed from ``--train-samples`` if given."""
+    """Return the number of training iterations.
+
+    With ``--train-samples`` it is computed from the batch size of each step; otherwise it is
+    ``--train-iters``, or 0 if that flag is unset too.
+    """
     if training.train_samples is None:
         return training.train_iters or 0
     size = BatchSize(training, seq_length, data_parallel_size)
@@ -90,9 +94,9 @@ def samples_after(
     *,
     consumed: int = 0,
 ) -> int:
-    """Return how many samples the next ``iterations`` steps use, after ``consumed`` samples.
+    """Return how many samples ``iterations`` steps use that begin after ``consumed`` samples.
 
-    The batch size of these steps may change, as the flags say.
+    The steps may have different batch sizes, as the flags say.
     """
     size = BatchSize(training, seq_length, data_parallel_size)
     size.update(consumed)

@@ -87,14 +87,14 @@ class FaultToleranceConfig(UsersOwn):
         return bool(self.max_restarts or by_torchrun or self.is_elastic or generation())
 
     def errors(self, save: str | None, *, whole: bool, kept: str | None) -> Iterator[FlagError]:
-        """Yield an error for each conflict of these flags with each other or with the flags below.
+        """Yield an error for each of these flags that conflicts with another flag of the run.
 
         Args:
             save: the folder of ``--save``; None without that flag.
             whole: whether checkpoints also hold the optimizer and random states, which a run needs
                 to resume.
-            kept: a flag under which a step changes state that cannot be restored, so that the step
-                cannot be repeated; None if no such flag is given.
+            kept: the given flag, if any, that makes it impossible to repeat a step, because the
+                step changes state that cannot be restored.
         """
         if self.elastic_min_nodes is not None and save is None:
             yield FlagError(

@@ -85,9 +85,9 @@ def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, FlagError]]:
 
 
 def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
-    """Return a copy in which the engine has filled in derived values; check nothing.
+    """Return a copy with the values that the engine derives filled in; check nothing.
 
-    Values that the task derives must be filled in already.
+    The task must have filled in the values that it derives itself.
     """
     planned = given.planning
     world_size = world_size or given.parallel.nproc_per_node * (planned.dry_run_nodes or 1)
@@ -122,7 +122,7 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
 def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningConfig) -> bool:
     """Return whether to assume that Transformer Engine is available.
 
-    It is if it is installed and the device is a GPU, or if a dry run for a GPU asks for
+    True if the package is installed and the device is a GPU, or if a dry run for a GPU has
     ``--transformer-impl transformer_engine``.
     """
     is_chosen = model.transformer_impl == "transformer_engine"

@@ -110,13 +110,19 @@ elsewhere, or is meant to change.
 
 
 class Changeable:
-    """The base class of sections whose flags may differ from the checkpoint's by default."""
+    """The base class of config sections whose flags may differ from those in a loaded checkpoint.
+
+    A flag that sets ``if_changed`` itself is an exception.
+    """
 
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
 
 class UsersOwn(Changeable):
-    """The base class of sections whose flags, by default, are never read from a checkpoint."""
+    """The base class of config sections whose flags are never taken from a checkpoint.
+
+    A flag that sets ``from_checkpoint`` itself is an exception.
+    """
 
     FROM_CHECKPOINT: ClassVar[bool] = False
 
@@ -150,8 +156,8 @@ def flag(
         negative: spellings that set a boolean to False, besides ``--no-<name>``.
         advice: what the error advises about a value that is out of bounds or not a choice; None
             derives it from the default or the bounds.
-        if_changed: what happens if the checkpoint to load has a different value; None takes the
-            section's ``IF_CHANGED``, or "say" if it has none.
+        if_changed: what happens if the checkpoint to load has a different value (see `IfChanged`);
+            None takes the section's ``IF_CHANGED``, or "say" if it has none.
         from_checkpoint: whether the value may be read from the configuration in a checkpoint, which
             may come from an untrusted source. None takes the section's ``FROM_CHECKPOINT``, or True
             if it has none. Give False for a flag that permits or names code to run, or that names a
@@ -256,7 +262,10 @@ def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
 
 
 def must_divide(name: str, value: int | None, by: str, size: int) -> Iterator[FlagError]:
-    """Yield an error if ``value`` is not a multiple of ``size``, the value of the flag ``by``."""
+    """Yield an error if the flag ``name`` is no multiple of the flag ``by``.
+
+    Their values are ``value`` and ``size``; without a ``value`` there is no error.
+    """
     if value and size >= 1 and value % size:
         use = -(-value // size) * size
         yield FlagError(name, value, f"must be divisible by `{by}` ({size})", f"use {use}")
@@ -323,9 +332,9 @@ def if_changed(section: type) -> dict[str, IfChanged]:
 
 
 def from_checkpoint(section: type) -> dict[str, bool]:
-    """Return for each field whether its value may be read from a checkpoint's configuration.
+    """Return, by field, whether its value may be read from a checkpoint's configuration.
 
-    `flag` says why some may not.
+    The documentation of `flag` says which values may not be.
     """
     usual: bool = getattr(section, "FROM_CHECKPOINT", True)
     by_field = {}

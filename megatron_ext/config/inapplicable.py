@@ -38,7 +38,8 @@ class Inapplicable:
         holds: takes the values of a run and returns whether the entry applies there; None if it
             always does.
         instead: the words that replace the flag on the command line.
-        defaults: for refused flags, by name, a value that is accepted because it changes nothing.
+        defaults: for refused flags, by name, the one value that is accepted nevertheless, because
+            it changes nothing.
         source: the program that has the refused flags, such as Megatron-LM.
     """
 
@@ -134,11 +135,11 @@ def by_flag(
 
 
 def answer_to(word: str, table: Mapping[str, Inapplicable]) -> Inapplicable | None:
-    """Return the table's entry for the flag ``word``, or None.
+    """Return the table's entry for the flag ``word``, or None if there is none.
 
-    If ``word`` begins with ``--no-`` or ``--disable-`` and is not in the table itself, its other
-    negative spelling and its positive one are looked up: Megatron-LM gives each switch that is on
-    by default both negative spellings.
+    If ``--disable-x`` is not in the table, ``--no-x`` and then ``--x`` are looked up; for
+    ``--no-x``, only ``--x``. Megatron-LM gives each switch that is on by default both
+    negative spellings.
     """
     for prefix in ("--disable-", "--no-"):
         if word not in table and word.startswith(prefix):

@@ -70,7 +70,10 @@ def layers_without_rope(frequency: str | None, num_layers: int) -> list[bool]:
 
 
 def pattern_errors(flag: str, text: str | None, num_layers: int) -> Iterator[FlagError]:
-    """Yield a sentence if a pattern is unreadable or has no entry for each layer."""
+    """Yield an error if a flag's pattern, ``text``, does not fit a model of ``num_layers`` layers.
+
+    It fits if it is None, a number of at least 1, or a list with one entry for each layer.
+    """
     if text is None:
         return
     try:

@@ -33,9 +33,10 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def staging_folder(address: str) -> Path:
-    """Return the local folder that holds the copy of what is stored at an object-storage address.
+    """Return the local folder for copies of the checkpoints at an object-storage address.
 
-    It is in the user's cache folder (``XDG_CACHE_HOME``), and is the same for all runs.
+    The folder lies in the user's cache folder (``XDG_CACHE_HOME``). It depends only on the
+    address, so all runs that use the address share it.
     """
     root, name = split_address(address)
     return user_cache() / hashlib.blake2b(root.encode(), digest_size=8).hexdigest() / name
@@ -49,7 +50,10 @@ def user_cache() -> Path:
 
 @dataclass(frozen=True)
 class CheckpointConfig(UsersOwn):
-    """Flags of checkpoints: as in Megatron-LM, but any parallel layout can load optimizer state."""
+    """Flags of checkpoints; names and meanings are Megatron-LM's.
+
+    Other than there, optimizer state can be loaded in any parallel layout.
+    """
 
     save: str | None = flag(
         None,
@@ -166,8 +170,9 @@ class CheckpointConfig(UsersOwn):
     def resolved(self, *, may_restart: bool = False) -> CheckpointConfig:
         """Return a copy in which local staging folders replace addresses of object storage.
 
-        ``--save`` without ``--save-interval`` gets the task's usual interval. With ``may_restart``,
-        the run loads the next older checkpoint if one is damaged.
+        If ``--save`` is given without ``--save-interval``, the task's default interval is filled
+        in. With ``may_restart``, a run that finds its newest checkpoint damaged loads an older
+        one; without it, the run ends.
         """
         given = {name: getattr(self, name) or "" for name in _FLAGS_OF_FOLDERS}
         new = {name: value for name, value in given.items() if "://" in value}

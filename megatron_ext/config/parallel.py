@@ -90,6 +90,9 @@ class ParallelConfig(Changeable):
 
     @property
     def counted_ends(self) -> int:
-        """Return how many of the embedding and the loss count as a layer when stages are split."""
+        """Return 0, 1 or 2: how many layers the embedding and the loss count as together.
+
+        The count matters when the layers are divided among pipeline stages.
+        """
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         return sum(ends)

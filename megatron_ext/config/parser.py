@@ -68,8 +68,8 @@ def parse_args(
         world_size: number of ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
         device: "cpu" or "cuda".
         checkpoint_config: a checkpoint's stored configuration (``--use-checkpoint-args``), from
-            which values are taken as far as it may give them (`sections.described`). Flags on the
-            command line override them.
+            which the values that a checkpoint may provide (`sections.described`) are taken. Flags
+            on the command line override them.
         defaults: values by field that replace the defaults of the task and of the fields.
         elsewhere: as in `read_words`.
         reading: the result of `read_words` for the same ``argv``, if they have been read already.
@@ -143,10 +143,11 @@ def all_errors(
     defaults: Mapping[str, Any] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> list[str]:
-    """Return ``errors`` of a command line, and errors that were not found because of them.
+    """Return ``errors``, the errors found on a command line so far, and those not yet found.
 
-    These are words that cannot be read, numbers out of range, and unusable inputs. Each error is
-    returned once. With ``--print-config``, which needs no inputs, only ``errors`` are returned.
+    The latter are about words that cannot be read, numbers out of range, and unusable inputs.
+    Each error is returned once. With ``--print-config``, which needs no inputs, only ``errors``
+    are returned.
 
     Args:
         errors: sentences from a check that may have stopped before it was complete.
@@ -239,13 +240,13 @@ class Reading:
 
     Attributes:
         table: for each spelling its flag, and False if this spelling sets False, else True.
-        answers: the entries for flags that the program lacks, by spelling.
+        answers: by spelling, for flags that the program lacks, what the user is told about them.
         elsewhere: as in `read_words`.
         values: the values read so far, by section and field.
         given: the flags on the command line.
         unread: first spellings of the flags whose values could not be read.
-        settled: entries of ``--config`` files about flags that this program always refuses; each
-            is the file, the key, the flag and the value.
+        settled: tuples (file, key, flag, value), one for each entry of a ``--config`` file that
+            sets a flag which this program always refuses.
         renamed: for each new spelling, the old spelling that the user gave.
     """
 
@@ -370,7 +371,10 @@ class Reading:
         return error
 
     def read_yaml(self, path: str, program: Program) -> Values:
-        """Return the values in a YAML file by section; in the file they may be grouped or not."""
+        """Return the values in the ``--config`` file ``path``, by section and field.
+
+        In the file itself the fields may be grouped by section or listed without sections.
+        """
         try:
             content = read_yaml(path) or {}
         except UnreadableFile as error:
@@ -426,11 +430,11 @@ class Reading:
                 yield entry.sentence(f"`{key}` in {path} ({value})")
 
     def settle_old_spellings(self, values: Values) -> None:
-        """Apply two flags whose meaning depends on other flags.
+        """Apply ``--bf16``, ``--fp16`` and ``--no-position-embedding`` to the values read.
 
         If ``--bf16`` or ``--fp16`` is given, bf16 is no longer the default on a GPU.
-        ``--no-position-embedding`` adds an error if the model has a learned position table, else a
-        note that it has no effect.
+        ``--no-position-embedding`` causes an error if the model has a learned position table, else
+        a note that the flag has no effect.
         """
         precision = values.get("precision", {})
         if "bf16" in precision or precision.get("fp16"):
@@ -478,7 +482,7 @@ def _refusals(
     Args:
         task: the task, whose `TaskFlags.answers` say which flags are refused.
         flags: the flags to check.
-        usual: the task's own defaults, by field.
+        usual: the task's own defaults, by field; a flag at such a default is not refused.
         decided: the configuration as the user and the task set it. Its values are checked, so that
             a value which the engine derives for a refused flag is no error.
         run: the completed configuration, which decides what is refused.

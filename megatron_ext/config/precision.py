@@ -107,13 +107,19 @@ class Fp8Config:
     )
 
     def resolved(self, *, te: bool) -> Fp8Config:
-        """Return a copy; 8-bit weights are off unless the layers are Transformer Engine's."""
+        """Return a copy in which 8-bit weights are off unless Transformer Engine can keep them.
+
+        ``te`` says whether the layers are Transformer Engine's.
+        """
         if te or self.fp8_format is None:
             return self
         return dataclasses.replace(self, fp8_param_gather=False)
 
     def keeps_bf16(self, layer_number: int, num_layers: int) -> bool:
-        """Return whether a layer stays in bf16; its number counts from 1 in the whole model."""
+        """Return whether a layer computes in bf16 instead of 8 bits.
+
+        Layers are numbered from 1 in the whole model.
+        """
         if not self.first_last_layers_bf16:
             return False
         after = num_layers - self.num_layers_at_end_in_bf16

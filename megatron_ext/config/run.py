@@ -200,7 +200,7 @@ class LayerSection(Changeable):
     """
 
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
-        """Return values for fields of `StepTransformerConfig`, in place of the engine's own."""
+        """Return values of `StepTransformerConfig` fields, which replace the engine's values."""
         return {}
 
     def resolved_model(self, model: ModelConfig) -> ModelConfig:
@@ -216,9 +216,9 @@ class LayerSection(Changeable):
         return None
 
     def unused_fields(self) -> frozenset[str]:
-        """Return the names of fields that have no effect with this section's present values.
+        """Return the names of this section's fields that have no effect beside its other values.
 
-        A checkpoint may have other values for them.
+        When a checkpoint is loaded, these fields may differ from the checkpoint's.
         """
         return frozenset()
 
@@ -235,7 +235,7 @@ class TaskFlags:
         sections: frozen dataclasses whose fields are the task's flags.
         inapplicable: the flags that do not apply in this task, or in some of its runs. A flag that
             all tasks of a program always refuse is not a flag of that program.
-        defaults: values that replace the usual defaults of flags, by field.
+        defaults: by field, the task's defaults, which replace those that the flags declare.
         resolve: fills in values that the task decides, before the engine derives the others.
         rules: takes ``(given, resolved)`` and returns a sentence for each fault. ``given`` is the
             configuration before anything was derived.

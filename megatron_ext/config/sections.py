@@ -184,11 +184,11 @@ def _field(action: argparse.Action) -> tuple[str, Any, Any]:
 def described(stored: Mapping[str, Any], kinds: Sequence[type]) -> dict[str, dict[str, Any]]:
     """Return the values that a run may take from a stored configuration, by section and field.
 
-    The file may come from a stranger. So it may describe a model and its data, but may neither
-    permit nor name code to run, nor name places to write to; ``flag(..., from_checkpoint=...)``
-    says for each field whether it may come from the file. Fields are left out if neither the
-    engine's sections nor ``kinds`` have them. A field that an earlier version stored in another
-    section is found there.
+    A stored configuration may come from a stranger. So it may describe a model and its data, but
+    may neither permit nor name code to run, nor name places to write to;
+    ``flag(..., from_checkpoint=...)`` says which fields it may provide. Fields are left out if
+    neither the engine's sections nor ``kinds``, the classes of the task's sections, have them. A
+    field that an earlier version stored in another section is found there.
 
     Raises:
         CheckpointError: a section is not a mapping from names to values.

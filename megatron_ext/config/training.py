@@ -127,7 +127,11 @@ class TrainingConfig(Changeable):
         return self.micro_batch_size, self.global_batch_size
 
     def resolved(self, data_parallel_size: int) -> TrainingConfig:
-        """Return a copy with the global batch size filled in."""
+        """Return a copy with the global batch size filled in if it is unset.
+
+        It is the last size of the batch-size schedule; without a schedule, it is one micro-batch on
+        each data-parallel rank.
+        """
         batch = self.global_batch_size
         steps = _schedule_or_none(self.step_batch_size_schedule)
         if batch is None and steps:
@@ -153,12 +157,18 @@ class TrainingConfig(Changeable):
         return number if number and (not rest or self.decrease_batch_size_if_needed) else None
 
     def microbatch_counts(self, replicas: int) -> list[int]:
-        """Return, ascending, how many micro-batches a replica may have in a step of the run."""
+        """Return, ascending, the numbers of micro-batches that a step of the run can have.
+
+        Each number is that of one data-parallel replica; ``replicas`` is how many there are.
+        """
         counts = {self.microbatches(size, replicas) for size in self._sizes()}
         return sorted(count for count in counts if count is not None)
 
     def _sizes(self) -> list[int]:
-        """Return, in ascending order, the global batch sizes of the steps, before rounding."""
+        """Return, in ascending order, the global batch sizes that the flags ask for during the run.
+
+        ``--decrease-batch-size-if-needed`` may still round them down.
+        """
         _, batch = self.batch_sizes
         sizes = {batch}
         if self.step_batch_size_schedule is not None:
@@ -383,10 +393,10 @@ class LossConfig:
     )
 
     def resolved(self, *, fused: bool, fusion_impl: str) -> LossConfig:
-        """Return a copy in which ``cross_entropy_impl`` is set.
+        """Return a copy with ``cross_entropy_impl`` filled in if the user left it out.
 
-        If the user gave none, it is "chunked"; but with ``fused``, unless the loss is a custom one,
-        it is "te" or "eager", depending on ``fusion_impl``.
+        It becomes "chunked", unless ``fused`` asks for a fused cross-entropy and there is no custom
+        loss: then it becomes "te" if ``fusion_impl`` is "te", else "eager".
         """
         loss = None if self.loss == CROSS_ENTROPY else self.loss
         impl = self.cross_entropy_impl or "chunked"
@@ -395,7 +405,12 @@ class LossConfig:
         return dataclasses.replace(self, cross_entropy_impl=impl, loss=loss)
 
     def errors(self, *, per_token: bool, has_te: bool) -> Iterator[FlagError]:
-        """Yield a sentence for each fault in the flags of the loss."""
+        """Yield a sentence for each fault in the flags of the loss.
+
+        Args:
+            per_token: whether gradients are divided by the number of targets of the global batch.
+            has_te: whether Transformer Engine is available.
+        """
         if self.ignore_index < 0 and self.ignore_index != -100:
             yield FlagError(
                 "--ignore-index",

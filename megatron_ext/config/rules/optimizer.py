@@ -43,7 +43,7 @@ def _usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> int |
 
 
 def has_usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> bool:
-    """Return whether the warm-up is the task's default, which depends on the length of the run."""
+    """Return whether the warm-up is the task's default, as `with_warmup` fits it to the run."""
     if not optimizer.usual_warmup_iters or optimizer.lr_warmup_fraction is not None:
         return False
     return optimizer.lr_warmup_iters == _usual_warmup(optimizer, training)
@@ -52,7 +52,7 @@ def has_usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> bo
 def resolve_optimizer(
     optimizer: OptimizerConfig, training: TrainingConfig, device: str
 ) -> OptimizerConfig:
-    """Fill in warm-up and weight decay, and replace dist_muon by the flags that it stands for.
+    """Fill in warm-up and weight decay; replace ``dist_muon`` by the two flags that it means.
 
     On a CPU, switch off communication that gloo cannot do.
     """

@@ -83,7 +83,11 @@ def _virtual_size(parallel: ParallelConfig, model: ModelConfig) -> int | None:
 def resolve_parallel(
     parallel: ParallelConfig, model: ModelConfig, world_size: int
 ) -> ParallelConfig:
-    """Return a copy with derived sizes and a schedule, by default that of Megatron-LM."""
+    """Return a copy with derived sizes and the pipeline schedule filled in.
+
+    Without ``--pipeline-schedule``, the schedule is the one that Megatron-LM would use: 1F1B,
+    interleaved if there are virtual chunks, or none for a single stage.
+    """
     chunks = _virtual_size(parallel, model)
     stages = parallel.pipeline_model_parallel_size
     tp = parallel.tensor_model_parallel_size

@@ -108,7 +108,10 @@ def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> Iterator[Fl
 def _bf16_layer_errors(
     fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig, *, te: bool
 ) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the flags of layers that stay in bf16."""
+    """Yield a sentence for each fault in the flags of layers that stay in bf16.
+
+    ``te`` says whether the layers are Transformer Engine's, which limit the count by stage.
+    """
     if not fp8.first_last_layers_bf16:
         for name in (name for name in changed_fields(fp8) if name in OF_BF16_LAYERS):
             yield FlagError(
@@ -274,9 +277,9 @@ def side_errors(fp8: Fp8Config, sides: Sequence[Side]) -> Iterator[FlagError]:
 
 
 def _attention_sides(run: RunConfig) -> Sequence[Side]:
-    """Return the output widths of attention's projections as name, width, and number of ranks.
+    """Return the output widths of attention's projections.
 
-    The ranks are those that the width is split over.
+    Each is a tuple of name, total width, and number of ranks over which the width is split.
     """
     own = run.attention_sides()
     if own is not None:
