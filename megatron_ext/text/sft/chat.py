@@ -74,7 +74,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 class Template:
-    """The chat template together with one conversation to whose messages it is applied.
+    """A chat template bound to one conversation, to whose first n messages it is applied.
 
     If the conversation's row has `enable_thinking`, this value overrides the one in
     ``--sft-template-kwargs``.
@@ -93,7 +93,7 @@ class Template:
             self._kwargs["tools"] = list(conversation.tools)
 
     def of(self, conversation: Conversation) -> "Template":
-        """Return a copy of this template for another conversation and that conversation's tools."""
+        """Return this chat template bound to another conversation, with that one's tools."""
         return Template(self.tokenizer, conversation, self._given)
 
     @cached_property
@@ -157,9 +157,10 @@ class Template:
             ) from error
 
     def _half_pairs(self) -> Iterator[str]:
-        """Yield the name of each text in the conversation that contains a lone surrogate.
+        """Yield where the conversation contains a lone surrogate, for each text that contains one.
 
-        A lone surrogate is half of a UTF-16 surrogate pair; it is not a character.
+        A lone surrogate is half of a UTF-16 surrogate pair, and is not a character. The place is a
+        name such as `messages[1].content`.
         """
         conversation = self.conversation
         values = {
@@ -175,7 +176,10 @@ class Template:
 
 
 class RefusedByTemplate(DataError):
-    """Raised if a template refuses the first ``count`` messages of its conversation."""
+    """Raised if a chat template refuses a conversation's first ``count`` messages.
+
+    ``reason`` is the class and the message of the exception that the template raised.
+    """
 
     def __init__(self, template: Template, count: int, reason: str) -> None:
         self._template = template
@@ -187,8 +191,9 @@ class RefusedByTemplate(DataError):
     def with_part(self) -> DataError:
         """Return an error that names the message or the tools that the template refuses.
 
-        To find out which, the template is applied again to fewer messages. This takes time, and
-        many refusals are never shown, so call this only when the error is about to be shown.
+        If neither can be found, return this error unchanged. To find the message, the template is
+        applied again to fewer messages. This takes time, and many refusals are never shown, so call
+        this only when the error is about to be shown.
         """
         template = self._template
         conversation = template.conversation
@@ -257,10 +262,10 @@ def _texts_below(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _names_below(value: Any, name: str) -> Iterator[str]:
-    """Yield the name of each value at any depth in ``value``; `[]` stands for every index.
+    """Yield the name of each value at any depth in ``value``, such as `tools[].function.name`.
 
-    ``name`` is the name of ``value`` itself. Values inside the arguments of tool calls are left
-    out.
+    ``name`` is the name of ``value`` itself. `[]` stands for every index of a list. Values inside
+    the arguments of tool calls are left out.
     """
     if isinstance(value, dict) and value and not name.endswith("arguments"):
         for key, item in value.items():
@@ -285,9 +290,9 @@ class Chat:
     """The tokenizer, its chat template and the options with which conversations are tokenized.
 
     Attributes:
-        sft: the options; ``sft_date`` is set if the template writes a date.
-        identity: JSON values of everything that determines tokens; a store of tokens with another
-            identity is not reused.
+        sft: the options of the user; if the template writes a date, ``sft_date`` holds this date.
+        identity: JSON values of everything that determines tokens. Tokens that were stored under
+            another identity are not reused.
         date_is_given: whether the user gave the date that the template writes.
         unread: keywords of ``--sft-template-kwargs`` that the template does not read.
     """
@@ -386,10 +391,10 @@ def writes_date(tokenizer: ChatTokenizer) -> bool:
 def with_known_date(
     tokenizer: ChatTokenizer, trained: str | None
 ) -> tuple[ChatTokenizer, str | None]:
-    """Return a tokenizer whose chat template writes a fixed date, and a sentence with the date.
+    """Return a tokenizer whose template writes a fixed date, and a sentence that tells the user.
 
-    ``trained`` is the date that the model's training data had; if it is None, today's date is used.
-    If the template writes no date, return ``tokenizer`` itself and None.
+    The date is ``trained``, the date that the model's training data had, or today's date if it is
+    None. If the template writes no date, return ``tokenizer`` itself and None.
     """
     if not writes_date(tokenizer):
         return tokenizer, None
@@ -544,8 +549,8 @@ def end_finder(template: Template, count: int, whole: str) -> FindEnd:
     """Return a function that finds where the first n messages end in the text ``whole``.
 
     ``whole`` is the text of all ``count`` messages. If marks can be put into the template
-    (`marked_source`), the template is applied once to find all ends. Otherwise the returned
-    function applies the template at each call.
+    (`marked_source`), all ends are found now, by applying the template once. Otherwise the returned
+    function applies the template each time it is called.
     """
 
     def templated(messages: int, prompt: bool) -> int | None:

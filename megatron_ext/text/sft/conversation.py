@@ -78,10 +78,10 @@ class Conversation:
         tools: the tool schemas; None if the row has none.
         enable_thinking: the value in the row; None leaves it to ``--sft-template-kwargs``.
         place: the file of the row, and the row's number in this file.
-        intake: counts of what was read from the row.
+        intake: counts of the values and turns that were read, converted or ignored in the row.
         names: for each message, where the message and its content are in the row, such as
             (`messages[1]`, `messages[1].content`).
-        tools_name: the name of the column of tools.
+        tools_name: the name of the column that holds the tools.
     """
 
     messages: tuple[Message, ...]
@@ -268,9 +268,10 @@ class _Row:
         return items
 
     def _messages(self) -> tuple[list[tuple[str, Message]], list[bool]]:
-        """Return (name, message) of each message, and whether each message may be trained.
+        """Return (name, message) of each message, and whether each message is trained by default.
 
-        The second list applies to messages of the assistant that have no loss mask.
+        The default holds for messages of the assistant that have no loss mask of their own;
+        messages of other roles are never trained.
         """
         layout = self.sft.sft_row_format
         if layout == "sharegpt":
@@ -363,9 +364,9 @@ class _Row:
         ]
 
     def _from_prompt_completion(self) -> tuple[list[tuple[str, Message]], list[bool]]:
-        """Return (name, message) of each message, and whether each message may be trained.
+        """Return (name, message) of each message, and whether each message is trained by default.
 
-        Only messages of the completion may be trained.
+        This is True for the messages of the completion and False for those of the prompt.
         """
         listed: list[tuple[str, Message]] = []
         trains: list[bool] = []
@@ -509,8 +510,8 @@ class _Row:
     def _tools(self) -> tuple[Any, ...] | None:
         """Return the tool schemas of the row; None if it has none.
 
-        The column, a tool, its function and its parameters may each be JSON text: parquet gives
-        every object the keys of all objects, which JSON text avoids.
+        The column may be JSON text, and so may each tool, its function and its parameters. Data
+        sets use JSON text because parquet otherwise gives every object the keys of all objects.
         """
         name = self.sft.sft_tools_key
         tools = self._take(name)

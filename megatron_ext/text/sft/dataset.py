@@ -132,9 +132,10 @@ class SftDataset(StepDataset):
     """The conversations of one split; ``dataset[3, 7]`` is a row that packs conversations 3 and 7.
 
     ``stores`` hold the conversations, numbered from the first store to the last; ``members`` are
-    the numbers of those that belong to the split. Only the n conversations that still have a
-    trained token after truncation are kept, and an item's indices count these. With the truncation
-    "error", raise a DataError if a conversation is longer than ``max_length`` tokens.
+    the numbers of those that belong to the split. The dataset keeps only the n conversations that
+    still have a trained token after truncation, and numbers them anew from 0 to n - 1. If
+    ``truncation`` is "error", raise a DataError if a conversation is longer than ``max_length``
+    tokens.
 
     Attributes:
         lengths: number of positions that each conversation takes, ``[n]``.
@@ -223,7 +224,10 @@ class SftDataset(StepDataset):
         return {name: torch.from_numpy(column) for name, column in laid.items()}
 
     def place_of(self, sample: int) -> tuple[SftStore, int]:
-        """Return the store that holds conversation ``sample`` of the split, and its index there."""
+        """Return the store that holds a conversation, and the conversation's index in that store.
+
+        ``sample`` is the index of the conversation in this dataset.
+        """
         number = int(self._members[sample])
         store = int(np.searchsorted(self._begins, number, side="right")) - 1
         return self._stores[store], number - int(self._begins[store])
@@ -415,8 +419,8 @@ class ConversationReport:
 
     Attributes:
         intake: the counts of all stores together; None if no store has any.
-        notes: sentences on what was read, in which form and with which date.
-        warnings: sentences on what was not used.
+        notes: sentences on what was read and converted, and on the date that the template writes.
+        warnings: sentences on values and conversations that are not used, and on truncation.
     """
 
     intake: Intake | None

@@ -99,10 +99,10 @@ def _function(call: Message) -> Message:
 
 
 def _replaced(message: Message, list_name: str, convert: Callable[[Any, str], Any]) -> Message:
-    """Return a message with ``convert(arguments, name)`` as the arguments of each tool call.
+    """Return a copy of a message, with the arguments of its tool calls converted by ``convert``.
 
-    ``name`` tells where the arguments are in the row, for errors; ``list_name`` is the same for the
-    message's list of tool calls.
+    Each conversion is ``convert(arguments, name)``, where ``name`` tells the place of the arguments
+    in the row, for errors. ``list_name`` is the place of the message's list of tool calls.
     """
     if "tool_calls" not in message:
         return message
@@ -212,7 +212,7 @@ def _read_parts(template: Template, content: list[Any], name: str) -> list[Messa
 
 
 def _takes_lists(template: Template, lists: dict[int, list[Message]]) -> bool:
-    """Tell whether a template takes lists of parts, and writes their texts.
+    """Tell whether a template accepts a list of parts as content and writes the text of each part.
 
     Other templates refuse a list, or write it in the notation of Python or JSON. ``lists`` holds
     the lists of parts by the index of their message.

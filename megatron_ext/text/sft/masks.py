@@ -93,10 +93,10 @@ def _tokenized_samples(template: Template, sft: SftConfig) -> list[TokenizedConv
 
 
 def _split(template: Template) -> list[Template]:
-    """Return a template for each trained turn, with the conversation up to and including the turn.
+    """Return a template for each trained turn, bound to the messages up to and including that turn.
 
     In each of these conversations only the last turn is trained. If the given conversation has no
-    trained turn, return only the given template.
+    trained turn, return a list with only the given template.
     """
     conversation = template.conversation
     turns = [index for index, trained in enumerate(conversation.trained) if trained]
@@ -130,10 +130,10 @@ def _tokenized(template: Template, *, realign: bool) -> TokenizedConversation:
 def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConversation:
     """Return ids and mask; tokens between the template's ``{% generation %}`` marks are trained.
 
-    Turns with a loss mask of 0 are not trained. transformers finds the marked tokens wrongly if a
-    turn's first or last character has no token: it then drops all later turns, or it marks all
-    later text. To detect this, count the runs of marked tokens: there must be one run per turn, or
-    a DataError is raised. With ``realign`` another number is accepted if all turns are trained.
+    Turns with a loss mask of 0 are not trained. If the first or last character of a turn has no
+    token, transformers marks wrong tokens: it drops all later turns, or marks all later text. To
+    detect this, the runs of marked tokens are counted. Raise a DataError unless there is one run
+    per turn; with ``realign`` any number is accepted, provided that all turns are trained.
     """
     conversation = template.conversation
     encoded = template.apply(
@@ -212,12 +212,13 @@ def _token_at(offsets: Sequence[tuple[int, int]], character: int) -> int | None:
 
 
 def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return ids and mask, found by tokenizing the beginnings of the conversation.
+    """Return ids and mask, found by tokenizing prefixes of the conversation.
 
     For each trained turn, tokenize the messages before it, and the messages up to and including it.
-    Neither beginning ends inside a group of tool messages, so a template that merges such a group
-    writes it as in the whole conversation. If a turn has other tokens in the whole conversation, a
-    DataError is raised; with ``realign`` the turn's tokens are searched for there instead.
+    Neither prefix ends inside a group of tool messages, so a template that merges such a group
+    writes the whole group in both. If a prefix's tokens differ from the beginning of the whole
+    conversation's tokens, raise a DataError; with ``realign`` search the whole conversation for the
+    turn's tokens instead.
     """
     conversation = template.conversation
     whole = template.ids(len(conversation.messages))
@@ -260,9 +261,9 @@ _MISMATCH = (
 
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
-    """Return the number of tokens that the first ``count`` messages have in the tokens ``whole``.
+    """Return the number of tokens in ``whole`` that belong to the first ``count`` messages.
 
-    Return None if ``whole`` does not begin with their tokens.
+    Return None if ``whole`` does not begin with the tokens of these messages.
     """
     prefix = template.ids(count)
     if _begins(whole, prefix):
@@ -279,11 +280,11 @@ def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | No
 
 
 def _before_generation_prompt(template: Template, count: int) -> list[int] | None:
-    """Return the ids that the first ``count`` messages have before a generation prompt.
+    """Return the ids of the first ``count`` messages as written before a generation prompt.
 
-    These messages are written with the generation prompt, and the prompt is then removed. To see
-    what the prompt is, ``count - 1`` messages are written with and without it. Return None if this
-    does not show the prompt.
+    The template writes these messages with the generation prompt, and the prompt is then cut off.
+    The prompt is found as what it adds to the text of the first ``count - 1`` messages. Return None
+    if it cannot be found in this way.
     """
     if count < 2:
         return None

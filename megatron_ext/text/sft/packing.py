@@ -168,9 +168,10 @@ def _swap_rows(ranks: Ints, weights: Ints) -> None:
 
 
 def small_ends(members: Sequence[int], weights: Ints) -> list[int]:
-    """Return ``members``, micro-batches, in an order that begins and ends with cheap ones.
+    """Order the micro-batches ``members`` so that the cheap ones come first and last.
 
-    Pipeline stages idle at both ends. ``weights`` are the costs by micro-batch.
+    Pipeline stages idle at the beginning and at the end of a step. ``weights`` holds the cost of
+    each micro-batch by its index.
     """
     rising = sorted(members, key=lambda member: (int(weights[member]), member))
     return rising[::2] + rising[1::2][::-1]
@@ -202,7 +203,7 @@ def token_budget(
 
 
 def named(rows: list[Row], members: Sequence[int]) -> list[Row]:
-    """Return the rows with each index i replaced by ``members[i]``."""
+    """Return a copy of ``rows``, with each index i replaced by the sample number ``members[i]``."""
     return [[members[position] for position in row] for row in rows]
 
 
@@ -216,7 +217,7 @@ def _filled(rows: list[Row], count: int) -> list[Row]:
 
 @dataclass
 class PackedEpochs:
-    """Steps of ``rows_per_step`` rows of ``capacity`` tokens, each shared by several conversations.
+    """Steps of ``rows_per_step`` rows; each row packs conversations of ``capacity`` tokens in all.
 
     ``seed`` shuffles each epoch differently: samples of equal length change places, then the rows
     are shuffled. The number of rows stays the same, and the row that packing opened last, which may
@@ -282,10 +283,11 @@ class PaddedEpochs:
 
 @dataclass
 class BudgetEpochs(PackedEpochs):
-    """Steps of ``rows_per_step`` conversations, packed into as many rows as they need.
+    """Steps of a fixed number of conversations, packed into as many rows as they need.
 
-    ``seed`` shuffles the conversations. Each rank gets empty rows until its number of rows is a
-    multiple of ``multiple``.
+    Here ``rows_per_step`` counts conversations, not rows; ``capacity`` is the most tokens of a row.
+    ``seed`` shuffles the conversations in each epoch. Each rank gets empty rows until its number of
+    rows is divisible by ``multiple``.
     """
 
     multiple: int = 1

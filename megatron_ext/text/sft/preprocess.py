@@ -68,7 +68,7 @@ KEYS = ("document", "mask")
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Turns each conversation of a block of lines into two documents: token ids and mask."""
+    """Encodes each line, a conversation, as two documents per training sample: ids and mask."""
 
     chat: Chat
 
@@ -108,8 +108,8 @@ class ConversationEncoder:
     def tokenize(self, line: bytes, number: int) -> tuple[list[TokenizedConversation], Intake]:
         """Return ids and masks of the samples of a conversation, and counts of what was read.
 
-        ``line`` is the row of the conversation, ``number`` its number, for errors. Raise a BadLine
-        if the line is not usable.
+        ``line`` is the conversation's row as JSON; ``number`` is the row's number, for errors.
+        Raise a BadLine if the line is not usable.
         """
         place = Place("", number)
         try:
@@ -165,7 +165,7 @@ class SftPreprocessOptions(PreprocessOptions):
 
 
 class ConversationEncoding:
-    """The `Encoding` that makes two documents of each conversation: its token ids and its mask."""
+    """The `Encoding` that makes two documents of each training sample: token ids and mask."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -173,7 +173,7 @@ class ConversationEncoding:
         self.dtypes = (optimal_dtype(chat.vocab_size), np.dtype(np.uint8))
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Return False: no fast engine, since templates and special tokens need transformers."""
+        """Return False: gigatoken is never used, since chat templates need transformers."""
         return False
 
     def encoder(self, *, fast: bool) -> ConversationEncoder:
@@ -248,7 +248,10 @@ WITHOUT_TRAINED_TOKEN = "conversations without a trained token, by their loss ma
 
 
 def report_lines(intakes: Sequence[Intake], chat: Chat, what: str) -> list[str]:
-    """Return lines on what was read, converted and not used; ``what`` names the input."""
+    """Return lines on what was read, converted and not used.
+
+    ``intakes`` holds the counts of each store; ``what`` names the input in the first line.
+    """
     intake = Intake.total(intakes)
     return [
         *([f"{what}: {intake.summary()}"] if intake.counts else []),
@@ -278,7 +281,8 @@ def _conversations_of(
 ) -> list[tuple[str, int]]:
     """Return (absolute path, number of conversations) of each input file, in input order.
 
-    ``done`` holds the markers of the parts, by the number of the part.
+    ``parts`` are the pieces into which the files were cut; ``done`` maps the index of each part to
+    the marker that counts the documents written for it.
     """
     counts: list[tuple[str, int]] = []
     for i, part in enumerate(parts):
@@ -326,7 +330,11 @@ def open_stores(
 
 
 def check_name(flag: str, name: str) -> None:
-    """Raise an error unless ``name``, given by ``flag``, is a file or a store of conversations."""
+    """Check that ``name`` is a file, a saved dataset or a store of conversations.
+
+    ``flag`` is the flag that gave the name, for errors. Raise a ConfigError for a weight of a
+    blend, and a DataError if nothing has this name.
+    """
     if is_number(name) and not os.path.exists(name):
         raise ConfigError(
             f"`{flag}` ({name}) is a weight, but `--sft` uses every conversation of its files "
@@ -354,11 +362,11 @@ def cached_prefix(name: str, folder: Path, identity: Mapping[str, Any]) -> Path:
 
 
 def with_date_of_stores(chat: Chat, names: Sequence[str], cache: str | None) -> Chat:
-    """Return ``chat`` with the date with which stores of the files ``names`` were tokenized before.
+    """Return ``chat`` with the date that the existing stores of ``names`` were tokenized with.
 
-    A run then reuses these stores on later days. If they have different dates, the latest is taken.
-    ``chat`` is unchanged if there is no such store, if the user gave a date, or if the template
-    writes none.
+    ``names`` are stores, or files whose stores are in the cache. A run with the date of these
+    stores can reuse them on later days. If they have different dates, the latest is taken. ``chat``
+    is unchanged if there is no such store, if the user gave a date, or if the template writes none.
     """
     if chat.date is None or chat.date_is_given:
         return chat

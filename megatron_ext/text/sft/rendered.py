@@ -114,11 +114,11 @@ def _is_code(value: str, mark: str) -> bool:
 
 
 def _other(value: Any, first: str, last: str) -> Any:
-    """Return ``value`` changed to contain the marks ``first`` and ``last``, if its type has room.
+    """Return a different value; it contains the marks ``first`` and ``last`` as far as it can.
 
     A text gets a mark at each end; a text that looks like an identifier becomes ``first``, padded
     to the same length. A number is increased by a number made of ``first``, and a bool is negated.
-    An empty list or object gets the marks as its content, and None becomes ``first``.
+    An empty object gets both marks, an empty list gets ``first``, and None becomes ``first``.
     """
     if isinstance(value, str):
         # Some templates check the length of identifiers.
@@ -133,10 +133,10 @@ def _other(value: Any, first: str, last: str) -> Any:
 
 
 def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
-    """Return the texts that show, if the template writes them, that it has written a value.
+    """Return the texts that appear in a rendering if the template has written a whole value.
 
-    Before the template is applied, `_other` changes ``value`` with the marks ``first`` and
-    ``last``.
+    The rendering is that of the conversation in which `_other`, with the marks ``first`` and
+    ``last``, has changed ``value``.
     """
     if isinstance(value, str):
         return (first,) if _is_code(value, first) else (first, last)
@@ -185,9 +185,10 @@ def _below(value: Any, path: Path) -> Iterator[Leaf]:
 
 
 def _is_constant(value: Any, path: Path) -> bool:
-    """Tell whether a value stands under a key `type` that always has this value.
+    """Tell whether a value is a `type` that is the same in all conversations.
 
-    This is "function" in a tool or a tool call, and "text" in a part of a message.
+    This is the `type` "function" of a tool or a tool call, and the `type` "text" of a part of a
+    message.
     """
     is_call = len(path) == 5 and path[2] == "tool_calls"
     is_tool = len(path) == 3 and path[0] == "tools"
@@ -200,7 +201,7 @@ def _is_constant(value: Any, path: Path) -> bool:
 def _text_with(
     template: Template, leaves: Sequence[Leaf], other: Callable[[Leaf], Any]
 ) -> str | None:
-    """Return the text with ``other(leaf)`` in place of each leaf's value.
+    """Return the text that the template writes if each leaf's value is replaced by ``other(leaf)``.
 
     Return None if the template refuses the changed conversation.
     """
@@ -258,10 +259,11 @@ def _lines_are_in(value: Any, whole: str) -> bool:
 def report_unrendered(
     conversation: Conversation, unrendered: Unrendered, sft: SftConfig, intake: Intake
 ) -> None:
-    """Count, in ``intake``, what the template leaves out; refuse a row that loses important values.
+    """Refuse a row if the template leaves out an important value; count all else that is left out.
 
-    Raise a DataError for the first message, tool, tool call or reasoning of a trained turn that is
-    left out. ``--sft-on-unrendered note`` counts them instead.
+    Raise a DataError if a message, a tool, a tool call or the reasoning of a trained turn is left
+    out; with ``--sft-on-unrendered note``, count it in ``intake`` instead. Other values are always
+    counted there.
     """
     tools = {
         index

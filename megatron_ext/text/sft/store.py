@@ -46,7 +46,10 @@ def has_intake(prefix: str | os.PathLike[str]) -> bool:
 
 
 def prefix_of(name: str) -> str:
-    """Return the prefix of a store, given that prefix or the prefix of its dataset of ids."""
+    """Return the prefix of a store.
+
+    ``name`` is this prefix, or the prefix of the store's dataset of token ids.
+    """
     return name.removesuffix(_SUFFIX)
 
 
@@ -200,9 +203,11 @@ class SftStore:
     def check(
         self, identity: Mapping[str, Any], vocab_size: int, *, date_is_given: bool = False
     ) -> None:
-        """Raise a DataError if the store does not fit a run's tokenizer, template or vocabulary.
+        """Raise a DataError unless the store was made with a run's tokenizer and template.
 
-        With ``date_is_given`` the store must also have the run's date.
+        The keywords of ``--sft-template-kwargs``, if any are given, must be the same too, and all
+        ids must be below ``vocab_size``. The date that the template writes may differ, unless
+        ``date_is_given``.
         """
         for name, flag in (("tokenizer", "--tokenizer-model"), ("template", "--sft-chat-template")):
             if self.about.get(name) != identity[name]:

@@ -52,9 +52,10 @@ class _Excess(Exception):
 
 
 class _Budget:
-    """The steps and the time that one rendering has left, with methods that check them.
+    """The loop iterations, macro calls and time that one rendering has left.
 
-    Other methods apply operators and check the size of their results.
+    The methods are called from within the rendering. Some count or check what is left; others apply
+    an operator and check the size of its result.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,8 @@ def _call(name: str, *arguments: nodes.Expr) -> nodes.Call:
 class _Counting(NodeTransformer):
     """Inserts calls of the methods of `_Budget` into the syntax tree of a template.
 
-    Loops and macros count a step, filters and calls check the time, and ``~`` checks its result.
+    The body of each loop and macro then counts a step, each filter and call checks the time, and
+    each ``~`` checks the length of its result.
     """
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +139,7 @@ class _Counting(NodeTransformer):
 def _check_constants(tree: nodes.Template) -> None:
     """Raise an _Excess if a template has large powers of constants.
 
-    jinja2 computes such powers while it compiles the template, where `_Budget` cannot stop it.
+    jinja2 computes such powers while it compiles the template, before `_Budget` can stop it.
     """
     for power in tree.find_all(nodes.Pow):
         sides = (power.left, power.right)
