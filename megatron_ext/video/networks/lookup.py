@@ -73,19 +73,17 @@ def streamed_conversion() -> Conversion:
 
 
 def named_by(names: Iterable[str]) -> str:
-    """Return ``--video-model`` with all ``names``, joined by "or", for a message."""
+    """Return text for a message: "--video-model A or B", in backticks, for ``names`` A and B."""
     return f"`--video-model {' or '.join(names)}`"
 
 
 def without_pooled() -> str:
-    """Return ``--video-model`` with all networks that need no pooled text, for a message."""
+    """Return `named_by` of all networks that need no pooled text vector."""
     return named_by(name for name in NETWORKS if not network_named(name).takes_pooled)
 
 
 def with_widths(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with a dataset's latent channels and text embedding widths.
-
-    ``manifest`` is the dataset's manifest.
+    """Return ``config`` with latent channels and text widths set from a dataset's ``manifest``.
 
     Raises:
         ConfigError: the network needs pooled vectors of the text, which the dataset lacks.

@@ -51,10 +51,10 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VideoNetwork:
-    """The entry of a video network, by which the rest of the package finds the network's parts.
+    """A description of a video network, by which the rest of the package finds the network's parts.
 
-    A network has one or several values of ``--video-model``. Some attributes hold a place: a string
-    ``module:name`` that names an object, which is imported only when a run needs it.
+    A network has one or several values of ``--video-model``. Some attributes are places: a place
+    is a string ``module:name`` that names an object. The object is imported when a run needs it.
 
     Attributes:
         titles: words for the network in messages, with an article, by value of ``--video-model``.
@@ -66,14 +66,16 @@ class VideoNetwork:
         stored_model: a function of ``(stored, name)``, a checkpoint's configuration and the value
             of ``--video-model`` of its run; it returns the flags that describe the checkpoint's
             weights.
-        restated: a function of ``(stored, kind, builds)``, a checkpoint's configuration, its
-            network, and the network of a run that starts from it. The networks are values of
-            ``--video-model``, or `STREAMING`. It returns the flags with which the run can start.
-            None if such networks share no weights.
+        restated: a function that lets a run start from a checkpoint of another kind of network,
+            for example a causal one from a bidirectional one. Its arguments are ``(stored, kind,
+            builds)``: the checkpoint's configuration, the kind of the checkpoint's network, and
+            the kind that the run builds. A kind is a value of ``--video-model``, or `STREAMING`.
+            The result is the flags that the run takes from the checkpoint. None if a run can
+            start only from a checkpoint of its own kind.
         defaults: defaults of flow matching's flags that differ for this network, by field.
             `flow_defaults` adds those that follow from ``takes_references``.
-        streaming_flags: by value of ``--video-model``, the fields of streaming's flags that also
-            apply to the network in flow matching.
+        streaming_flags: for each value of ``--video-model``, those flags of ``--task streaming``
+            (as field names) that also have an effect in ``--task flow``.
         takes_pooled: whether the network is given a pooled vector of the text.
         takes_references: whether the network is given reference frames.
         streamed: place of the `StreamedNetwork`, an object; None if streaming cannot train it.
@@ -138,9 +140,9 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration with a dataset's latent channels and text embedding widths.
+        """Return the run's configuration with the latent channels and text widths of a dataset.
 
-        ``manifest`` is the dataset's manifest.
+        ``manifest`` is the dataset's manifest, which holds these numbers.
         """
 
     @abstractmethod
@@ -277,8 +279,8 @@ class Conversion(ABC):
 
     Attributes:
         title: the name of the public network, such as "Wan".
-        namings: naming schemes of tensors in which weights can be written, such as "diffusers"; the
-            first is the default.
+        namings: the naming schemes that tensors of exported weights can follow, such as
+            "diffusers"; the first is the default.
         classes: values of ``_class_name`` in the config.json of folders that can be read.
     """
 

@@ -207,7 +207,7 @@ class DoubleBlock(Part):
 
 
 def _split(joint: Tensor, part: TokenRange) -> Sequence[Tensor]:
-    """Split the tokens ``[s, b, h]`` of ``part`` into text and image; one of them may be empty."""
+    """Split ``joint``, tokens ``[s, b, h]`` of ``part``, into text and image; one may be empty."""
     return torch.split(joint, [part.local_text, joint.size(0) - part.local_text])
 
 

@@ -22,7 +22,8 @@ class MMDiTSizes(Sizes):
 
     Attributes:
         hidden_size, num_heads: h and n; the size of a head d is h / n.
-        axes_dim: parts of d that RoPE rotates by the latent frame, row and column of a token.
+        axes_dim: three numbers with sum d: how many of a head's features RoPE rotates by a token's
+            latent frame, by its row and by its column.
         num_double_blocks: blocks with weights of their own for text and image.
         num_single_blocks: blocks on the joint sequence.
         channels: C of the latents.
@@ -81,14 +82,15 @@ class MMDiTSizes(Sizes):
 
     @property
     def cond_width(self) -> int:
-        """Return the features of a condition token: a patch of latents and one of their mask."""
+        """Return (C + 1) * p * p, the features of a condition token: latents and a mask channel."""
         return (self.channels + 1) * self.patch_size**2
 
     def transformer_fields(self) -> dict[str, Any]:
         """Return the fields of megatron-core's TransformerConfig that the sizes determine.
 
-        ``qk_layernorm`` makes megatron-core sum the gradients of parameters named ``q_layernorm``
-        and ``k_layernorm`` over the tensor-parallel ranks, each of which has only its own heads.
+        ``qk_layernorm`` is True, so that megatron-core sums the gradients of ``q_layernorm`` and
+        ``k_layernorm`` over the tensor-parallel ranks. This is needed because each rank computes
+        these gradients from its own heads only.
         """
         return {**self.fields_of(self.num_blocks, self.mlp_size), "qk_layernorm": True}
 

@@ -93,7 +93,7 @@ class MMDiTNetwork(ClipNetwork):
         return number < self.model.num_double_blocks
 
     def weights(self, stage: Stage) -> list[Weight]:
-        """Return the parameters of a stage, in the order of its module's parameters."""
+        """Return the parameters of a stage, in the order of ``parameters()`` of its module."""
         model = self.model
         h = self.model.hidden_size
         weights = self._embedding() if stage.embedding else []

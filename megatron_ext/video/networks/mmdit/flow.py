@@ -43,7 +43,10 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
     """Builds the micro-batches of an MMDiT, which consist of packed tokens."""
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return the targets of the image tokens that this context-parallel rank holds."""
+        """Cut the targets of ``whole`` clips to the image tokens of this context-parallel rank.
+
+        ``num_text`` is the number of text tokens, which precede the image tokens in the sequence.
+        """
         cp = self._context.pgs.cp
         tokens = TokenRange.whole(num_text, whole.weights.size(1))
         own = tokens.part(cp.rank(), cp.size()).image
@@ -75,7 +78,14 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
 
 
 def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
-    """Return latents ``[b, c, t, h, w]`` with the reference frames of each clip, zero elsewhere."""
+    """Return latents ``[b, c, t, h, w]`` with the reference frames of each clip, zero elsewhere.
+
+    ``modes`` has the condition mode of each clip, as an index in `MODES`; the mode decides which
+    frames are given.
+
+    Raises:
+        DataError: the batch lacks encoded references that a mode needs.
+    """
     placed = []
     latents = batch.latents
     for row, mode in enumerate(modes):

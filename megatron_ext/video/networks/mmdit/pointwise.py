@@ -72,9 +72,10 @@ def _modulated_streams(
 
 
 def _streams_and_statistics(hidden: Tensor, num_text: int, *vectors: Tensor) -> tuple[Tensor, ...]:
-    """Return text and image, normed and modulated; then the statistics of text, then of image.
+    """Return modulated text, modulated image, and the statistics of both LayerNorms.
 
-    Each norm has two tensors of statistics. ``vectors`` are shift and scale of text, then of image.
+    Modulation includes the norm. The statistics are four tensors: inverse standard deviation and
+    mean of text, then those of image. ``vectors`` are shift and scale of text, then of image.
     """
     txt, img = torch.split(hidden, [num_text, hidden.size(0) - num_text])
     of_txt = _modulated_and_statistics(txt, *vectors[:2])
@@ -119,7 +120,10 @@ residual_and_modulated_streams = FusedResidual(
 def add_gated(
     x: Tensor, output: Tensor, other: Tensor | None, bias: Tensor, gate: Tensor
 ) -> Tensor:
-    """Return ``x + gate * (output + other + bias)`` for x ``[s, b, h]`` and gate ``[b, h]``."""
+    """Return ``x + gate * (output + other + bias)`` for x ``[s, b, h]`` and gate ``[b, h]``.
+
+    If ``other`` is None, it is left out of the sum.
+    """
     total = output if other is None else output + other
     return x + gate * (total + bias)
 

@@ -30,9 +30,10 @@ class AttentionPlan:
     """The key frames to which each block of new frames attends.
 
     Attributes:
-        past: numbers of the cached frames, whose keys come before those of the new frames.
-        blocks: for each block, (its slice of the new frames, the slices of the key frames that it
-            sees).
+        past: numbers in the video of the cached frames. Key frames are the cached frames in this
+            order, followed by the new frames.
+        blocks: for each block, (its slice of the new frames, slices of the key frames to which it
+            attends).
     """
 
     past: tuple[int, ...]

@@ -199,7 +199,8 @@ class SelfAttention(Part):
     def _heads(self, fused: Tensor, bias: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, normed and rotated, and values, ``[t, m, b, heads, d]`` each.
 
-        They are those of t frames, with m tokens of each frame.
+        t is the number of frames in this pass, m the number of each frame's tokens in the slice of
+        this context-parallel rank.
         """
         config = self.config
         total = None
@@ -233,10 +234,10 @@ class CrossAttention(Part):
         return out
 
     def _key_value(self, text: Tensor, number: int, cache: dict[int, KeyValue] | None) -> KeyValue:
-        """Return the text's keys and values, ``[l, b, n, d]`` each.
+        """Return the keys and values of the text in block ``number``, ``[l, b, n, d]`` each.
 
-        If ``cache`` holds those of the block ``number``, they are returned. Otherwise they are
-        computed, and stored in ``cache`` unless it is None.
+        They are read from ``cache`` if it has an entry for this block. Otherwise they are computed
+        from ``text``, and added to ``cache`` unless it is None.
         """
         if cache is not None and number in cache:
             return cache[number]

@@ -82,7 +82,7 @@ class DiTNetwork(StreamedCost):
         return stage_blocks(self.model.num_blocks, num_stages)
 
     def weights(self, stage: Stage) -> list[Weight]:
-        """Return the parameters of a stage, in the order of its module's parameters."""
+        """Return the parameters of a stage, in the order of ``parameters()`` of its module."""
         return dit_weights(self.config.lora, self.model, self.sizes.tp, stage)
 
     @cached_property

@@ -72,10 +72,10 @@ def flops_of_pass(
 def _frames_seen(
     window: FrameWindow | None, new: range, present: Set[int]
 ) -> Iterable[tuple[int, int]]:
-    """Return (frames in the block, frames that it attends to) for each block of ``new``.
+    """Return, for each block of the frames ``new``, its size and how many frames it attends to.
 
-    Both are numbers of frames. Only frames in ``present`` have keys. Without a window all new
-    frames are one block.
+    A block attends to those frames in its window that are also in ``present``, the frames with
+    keys. Without a window all new frames are one block, which attends only to itself.
     """
     if window is None:
         return [(len(new), len(new))]

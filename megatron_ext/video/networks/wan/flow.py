@@ -69,9 +69,10 @@ class WanBatchBuilder(FlowBatchBuilder):
         return torch.cat([first, later], dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return the targets of all tokens, with weight 0 where another rank counts the token.
+        """Return ``whole`` with weight 0 at tokens that count in the loss of another rank.
 
-        Each token counts in the loss of exactly one context-parallel rank.
+        Every rank predicts all tokens, so each token is assigned to one context-parallel rank.
+        If flow times are given per frame, the result has them per token. ``num_text`` is not used.
         """
         times = whole.times
         num_tokens = whole.weights.size(1)
@@ -94,7 +95,7 @@ class WanBatchBuilder(FlowBatchBuilder):
 
 
 class VideoDiTVelocity(ParallelVelocity):
-    """Predicts velocities with a `VideoDiT`; its last stage returns all tokens on each rank."""
+    """Predicts velocities with a `VideoDiT`, whose last stage returns all tokens on every rank."""
 
     gives_parts = False
 

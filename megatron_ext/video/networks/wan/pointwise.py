@@ -46,9 +46,10 @@ class ModulationTable(torch.nn.Module):
         torch.nn.init.normal_(self.weight, std=self.weight.size(-1) ** -0.5)
 
     def forward(self, time: Tensor) -> tuple[Tensor, ...]:
-        """Return table + ``time`` as one tensor ``[f, 1, b, h]`` for each part.
+        """Return table + ``time``, split into ``num_parts`` tensors ``[f, 1, b, h]``.
 
-        ``time``, for f timesteps, is ``[f, b, num_parts, h]``, or ``[f, b, 1, h]`` for all parts.
+        ``time`` is the modulation computed from f timesteps, ``[f, b, num_parts, h]``; or
+        ``[f, b, 1, h]``, which is added to all parts of the table alike.
         """
         return (self.weight + time).unsqueeze(1).unbind(3)
 
@@ -125,7 +126,8 @@ def squares(x: Tensor) -> Tensor:
 def scaled(x: Tensor, total: Tensor, weight: Tensor, width: int, eps: float) -> Tensor:
     """Return ``x``, ``[..., n, d]``, RMS-normalized and multiplied by ``weight``.
 
-    ``total`` holds the sums of squares ``[...]`` over ``width`` features, of all ranks' heads.
+    ``total`` holds each token's sum of squares ``[...]`` over all ``width`` features, including
+    those of heads on other ranks.
     """
     scale = torch.rsqrt(total / width + eps)
     return (x.to(_exact(x)) * scale[..., None, None]).to(x.dtype) * weight.view(x.shape[-2:])

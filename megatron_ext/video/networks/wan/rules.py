@@ -69,9 +69,9 @@ def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
 def restated(stored: Mapping[str, Any], kind: str, builds: str) -> Sections:
     """Return the flags with which a run of ``builds`` can start from a checkpoint of ``kind``.
 
-    They are the checkpoint's model size; its latent channels if the run is one of streaming; and
-    its window if both networks are causal. ``stored`` is the configuration in the checkpoint;
-    ``kind`` and ``builds`` are values of ``--video-model``, or `STREAMING`.
+    These flags are the checkpoint's model size, its latent channels if ``builds`` is `STREAMING`,
+    and its attention window if both networks are causal. ``stored`` is the configuration in the
+    checkpoint; ``kind`` and ``builds`` are values of ``--video-model``, or `STREAMING`.
     """
     streaming = stored["streaming"]
     dit = stored["video_dit"]

@@ -175,11 +175,12 @@ def wan_adapters(head_dim: int) -> PeftLayers:
 
 
 def _wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[Part]:
-    """Split our adapter matrix ``name`` into those of Wan's layers; yield (layer, kind, matrix).
+    """Turn our adapter matrix ``name`` into one matrix for each of Wan's layers that it adapts.
 
-    A layer of ours may fuse p layers of Wan, such as query, key and value, with rows ordered head
-    by head, ``[n, p, d]``. Then each of the p layers gets its own rows of LoRA's matrix B,
-    ``[out, r]``, and a copy of A, ``[r, in]``. The kind is "A" or "B".
+    Yields (layer, kind, matrix). The kind is "A" for LoRA's matrix ``[r, in]``, "B" for
+    ``[out, r]``. One of our layers may fuse p layers of Wan, such as query, key and value, with
+    output rows ordered head by head, ``[n, p, d]``. Then each of the p layers gets its own rows
+    of B and a copy of A.
     """
     match = _ADAPTER.match(name)
     assert match is not None

@@ -93,9 +93,12 @@ def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, Tensor
 class TensorFile:
     """The tensors of a file of torch.save, mapped into memory.
 
-    ``entry`` is the key in the file under which they are, such as ``"generator_ema"``. None takes
-    the whole file if it is a dictionary of tensors, else its only key with tensors. A file that
-    cannot be read, has no tensors there, or has several keys to choose from raises CheckpointError.
+    ``entry`` is the key under which the file holds the tensors, such as ``"generator_ema"``. None
+    takes the whole file if it is a dictionary of tensors, else the only key that holds one.
+
+    Raises:
+        CheckpointError: the file cannot be read, ``entry`` holds no tensors, or ``entry`` is None
+            and no key or several keys hold tensors.
     """
 
     def __init__(self, path: Path, entry: str | None) -> None:
@@ -128,9 +131,10 @@ class TensorFile:
 
 
 def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors under the key ``entry`` of a file of torch.save, by name.
+    """Return the tensors, by name, that a file of torch.save holds under the key ``entry``.
 
-    None takes the file's only dictionary of tensors.
+    If ``entry`` is None, the whole file is taken if it is a dictionary of tensors, else the only
+    key that holds one. CheckpointError is raised if there is none, or a choice.
     """
     # No code that the file may hold is run. One from before torch 1.6 is no archive, and cannot be
     # mapped.
