@@ -51,13 +51,15 @@ def leave_out_new(
 ) -> dict[str, dict[str, Tensor]]:
     """Remove from ``state``, in place, the adapters and new branches that a checkpoint lacks.
 
-    A new branch is a tensor that an older checkpoint may lack, marked as in `is_new_branch`. Return
-    the removed tensors by chunk key and weight name.
+    A new branch is a tensor that an older checkpoint may lack; `is_new_branch` recognizes it.
 
     Args:
         path: folder of the checkpoint.
         state: the sharded state to load into.
         chunks: keys in ``state`` under which the model chunks lie.
+
+    Returns:
+        The removed tensors, by chunk key and then by weight name.
     """
     stored = stored_entries(path)
     new: dict[str, dict[str, Tensor]] = {}
@@ -197,12 +199,14 @@ class FrozenBase:
         return dataclasses.asdict(self)
 
     def check(self, path: Path, recorded: FrozenBase, flag: str) -> None:
-        """Raise a CheckpointError if these weights are not those that the adapters were trained on.
+        """Raise a CheckpointError unless this identity equals ``recorded``.
+
+        Adapters work only on the frozen weights that they were trained on.
 
         Args:
             path: folder of the checkpoint with the adapters.
             recorded: identity of the frozen weights that the adapters were trained on.
-            flag: the flag that gave these weights, for the error message.
+            flag: the flag that chose the weights identified by ``self``, for the error message.
         """
         if self.identity == recorded.identity:
             return

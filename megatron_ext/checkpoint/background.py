@@ -69,7 +69,10 @@ class Helper:
         theirs.close()
 
     def send(self, job: Job) -> None:
-        """Give the helper a job; this raises no error if it has died (see `reports`)."""
+        """Send a job to the helper.
+
+        If the helper has died, the job is lost without an error; `reports` then returns None.
+        """
         with suppress(OSError):
             self.connection.send(job)
 
@@ -117,7 +120,10 @@ class Helper:
 
 @contextmanager
 def ending(process: Helper | None) -> Iterator[None]:
-    """End the helper when the context exits, so that it cannot write to the save folder later."""
+    """Kill the helper process when the context exits, so that it cannot write files any more.
+
+    If ``process`` is None, do nothing.
+    """
     try:
         yield
     finally:
@@ -174,8 +180,8 @@ class BackgroundSaves:
 
     Args:
         process: the helper process that writes this rank's part.
-        seconds: how long the files of a checkpoint may stop growing before a rank replaces its
-            helper.
+        seconds: time limit without progress. If the files of a checkpoint do not grow for so
+            long, a rank replaces its helper.
     """
 
     def __init__(
@@ -296,11 +302,11 @@ class BackgroundSaves:
         return nameless_file()
 
     def _worst(self, verdict: int) -> int:
-        """Return the highest of all ranks' answers to whether a save can begin.
+        """Return the maximum of ``verdict`` over all ranks, which call this together.
 
-        The answers, from `KNOWN` (0, it can) to `BROKEN` (3, it cannot), are constants of this
-        module. All ranks call this together. The same all-reduce tells every rank how many saves
-        have failed, which only rank 0 knows.
+        A verdict says whether a rank can begin a save: one of this module's constants from `KNOWN`
+        (0, it can) to `BROKEN` (3, it cannot). The same all-reduce updates `num_failed` and
+        `last_has_failed`, since only rank 0 knows which saves have failed.
         """
         # What other ranks know about the newest save may be the result of the save before it.
         own = [verdict, self.num_failed, int(self.last_has_failed and self._context.rank == 0)]
@@ -409,7 +415,10 @@ class BackgroundSaves:
 
     @staticmethod
     def _is_published(entry: _Running) -> bool:
-        """Return whether rank 0's helper has published a checkpoint; then the save has worked."""
+        """Return whether this is rank 0 and its helper has published the checkpoint of ``entry``.
+
+        A published checkpoint is complete, even if the helper died afterwards.
+        """
         is_first = entry.job.rank == 0
         return is_first and (PUBLISHED in entry.stages or helper.is_published(entry.job))
 
@@ -420,9 +429,9 @@ class BackgroundSaves:
         return outcomes
 
     def _wait_for_iteration(self, iteration: int) -> None:
-        """Wait for all running saves to end, if the newest is of the same ``iteration``.
+        """Wait for all running saves to end if the newest one saves the same ``iteration``.
 
-        All ranks call this together.
+        Otherwise return at once. All ranks call this together.
         """
         # All ranks have started the same saves, but only rank 0 knows which are published.
         if self._count and iteration == self._last_iteration:

@@ -119,7 +119,8 @@ def check_optimizer(
     Args:
         stored: the checkpoint's content metadata, which says how its state is sharded.
         arguments: flags of the run that saved the checkpoint.
-        distributed: whether this run's optimizer is distributed.
+        distributed: whether this run shards optimizer state over data-parallel ranks
+            (megatron-core's distributed optimizer).
         has_main_weights: whether this run's optimizer keeps fp32 weights beside 16-bit ones.
     """
     kind = stored.get(SHARDING)
@@ -160,18 +161,22 @@ def weights_in(state: dict[str, Any]) -> set[str]:
 
 
 def check_unexpected(path: Path, expected: Collection[str], strictness: str = "") -> list[str]:
-    """Return a note if the checkpoint has weights that the network does not use.
+    """Check whether a checkpoint has weights that a network does not use.
 
-    Return an empty list if the network uses all weights. Optimizer state, random states, averages
-    and other networks are not compared.
+    Only weights of this network are compared. Optimizer state, random states, averaged weights and
+    weights of other networks are ignored.
 
     Args:
-        expected: names of the network's weights on all ranks. In the second network of a run, all
-            of them begin with `CRITIC`.
+        path: folder of the checkpoint.
+        expected: names of the network's weights on all ranks. For the second network of a run, all
+            names begin with `CRITIC`.
         strictness: ``--dist-ckpt-strictness``; its lenient values skip the check.
 
+    Returns:
+        One log message if weights are left out; an empty list if none are.
+
     Raises:
-        CheckpointError: whole blocks of the checkpoint would not be used.
+        CheckpointError: the checkpoint has whole blocks (layers) that the network lacks.
     """
     if strictness in LENIENT:
         return []
@@ -454,13 +459,13 @@ def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) ->
 
 
 def _moved(names: str, now: object, before: object) -> list[str]:
-    """Return a text for each flag in ``names`` whose value differs between two sections.
+    """Return a text for each of the fields ``names`` whose value has changed since the checkpoint.
 
     The text gives the flag's name and both values.
 
     Args:
         names: the fields to compare, separated by spaces.
-        now: the configuration section of this run.
+        now: a configuration section of this run.
         before: the same section as the checkpoint stores it.
     """
     values = {name: (getattr(now, name), getattr(before, name)) for name in names.split()}

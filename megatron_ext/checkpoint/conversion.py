@@ -1,4 +1,4 @@
-"""Code that the conversions of public weights and of adapters share, for any model.
+"""Tools to convert public weights and adapters, shared by the conversions of all models.
 
 A conversion runs in one process. Imported weights become the checkpoint of iteration 0, which loads
 in any layout. Adapters are merged into weights or exported for Hugging Face's peft. A task declares
@@ -128,12 +128,13 @@ class Network:
 
     Attributes:
         build: builds a chunk of the network.
-        described: takes a run's configuration, and returns a copy that describes this network where
-            the original describes the run's model.
+        described: takes the configuration of a run, and returns one for building this network. By
+            default it returns the configuration unchanged, which describes the model that the run
+            trains.
         section: key of a second network's state in a checkpoint, and prefix of its tensors' names;
             None for the model that the run trains.
-        base: takes a run's configuration, and returns the folder of checkpoints with the frozen
-            weights under the network's adapters.
+        base: takes the configuration of a run, and returns the folder of checkpoints that holds the
+            frozen weights under the network's adapters; by default ``--pretrained-checkpoint``.
     """
 
     build: ModelChunk
@@ -251,13 +252,15 @@ Part = tuple[str, str, Tensor]
 
 @dataclass(frozen=True)
 class PeftLayers:
-    """The layers of a Hugging Face model that correspond to our layers with adapters.
+    """Maps a model's adapters to the layers of the same model in Hugging Face's transformers.
 
     Attributes:
-        name: pattern of the names of our adapter matrices that have a counterpart in that model.
-        parts: takes one of our matrices and its name, and splits it into the matrices of that
-            model.
-        target: takes the path of a layer, and returns peft's name for it (``target_modules``).
+        name: pattern that matches the names of the adapter matrices to export. Other adapters have
+            no counterpart in the Hugging Face model.
+        parts: takes the name and value of one of our adapter matrices, and yields the matrices of
+            the Hugging Face model that it corresponds to.
+        target: takes the path of a Hugging Face layer, and returns peft's name for it
+            (``target_modules``).
         task: peft's ``task_type``.
     """
 

@@ -89,9 +89,9 @@ def replaced_folder_of(root: Path, iteration: int) -> Path:
 def standing_folder_of(root: Path, iteration: int) -> Path:
     """Return the folder that holds an iteration's checkpoint.
 
-    It is the ``.replaced`` folder if a run was killed while a new checkpoint replaced an old one,
-    before the new one had its final name. Otherwise it is the usual folder, even if that does not
-    exist.
+    This is the folder with the final name (`folder_of`), even if it does not exist. The exception:
+    if a run was killed while it replaced an old checkpoint by a new one, and only the old one
+    exists, this is the ``.replaced`` folder of the old one.
     """
     final = folder_of(root, iteration)
     replaced = replaced_folder_of(root, iteration)
@@ -99,10 +99,11 @@ def standing_folder_of(root: Path, iteration: int) -> Path:
 
 
 def announced(root: Path) -> int | None:
-    """Return the iteration in the announcement file; None if there is no checkpoint of it.
+    """Return the iteration that the announcement file names.
 
-    `publish` announces a checkpoint before it updates the tracker. So after a kill between the two,
-    this is a newer iteration than the tracker's.
+    Return None if there is no such file, or no checkpoint of that iteration. `publish` writes the
+    announcement before the tracker. If a run is killed between the two, the announcement names a
+    newer checkpoint than the tracker.
     """
     text = _short_text(root / ANNOUNCEMENT) or ""
     is_number = _NUMBER.fullmatch(text) is not None
@@ -110,7 +111,7 @@ def announced(root: Path) -> int | None:
 
 
 def _short_text(path: Path) -> str | None:
-    """Return the first word of a small text file; None if there is no file."""
+    """Return the text of a small file without surrounding spaces; None if there is no file."""
     try:
         with open_regular(path) as file:
             return file.read(_MAX_NUMBER_BYTES).decode("utf-8", errors="replace").strip()
@@ -132,13 +133,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace a file by a new one that survives a power loss."""
+    """Write ``text`` to a new file that replaces ``path``, and flush it to disk.
+
+    The file survives a power loss.
+    """
     write_text(path, text)
     make_durable(path)
 
 
 def make_durable(path: Path) -> None:
-    """Make a written file survive a power loss."""
+    """Flush a written file to disk, so that it survives a power loss."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

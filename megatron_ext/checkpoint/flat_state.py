@@ -64,8 +64,10 @@ class Place:
     def sharded(self, name: str, tensor: Tensor, shard: Shard) -> ShardedTensor:
         """Return a sharded tensor that stores ``tensor`` as a part of a flattened weight.
 
-        ``tensor`` has one element for each element of ``shard``, the part of the weight that this
-        rank updates; ``name`` is its name in the checkpoint.
+        Args:
+            name: name of the state in the checkpoint, without this rank's coordinates.
+            tensor: one value for each element of ``shard``.
+            shard: the part of the weight that this rank updates.
         """
         is_expert = not getattr(shard.parameter, "allreduce", True)
         where = self.dense
@@ -145,7 +147,11 @@ def optimizer_state(optimizer: MegatronOptimizer, model: list[Any], place: Place
 
 
 def _steps(part: Any, group: dict[str, Any]) -> float | None:
-    """Return torch's update count of a parameter group; None if this rank updates none of it."""
+    """Return how many updates torch has counted for a parameter group.
+
+    Return None if this rank has no optimizer state of the group. ``part`` is the optimizer that
+    the group belongs to.
+    """
     states = (_inner(part).state.get(parameter, {}) for parameter in group["params"])
     return next((float(state["step"]) for state in states if "step" in state), None)
 

@@ -55,7 +55,8 @@ class Job:
     Attributes:
         snapshot: file with the rank's part of the checkpoint.
         root: the save folder.
-        seconds: how long to wait for the other ranks' results after the last byte was written.
+        seconds: how long rank 0's helper waits for other ranks' results. The time starts anew as
+            long as the files of the checkpoint grow.
         best: the checkpoints with the lowest validation losses, lowest first.
         superseded: iterations whose checkpoints should be removed.
     """
@@ -183,7 +184,11 @@ class _ValuePlanner(DefaultSavePlanner):
 
 
 def _compact(value: Tensor) -> Tensor:
-    """Return a view of a tensor's memory that torch saves without the memory around it."""
+    """Return a tensor of the same values whose storage holds nothing else.
+
+    torch saves the whole storage of a tensor. The storage of ``value`` may be a whole snapshot. The
+    result shares its memory, so that nothing is copied if ``value`` is contiguous.
+    """
     if not value.numel():
         return value.clone()
     data = value.reshape(-1).view(torch.uint8).numpy()
@@ -218,9 +223,14 @@ def _write_common(
     metadata: Metadata,
     results: list[tuple[Any, Files]],
 ) -> Files:
-    """Write the files that belong to no single rank; return size and checksum of all files.
+    """Write the files that belong to no single rank; return size and checksum of all ranks' files.
 
-    ``counters`` are the run's counters and configuration. ``results`` are those of `_results`.
+    Args:
+        job: the job of rank 0.
+        common: the state that all ranks share.
+        counters: the run's counters, and its configuration.
+        metadata: the index of all tensors, which is completed with ``results``.
+        results: the results of all ranks, as `_results` returns them.
     """
     # torch would save a view of the copied memory together with all memory around it.
     storage.save_common(tree_map_only(Tensor, Tensor.clone, common), job.folder)
@@ -259,7 +269,8 @@ def tell_failure(folder: Path, rank: int, reason: str) -> None:
 def _results(job: Job) -> list[tuple[Any, Files]]:
     """Wait for the results of all ranks, and return them in the order of ranks.
 
-    A result is torch's record of what a rank has written, and its files.
+    Each result is (torch's record of the items that the rank has written, the rank's files with
+    size and checksum).
 
     Raises:
         CheckpointError: a rank has failed, or has left no result within the time limit.
@@ -298,10 +309,10 @@ def written_bytes(folder: Path) -> int:
 
 
 def _listed(folder: Path) -> Files | None:
-    """Return the manifest in ``folder``, if a helper that died had already written it; else None.
+    """Return the manifest in ``folder`` if an earlier helper of rank 0 has written it, else None.
 
-    A damaged manifest is removed. Once the manifest is written, other ranks' result files may be
-    gone, so they must not be waited for.
+    A damaged manifest is removed. With a manifest, the other ranks' results must not be waited for:
+    the earlier helper has read them, and may have removed them.
     """
     try:
         return read_manifest(folder)
@@ -326,5 +337,10 @@ def _give_up(job: Job, reason: str) -> None:
 
 
 def main(descriptor: int, rank_process: int) -> None:
-    """Serve a rank whose first helper has died; ``descriptor`` is the inherited connection."""
+    """Run a replacement for a helper that has died, in a new process.
+
+    Args:
+        descriptor: file descriptor of the connection to the rank, inherited from the rank.
+        rank_process: process id of the rank.
+    """
     serve(Connection(descriptor), rank_process)

@@ -45,9 +45,9 @@ class CheckpointManager:
 
     Args:
         base: if checkpoints hold only adapters, the identity of the frozen weights under them.
-        section: prefix that the weights' names have in a checkpoint from which only weights are
-            loaded. A weight that is not stored under this prefix is looked up by its name alone.
-        background: writes checkpoints while training goes on, if given.
+        section: for a load of weights only, a prefix of weight names in the checkpoint. Each weight
+            is looked up with this prefix first, then without it.
+        background: writes checkpoints while training goes on; None to save before `save` returns.
     """
 
     def __init__(
@@ -184,9 +184,16 @@ class CheckpointManager:
         ema: ShardedEMA | None,
         extra_state: ExtraState | None,
     ) -> list[str]:
-        """Copy the values of `state_in_memory` into this rank's model, optimizer and so on.
+        """Copy a rank's state from memory into its model, optimizer, schedule and averages.
 
-        Return notes on what starts anew. Afterwards nothing refers to the memory of ``values``.
+        The extra state of a task is restored, too. Afterwards nothing refers to the memory of
+        ``values``.
+
+        Args:
+            values: the state that `state_in_memory` returned, as read from a snapshot.
+
+        Returns:
+            Log messages on the parts of the extra state that start anew.
         """
         notes = list[str]()
         copied = {*chunk_keys(model), "optimizer", EMA}
@@ -359,9 +366,14 @@ class CheckpointManager:
         common: dict[str, Any],
         notes: list[str],
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """Return the sharded state to fill from a checkpoint, and the new weights missing there.
+        """Return the sharded state to fill from a checkpoint.
 
-        Raise a CheckpointError if the checkpoint does not fit the model.
+        Returns:
+            The state, without new weights that the checkpoint lacks; and these weights, by chunk
+            key and weight name (`leave_out_new`).
+
+        Raises:
+            CheckpointError: the checkpoint does not fit the model.
         """
         path = checkpoint.path
         layout = self._context.layout

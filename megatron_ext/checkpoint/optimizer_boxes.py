@@ -170,10 +170,11 @@ def _cut(
 
 
 def _shards(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return a parameter's sharded tensors, on the meta device.
+    """Return the sharded tensors that describe a parameter, without its values.
 
-    Their data are views of one tensor with the parameter's shape. A factory makes several tensors
-    of one parameter, such as the two halves of a gated layer.
+    A factory makes several of one parameter, such as the two halves of a gated layer. The data of
+    each are on the meta device: views of one empty tensor with the parameter's shape, so that a
+    view's offset tells which elements it covers.
     """
     whole = torch.empty(entry.data.shape, device="meta")
     if isinstance(entry, ShardedTensor):

@@ -133,10 +133,10 @@ _NOTHING: Any = "no parameter"
 
 
 def leave_out_nothing(state: dict[Any, Any]) -> None:
-    """Remove, in place, the entries that optimizers without parameters add to a state.
+    """Remove, in place, what optimizers without parameters add to a state.
 
-    They are empty entries and the step count that `counted` has added; the state on other ranks has
-    no such entries. The list of fp32 weights per parameter group becomes a mapping from group index
+    On ranks with parameters, the state has no such entries: empty ones, and the step count that
+    `counted` adds. The list of fp32 weights per parameter group becomes a mapping from group index
     to weights, without the groups that are empty on this pipeline stage.
     """
     for part in (state, *_numbered(state)):
@@ -204,11 +204,12 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _matched_by_kind(parts: list[Any], states: list[dict[str, Any]]) -> Iterator[None]:
-    """Within the context, let megatron-core match saved parameter groups by kind only.
+    """Within the context, let saved parameter groups load even if their rates have changed.
 
-    Newer releases also compare learning rate and weight decay, which may have changed. So each
-    saved group first gets the rates of the run's group of the same kind. After the load, the run's
-    group gets the saved rates.
+    Newer releases of megatron-core match a saved group to the run's group not only by its kind
+    (`KIND_OF_GROUP` and whether it holds experts), but also by learning rate and weight decay. So
+    each saved group first gets the rates of the run's group of the same kind. After the load, the
+    run's group gets the saved rates.
     """
     saved: list[tuple[Any, int, dict[str, Any]]] = []
     for part, state in zip(parts, states, strict=True):
@@ -247,8 +248,13 @@ def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
     """Return one state for each distributed optimizer of this run.
 
-    The checkpoint may be of another number of optimizers: those of experts and of dense weights are
-    separate only under expert parallelism. Parameter groups are matched by `_group_like`.
+    Expert parallelism gives experts an optimizer of their own. So the number of optimizers differs
+    if only the saving or only the loading run has expert parallelism. Each parameter group of this
+    run gets the saved group that `_group_like` finds.
+
+    Args:
+        parts: the optimizers of this run.
+        state: the optimizer state that was loaded.
     """
     # The tensors need no regrouping: the checkpoint stores them under their parameters' names.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
@@ -266,7 +272,11 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
 def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
     """Return one state for each optimizer of this run, for optimizers that are not distributed.
 
-    As in `_regrouped`, the checkpoint may be of another number of optimizers.
+    The saving run may have had another number of optimizers, as in `_regrouped`.
+
+    Args:
+        parts: the optimizers of this run.
+        state: the optimizer state that was loaded.
     """
     # The state lies under "optimizer" if there are fp32 weights beside it, else at the top level.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
@@ -289,9 +299,15 @@ def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, 
 
 
 def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the saved parameter group with the same `KIND_OF_GROUP` settings as ``group``.
+    """Return the saved parameter group that has the same `KIND_OF_GROUP` settings as ``group``.
 
-    Only the setting for experts may differ. Raise a CheckpointError if there is no such group.
+    Whether the saved group holds experts is not compared; the result takes this from ``group``.
+
+    Args:
+        saved: states of optimizers, whose parameter groups are searched.
+
+    Raises:
+        CheckpointError: no saved group has the same settings.
     """
     kind = [group.get(key) for key in KIND_OF_GROUP]
     for candidate in (group for each in saved for group in each["optimizer"]["param_groups"]):

@@ -72,10 +72,11 @@ def _is_key(value: Any) -> bool:
 
 
 class Machine:
-    """The instructions of pickle protocols 2 to 5, as far as checkpoints use them.
+    """Reads the instructions of pickle protocols 2 to 5 that checkpoints use; refuses all others.
 
-    `load` returns the value of the pickle that starts at offset ``at``, and moves ``at`` to its
-    end. Content that ends early or is inconsistent raises an error of any class.
+    `load` reads the pickle that starts at byte ``at`` of ``content``, returns its value, and sets
+    ``at`` to the first byte after it. Content that ends early or is inconsistent raises an error of
+    any class.
     """
 
     def __init__(self, content: bytes, at: int = 0) -> None:
@@ -95,11 +96,11 @@ class Machine:
         raise ForeignName(f"{module}.{name}")
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return the result of a call of a function or class."""
+        """Return the result of calling a function or class; the base class refuses every call."""
         raise Refused("it calls a function")
 
     def new(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return an instance of a class, before it gets its state."""
+        """Return an instance of a class, without its state; the base class refuses every class."""
         raise Refused("it makes an instance")
 
     def build(self, target: Any, state: Any) -> None:
@@ -111,7 +112,10 @@ class Machine:
         raise Refused("it sets a state")
 
     def stored(self, key: Any) -> Any:
-        """Return the content of a storage that is saved beside the pickle."""
+        """Return the tensor storage ``key``, saved beside the pickle.
+
+        The base class refuses every key.
+        """
         raise Refused("it names a value outside of the file")
 
     def is_key(self, value: Any) -> bool:
@@ -140,7 +144,10 @@ class Machine:
             raise Refused(f"it has more than {MAX_SAME_HASH} keys with the hash of another one")
 
     def check_tuple(self, value: tuple[Any, ...]) -> None:
-        """Raise Refused if a tuple is too large for the code that reads it."""
+        """Raise Refused if a tuple is too large for the code that reads it.
+
+        The base class accepts every tuple.
+        """
 
     def load(self) -> Any:
         """Follow the instructions to the end of the pickle, and return its value."""

@@ -165,7 +165,9 @@ def _index_of(entry: Any) -> tuple[str, tuple[int, ...] | None]:
 def _value_of(entry: Any, size: Iterable[int] | None) -> Tensor | bytes:
     """Return the data to write for one entry of a sharded state.
 
-    That is its tensor reshaped to ``size``, or for an object (``size`` None) the pickled bytes.
+    Args:
+        entry: a sharded tensor or a sharded object.
+        size: shape in which to write a tensor; None for an object, which is pickled to bytes.
     """
     if size is None:
         return _NOTHING if entry.data is None else _stored(entry.data)

@@ -60,11 +60,15 @@ def temporary_folder_of(root: Path, iteration: int) -> Path:
 
 
 def publish(root: Path, iteration: int, listed: files.Files) -> None:
-    """Write the manifest, rename the folder to its final name, and update the tracker last.
+    """Give a written checkpoint its final name, so that loaders see it.
 
-    After a kill at any moment, a folder with a final name is complete, and so is the folder that
-    the tracker names. The announcement file lets a loader find a folder that is newer than the
-    tracker.
+    The manifest is written first, then the folder is renamed, and the tracker is updated last. So
+    if the run is killed at any moment, each folder with a final name is complete, and so is the
+    checkpoint that the tracker names. An announcement file, written before the rename, lets a
+    loader find a complete checkpoint that the tracker does not name yet.
+
+    Args:
+        listed: the files of the checkpoint, for the manifest.
     """
     temporary = temporary_folder_of(root, iteration)
     final = folder_of(root, iteration)
@@ -88,7 +92,10 @@ def write_manifest(folder: Path, listed: files.Files) -> None:
 
 
 def complete(root: Path, iteration: int) -> None:
-    """Do the rest of `publish` once the folder has its final name; safe to repeat."""
+    """Finish `publish` after the folder has got its final name; safe to repeat.
+
+    Update the tracker, and remove the old checkpoint that the new one replaces.
+    """
     if files.announced(root) == iteration:
         os.replace(root / files.ANNOUNCEMENT, root / files.TRACKER)
         files.sync_folder(root)

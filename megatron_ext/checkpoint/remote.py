@@ -90,10 +90,13 @@ class RemoteFolder:
         return file_system(self.address, f"`{self.flag}` ({self.address})", CheckpointError)
 
     def _tried(self, what: str, work: Callable[[], T]) -> T:
-        """Call ``work`` until it succeeds, with the waits in `PAUSES` between attempts.
+        """Call ``work`` until it succeeds, and return its result; wait between calls (`PAUSES`).
 
-        A FileNotFoundError is raised at once. If all attempts fail, raise a CheckpointError in
-        which ``what`` names the file or folder.
+        ``what`` names the file or folder for the error message.
+
+        Raises:
+            FileNotFoundError: ``work`` raised it; this is not tried again.
+            CheckpointError: all attempts failed with other errors.
         """
         for pause in (*PAUSES, None):
             try:
@@ -263,9 +266,10 @@ class RemoteFolder:
                 self._copied[name] = stamp
 
     def fetch_records(self) -> None:
-        """Download each record that the staging folder lacks, or has in a shorter version.
+        """Download each record that is missing in the staging folder, or shorter there.
 
-        Records are files such as metrics. So a run can continue them on another machine.
+        Records are files beside the checkpoints, such as metrics. A run that is resumed on another
+        machine appends to them.
         """
         fs, place = self._place
         self.root.mkdir(parents=True, exist_ok=True)
@@ -279,14 +283,14 @@ class RemoteFolder:
                 )
 
     def fetch(self, step: int | None = None, *, passes_over: bool = False) -> int | None:
-        """Download the checkpoint of iteration ``step``, or the tracker's if ``step`` is None.
+        """Download the checkpoint of iteration ``step``; for None, the one that the tracker names.
 
-        Return the iteration, or None if there is no checkpoint that can be loaded. Without
-        ``step``, the tracker in the staging folder is set to it.
+        Return the iteration of the downloaded checkpoint, or None if no checkpoint can be loaded.
+        If ``step`` is None, also write this iteration to the tracker in the staging folder.
 
         Args:
-            passes_over: whether to skip a damaged checkpoint, with a note, and try the next older
-                one.
+            passes_over: whether to skip a damaged checkpoint, add a message to `notes`, and try the
+                next older one.
 
         Raises:
             CheckpointError: there is no checkpoint of ``step``, or it is damaged and not skipped.
@@ -322,7 +326,7 @@ class RemoteFolder:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Let only one process of this machine download at a time in this context."""
+        """Hold a file lock in this context, so that one process per machine downloads at a time."""
         self.root.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_descriptor(self.root / _LOCK, os.O_RDWR | os.O_CREAT), "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
@@ -333,9 +337,9 @@ class RemoteFolder:
         return self._read(f"{folder_of(self.root, iteration).name}/{MANIFEST}")
 
     def _drop_unless_same(self, iteration: int, is_there: bool) -> None:
-        """Remove a checkpoint from the staging folder if it differs from the one at the address.
+        """Remove a checkpoint from the staging folder unless its manifest equals the remote one.
 
-        ``is_there`` says whether the address has a checkpoint of this iteration.
+        ``is_there`` says whether the object store has a complete checkpoint of this iteration.
         """
         folder = folder_of(self.root, iteration)
         own = folder / MANIFEST

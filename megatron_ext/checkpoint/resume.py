@@ -36,8 +36,8 @@ class SnapshotStore(Protocol):
     Attributes:
         stays: whether the snapshots remain after the run has ended.
         left: whether a killed run with the same save folder has left snapshots there.
-        is_behind: whether the snapshots belong to an earlier layout, because this run has resumed
-            with another number of replicas.
+        is_behind: whether the run has resumed with another number of replicas than the run that
+            took the snapshots.
     """
 
     stays: bool
@@ -114,15 +114,15 @@ class Resume:
     def load(
         self, recoveries: Sequence[SnapshotRecovery], **parts: Any
     ) -> tuple[LoadedCheckpoint | None, str]:
-        """Load the newest state; return what was loaded, and its source.
+        """Load the newest state; return what was loaded (None for a fresh start), and its source.
 
-        The source is "memory", "peer" (a rank needed its neighbour's copy), "checkpoint" or
-        "start".
+        The source is "memory" (snapshots), "peer" (a rank needed its neighbour's copy of its
+        snapshot), "checkpoint" or "start".
 
         Args:
-            recoveries: where to look for snapshots. At its first start a run uses only snapshots
-                that stay when a run ends, or that a killed run has left.
-            parts: model, optimizer and so on, the arguments of `CheckpointManager.load`.
+            recoveries: where to look for snapshots. When a run starts for the first time, it uses
+                only stores whose snapshots stay after a run, or that a killed run has left.
+            parts: the keyword arguments of `CheckpointManager.load`, such as model and optimizer.
         """
         checkpoint = self._find()
         while True:
@@ -165,10 +165,10 @@ class Resume:
         return best
 
     def _loaded(self, checkpoint: CheckpointRef, parts: dict[str, Any]) -> LoadedCheckpoint | None:
-        """Load a checkpoint; if this run itself wrote it, also load what the flags leave out.
+        """Load a checkpoint.
 
-        That is the state of optimizer and random generators, which a restarted run needs in any
-        case.
+        If this run itself wrote it, before a restart, also load optimizer and random states that
+        the flags leave out: a restarted run needs them to continue.
         """
         return self._checkpoints.load(
             **parts,
@@ -178,10 +178,10 @@ class Resume:
         )
 
     def _continues(self, checkpoint: CheckpointRef | None) -> bool:
-        """Return whether the run's flags ask it to go on from the newest state of an earlier run.
+        """Return whether the flags ask to continue from the newest state of an earlier run.
 
-        They do not if they start from weights only, or name an iteration. ``checkpoint`` is the
-        checkpoint that the flags choose.
+        They do not if the run only starts from another run's weights, or if they name an iteration.
+        ``checkpoint`` is the checkpoint that the flags choose; None if there is none.
         """
         config = self._config
         asks = config.load is not None or config.resume_mode == "auto"

@@ -32,9 +32,11 @@ def run_id() -> str:
 def goes_on(config: FaultToleranceConfig, restarts: int) -> bool:
     """Return whether this start of the run is a restart.
 
-    ``restarts`` is the number of restarts that this process knows of. In an elastic run it does not
-    count: a torchrun agent that joins late knows of none. So an elastic run with an id of its own
-    is always treated as restarted.
+    An elastic run with an id of its own always counts as restarted, because ``restarts`` may be too
+    low there: a torchrun agent that joins late does not know of earlier restarts.
+
+    Args:
+        restarts: the number of restarts that this process knows of.
     """
     return restarts > 0 or (config.is_elastic and run_id() != _ANY)
 
@@ -42,8 +44,8 @@ def goes_on(config: FaultToleranceConfig, restarts: int) -> bool:
 def own_checkpoints(root: Path, *, again: bool) -> list[int]:
     """Return the iterations of the checkpoints that this run wrote to ``root``, newest first.
 
-    Some may be damaged. At the first start of a run the list is empty, and the checkpoints that the
-    folder already holds are recorded as not this run's.
+    Some may be damaged. At the first start of a run the list is empty. The checkpoints that are
+    already in the folder are then written to the record, as belonging to other runs.
 
     Args:
         again: whether the run has been restarted.

@@ -42,9 +42,9 @@ def _safetensors() -> Any:
 
 
 class TensorSource(Protocol):
-    """Tensors by name in a folder or file, read one at a time.
+    """Reads tensors by name from a folder or file, one at a time.
 
-    A dtype is given by its name in torch, such as ``"bfloat16"``.
+    `dtypes` gives each dtype by its name in torch, such as ``"bfloat16"``.
     """
 
     folder: Path
@@ -157,7 +157,7 @@ class TensorFolder:
 
 
 def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
-    """Return the name of the file that holds each tensor, by tensor, as the index says.
+    """Read the index of a folder, and map each tensor's name to the name of the file that holds it.
 
     Return {} if there is no index, because a single file holds all tensors.
     """
@@ -202,11 +202,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Converted:
-    """The tensors of another model, converted from our parameters only when their file is written.
+    """The tensors of another model, such as one on Hugging Face, converted from our parameters.
+
+    `some` converts the tensors of a file when that file is written, to save memory.
 
     Args:
         shapes: the unsharded shape of each of our parameters, by name.
-        read: takes names of our parameters, and returns them unsharded.
+        read: takes names of our parameters, and returns the unsharded values.
         convert: takes the name and value of one of our parameters, and returns the other model's
             tensors by name.
         dtype: dtype of the written tensors.
@@ -230,7 +232,10 @@ class Converted:
             self._owner |= dict.fromkeys(parts, ours)
 
     def some(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Convert and return the other model's tensors ``names``, each in memory of its own."""
+        """Return the other model's tensors ``names``, converted from our parameters.
+
+        Each is a copy of ``dtype`` that shares no memory with other tensors.
+        """
         requested = set(names)
         tensors = dict[str, Tensor]()
         ours = self._read({self._owner[name] for name in requested})

@@ -134,19 +134,21 @@ def content_of(state: Any) -> Content:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
-    """Return a key that sorts tensors by address, then by falling size, then those with gaps last.
+    """Return a sort key by which a tensor follows all tensors that may contain it.
 
-    It is (address, minus the size in bytes, whether the tensor is not contiguous).
+    The key is (address, negative size in bytes, whether the tensor has gaps). So of tensors that
+    begin at one address the largest is first, and a contiguous one precedes one with gaps.
     """
     num_bytes = tensor.numel() * tensor.element_size()
     return tensor.data_ptr(), -num_bytes, int(not tensor.is_contiguous())
 
 
 def _lies_within(tensor: Tensor, end: int, other: Tensor, begin: int) -> bool:
-    """Return whether a tensor's memory lies within that of another tensor.
+    """Return whether ``tensor`` lies within the memory of ``other``; False if one has gaps.
 
-    ``end`` is the address after the last byte of ``tensor``. ``other`` begins at address ``begin``,
-    which is not above that of ``tensor``.
+    Args:
+        end: address after the last byte of ``tensor``.
+        begin: address of ``other``; not above the address of ``tensor``.
     """
     both = tensor.is_contiguous() and other.is_contiguous() and tensor.device == other.device
     return both and 0 < end <= begin + other.numel() * other.element_size()
@@ -269,14 +271,14 @@ class SnapshotFile:
         return Snapshot(self.path, mapping, header)
 
     def write_raw(self, size: int, pieces: Iterable[tuple[int, Tensor]]) -> Snapshot | None:
-        """Write a copy of another snapshot from pieces of its ``Snapshot.raw``.
+        """Write a copy of another snapshot, which arrives in pieces, to this file.
 
-        The first 8 bytes, which mark the copy as whole, are written last. Return the snapshot that
-        is then in the file; None if it is not whole.
+        The first 8 bytes, which mark the copy as whole, are written last. Return the copy; None if
+        the pieces did not give a whole snapshot.
 
         Args:
-            size: number of bytes of the other snapshot.
-            pieces: offset and bytes of each piece, uint8 ``[n]``.
+            size: number of bytes of the other snapshot's ``Snapshot.raw``.
+            pieces: (offset, bytes) of each piece, with the bytes as uint8 ``[n]``.
         """
         memory = self.reserve(size - _HEADER_BYTES).bytes
         memory[:8] = 0
@@ -384,7 +386,10 @@ class Snapshot:
 
 
 def _apart(value: Any) -> Any:
-    """Return a value with copies of its tensors, except those of sharded tensors."""
+    """Copy the tensors in ``value``; return sharded tensors as they are.
+
+    An object that megatron-core stores as a `ShardedObject` gets copies in place.
+    """
     if isinstance(value, ShardedObject):
         value.data = tree_map_only(Tensor, Tensor.clone, value.data)
         return value
@@ -395,8 +400,8 @@ class SnapshotPair:
     """The two newest snapshots of a state, in two files that are written in turn.
 
     Args:
-        folder: the folder of the files.
-        name: the beginning of their names.
+        folder: the folder of the two files.
+        name: name of the two files, without the number at the end.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -88,10 +88,10 @@ def stage(config: RunConfig, *, is_first: bool) -> list[str]:
 
 
 def _check_machines(config: RunConfig) -> None:
-    """Raise a CheckpointError if an elastic run saves to an address but needs a shared folder.
+    """Raise a CheckpointError if an elastic run on several machines lacks a shared save folder.
 
-    The folder is needed on several machines, with `--peer-checkpoint-interval` or
-    `--non-persistent-save-interval`.
+    `--peer-checkpoint-interval` and `--non-persistent-save-interval` need one there. If ``--save``
+    is an address, each machine has a staging folder of its own instead.
     """
     several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
     address = config.checkpoint.addresses.get("save")

@@ -52,11 +52,13 @@ _SCHEDULES = (
 def content_metadata(
     optimizer: MegatronOptimizer | None, *, reshardable: bool, flat: bool = False
 ) -> dict[str, Any]:
-    """Return megatron-core's description of how the state is sharded, which a load needs.
+    """Return megatron-core's description of how a state is sharded; loads need it.
 
-    The distributed optimizer's state loads in any layout if it is reshardable. Otherwise it loads
-    only with the same tensor, pipeline and expert parallel sizes. With ``flat``, optimizer state
-    and averages have the format of `flat_state`.
+    Args:
+        reshardable: whether the distributed optimizer's state shall load in any layout. Otherwise
+            it loads only with the same tensor, pipeline and expert parallel sizes.
+        flat: whether optimizer state and averages have the format of `flat_state`. ``reshardable``
+            then has no effect.
     """
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if flat:
@@ -215,11 +217,15 @@ def apply_state(
 def _settle_rates(
     groups: list[dict[str, Any]], rates: list[dict[str, float]], scheduler: OptimizerParamScheduler
 ) -> None:
-    """Set each parameter group's learning rates to this run's ``rates`` or keep the loaded ones.
+    """Set the learning rates in each parameter group: this run's ``rates``, or the loaded ones.
 
-    megatron-core prefers the rates stored in a group to those of the schedule, so loaded rates
-    would defeat `--override-opt-param-scheduler`; with that flag ``rates`` replace them. Raise a
-    CheckpointError if decoupled learning rates differ and no flag says which to use.
+    megatron-core prefers rates in a group to those of the schedule. So with
+    `--override-opt-param-scheduler` this run's rates replace the loaded ones; otherwise the loaded
+    ones stay, and ``rates`` fill in those that are missing.
+
+    Raises:
+        CheckpointError: the loaded decoupled learning rates differ from this run's, and no flag
+            says which to use.
     """
     for group, own in zip(groups, rates, strict=True):
         if scheduler.override_opt_param_scheduler:
@@ -237,8 +243,8 @@ def _settle_rates(
 def random_state(context: ParallelContext, *, every_replica: bool = False) -> ShardedObject:
     """Return the states of this rank's random generators; all ranks call this together.
 
-    With ``every_replica`` the states of all data-parallel ranks are returned, as
-    ``--data-parallel-random-init`` needs.
+    With ``every_replica``, return the states of all data-parallel ranks of this rank's group. They
+    differ with ``--data-parallel-random-init``; otherwise one state serves for all of them.
     """
     own = {
         "random_rng_state": random.getstate(),
@@ -295,7 +301,8 @@ class ExtraState(Protocol):
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
         """Apply the state of `state_to_load` once it has been filled from a checkpoint.
 
-        Append to ``notes`` sentences on what was left out or starts anew.
+        Append to ``notes`` one sentence for each part that was left out or starts anew. Without
+        ``with_optimizer``, the state of optimizers and their schedules was not loaded.
         """
 
 

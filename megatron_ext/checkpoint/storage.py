@@ -131,7 +131,7 @@ class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[
 class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc]
     """megatron-core's reader of ``torch_dist``, changed so that no code in a file can run.
 
-    `load` differs from megatron-core's only in its reader and its planner.
+    `load` does what megatron-core's does, but with `MetadataReader` and `PlainObjectsPlanner`.
     """
 
     def load(
@@ -211,10 +211,10 @@ def write_format(folder: Path) -> None:
 
 
 def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
-    """Write counters and configuration as JSON; return the size and checksum of every file.
+    """Write the run's counters and configuration as JSON; return size and checksum of every file.
 
-    Each rank reads back the files that it wrote. All ranks raise a CheckpointError if one of them
-    is too short or cannot be read.
+    Each rank reads back the files that it wrote. If a file is too short or cannot be read, all
+    ranks raise a CheckpointError.
     """
     rank = torch.distributed.get_rank()
 
@@ -236,9 +236,9 @@ def describe_shards(folder: Path, rank: int) -> Files:
 
 
 def describe_common(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
-    """Write counters and configuration, then describe the files that belong to no single rank.
+    """Write the run's counters and configuration; return size and checksum of the common files.
 
-    They are flushed and read back, as in `describe_shards`.
+    Common files belong to no single rank. They are flushed to the disk and read back.
     """
     with naming_disk(folder):
         write_text(folder / RUN_CONFIG, json.dumps(run_config, indent=1))
@@ -265,7 +265,7 @@ def check_index(folder: Path, files: Files) -> None:
 
 
 def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    """Return the lowest of the ranks that failed in a collective read or write, and its error."""
+    """Return the lowest rank that failed in a collective read or write, and its error."""
     if not error.failures:
         return 0, error
     rank = min(error.failures)
@@ -289,9 +289,9 @@ def one_line(error: BaseException, folder: Path | None = None) -> str:
 def naming_disk(folder: Path, needed: int | None = None) -> Iterator[None]:
     """Within the context, turn a write error that a full disk caused into a CheckpointError.
 
-    Other limits, such as a quota, are treated alike. The check runs at once in the process that
-    wrote, because the files that fill the disk are removed next. Without it torch's writer would
-    only name the line of its own code that found the file too short.
+    Errors from other limits, such as a quota, are turned into one, too. Use it in the process that
+    writes: it looks at the disk at once, before cleaning up frees space. torch's own error would
+    not mention the disk.
 
     Args:
         folder: folder that is written to; the error names its disk.
@@ -307,7 +307,10 @@ def naming_disk(folder: Path, needed: int | None = None) -> Iterator[None]:
 
 
 def verify(checkpoint: CheckpointRef, context: ParallelContext) -> None:
-    """Raise a CheckpointError if a file fails its checksum; ranks share the files to check."""
+    """Raise a CheckpointError on all ranks if a file fails its checksum.
+
+    Each rank checks a part of the files. All ranks call this together.
+    """
 
     def own(files: Files) -> list[str]:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))

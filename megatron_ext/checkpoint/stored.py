@@ -75,9 +75,9 @@ def cause_of(error: CheckpointError) -> str:
 
 
 def passes_over_damaged(config: CheckpointConfig) -> bool:
-    """Return whether the run loads the next older checkpoint if one is damaged, instead of failing.
+    """Return whether the run skips a damaged checkpoint and loads the next older one.
 
-    This holds for runs that have been restarted, or may be.
+    Runs that have been restarted, or may be, do so. Other runs fail.
     """
     return config.passes_over_damaged or generation() > 0
 
@@ -105,9 +105,12 @@ def find_intact(
 def find(config: CheckpointConfig, damaged: Damaged | None = None) -> CheckpointRef | None:
     """Return the checkpoint that the flags choose, or None if the run starts anew.
 
-    With ``damaged``, skip the checkpoints in it, and fall back to the next older whole checkpoint
-    if the chosen one is damaged; the damaged one is added to ``damaged``. Without it,
-    `passes_over_damaged` decides whether to fall back.
+    A damaged checkpoint raises a CheckpointError, or is skipped for the next older complete one.
+
+    Args:
+        damaged: faults of known damaged checkpoints, by folder. If given, these and other damaged
+            checkpoints are skipped, and the latter are added. If None, `passes_over_damaged`
+            decides whether to skip.
     """
     if damaged is None and passes_over_damaged(config):
         damaged = {}
@@ -216,7 +219,7 @@ def check_weights(flag: str, folder: str | None) -> None:
 def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
     """Raise a CheckpointError if ``--no-initialization`` is given without a checkpoint to load.
 
-    ``initializes`` says whether the run initializes its weights itself.
+    ``initializes`` is False with that flag: the run then leaves its weights uninitialized.
     """
     if find(config) is None and not (initializes or config.starts_elsewhere):
         raise CheckpointError.about(
@@ -258,9 +261,15 @@ def fault_of(folder: Path) -> str | None:
 def choose(root: Path, step: int | None, damaged: Damaged | None = None) -> int | None:
     """Return the iteration to load: ``step``, or the latest if ``step`` is None.
 
-    Return None if there is no checkpoint. If the checkpoint is missing or damaged, raise a
-    CheckpointError that names the newest whole one. With ``damaged``, return the next older whole
-    one instead if there is one (see `find`).
+    Return None if there is no checkpoint at all.
+
+    Args:
+        damaged: faults of known damaged checkpoints, by folder. If given, a missing or damaged
+            checkpoint is added, and the next older complete one is chosen instead.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, and no older one is chosen instead.
+            The message names the newest complete one.
     """
     iteration = step
     if iteration is None:

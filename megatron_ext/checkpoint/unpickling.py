@@ -163,7 +163,7 @@ def _scan_opened(file: IO[bytes]) -> None:
 
 @contextmanager
 def _restricted_names() -> Iterator[None]:
-    """Within the context, restrict torch's reader to the names listed in this module."""
+    """Within the context, allow ``torch.load`` only the names of `_safe_names`."""
     usual = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(_safe_names())
@@ -176,13 +176,15 @@ def _restricted_names() -> Iterator[None]:
 
 @functools.cache
 def _safe_names() -> list[Any]:
-    """Return the list that extends ``torch.load``'s classes for ``weights_only``, for checkpoints.
+    """Return the classes and functions that ``torch.load`` may use to read a checkpoint safely.
 
-    It is megatron-core's list with two kinds of replacement. ``torch.load`` may set attributes on
-    an instance of a listed class, but an enumeration's member is shared by the whole process; so
-    each enumeration is replaced by a function that returns the member. numpy would take bytes of
-    the file for addresses of objects; so its arrays and dtypes are replaced by `PlainArray` and
-    `PlainType`.
+    They extend those that ``weights_only`` always allows. The list is megatron-core's, with two
+    kinds of entries replaced:
+
+    - An enumeration is replaced by a function that returns the member, because ``torch.load`` could
+      set attributes on the member, which the whole process shares.
+    - numpy's arrays and dtypes are replaced by `PlainArray` and `PlainType`, because numpy would
+      take bytes of the file for addresses of objects.
     """
     kinds = [kind for kind in SAFE_GLOBALS if kind.__module__.split(".")[0] != "numpy"]
     members = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
@@ -198,8 +200,8 @@ def _safe_names() -> list[Any]:
 def _plain_value(value: object) -> object:
     """Return ``value`` unchanged.
 
-    This replaces an enumeration that the installed release of megatron-core lacks, so that a member
-    is read as its plain value.
+    This stands in for an enumeration that the installed release of megatron-core lacks. A member of
+    it is then read as its value, such as an integer.
     """
     return value
 
@@ -296,7 +298,10 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
 
 
 def _fill(state: dict[str, Any], path: Path, reader: MetadataReader) -> None:
-    """Fill a state in place, without a process group; raise a CheckpointError if that fails."""
+    """Read the values of ``state`` from a checkpoint, in place and without a process group.
+
+    Raise a CheckpointError if that fails.
+    """
     try:
         load(state, storage_reader=reader, planner=PlainObjectsPlanner(), no_dist=True)
     # torch's exception derives from BaseException, and would end a program with a traceback.
