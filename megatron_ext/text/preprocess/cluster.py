@@ -34,10 +34,10 @@ On NFS it may be late."""
 
 
 class Cluster(Protocol):
-    """Runs tasks that encode parts, in one attempt after another."""
+    """Runs tasks on other machines that encode parts; parts that fail are submitted again."""
 
     def submit(self, numbers: Sequence[int]) -> None:
-        """Submit tasks that encode the parts with these numbers, for one attempt."""
+        """Submit tasks that encode the parts with the given numbers; each call is a new attempt."""
         ...
 
     def running(self, left: Sequence[int]) -> bool:
@@ -48,11 +48,12 @@ class Cluster(Protocol):
         ...
 
     def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
-        """Return how tasks failed, as phrases for an error, and whether a marker may only be late.
+        """Return phrases on how tasks failed, for an error, and whether a marker may only be late.
 
-        ``left`` are the numbers of the parts that have no marker. All tasks have ended, and those
-        that should have encoded these parts are reported. The second value is True if one of them
-        may have succeeded: its marker may then still appear on a shared file system.
+        Call this when all tasks have ended. ``left`` are the numbers of the parts that have no
+        marker; the phrases are on the tasks that should have encoded these parts. The second value
+        is True if one of these tasks may have succeeded: its marker may still appear on a shared
+        file system.
         """
         ...
 

@@ -67,9 +67,10 @@ def _partitions(
 
 
 def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment]:
-    """Return the segment of a part's lines [first, last), in a list; [] if the range is empty.
+    """Return the segment with the documents of a part's lines [first, last), as a list of one.
 
-    ``done`` is the marker of the part. The range may begin before the part, and end after it.
+    Lines are numbered from 0 in the part. The range may begin before the part and end after it; if
+    it has no line of the part, return []. ``done`` is the marker of the part.
     """
     first = max(first, 0)
     last = min(last, done.lines)
@@ -114,10 +115,11 @@ class Dataset:
         return self._folder / f"{segment.done.stem}.k{self._key}.s{segment.stream}.{kind}"
 
     def _span(self, segment: Segment, kind: str) -> tuple[int, int | None]:
-        """Return where a segment starts and ends in its part's file of the given kind.
+        """Return (start, end) of a segment within a file of its part.
 
-        ``kind`` is "doc", "len" or "bin". Start and end are indices of entries for "doc" and "len",
-        and bytes for "bin". An end of None means the end of the file.
+        The file is the part's file of sequences per document (``kind`` "doc"), of tokens per
+        sequence ("len") or of tokens ("bin"). Start and end are indices of entries for "doc" and
+        "len", and bytes for "bin". An end of None means the end of the file.
         """
         start = segment.start
         end = segment.end
@@ -228,9 +230,9 @@ def publish_datasets(
 
 
 def _remove_other_shards(options: PreprocessOptions, count: int) -> None:
-    """Remove shards of an earlier run that this run does not overwrite.
+    """Remove shards of an earlier run whose numbers are not below ``count``.
 
-    This run has ``count`` shards.
+    This run has written ``count`` shards, and so has replaced the others.
     """
     for key in options.json_keys:
         before, after = options.dataset_prefix(key, "*").rsplit("*", 1)
@@ -244,9 +246,11 @@ def _remove_other_shards(options: PreprocessOptions, count: int) -> None:
 def publish_rejected(
     options: PreprocessOptions, folder: Path, parts: Sequence[Part], markers: Sequence[PartMarker]
 ) -> Path | None:
-    """Write each refused line to `PREFIX.rejected.jsonl`: its file, number from 1, reason and text.
+    """Write all refused lines to `PREFIX.rejected.jsonl`, each as one JSON object.
 
-    Return the path of that file. If no line was refused, remove an older file and return None.
+    The object holds the line's file, its number in the file from 1, the reason and the text. Return
+    the path of `PREFIX.rejected.jsonl`. If no line was refused, remove an older such file and
+    return None.
     """
     path = Path(f"{options.output_prefix}.rejected.jsonl")
     if not any(marker.rejected for marker in markers):

@@ -61,7 +61,7 @@ def _texts_of(document: dict[str, Any], keys: Sequence[str]) -> list[list[str]]:
 
 
 def _keys_of(document: Mapping[str, Any]) -> str:
-    """Return text for the end of an error: which keys a line has, and which flag chooses keys."""
+    """Return text that ends an error: the keys of ``document``, and the flag that chooses keys."""
     names = [f"{key:.40}" for key in document]
     if len(names) > _SHOWN_KEYS:
         names[_SHOWN_KEYS:] = [f"{len(names) - _SHOWN_KEYS} more"]
@@ -105,8 +105,9 @@ def _has_twice(line: bytes, key: str) -> bool:
 def read_exactly(line: bytes) -> tuple[dict[str, Any], str | None]:
     """Return the object of a line, and a key that occurs twice in an object at any depth.
 
-    The key is None if there is none. Call this only for a line that `read_object` accepts.
-    `read_object` reads integers of more than 64 bits as floats; here they keep all their digits.
+    If no key occurs twice, it is None. Call this only for a line that `read_object` accepts.
+    Integers of more than 64 bits keep all their digits here, whereas `read_object` reads them as
+    floats.
     """
     repeated: list[str] = []
 
@@ -121,7 +122,7 @@ def read_exactly(line: bytes) -> tuple[dict[str, Any], str | None]:
 
 
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
-    """Parse a line that orjson has refused by Python's parser, which accepts NaN.
+    """Parse a line that orjson has refused, with Python's own parser, which accepts NaN.
 
     Ignore a byte-order mark, which can begin any line of a concatenated file. Raise a BadLine for
     half a surrogate pair or invalid JSON; ``complaint`` is orjson's message.
@@ -173,10 +174,10 @@ class Encoded:
 def choose_engine(
     tokenizer: Tokenizer, samples: Sequence[str], engine: str
 ) -> tuple[FastEncoder | None, str]:
-    """Return the encoder of gigatoken, the fast engine, if it can be used, and a sentence on why.
+    """Return the encoder of gigatoken, the fast engine, and a sentence on the choice.
 
-    The encoder is None if ``engine`` is "native", if gigatoken cannot load the tokenizer, or if it
-    gives other ids than the tokenizer on ``samples``.
+    The encoder is None, and the tokenizer's own library is used, if ``engine`` is "native", if
+    gigatoken cannot load the tokenizer, or if it gives other ids than the tokenizer on ``samples``.
     """
     if engine == "native":
         return None, f"Tokenizing with {tokenizer.kind}'s own library, as asked."
@@ -222,9 +223,9 @@ class TextEncoder:
     """Encodes the texts under ``keys`` of each line in a block of lines.
 
     Line i of an input part goes to output stream ``i % streams``. The id ``eod``, unless it is
-    None, is appended to each document that is not empty. If ``fast`` is given, it encodes in place
-    of the tokenizer, and the tokenizer checks one text of each batch. ``splitter`` splits texts
-    into sentences.
+    None, is appended to each document that is not empty. If ``fast`` is given, gigatoken encodes
+    instead of the tokenizer, which then checks one text of each batch. ``splitter`` splits texts
+    into sentences; None leaves them whole.
     """
 
     tokenizer: Tokenizer
@@ -393,10 +394,11 @@ def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:
 def _ends_here(
     text: str, match: re.Match[str], abbreviations: frozenset[str], ordinals: bool
 ) -> bool:
-    """Tell whether a sentence of ``text`` ends at ``match``, a possible end.
+    """Tell whether the possible end of a sentence at ``match`` is an end in ``text``.
 
-    ``abbreviations`` are those of the language; ``ordinals`` tells whether a full stop after a
-    number makes it an ordinal. An empty line always ends a sentence.
+    ``abbreviations`` are those of the language, after which no sentence ends. With ``ordinals`` a
+    number of at most two digits and a full stop is an ordinal, which ends no sentence either. An
+    empty line always ends a sentence.
     """
     if match["next"].islower() and "\n\n" not in match["space"]:
         return False

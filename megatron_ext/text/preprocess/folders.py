@@ -167,9 +167,9 @@ def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
 
 
 def key_of_texts(folder: str, keys: Sequence[str] | None) -> str:
-    """Return the only key in ``keys``, under which a folder's texts are read.
+    """Return the JSON key under which a folder's texts are read: the only one in ``keys``.
 
-    Raise a ConfigError if there is not just one key.
+    Raise a ConfigError if ``keys`` has no or several keys.
     """
     if keys is None or len(keys) != 1:
         given = "`--sft`" if keys is None else f"`--json-keys` ({' '.join(keys)})"

@@ -47,7 +47,8 @@ class Part:
             of a folder's texts, or the items of a JSON array, one per line.
         source: the input as the user named it.
         start, end: the range of the file. It is in bytes, at line ends, for a plain file or a list
-            of texts; in groups for a table; 0 and the size for a packed file.
+            of texts. It is in row groups or record batches for a table. For a packed file it is 0
+            and the size of the file.
         packing: the kind of the file, as `packing_of` returns it, or "array" for JSON array items.
         num_bytes: the part's share of the input's bytes, to show progress.
         columns: the columns of a table that are read, or the key for the texts of a folder; None
@@ -84,10 +85,12 @@ class Source:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Return the files and folders that match the patterns; those of one pattern are sorted.
+    """Return the input files that the patterns name, in the order of the patterns.
 
-    A glob matches folders only if it ends in a slash. Raise a DataError for a pattern without
-    matches, for an unreadable file, and for a stream that is named twice.
+    A pattern is a file, a folder, a glob, or "-" for standard input. Matches of a glob are sorted;
+    it matches folders only if it ends in a slash. A folder gives the files of `files_of`. Raise a
+    DataError for a pattern without matches, for an unreadable file, and for a stream that is named
+    twice.
     """
     files: list[str] = []
     for pattern in patterns:
@@ -189,8 +192,8 @@ def cut(
 ) -> list[Part]:
     """Cut inputs into parts: files and lists of texts at line ends, tables between groups.
 
-    Packed files stay whole. A part has about ``part_megabytes``; without it, parts have at least
-    ``smallest`` bytes, and each worker gets about four of them.
+    Packed files stay whole. A part has about ``part_megabytes`` MB. If it is None, the size is
+    chosen so that each worker gets about four parts, which have at least ``smallest`` bytes.
     """
     total = sum(map(_size, sources))
     if part_megabytes is None:
@@ -288,10 +291,10 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
 
 
 def _too_long(part: Part, number: int) -> DataError:
-    """Return an error that names a line that is too long.
+    """Return the error for a line that is longer than `MAX_LINE_BYTES`; it names the line.
 
-    ``number`` is the index, among the pieces that `_pieces` yields for the part, of the piece in
-    which the line exceeds the limit.
+    ``number`` tells where the line is: it exceeds the limit in the piece with this index among the
+    pieces that `_pieces` yields for the part.
     """
     line = sum(piece.count(b"\n") for piece, _ in islice(_pieces(part), number))
     path, line = place_of(part, line)

@@ -23,9 +23,9 @@ Say = Callable[[str], None]
 
 
 class Encoding(Protocol):
-    """Describes how lines become documents, and makes the encoder that does it.
+    """Describes how lines become documents, and builds the encoder that turns them into documents.
 
-    An object can be built from `PreprocessOptions` alone, so that each machine can build its own.
+    Each machine builds its own `Encoding`, for which it needs only the `PreprocessOptions`.
     """
 
     @property
@@ -35,20 +35,21 @@ class Encoding(Protocol):
 
     @property
     def dtypes(self) -> Sequence[Any]:
-        """Return the dtypes of the token ids, one for each key."""
+        """Return the dtype of each dataset: one per JSON key, or one each for ids and mask."""
         ...
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Return whether the encoder should use the fast engine; report the choice by ``say``.
+        """Return whether the encoder should use gigatoken, the fast engine.
 
-        The fast engine is used if it gives the tokenizer's ids on samples of the parts.
+        It should if gigatoken gives the tokenizer's ids on samples of the parts. The choice is
+        reported by ``say``.
         """
         ...
 
     def encoder(self, *, fast: bool) -> BlockEncoder:
-        """Return the encoder of lines; ``fast`` chooses the fast engine.
+        """Return the encoder of lines, which uses gigatoken if ``fast`` is True.
 
-        Raise an InexactEngine if ``fast`` is True and the fast engine cannot be used.
+        Raise an InexactEngine if ``fast`` is True and gigatoken cannot be used.
         """
         ...
 
@@ -58,13 +59,14 @@ Build = Callable[[PreprocessOptions], Encoding]
 
 @dataclass(frozen=True)
 class Job:
-    """The job of a run, which all workers share.
+    """The encoding of a run's input, which is cut into parts; all workers of the run share it.
 
     Attributes:
         folder: the work directory.
-        key: the key of the plan in ``folder``, which distinguishes it from earlier plans.
+        key: the random key of the plan in ``folder``, by which the parts of earlier plans are told
+            apart.
         parts: the parts of the input; a part is named by its index.
-        fast: whether the encoder uses the fast engine.
+        fast: whether the encoder uses gigatoken, the fast engine.
     """
 
     options: PreprocessOptions
@@ -92,9 +94,9 @@ def progress_of(job: Job, todo: Sequence[int]) -> Progress:
 def encode_part(job: Job, number: int, advance: Advance) -> None:
     """Encode the part ``number`` and write its marker.
 
-    ``advance`` is called with the numbers of input bytes and documents of each block. Blank lines
-    at the end of an input are skipped; any other blank line is bad. Raise a DataError for a bad
-    line, unless ``--on-bad-line quarantine`` sets the line aside.
+    After each block, ``advance`` is called with the numbers of input bytes and documents in it.
+    Blank lines at the end of an input are skipped; any other blank line is bad. Raise a DataError
+    for a bad line, unless ``--on-bad-line quarantine`` sets the line aside.
     """
     streams = job.options.streams
     dtypes = job.encoding.dtypes

@@ -29,7 +29,9 @@ _ADVICE = "leave it out for the default"
 class PreprocessOptions:
     """The options of a preprocessing run; they are checked on construction.
 
-    An output file is for example `<output_prefix>_<key>_document.bin`.
+    Without partitions and shards, the output for each JSON key is
+    `<output_prefix>_<key>_document.bin` and `.idx`; the name has `sentence` instead of `document`
+    if texts are split into sentences.
     """
 
     inputs: Sequence[str]
@@ -206,7 +208,7 @@ class PreprocessOptions:
     def columns(self) -> Sequence[str] | None:
         """Return the columns of tables to read; None for all.
 
-        For a folder of texts, this is the key of the text.
+        For a folder of texts, this holds the JSON key under which the texts are read.
         """
         return self.json_keys
 
@@ -259,7 +261,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_config(values: dict[str, Any]) -> TokenizerConfig:
-    """Return a `TokenizerConfig` with the values of the tokenizer flags among parsed arguments.
+    """Build a `TokenizerConfig` from ``values``, parsed arguments by their field names.
 
     Raise a ConfigError if a number is out of range.
     """

@@ -156,7 +156,7 @@ class PartWriter:
                 total[name] = total.get(name, 0) + count
 
     def finish(self) -> None:
-        """Close the files, and write the marker that declares the part finished."""
+        """Close the files, and write the marker that tells that the part is finished."""
         sizes = {}
         for name, stream in self._files.items():
             stream.close()
@@ -213,7 +213,7 @@ class Failure:
     """An error that ended a task, and that would occur again if the task were repeated.
 
     Attributes:
-        kind: "inexact" for an InexactEngine, else "refused".
+        kind: "inexact" for an InexactEngine, "refused" for a ConfigError or DataError.
         messages: the messages of the error, at least one.
         key: the key of the `Plan` to which the task belongs.
     """
@@ -277,9 +277,9 @@ class Plan:
 class WorkDirectory:
     """The folder `<prefix>.parts/`, which one run at a time locks.
 
-    ``resumable`` tells whether a later run can read the same input again; only then is the folder
-    kept after a failure. If ``keep`` is set to True, it is kept in any case, for processes that
-    continue the work.
+    The folder is removed after success. After a failure it is kept only if ``resumable``, which
+    tells whether a later run can read the same input again. If the attribute ``keep`` is set to
+    True, the folder is always kept, for processes that continue the work.
 
     Raises:
         ConfigError: the folder cannot be made, or holds files that no run has written.
@@ -321,7 +321,10 @@ class WorkDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, _trace: object
     ) -> None:
-        """Unlock the folder; remove it after success, or if no later run could resume from it."""
+        """Unlock the folder; remove it after success, or if no later run could resume from it.
+
+        Turn an OSError that ended the ``with`` block into a DataError.
+        """
         begun = any(any(self.folder.glob(names)) for names in ("p[0-9]*.json", "*.log"))
         keep = self.keep or (kind is not None and self.resumable and begun)
         if not keep:
@@ -362,7 +365,7 @@ class WorkDirectory:
     def restart(self) -> None:
         """Remove all encoded parts, and give the same plan a new key.
 
-        Parts that other workers still finish have the old key, and are ignored.
+        Workers that still run write parts with the old key, which are ignored.
         """
         for path in self.folder.glob("p[0-9]*.*"):
             path.unlink()
@@ -410,8 +413,8 @@ def read_plan(folder: Path) -> Plan:
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:
-    """Return a fingerprint, with the format version added, as JSON would read it back.
+    """Return a fingerprint with the format version added, in the form that JSON reads back.
 
-    It can then be compared with a fingerprint that was read from a file.
+    The result can be compared with a fingerprint that was read from a file.
     """
     return json.loads(json.dumps({"format": _FORMAT, **fingerprint}))

@@ -160,9 +160,9 @@ def _joined(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
 
 
 def _knock(ray: Any, address: str) -> None:
-    """Raise an OSError if no program listens at an address of the form host:port.
+    """Raise an OSError if no program listens at ``address``, of the form host:port.
 
-    Ray itself would wait for minutes. Other forms of an address, such as "auto", are not checked.
+    Ray itself would wait for minutes. An address of another form, such as "auto", is not checked.
     """
     match = re.fullmatch(r"(ray://)?\[?([^/\[\]]+)\]?:(\d+)", address)
     if match:

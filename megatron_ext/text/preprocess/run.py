@@ -41,8 +41,10 @@ class Report:
     """The outcome of a preprocessing run.
 
     Attributes:
-        prefixes: the datasets that together hold all lines; empty if there is no token.
-        shown: the same datasets; numbered shards are shortened to one pattern of bash.
+        prefixes: the prefixes of the datasets that together hold all lines; empty if there is no
+            token.
+        shown: the same prefixes for display; numbered shards are shortened to a brace pattern, such
+            as `{00000..00007}`.
         tokens: number of tokens of all keys together.
         rejected_path: the file of refused lines; None if there are none.
         remarks: sentences on parts of the input that were not used, or used in a surprising way.
@@ -90,8 +92,9 @@ def encoded(
 ) -> Iterator[tuple[Job, dict[int, PartMarker], int]]:
     """Encode all parts of the input; yield (job, markers by part, number of resumed parts).
 
-    The work directory exists within the ``with`` block and is removed after it. ``build(options)``
-    makes the `Encoding`, unless the caller gives one as ``encoding``.
+    The work directory exists within the ``with`` block; it is removed at the end of the block,
+    unless an error leaves parts that a later run can resume. The `Encoding` is ``encoding``; if it
+    is None, ``build(options)`` makes it.
     """
     # Workers are processes, one per core; threads inside the libraries would compete with them.
     with _without_threads():
@@ -170,8 +173,9 @@ def planned(
 ) -> Iterator[tuple[WorkDirectory, list[Part], dict[int, PartMarker]]]:
     """Lock the work directory; yield (the directory, parts of the input, markers by part).
 
-    Markers are those of finished parts. An interrupted run with the same input and settings
-    (``identity``) is resumed; else the input is cut into new parts.
+    Markers are those of finished parts. If an earlier run had the same input and settings and was
+    interrupted, its parts are used again; otherwise the input is cut into new parts. ``identity``
+    holds the settings that determine the tokens.
     """
     files = inputs.expand(options.inputs)
     resumable = not any(map(is_stream, files))
@@ -273,8 +277,8 @@ def publish_job(
     """Publish the datasets and the refused lines of a job; return a report.
 
     ``done`` has the markers by part, ``resumed`` is the number of resumed parts, and ``start`` the
-    monotonic time at which the run started. Datasets without a token are published only if they
-    ``may_be_empty``.
+    monotonic time at which the run started. If the datasets have no token, they are published only
+    with ``may_be_empty``.
     """
     markers = [done[i] for i in range(len(job.parts))]
     prefixes = []
@@ -335,7 +339,7 @@ def _counted(markers: Sequence[PartMarker], kind: str) -> dict[str, int]:
 
 
 def _named(counts: Mapping[str, int]) -> str:
-    """Return the first `_MOST_REMARKS` names and their counts as text, and how many follow."""
+    """Return the first `_MOST_REMARKS` names with counts, and how many more there are, as text."""
     shown = [f"{name} ({count})" for name, count in list(counts.items())[:_MOST_REMARKS]]
     more = len(counts) - len(shown)
     return ", ".join([*shown, *([f"and {more} more"] if more else [])])

@@ -54,7 +54,7 @@ exec "${{TASK[@]}}"
 
 
 def write_script(job: Job, todo: Sequence[int], path: Path, say: Say) -> None:
-    """Write the job script to ``path``, and what its tasks need into the work directory.
+    """Write the job script to ``path``, and the files that its tasks read into the work directory.
 
     ``todo`` are the numbers of the parts to encode.
     """
@@ -155,10 +155,10 @@ class SlurmArrays:
         return Counter(filter(None, lines)) or None
 
     def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
-        """Return how tasks failed, as phrases for an error, and whether a marker may only be late.
+        """Return phrases on how tasks failed, for an error, and whether a marker may only be late.
 
-        ``left`` are the numbers of the parts that have no marker; the tasks that should have
-        encoded them are reported. The second value is True if one of these tasks may have
+        ``left`` are the numbers of the parts that have no marker; the phrases are on the tasks that
+        should have encoded these parts. The second value is True if one of these tasks may have
         succeeded. Raise a DataError if one of them was cancelled.
         """
         tasks = [i for i, numbers in enumerate(self._tasks) if not set(left).isdisjoint(numbers)]
@@ -176,9 +176,9 @@ class SlurmArrays:
         return clauses, any(states.get(i, "COMPLETED") == "COMPLETED" for i in tasks)
 
     def _states(self) -> dict[int, str]:
-        """Return the last state of each task, by the task's index.
+        """Return the last state of each task, such as "COMPLETED", by the index of the task.
 
-        Return {} if Slurm keeps no accounts.
+        Return {} if Slurm keeps no record of ended jobs (it has no `sacct`).
         """
         if shutil.which("sacct") is None:
             return {}

@@ -66,9 +66,9 @@ def show_status(prefix: str, console: Console | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """One row of the table of progress: the parts and markers of one input, or of several.
+    """One row of the table of progress, on one input or on several that it sums up.
 
-    A marker is None if its part is not finished.
+    ``markers`` has the marker of each part in ``parts``; it is None for an unfinished part.
     """
 
     name: str
@@ -130,10 +130,7 @@ def _table(prefix: str, parts: Sequence[Part], markers: Sequence[PartMarker | No
 def _lines(
     folder: Path, parts: Sequence[Part], markers: Sequence[PartMarker | None]
 ) -> Iterable[str]:
-    """Yield sentences on the state of a run.
-
-    They tell whether it is running, its speed and remaining time, and failures of tasks.
-    """
+    """Yield sentences on a run: whether it runs, its speed, the time left, and failed tasks."""
     now = time.time()
     started = _started(folder)
     recent = {i: m for i, m in enumerate(markers) if m and m.ended >= started}

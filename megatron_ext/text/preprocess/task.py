@@ -64,9 +64,10 @@ def finish(options: PreprocessOptions) -> int:
 
 
 def job_of(folder: Path, saved: dict[str, Any]) -> Job:
-    """Build the job that the coordinating process saved; ``saved`` is the content of its file.
+    """Build the job that the run's coordinating process saved.
 
-    Raise a DataError if the folder has another plan than the one for which the job was saved.
+    ``saved`` is the content of the file in which it saved the job. Raise a DataError if the folder
+    now has another plan than the one for which the job was saved.
     """
     plan = read_plan(folder)
     if plan.key != saved["key"]:
@@ -119,7 +120,8 @@ def attempt(folder: Path, key: str, work: Callable[[], None]) -> Sequence[str]:
 def encode_by_ray(folder: str, key: str, number: int) -> str:
     """Encode one part in a process of Ray; return "", or why a file could not be read or written.
 
-    Any other error that would occur again in another attempt is written to a file in ``folder``.
+    An error that would occur again in another attempt is written to a file in ``folder``, and the
+    result is "".
     """
 
     def work() -> None:
@@ -134,7 +136,7 @@ def encode_by_ray(folder: str, key: str, number: int) -> str:
 
 @lru_cache(maxsize=1)
 def _job_by_ray(folder: str, key: str) -> Job:
-    """Build the job of the plan ``key``, once for all tasks that this process gets."""
+    """Build the job of the plan ``key``, once for all Ray tasks that run in this process."""
     saved = read_json_object(Path(folder) / "job.json")
     os.chdir(saved["cwd"])
     return job_of(Path(folder), {**saved, "key": key})

@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 8192
 
 
 class TextEncoding:
-    """Makes one document of token ids of each text in a line.
+    """The `Encoding` that makes one document of token ids for each JSON key of a line.
 
     Raise a ConfigError if documents should end with a token that the tokenizer lacks.
     """
@@ -48,9 +48,10 @@ class TextEncoding:
         }
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Use gigatoken if it is exact on texts from all over the input; return whether it is used.
+        """Return whether gigatoken gives the tokenizer's ids on texts from all over the input.
 
-        Report the choice by ``say``.
+        If so, the encoder uses it. The choice is reported by ``say``, and so is what a training run
+        might misread.
         """
         samples = _samples(parts, self._options.json_keys)
         self._fast, line = choose_engine(self._tokenizer, samples, self._options.engine)
@@ -117,9 +118,9 @@ def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
 
 
 def _lines_at(part: Part, place: int) -> list[bytes]:
-    """Return a few whole lines from within a part, or from its beginning if it is packed.
+    """Return a few whole lines from within a part, or from its beginning if it is not plain text.
 
-    ``place`` chooses one of `_SAMPLE_PLACES` places in the part.
+    ``place``, an integer, chooses one of `_SAMPLE_PLACES` evenly spaced places in the part.
     """
     if part.packing != "plain":
         return next(blocks(part), (b"", 0))[0][:_SAMPLE_BYTES].split(b"\n")[:-1]
