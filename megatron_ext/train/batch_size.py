@@ -86,14 +86,14 @@ class Progress:
             self.epoch = self.iteration / steps_per_epoch
 
     def count_average(self, decay: float) -> None:
-        """Count an update of the averaged weights that keeps the fraction ``decay`` of them."""
+        """Count one update of the averaged weights, which keeps ``decay`` of the old average."""
         self.average_updates += 1
         if self.average_start is not None:
             self.average_start *= decay
 
     @property
     def average_note(self) -> str | None:
-        """Return a clause that says which share of the averaged weights is still the start values.
+        """Return a clause with the share of the start values in the averaged weights.
 
         Return None if the share is below 0.1% or unknown, or if no update has been counted.
         """
@@ -110,10 +110,10 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """Build the progress from the values of `to_dict`; ignore unknown keys of newer versions.
+        """Build a Progress from a result of `to_dict`; ignore unknown keys of newer versions.
 
-        Values from versions that did not count the updates of averaged weights get one update for
-        each training step.
+        Older versions did not count the updates of the averaged weights; for their values, each
+        training step is taken as one update, and ``average_start`` is unknown.
         """
         names = {field.name for field in fields(cls)}
         counters = {name: value for name, value in values.items() if name in names}

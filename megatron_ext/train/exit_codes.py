@@ -86,12 +86,12 @@ def is_worth_a_start(code: int) -> bool:
 
 
 def code_of_nodes(code: int, folder: Path | None) -> int:
-    """Return the exit code of a multi-node job whose launcher ended with ``code``.
+    """Return the exit code that best explains the end of a multi-node job.
 
-    ``folder`` holds the exit code that each node has left there; a node that was ended because of
-    another one leaves none. Return the most telling of these codes and ``code``: preferably one
-    after which a restart is useless, and only as a last choice one that follows from the failure of
-    another rank.
+    The candidates are the launcher's exit code, ``code``, and the codes that the nodes have left in
+    ``folder``; a node that was ended because of another one leaves none. A code after which a
+    restart is useless is preferred; a code that only follows from another rank's failure is the
+    last choice.
     """
     paths = [] if folder is None else sorted(folder.glob("*"))
     left = [int(path.read_text(encoding="utf-8")) for path in paths]
@@ -99,7 +99,7 @@ def code_of_nodes(code: int, folder: Path | None) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Print the meaning of the exit code that is the only item of ``words``.
+    """Print the meaning of an exit code, the only command-line argument in ``words``.
 
     Return 0 if a restart makes sense, 1 if not, and `EXIT_CODE_USER_ERROR` if ``words`` is not one
     number.

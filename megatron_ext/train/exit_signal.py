@@ -60,9 +60,9 @@ class ExitSignal:
     def end_by_sigterm(self, tell: Callable[[int], None]) -> None:
         """Make SIGTERM end this process with exit code `EXIT_CODE_NOT_SAVED`.
 
-        ``tell`` is called with the code first. Do nothing if there is no exit signal, or if it is
-        SIGTERM. Without this handler, SIGTERM would give exit code 143, which stands for a saved
-        checkpoint in runs with ``--exit-signal-handler``.
+        The handler first calls ``tell`` with that code. Do nothing if there is no exit signal, or
+        if it is SIGTERM. Without this handler, SIGTERM would give exit code 143, which in runs with
+        ``--exit-signal-handler`` means that a checkpoint has been saved.
         """
 
         def end(_number: int, _frame: FrameType | None) -> None:
@@ -82,9 +82,9 @@ class ExitSignal:
 
 
 def loss_at_end(code: int, config: RunConfig) -> str | None:
-    """Return a sentence on the work lost by a run that a signal ended with exit ``code``.
+    """Return a sentence on the work that is lost by a run that a signal has ended.
 
-    Return None if ``code`` does not belong to such a run.
+    ``code`` is the exit code of the run; return None if it is not one of a run ended by a signal.
     """
     training = config.training
     save = config.checkpoint.save

@@ -76,7 +76,7 @@ Tell = Callable[[int], None]
 
 
 def _tell_nothing(_code: int) -> None:
-    """Do nothing: the default `Tell`."""
+    """Do nothing; `launch` uses this if no ``tell`` is given."""
 
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -101,11 +101,11 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str]) -> Launch:
-    """Return the launch that this process belongs to.
+    """Return the launch that this process belongs to; it determines when the launch started.
 
-    Under torchrun the launch started with torchrun's agent, the parent of this process. Otherwise,
-    if ``argv`` are the command-line arguments of this process, it started with this process, before
-    all imports; if not, it starts now.
+    Under torchrun, this is the start of torchrun's agent, the parent of this process. Otherwise it
+    is the start of this process if ``argv`` are its command-line arguments, and now if they are
+    not.
     """
     is_rank = "RANK" in os.environ
     if is_rank and is_under_torchrun():
@@ -137,7 +137,7 @@ def check_launcher() -> None:
     A script that copies a scheduler's variables leaves them empty if there is no scheduler.
 
     Raises:
-        ConfigError: a variable is not a number. All of these variables are deleted then.
+        ConfigError: one of the launcher's variables is not a number. All of them are then deleted.
     """
     errors = []
     for name in _LAUNCHED:
@@ -186,10 +186,10 @@ def _tell_torchrun(message: str) -> None:
 def rank_end() -> Iterator[End]:
     """Yield an `End` for the rank that runs in this context; set its exit code after an error.
 
-    A MegatronExtError, or an error caused by another rank's failure, is printed as a sentence; any
-    other error is printed with its traceback; both with the rank's number. If all ranks raise the
-    same MegatronExtError, rank 0 prints it first, and its exit ends the others. An interruption is
-    not printed, since all ranks and their launcher receive it.
+    The error is printed with the rank's number: as a sentence if it is a MegatronExtError or caused
+    by another rank's failure, otherwise with its traceback. If all ranks raise the same
+    MegatronExtError, rank 0 prints it first, and its exit ends the others. An interruption is not
+    printed, since all ranks and their launcher receive it.
     """
     end = End(exit_code=0)
     try:
@@ -259,13 +259,15 @@ def launch(
 
     Args:
         nproc_per_node: number of ranks to start, unless torchrun has already started them.
-        timeout_minutes: how long a signal such as SIGSTOP may keep a forked rank stopped, and
-            how long torchrun waits for ranks that save after the exit signal.
-        supervision: restarts ranks after faults, if it allows restarts.
-        main_of: returns ``main`` for the number of ranks with which a run restarts.
+        timeout_minutes: how long a signal such as SIGSTOP may keep a forked rank stopped, and how
+            long torchrun waits for ranks that save after the exit signal.
+        supervision: decides whether ranks are restarted after faults; None uses
+            `supervision_of_ranks`.
+        main_of: returns ``main`` for a number of ranks, if a run may restart with another number;
+            None always uses ``main``.
         save: folder in which faults are logged.
-        exit_signal: the signal at which the ranks save and exit.
-        tell: called with the exit code.
+        exit_signal: the signal at which the ranks save and exit; None for no such signal.
+        tell: called with the exit code at the end; under torchrun only by rank 0 after a failure.
     """
     supervision = supervision or supervision_of_ranks()
     exit_signal = exit_signal or ExitSignal(None)
@@ -354,7 +356,10 @@ def _start_ranks(
     save: str | None,
     exit_signal: ExitSignal,
 ) -> int:
-    """Start several ranks, or one that may be restarted after a fault; return the exit code."""
+    """Start ranks on this machine, and return the exit code of the launch.
+
+    A single rank is started in this way only if it may be restarted after a fault.
+    """
     restarts = supervision.max_restarts
     if device.kind == "cuda":
         from megatron_ext.train.torchrun import run_torchrun
@@ -439,7 +444,8 @@ def _forked(
 ) -> Iterator[None]:
     """Fork ranks that run ``main`` with ``environment``, and register them with the forwarder.
 
-    The file through which they find each other exists only in this context.
+    The context must last until the ranks have ended, since it holds the file through which they
+    find each other.
     """
     parent = os.getpid()
     sys.stdout.flush()

@@ -177,11 +177,12 @@ class Sums:
     """Losses, samples, tokens, work and time of several steps.
 
     Attributes:
-        losses: for each loss its sum and count over the steps with an update, ``[2]``.
+        losses: for each loss ``[2]``: the sum of its means per step, and the number of steps. Only
+            steps that updated the parameters, and had targets for this loss, are included.
         skipped: steps without an update.
         nans: skipped steps whose loss was not finite.
-        seconds: time of the steps; 0 until `ended` sets it.
-        pause: seconds between the steps that are not counted as step time, such as evaluations.
+        seconds: time of the steps, without ``pause``; 0 until `ended` sets it.
+        pause: seconds since ``start`` that were not spent on steps but, say, on evaluations.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -246,7 +247,7 @@ class IntervalMetrics:
 
     @property
     def _tracks(self) -> bool:
-        """Return whether TensorBoard or Weights & Biases is used, which have their own interval."""
+        """Return whether TensorBoard or Weights & Biases is used, with an interval of its own."""
         logging = self._run.config.logging
         return bool(logging.tensorboard_dir or logging.wandb_project)
 
@@ -311,8 +312,9 @@ class IntervalMetrics:
     def _report(self, own: IterationRecord | None, params_norm: float | None) -> None:
         """Report the steps since the last report.
 
-        As in Megatron-LM, the first step of a run is reported alone, and then counted once more in
-        the printed line of the next report. ``own`` is the record of the last step alone.
+        As in Megatron-LM, the first step of a run is reported alone, and then included once more in
+        the printed line of the second report. ``own`` is the record of the last step alone, for
+        sinks with an interval of their own; None if it is not due.
         """
         sums = self._since_report.ended()
         first = self._first
@@ -326,7 +328,11 @@ class IntervalMetrics:
         self._run.reporters.on_iteration(record, own)
 
     def _own_record(self, params_norm: float | None) -> IterationRecord:
-        """Return the record of the last step; its time is the mean since the last such record."""
+        """Return the record of the last step for TensorBoard and Weights & Biases.
+
+        The losses are of that step alone; time, samples, tokens and FLOPs are means over the steps
+        since the previous such record.
+        """
         assert self._last is not None
         sums = self._since_track.ended()
         self._since_track = Sums()

@@ -232,7 +232,7 @@ def _tell_loss(config: RunConfig, code: int) -> None:
 
 
 def _tell_interruption(code: int) -> None:
-    """Print "interrupted" if ``code`` says so. A program without training loses no work."""
+    """Print "interrupted" if ``code`` says so. A run without training has no work to lose."""
     if code == EXIT_CODE_INTERRUPTED:
         say_to_stderr("interrupted")
 
@@ -240,9 +240,9 @@ def _tell_interruption(code: int) -> None:
 def _resized(
     config: RunConfig, task: Task, parse: Callable[..., ParsedArgs], world_size: int
 ) -> RunConfig:
-    """Return the configuration of a run for ``world_size`` ranks, which may be the present number.
+    """Return ``config`` if it is for ``world_size`` ranks, else the configuration for that number.
 
-    Flags are parsed again by ``parse``, and the task's data are checked again.
+    For another number of ranks, ``parse`` parses the flags again, and the task checks its data.
     """
     if world_size == config.parallel.world_size:
         return config
@@ -423,7 +423,9 @@ def _all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def input_errors(task: Task, config: RunConfig) -> list[str]:
-    """Return a sentence for each input of a task that does not exist, or is damaged.
+    """Return a sentence for each input of a run that does not exist or is damaged.
+
+    The inputs are the checkpoint to load, the function of ``--loss``, and the task's inputs.
 
     Args:
         config: the flags as the user gave them, without derived values.
@@ -437,7 +439,10 @@ def input_errors(task: Task, config: RunConfig) -> list[str]:
 
 
 def _check_loss(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return a list with a check that the function of ``--loss`` can be loaded; [] without it."""
+    """Return a list of one check, which fails if the function of ``--loss`` cannot be loaded.
+
+    Return [] without the flag.
+    """
     loss = config.loss
     if loss.loss is None:
         return []

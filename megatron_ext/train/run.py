@@ -77,8 +77,8 @@ class StopRequests:
         """Return why all ranks should stop now: "signal", "resize" or "duration"; None to go on.
 
         All ranks call this together. It costs one small all-reduce, or nothing if no flag sets a
-        condition. With ``late``, the default on a GPU, return the previous call's result without
-        waiting.
+        condition. If ``late`` is true, return what the ranks agreed on in the previous call, which
+        needs no wait; by default this is so on a GPU.
         """
         if not self.watches:
             return None
@@ -113,7 +113,8 @@ class Run:
         seq_length: tokens of a sample in the next training step; None if the task has no such
             length.
         flops_of_samples: operations of a training step on one sample, by its length; a cache.
-        best_before: if the next save is a new best, the best checkpoints before it.
+        best_before: the list of best checkpoints without the one that the next save adds; None if
+            the next save adds none.
     """
 
     config: RunConfig
@@ -149,11 +150,11 @@ class Run:
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Return the number of samples in an evaluation step: the last global batch size."""
+        """Return the samples of an evaluation step: the global batch size at the end of ramp-up."""
         return self.config.training.batch_sizes[1]
 
     def evaluation_samples(self, source: BatchSource) -> int:
-        """Return the number of samples in an evaluation of a split; all ranks call it together."""
+        """Return how many samples an evaluation of a split reads; all ranks call this together."""
         if source.plan is not None:
             return source.plan.steps_per_epoch * self.evaluation_batch_size
         if source.whole_epochs:
@@ -172,8 +173,9 @@ class Run:
     def save(self, superseded: Collection[int] = (), *, is_last: bool = False) -> bool:
         """Save a checkpoint if ``--save`` is given; ``superseded`` checkpoints may be deleted.
 
-        Return False if the save failed and the run may continue. Only the ``is_last`` save must
-        succeed.
+        Return whether the save worked, or was not asked for. If it failed, a run that tolerates
+        failed saves gets False, except for its last save (``is_last``); otherwise a CheckpointError
+        is raised.
         """
         if self.config.checkpoint.save is None or self.optimizer is None:
             return True

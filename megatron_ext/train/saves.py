@@ -103,10 +103,10 @@ class Saves:
             self.look()
 
     def must_repeat(self) -> bool:
-        """Return whether to save again because the newest save has failed; called after each step.
+        """Return whether the newest save has failed and must be repeated; called after each step.
 
-        All ranks call this together. They look at the newest save 1 step after it, then 2, 4, 8 and
-        so on steps after the last look, until a save succeeds. The growing intervals bound the time
+        All ranks call this together. They look at the newest save only 1 step after it, then after
+        2, 4, 8 and so on more steps, until a save succeeds. The growing intervals limit the time
         spent on saves to a full disk, and on messages between ranks about background saves.
         """
         if not (self._is_open and self._tolerant):
@@ -157,7 +157,7 @@ class Saves:
         self._log("save_failed", iteration=iteration, rank=0, reason=sentence)
 
     def _tell_success(self, iteration: int, stall: float, seconds: float | None = None) -> None:
-        """Append a finished save to the log of events, if a failed save would not end the run.
+        """Append a finished save to the log of events, if the run tolerates failed saves.
 
         Args:
             stall: seconds for which training waited.

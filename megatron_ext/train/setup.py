@@ -195,7 +195,10 @@ def _background(
 def _checkpoints(
     config: RunConfig, context: ParallelContext, background: BackgroundSaves | None
 ) -> CheckpointManager:
-    """Return the manager of checkpoints; a run without checkpoints does not import its code."""
+    """Return the run's checkpoint manager.
+
+    Its module is imported here, so that a run without checkpoints does not import it.
+    """
     from megatron_ext.checkpoint.adapters import FrozenBase
     from megatron_ext.checkpoint.manager import CheckpointManager
 
@@ -238,7 +241,7 @@ def _continue_schedules(
 ) -> None:
     """Let each learning-rate schedule continue from the rate of a loaded checkpoint.
 
-    Print the note of the model's schedule, if it has one: that the flags change its lengths.
+    If the flags change the lengths of the schedule, rank 0 prints a note on the model's schedule.
     """
     progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
     consumed = progress.consumed_train_samples

@@ -83,7 +83,8 @@ class StepLosses:
     Attributes:
         reports: ``[sum, count]`` of each loss for each micro-batch of this rank; empty before the
             last stage.
-        totals: their sums over micro-batches, data- and context-parallel ranks.
+        totals: ``[sum, count]`` of each loss over all micro-batches, data- and context-parallel
+            ranks.
         gradient_scale: remaining factor for the gradients, float32 ``[]``; None for 1.
     """
 
@@ -108,9 +109,9 @@ class StepRunner:
             With an observer, which must see divided gradients, it does not.
         approvals: called before an update, by all ranks together, with `StepLosses.totals` and the
             gradient norm ``[]``; each returns whether the update may be applied, bool ``[]``.
-        step_guard: called with the inputs of a step instead of `zero_gradients`,
-            `compute_gradients` and `update`; it calls these, and returns the results of the last
-            two.
+        step_guard: function that takes `StepInputs` and calls `zero_gradients`,
+            `compute_gradients` and `update` in its own way; it returns the results of the last
+            two. None calls each of the three once.
         extra_state: checkpointed state besides the run's model; None if there is none.
     """
 
@@ -384,14 +385,17 @@ class StepRunner:
         return reports
 
     def _prepared(self, batches: Sequence[Batch] | None) -> Sequence[Batch] | None:
-        """Return the batches of a step, on the last stage after `Task.prepare_batches`."""
+        """Return a step's micro-batches, changed by `Task.prepare_batches` on the last stage."""
         prepare = self.task.prepare_batches
         if prepare is None or batches is None or not self.context.is_last_stage:
             return batches
         return prepare(self.config, batches, self.context)
 
     def _masks(self, consumed_samples: int) -> Masks | None:
-        """Return the dropout contexts for ``--deterministic-dropout``; None without the flag."""
+        """Return the function that gives each micro-batch its dropout context.
+
+        Return None without ``--deterministic-dropout``.
+        """
         if not self.config.model.deterministic_dropout:
             return None
         from megatron_ext.layers.dropout import microbatch_masks
@@ -445,10 +449,10 @@ class StepRunner:
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
     ) -> None:
-        """Queue an update, after which ``scheduler`` advances by ``num_samples`` if it was applied.
+        """Queue an update; if it was applied, ``scheduler`` will advance by ``num_samples``.
 
-        If the host already knows whether it was applied, the scheduler advances at once; otherwise
-        in `settle`.
+        If the host already knows whether the update was applied, this happens at once; otherwise in
+        a later call of `settle`.
         """
         self._unsettled.append((update, scheduler, num_samples))
         if update.is_read:
@@ -533,7 +537,7 @@ def reduce_step(
 
 
 def mean_of(entry: Tensor) -> Tensor:
-    """Divide the sum by the count of ``[sum, count]``; a count of 0 gives 0."""
+    """Return sum / count of ``entry``, a tensor ``[sum, count]``; 0 if the count is 0."""
     return torch.where(entry[1] > 0, entry[0] / entry[1].clamp(min=1e-30), 0.0)
 
 

@@ -91,7 +91,10 @@ class Supervision:
         return Supervisor(forwarder, timeout_minutes)
 
     def follow_earlier_process(self) -> None:
-        """Count this process as a restart if a launcher has started it to replace another one."""
+        """Count a restart if a launcher has started this process to replace an earlier one.
+
+        Here nothing is counted; the add-on ``resilience`` overrides this.
+        """
 
     def guard(self, rank: int) -> AbstractContextManager[None]:
         """Return a context in which other processes can watch this rank."""
@@ -102,7 +105,7 @@ class Supervision:
         return []
 
     def recoveries(self, stores: Sequence[Any], context: ParallelContext) -> Sequence[Any]:
-        """Return objects (`SnapshotRecovery`) that find snapshots to resume from in ``stores``."""
+        """Return a `SnapshotRecovery` for each store, to find a snapshot there to resume from."""
         return []
 
     def callbacks(self, run: Any, settle: Callable[[], None]) -> Sequence[Any]:

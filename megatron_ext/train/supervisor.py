@@ -85,7 +85,10 @@ class SignalForwarder:
         self.send(signal.SIGKILL if self._is_impatient(number) else number)
 
     def _is_impatient(self, number: int) -> bool:
-        """Return whether Ctrl-C was pressed again while the ranks are still cleaning up."""
+        """Return whether signal ``number`` is a second Ctrl-C while the ranks still clean up.
+
+        SIGINTs within `SECONDS_OF_ONE_INTERRUPTION` of the first count as one Ctrl-C.
+        """
         if number != signal.SIGINT or self.stop_signal != number:
             return False
         now = time.monotonic()
@@ -93,7 +96,7 @@ class SignalForwarder:
         return now > first + SECONDS_OF_ONE_INTERRUPTION
 
     def code(self, code: int) -> int:
-        """Return the exit code of the launch, given that of the first rank that ended.
+        """Return the exit code of the launch, where ``code`` is the one that the ranks gave.
 
         If a signal asked the ranks to exit, return the code for that signal, unless ``code`` says
         that the run is complete, has saved, or met a user's error.
@@ -200,7 +203,7 @@ class Supervisor:
             self._find_stopped(now)
 
     def _name_the_silent(self) -> None:
-        """Print which ranks gave no answer to the others, and end all ranks."""
+        """Print which ranks did not answer the others before the timeout, and end all ranks."""
         if self._code == EXIT_CODE_NO_ANSWER:
             for pid, rank in sorted(self._children.items(), key=lambda item: item[1]):
                 why = "has been stopped by a signal" if is_stopped(pid) else "does not answer"

@@ -28,7 +28,7 @@ from megatron_ext.train.batch_size import StepStats
 
 
 def later(place: str) -> Callable[..., Any]:
-    """Return a function that imports ``module:name`` at its first call, and calls it."""
+    """Return a function that, when called, imports and calls ``place`` ("module:name")."""
     module, _, name = place.partition(":")
 
     def call(*args: Any, **options: Any) -> Any:
@@ -111,9 +111,10 @@ class Task(TaskFlags):
         data_lines: ``(config, assets)`` to lines that say which data the run reads and which it
             does not use; the first rank prints them at the start.
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
-        implements: for each forward step or model chunk, the names of the flags that it implements,
-            out of the flags that not all of them implement, such as `STEP_FLAGS`. The task refuses
-            a listed flag that its own forward step and model chunk do not implement.
+        implements: by forward step or model chunk (the function), the names of the optional flags
+            that it implements, separated by spaces. The flags listed for any function, and
+            `STEP_FLAGS`, are refused unless this task's own forward step or model chunk implements
+            them.
         step_advice: the remedy, besides leaving the flag out, in the error about a flag that is
             refused for this reason.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
@@ -149,10 +150,10 @@ class Task(TaskFlags):
         return self
 
     def answers(self) -> tuple[Inapplicable, ...]:
-        """Return entries for the flags that this task refuses.
+        """Return an entry for each group of flags that this task refuses.
 
-        These flags do not apply to the task, or its forward step, model chunk or step runner does
-        not implement them.
+        A flag is refused if it does not apply to the task, or if the task's forward step, model
+        chunk or step runner does not implement it.
         """
         parts = [part for part in (self.forward_step, self.model_chunk) if part is not None]
         own = {name for part in parts for name in self.implements.get(part, "").split()}
@@ -202,7 +203,7 @@ class TaskChoice:
 
     @property
     def inapplicable(self) -> tuple[Inapplicable, ...]:
-        """Return the entries of inapplicable flags that all tasks share."""
+        """Return the entries on inapplicable flags that all tasks have in common."""
         first, *others = (task.inapplicable for task in self.tasks)
         return tuple(entry for entry in first if all(entry in other for other in others))
 

@@ -87,10 +87,10 @@ def _passing_signals_on() -> list[str]:
 
 @contextmanager
 def _ended_ranks(folder: Path | None) -> Iterator[set[int]]:
-    """Yield a set, to which the ranks' exit codes are added if a signal ends torch's agent.
+    """Yield an empty set; if a signal ends torch's agent here, add the ranks' exit codes.
 
-    After such a signal the context waits, ignoring signals, until all ranks have ended: after
-    several signals, torch itself no longer waits for them.
+    The codes are read from ``folder``, once all ranks have ended. Until then the context ignores
+    signals, and kills ranks that take too long; torch itself stops waiting after several signals.
     """
     left: set[int] = set()
     try:

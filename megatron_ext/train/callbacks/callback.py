@@ -65,7 +65,7 @@ class Callback:
         """Run after the validation split has been evaluated between steps."""
 
     def decide(self, decision: Decision) -> None:
-        """Run after all `after_step` calls; may request a checkpoint or an end in ``decision``."""
+        """Run after all `after_step` calls; may request a save or a stop in ``decision``."""
 
     def after_save(self) -> None:
         """Run at the end of a step, after its checkpoint has been saved, if any."""
@@ -88,8 +88,8 @@ def overridden(callbacks: Sequence[Callback], name: str) -> list[Callable[..., N
 class WeightAverage(Callback):
     """Updates the averaged weights after a training step.
 
-    Before iteration ``--ema-start`` they are set to the weights after every step; from then on they
-    are updated every ``--ema-update-every`` steps.
+    Before iteration ``--ema-start`` the weights are copied to them after every step; from then on
+    they are updated every ``--ema-update-every`` steps.
     """
 
     def after_update(self, result: StepResult) -> None:

@@ -52,7 +52,10 @@ class EarlyStopping(Callback):
 
     @property
     def exhausted(self) -> str | None:
-        """Return why to stop, if the validation loss has not fallen for too long; else None."""
+        """Return the reason to stop if the validation loss has not fallen for too long, else None.
+
+        The limit is ``--early-stop-patience`` evaluations without a lower loss.
+        """
         patience = self.run.config.training.early_stop_patience
         progress = self.run.progress
         if patience is None or progress.stale_evaluations < patience:
@@ -111,8 +114,9 @@ class EarlyStopping(Callback):
     def _rank(self, loss: float, decision: Decision, *, regular: bool) -> bool:
         """Return whether this loss is among the best; update the list of best checkpoints if so.
 
-        The checkpoints that drop out of the list are added to ``decision.superseded``. ``regular``
-        says whether this iteration is saved for another reason as well.
+        ``decision.superseded`` gets the checkpoints that drop out of the list and may be deleted.
+        ``regular`` says whether this iteration is also saved for another reason; its checkpoint is
+        then not deleted when it drops out, except with ``--save-retain-interval``.
         """
         config = self.run.config.checkpoint
         progress = self.run.progress
@@ -165,8 +169,9 @@ class Evaluation(Callback):
 def evaluate_at_end(run: Run) -> None:
     """Evaluate the validation and the test split after the last iteration.
 
-    A checkpoint of this iteration has already been saved. If its validation loss is among the best,
-    it is saved again: the list of best checkpoints that it contains must include it.
+    The checkpoint of this iteration has already been saved. If the validation loss has not been
+    compared with the best ones before, and is among them, the checkpoint is saved again, so that
+    the list of best checkpoints in it is complete.
     """
     losses = evaluate_split(run, "validation", final=True)
     iteration = run.progress.iteration
@@ -242,7 +247,8 @@ def evaluate(
     """Return the mean of each loss over ``num_steps`` global batches, and collected data.
 
     Args:
-        num_microbatches: number of micro-batches in a step, unless the source decides it.
+        num_microbatches: number of micro-batches in a step; a source with a number of its own
+            replaces it.
         collects: whether to also collect data for `Task.process_non_loss_data`.
 
     Returns:

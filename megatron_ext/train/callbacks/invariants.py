@@ -89,7 +89,11 @@ def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) 
 
 
 def check_zeroed(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
-    """Raise an InvariantError if a gradient is not zero or None before step ``iteration``."""
+    """Check that no gradient is left over before step ``iteration``.
+
+    Raises:
+        InvariantError: a ``grad`` is not None, or a ``main_grad`` is not all zeros.
+    """
     for name, parameter in named_parameters(chunks):
         buffer = getattr(parameter, "main_grad", None)
         if parameter.grad is not None or (buffer is not None and bool(buffer.any())):
@@ -120,9 +124,9 @@ def _check_equal(
 
     Args:
         named: pairs of a name and a tensor.
-        where: words for the ranks of the group, for the message.
-        kind: word for such a tensor, for the message.
-        cause: probable cause of a difference, for the message.
+        where: noun for the ranks of the group in the message, such as "data-parallel replicas".
+        kind: noun for the tensors in the message.
+        cause: clause in the message about the probable cause of a difference.
     """
     if not named or group.size() == 1:
         return

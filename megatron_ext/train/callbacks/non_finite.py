@@ -44,8 +44,8 @@ def places(ranks: Sequence[int], context: ParallelContext) -> str:
 def announce(run: Run, kind: str, sentence: str, **facts: Any) -> None:
     """Print ``sentence`` on the reporting rank, and append an event to the log in the save folder.
 
-    All ranks that know the facts may call this. ``kind`` and ``facts`` describe the event; see
-    `disk.events`.
+    Only the reporting rank does something, but other ranks may call this too. ``kind`` and
+    ``facts`` are the kind and the fields of the event; see `disk.events`.
     """
     run.reporters.say(sentence)
     if run.context.is_reporting_rank:
@@ -87,13 +87,13 @@ def not_finite_here(run: Run, losses: Sequence[Tensor]) -> NotFinite:
 def describe(
     observations: Sequence[NotFinite], norm: float, context: ParallelContext
 ) -> dict[str, Any]:
-    """Return facts about a step that was not finite, from the ranks' observations.
+    """Return facts about a step that was not finite, from what the ranks observed.
 
-    The facts are a sentence, the ranks where the fault probably arose, the first bad parameter, and
-    the cause: "loss", "gradient" or "norm" (only the sum of squares overflowed). A non-finite value
-    spreads to the gradients of other parameters, so the ranks with the fewest bad parameters are
-    assumed to be where it arose. Which data-parallel replica produced it is unknown, since the
-    gradients have already been summed over the replicas.
+    The keys are "sentence", "ranks" (where the fault probably arose), "parameter" (the first bad
+    one) and "cause": "loss", "gradient" or "norm" (only the sum of squares overflowed). A
+    non-finite value spreads to the gradients of other parameters, so the ranks with the fewest bad
+    parameters are assumed to be where it arose. The data-parallel replica that produced it is
+    unknown, since the gradients have already been summed over the replicas.
     """
     with_gradients = [each for each in observations if each.parameters]
     cause = "loss" if any(each.loss for each in observations) else "gradient"
@@ -118,8 +118,8 @@ class NonFinite(Callback):
     """Reports on which ranks, and in which parameter first, a skipped step was not finite.
 
     If the host decides whether to apply the update, as on a CPU, the report comes in the same step.
-    If the device decides, the host knows the decision one step later, when the gradients are gone;
-    it then uses the stored norm of each gradient.
+    If the GPU decides, the host learns of it one step later, when the gradients are gone; the
+    report then relies on the norm of each gradient, which the update has stored.
     """
 
     @staticmethod
@@ -172,7 +172,8 @@ class NonFinite(Callback):
     def _tell(self, iteration: int, update: UpdateResult, here: NotFinite) -> None:
         """Gather what the ranks observed in a skipped step, and print where it was not finite.
 
-        The ranks are those that share the gradient norm; ``here`` is this rank's own observation.
+        All ranks over which the gradient norm is summed call this together. ``here`` is what this
+        rank observed.
         """
         run = self.run
         group = parts_of(run.optimizer)[0].get_grad_stats_parallel_group()
@@ -185,10 +186,10 @@ class NonFinite(Callback):
 
 
 def gradient_names(run: Run) -> list[list[str]]:
-    """Return the parameter names of the gradients that this rank counts in the norm.
+    """Return the names of the parameters whose gradients this rank adds to the global norm.
 
-    There is one list for each optimizer in a chain, in the order of `UpdateResult.sizes`. Call this
-    after an update, while the optimizers still hold the gradients.
+    The result has one list for each optimizer in a chain, in the order of `UpdateResult.sizes`.
+    Call this after an update, while the optimizers still hold the gradients.
     """
     named = {id(p): name for name, p in named_parameters(run.runner.trained_chunks)}
     all_names = []

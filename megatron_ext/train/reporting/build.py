@@ -156,7 +156,7 @@ def _follows_steps(sink: Reporter) -> bool:
 
 
 class TimeAccount(Protocol):
-    """A record of how the time of a run is spent; the add-on ``report`` implements it."""
+    """Protocol of a record of how a run spends its time; the add-on ``report`` implements it."""
 
     def launched(self, config: RunConfig, num_iterations: int) -> None:
         """Record the settings, the machine and the packages with which the ranks start."""
@@ -206,10 +206,10 @@ class Reporters:
         self._warned: set[int] = set()
 
     def on_iteration(self, record: IterationRecord, own: IterationRecord | None = None) -> None:
-        """Report the steps since the last report to all sinks.
+        """Send a report on the steps since the last report to all sinks.
 
-        A sink that reports single steps at its own interval gets ``own``, the record of the last
-        step alone, if it is given. All others get ``record``.
+        Sinks with an interval of their own get ``own``, the record of the last step alone, unless
+        it is None. All others get ``record``.
         """
         for sink in self.sinks:
             with self._going_on(sink):
@@ -231,7 +231,7 @@ class Reporters:
 
     @contextmanager
     def _going_on(self, sink: Reporter | TimeAccount) -> Iterator[None]:
-        """Ignore an OSError of a sink, such as a full disk, with one warning per sink."""
+        """Suppress an OSError of ``sink``, such as a full disk; warn once for each sink."""
         try:
             yield
         except OSError as error:
@@ -298,10 +298,10 @@ def build_reporters(
     num_iterations: int,
     launched: Launch | None = None,
 ) -> Reporters:
-    """Build the sinks that the flags select; other ranks than the reporting rank have none.
+    """Build the sinks that the flags select; on ranks other than the reporting rank, build none.
 
-    If ``launched`` is given, the run's time is accounted for from then on. Raise a ConfigError if a
-    package is not installed or a folder is not writable.
+    If ``launched`` is given, the run records how its time is spent since that launch began. Raise a
+    ConfigError if a package is not installed or a folder is not writable.
     """
     if not context.is_reporting_rank:
         return Reporters([])

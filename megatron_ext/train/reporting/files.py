@@ -138,7 +138,7 @@ def _is_row(row: Mapping[str, Any]) -> bool:
 
 
 def with_numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """Replace the words in a row that stand for non-finite numbers by these numbers."""
+    """Return a row with its words for non-finite numbers, such as "NaN", turned into numbers."""
     words = [k for k, v in row.items() if isinstance(v, str) and v in _NOT_FINITE]
     return row | {name: _NOT_FINITE[row[name]] for name in words} if words else row
 
@@ -151,7 +151,7 @@ def as_json(row: Mapping[str, Any]) -> str:
 
 
 def number(value: object) -> float:
-    """Return a finite number from a file as a float; raise a ValueError for anything else."""
+    """Return a value from a file as a float; raise a ValueError if it is no finite number."""
     if type(value) is float and math.isfinite(value):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -181,9 +181,9 @@ def is_launch(row: Mapping[str, Any], started: float) -> bool:
 class MetricsFile:
     """Appends to ``metrics.jsonl``; a resumed run first removes the steps that it will repeat.
 
-    A run that starts from iteration 0 removes all rows, except the rows on how time was spent that
-    its own launch has written before a restart. The launch is recognized by ``launched_at``, when
-    it began, in seconds since the epoch.
+    A run that starts from iteration 0 removes all rows, except rows about the use of time that the
+    same launch wrote before it restarted the ranks. ``launched_at`` is the time, in seconds since
+    the epoch, at which the launch began.
 
     Each line is strict JSON: a number that is not finite, such as the gradient norm of a skipped
     step, is the word ``NaN``, ``Infinity`` or ``-Infinity``, as in Protocol Buffers' JSON.
@@ -319,9 +319,10 @@ def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> No
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the bias-corrected exponential moving average of ``values``.
+    """Return the bias-corrected exponential moving average of ``values``, one mean for each value.
 
-    Its time constant is a fiftieth of their number. Non-finite values are passed over.
+    The time constant is ``len(values) / 50``, but at least 2. A non-finite value repeats the last
+    mean.
     """
     keep = 1 - 1 / max(2.0, len(values) / 50)
     mean = 0.0

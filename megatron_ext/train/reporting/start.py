@@ -83,7 +83,7 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
 
 
 def _as_flag(section: Any, field: str) -> str:
-    """Return the flag, with its value, that sets a field."""
+    """Return the flag that sets a field of a section, followed by the field's present value."""
     value = getattr(section, field)
     spelling = spelling_of(section, field)
     if isinstance(value, bool):
@@ -93,7 +93,10 @@ def _as_flag(section: Any, field: str) -> str:
 
 
 def _listed(title: str, flags: dict[str, list[str]]) -> list[str]:
-    """Return a title line and, for each section, lines with its flags."""
+    """Return a title line, and lines with the flags of each section; [] if there are no flags.
+
+    ``flags`` holds a list of flags by the name of its section.
+    """
     wrapper = textwrap.TextWrapper(_WIDTH, initial_indent=">   ", subsequent_indent=">     ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     lines = [f"> {title}"] if flags else []
@@ -131,7 +134,7 @@ def implementation_line(
 
 
 def parameters_line(total: int, trained: int, largest: int) -> str:
-    """Return a line with the numbers of all and trained parameters, and the most on one rank."""
+    """Return a line with the number of parameters: in all, trained, and at most on one rank."""
     share = "" if trained == total else f", {trained:,} of them trained"
     return f"parameters: {total:,}{share}; at most {largest:,} on one rank"
 
