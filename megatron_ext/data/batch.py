@@ -40,11 +40,11 @@ class Batch:
         loss_weights: weight of each label, ``[b, s/c]`` float32.
         attention_mask: the document index of each position of the whole sequences, ``[b, s]``
             int32; attention does not cross documents. None means plain causal attention.
-        mtp_labels, mtp_loss_weights: labels and their weights for each MTP depth (a
-            multi-token-prediction module).
-        sample_ids: for each position the index of its sample in the dataset, or in packed rows the
-            number of its document in the row; -1 in padding, ``[b, s/c]`` int64. None if the
-            dataset does not provide them.
+        mtp_labels, mtp_loss_weights: labels and their weights, one tensor ``[b, s/c]`` for each
+            multi-token-prediction module (MTP depth).
+        sample_ids: ``[b, s/c]`` int64; None if the dataset does not provide them. A position has
+            the index of its sample in the dataset, or, in packed rows, the number of its document
+            in the row; padding has -1.
         loss_inputs: values that a custom loss has prepared for this micro-batch.
     """
 
@@ -87,9 +87,9 @@ def shift_left(tensor: Tensor, documents: Tensor | None = None) -> Tensor:
 def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None) -> Batch:
     """Add the labels and loss weights of each MTP depth to a full-sequence batch.
 
-    The target of a position at depth k is the main model's target k positions later. It has weight
-    0 beyond the end of the sequence or document (see `shift_left`). Call this before the sequence
-    is sliced for context parallelism, so that no rank needs its neighbour's tokens.
+    The target of a position at depth k is the main model's target k positions later. A target
+    beyond the end of the sequence or document has weight 0 (see `shift_left`). Call this function
+    before sequences are sliced for context parallelism, so that no rank needs tokens of another.
     """
     labels = [batch.labels]
     weights = [batch.loss_weights]
@@ -184,7 +184,9 @@ class StepLoader:
         self._keys = ("tokens", "labels", "position_ids", "sample_ids")[: 3 + self.with_sample_ids]
 
     def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Batch]:
-        """Return the micro-batches of the next step, with samples of ``seq_length`` tokens.
+        """Return the micro-batches of the next step.
+
+        ``seq_length`` is the number of tokens of each sample; None means that of ``shape``.
 
         Raises:
             StopIteration: the data has ended.
@@ -257,7 +259,10 @@ class Sample(dict[str, Any]):
 
     @property
     def loss_weights(self) -> Tensor:
-        """Return this context-parallel rank's part of ``loss_mask``; ones without a mask."""
+        """Return this context-parallel rank's part of ``loss_mask``, ``[b, s/c]``.
+
+        Without a mask, return ones ``[b]``: every sample has weight 1.
+        """
         mask = self.get("loss_mask")
         if not isinstance(mask, Tensor):
             first = next(x for x in self.values() if isinstance(x, Tensor))

@@ -65,7 +65,10 @@ def is_address(prefix: str | os.PathLike[str]) -> bool:
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """The header and sizes of one indexed dataset; only multimodal ones have modes."""
+    """The header and sizes of one indexed dataset.
+
+    ``multimodal`` says whether each sequence has a mode (see `Index`).
+    """
 
     prefix: str
     dtype: np.dtype[Any]
@@ -274,8 +277,8 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
 def _why_no_array(path: Path) -> str | None:
     """Return a clause that says why a ``.npy`` file is not an intact array of numbers.
 
-    Return None if it is one, or if the file is empty, as a killed run leaves it: megatron-core
-    cannot unpickle an empty file.
+    The result is None for an intact array, and also for an empty file, such as a killed run leaves:
+    in an empty file there is nothing that megatron-core could unpickle.
     """
     distrust = "could run code; remove it if you do not trust where the data comes from"
     headers = {(1, 0): np.lib.format.read_array_header_1_0}

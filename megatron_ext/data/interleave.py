@@ -39,7 +39,7 @@ Places = NDArray[np.uint16]
 
 
 class Interleave:
-    """The source of each place of a mixture with constant weights; places count from 0.
+    """A schedule that assigns each place 0, 1, ... of a mixture with constant weights to a source.
 
     Args:
         weights: weights of the sources, at least 0 and not all 0; only their ratios matter.
@@ -71,10 +71,10 @@ class Interleave:
         return [rounds * share + c for share, c in zip(self._per_cycle, counts, strict=True)]
 
     def places(self, start: int, stop: int) -> tuple[Places, Ints]:
-        """Return two arrays ``[stop - start]``, for places ``start`` to ``stop`` - 1.
+        """Return the samples at places ``start`` to ``stop`` - 1 of the mixture.
 
-        They are the source of each place, and the number of its sample among all samples of that
-        source, from 0.
+        The first array ``[stop - start]`` has the source of each place, the second the number of
+        the place's sample among all samples of that source, counted from 0.
         """
         parts = []
         place = start
@@ -95,10 +95,12 @@ class Interleave:
         return first + int(np.flatnonzero((sources == source) & (numbers == number))[0])
 
     def _block(self, number: int) -> tuple[Places, list[int], list[int]]:
-        """Return the source of each place in a block, and how many samples each source has by then.
+        """Return block ``number`` of the cycle after which the schedule repeats.
 
-        The latter are two lists: the samples of each source before the block and after it. Both
-        blocks and samples are counted from the beginning of the cycle.
+        Returns:
+            The source of each place in the block, and two lists with the number of samples of each
+            source from the beginning of the cycle: up to the block's first place, and up to the
+            block's end.
         """
         if number in self._blocks:
             self._blocks.move_to_end(number)
@@ -115,10 +117,11 @@ class Interleave:
     def _counts_before(self, place: int) -> list[int]:
         """Return how many samples each source has before a place of the cycle.
 
-        To count them, the schedule is computed up to that place. It starts after the last cached
-        block if that is near enough. Otherwise it starts about 2 / w places earlier, where w is the
-        smallest weight, with the integer part of each source's quota. The sources with the next
-        deadlines get one sample more. These counts meet all deadlines.
+        The samples are counted by computing the schedule up to the place: from the end of the last
+        cached block if that is near enough, otherwise from about 2 / w places earlier, where w is
+        the smallest weight. There each source starts with the integer part of its quota. If these
+        do not add up to the number of places, the sources with the next deadlines start with one
+        sample more, so that all deadlines are met.
         """
         least = min(self._shares[i] for i in self._present)
         start = place - 2 * -(-self.period // least) - 1
@@ -187,7 +190,7 @@ def numbered(sources: Places, counts: Sequence[int]) -> Ints:
 
 
 def error_of(weights: Sequence[Fraction], counts: Sequence[int]) -> Fraction:
-    """Return the largest distance of a source's number of samples from its exact quota."""
+    """Return the largest distance between the count of a source's samples and its exact quota."""
     places = sum(counts)
     total = sum(weights)
     quotas = (places * weight / total for weight in weights)

@@ -293,9 +293,10 @@ def _samples(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield this rank's collated micro-batches from a dataset that has no `StepPlan`.
 
-    ``sharded`` None takes the samples in order. Otherwise each epoch is shuffled: with True each
-    replica has its own shard, with False all replicas share one permutation. ``full_epoch`` repeats
-    the dataset in order without end.
+    Args:
+        full_epoch: repeat the dataset in order without end, whatever ``sharded`` is.
+        sharded: True shuffles each replica's own shard in each epoch, False shuffles the dataset
+            with one permutation for all replicas, and None takes the samples in order.
     """
     micro_batch_size, global_batch_size = training.batch_sizes
     if full_epoch:

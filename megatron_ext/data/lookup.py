@@ -56,7 +56,8 @@ def _numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int
 def _packed_numbers(order: PackedOrder, taken: Taken, begin: int, end: int) -> list[int]:
     """Return which of the packed samples ``taken`` hold any of the tokens ``begin`` to ``end`` - 1.
 
-    The samples of a source are numbered from the start of the run: a packed order has one phase.
+    The sample length does not change in a packed order, so the numbers count the samples of the
+    source from the start of the run.
     """
     source = taken.source
     numbers = list[int]()
@@ -108,10 +109,10 @@ def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> lis
 
 
 def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> Ints:
-    """Return which samples not made of left-over parts hold any of the tokens.
+    """Return which samples of whole windows or their parts hold tokens ``begin`` to ``end`` - 1.
 
-    The result is an array of numbers that count from the first such sample of the phase; it may
-    hold numbers of samples that are not ``taken``.
+    Samples made of left-over parts come earlier in a phase and are not considered here: number 0
+    is the first sample after them. Some of the returned samples may not be among ``taken``.
     """
     phase = taken.phase
     own = order.sources[taken.source]
@@ -152,7 +153,7 @@ def _windows(
 ) -> tuple[Ints, Ints]:
     """Return the windows that hold any token from ``begin`` to ``end`` - 1, and their first tokens.
 
-    Only windows ``low`` to ``high`` - 1 are returned; windows are numbered through all epochs. A
+    Only windows ``low`` to ``high`` - 1 are searched; their numbers go on from epoch to epoch. A
     window's first token may lie past the end of the circle.
     """
     count = order.sources[source].windows

@@ -49,9 +49,9 @@ class Planned:
 def stages_of(planned: Sequence[Planned], begin: int = 0, batch: int = 1) -> list[Stage]:
     """Return the mixtures of a schedule, each with the sample at which it starts.
 
-    A change of the sample length waits for the first step that begins at or after the planned
-    sample. Steps have ``batch`` samples, counted from sample ``begin`` on. Later stages shift with
-    the change.
+    The sample length can only change between steps: a stage with another length starts with the
+    first step that begins at or after the planned sample, and all later stages are delayed as much.
+    Steps of ``batch`` samples each begin at sample ``begin``.
     """
     stages: list[Stage] = []
     number = 0
@@ -111,8 +111,9 @@ def _apportioned(amounts: Mapping[str, Fraction], total: int) -> dict[str, int]:
 def continued(history: Sequence[Stage], plan: Sequence[Stage], number: int) -> list[Stage]:
     """Return the stages of a run that continues at sample ``number`` with another plan.
 
-    The past does not change. If the mixture before ``number`` is also the planned one, it continues
-    without a new stage, unless the plan itself begins a stage there.
+    Stages of ``history`` that start before ``number`` are kept. If the last of them has the mixture
+    that ``plan`` has at ``number``, it continues without a new stage, unless the plan itself begins
+    a stage there.
     """
     if not history or number == 0:
         return list(plan)
@@ -179,9 +180,9 @@ def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) ->
 
 
 def _without(stages: Sequence[Stage], names: Collection[str], number: int) -> list[Stage] | None:
-    """Return the stages with weight 0 for the sources ``names``, from sample ``number`` on.
+    """Return the stages without the sources ``names`` from sample ``number`` on.
 
-    Return None if a stage there has no other source.
+    The result is None if that leaves a stage without any source.
     """
     remaining = [stage for stage in stages if stage.start < number]
     now = [stage for stage in stages if stage.start <= number][-1]

@@ -155,7 +155,7 @@ class ObjectStore:
         os.rename(part, place / version)
 
     def open_tokens(self, address: str) -> StoredObject:
-        """Return the description of a `.bin` object, after checking that its ranges can be read."""
+        """Return a `.bin` object's size and version, after checking that ranges can be read from it."""
         was_described = address in self._objects
         source = self.described(address)
         if not was_described:
@@ -258,7 +258,7 @@ def open_remote_span(prefix: str, first: int, end: int | None, store: ObjectStor
     """Return the tokens of sequences ``first`` to ``end`` - 1 (None: to the last).
 
     Raises:
-        DataError: an object is missing or damaged, or its length is not the index's.
+        DataError: an object is missing or damaged, or index and tokens do not match.
     """
     index = store.index(prefix)
     source = store.open_tokens(f"{prefix}.bin")
@@ -277,7 +277,7 @@ class RemoteSpan(TokenSpan):
         self._source = store.open_tokens(f"{name}.bin")
 
     def expect(self, begins: Ints, lengths: Ints) -> None:
-        """Start fetching token ranges that will be read soon; they may wrap around the circle."""
+        """Start fetching token ranges that will be read soon; they may wrap around the span's end."""
         pages, _ = self._pages_of(*self._cut(begins, lengths))
         self._store.expect(self._source, pages)
 
@@ -335,10 +335,11 @@ class RemoteSpan(TokenSpan):
         return copies
 
     def _pages_of(self, begins: Ints, length: Ints | int) -> tuple[Ints, Ints]:
-        """Return the pages that m token ranges touch, ascending, and indices of each range's pages.
+        """Return the pages that m token ranges touch, and which of them belong to each range.
 
-        The indices ``[m, k]`` refer to the first array; k is the most pages of any range. A range
-        with fewer pages repeats its last one.
+        Returns:
+            The page numbers, ascending, and indices ``[m, k]`` into them, where k is the largest
+            number of pages of any range. A range with fewer pages repeats its last one.
         """
         size = self.dtype.itemsize
         first = (self.first + begins) * size // PAGE
@@ -351,9 +352,11 @@ class RemoteSpan(TokenSpan):
     def _take(self, content: Array, slots: Ints, begins: Ints, length: int) -> Array:
         """Copy m token ranges of equal length out of ``content``, to ``[m, length]``.
 
-        ``content`` holds pages one after another, each in a numbered slot. ``slots`` ``[m, k]`` are
-        the slots of the k pages of each range. ``begins`` ``[m]`` are the positions of the ranges'
-        first tokens in the span.
+        Args:
+            content: tokens of pages, one page after another.
+            slots: position of each range's k pages among the pages of ``content``, ``[m, k]``.
+            begins: position of each range's first token in the span, ``[m]``.
+            length: tokens of a range.
         """
         per_page = PAGE // self.dtype.itemsize
         starts = (self.first + begins) % per_page

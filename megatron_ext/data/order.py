@@ -73,10 +73,10 @@ _WEIGHT = re.compile(r"[0-9]{1,200}(/0*[1-9][0-9]{0,200})?")
 
 
 def check_recorded(values: object, place: str) -> None:
-    """Check that values from a file have the form of `SampleOrder.to_dict`.
+    """Check that values from a file have the form that `SampleOrder.to_dict` returns.
 
     Raises:
-        DataError: they do not have it; the message calls the file ``place``.
+        DataError: the values have another form; the message names the file by ``place``.
     """
     try:
         if isinstance(values, Mapping) and _is_recorded(values):
@@ -167,10 +167,11 @@ class Taken:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A stage with its schedule and the state of each source at its start.
+    """A stage, the schedule of its sources, and the state of each source when the stage starts.
 
-    ``phases`` are the phases of the sources (`windows.Phase`), and ``used`` how many samples of its
-    phase each source has given before the stage.
+    Attributes:
+        phases: the current phase of each source (`windows.Phase`).
+        used: how many samples of that phase each source has given before the stage.
     """
 
     stage: Stage
@@ -269,9 +270,9 @@ class SampleOrder:
         return counts
 
     def taken(self, start: int, stop: int) -> list[Taken]:
-        """Return which samples of each source the run's samples ``start`` to ``stop`` - 1 are.
+        """Return which samples of the sources make up samples ``start`` to ``stop`` - 1 of the run.
 
-        There is one entry for each stage and source that gives any of them.
+        There is one `Taken` for each stage and source that gives any of these samples.
         """
         taken = []
         for index, placed in enumerate(self._placed):
@@ -290,7 +291,10 @@ class SampleOrder:
         return taken
 
     def number_of(self, stage: int, source: int, number: int) -> int:
-        """Return the number in the run of a sample, given its ``number`` in its source's phase."""
+        """Return a sample's number in the run, given the sample's number in a phase of its source.
+
+        The sample must be one that the given stage takes from the given source.
+        """
         placed = self._placed[stage]
         place = placed.interleave.place_of(source, number - placed.used[source])
         return placed.stage.start + place
@@ -303,10 +307,17 @@ class SampleOrder:
         return shifts
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return when the windows at the given places are read, as numbers through all epochs.
+        """Return the position of some windows in the order in which the source is read.
 
-        Place p of an epoch is its p-th window in the source's circle, from the epoch's first token
-        on; the windows are read in a permuted order.
+        Args:
+            source: index of the source.
+            epochs: the epoch of each window.
+            places: p for the window that is the p-th in the source's circle, counted from 0 and
+                from the epoch's first token.
+
+        Returns:
+            The positions, counted from the first epoch's first window; an epoch reads its windows
+            in a permuted order.
         """
         own = self.sources[source]
         keys = derived(np.full(len(epochs), own.key, dtype=np.uint64), epochs, _ORDER)
@@ -376,8 +387,9 @@ class SampleOrder:
 
         Args:
             rows: row of each sample in the result.
-            sources: index of its source.
-            numbers: its number in the source's phase, counted after the left-over parts.
+            sources: index of each sample's source.
+            numbers: number of each sample in the phase of its source; 0 is the first sample that
+                is not made of left-over parts.
         """
         length = placed.stage.seq_length
         window = self.window
@@ -410,11 +422,12 @@ class SampleOrder:
         return Pieces(row, column, source, self._begins(source, window, offset), length)
 
     def _begins(self, sources: Ints, windows: Ints, offsets: Ints) -> Ints:
-        """Return the first token of some parts of windows, in the circles of their sources.
+        """Return where some parts of windows begin: the first token of each in its source's circle.
 
         Args:
-            windows: numbers of the windows, counted through all epochs.
-            offsets: first token of each part in its window.
+            sources: index of each part's source.
+            windows: number of each part's window, counted through all epochs.
+            offsets: position of each part's first token in the window.
         """
         counts = self._windows[sources]
         keys = self._keys[sources]

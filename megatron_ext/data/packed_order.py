@@ -145,9 +145,10 @@ class PackedOrder(SampleOrder):
         return epochs, blocks, samples
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return when packed samples are read, given their places, as numbers through all epochs.
+        """Return the position of packed samples in the order in which the source is read.
 
-        Place p of an epoch is sample p % `block_samples` of its block p // `block_samples`.
+        Positions are counted through all epochs. Place p of an epoch stands for sample
+        p % `block_samples` of the epoch's block p // `block_samples`.
         """
         own = self.sources[source]
         keys = np.full(len(epochs), own.key, dtype=np.uint64)
@@ -192,9 +193,10 @@ class PackedOrder(SampleOrder):
         return packed, first
 
     def _range(self, source: int, epoch: int, block: int) -> tuple[int, int]:
-        """Return the first token of a block in its source, and the token after its last.
+        """Return where a block begins in its source, and where it stops, in tokens.
 
-        The latter may lie past the end of the source; the block then wraps around.
+        The stop is the position after the last token. It may lie past the end of the source; the
+        block then wraps around.
         """
         tokens = self.sources[source].tokens
         windows = self.sources[source].windows
@@ -225,10 +227,10 @@ class PackedOrder(SampleOrder):
         return total
 
     def _document_starts(self, source: int, first: int, end: int) -> tuple[Ints, bool]:
-        """Return where documents start in a range of tokens, and whether one ends with the range.
+        """Return where documents start in tokens ``first`` to ``end`` - 1 of a source.
 
-        The range's first token always counts as a start. The range may wrap around the source's
-        end.
+        Also return whether a document ends with the last of these tokens. The first token always
+        counts as a start. The range may wrap around the source's end.
         """
         starts = self._documents[self.sources[source].name]
         tokens = self.sources[source].tokens

@@ -30,11 +30,14 @@ DocumentStarts = Callable[[int, int], Ints]
 
 
 class IndexedDocuments:
-    """The first tokens of an indexed dataset's documents, looked up in its mapped index.
+    """A function from a range of tokens to the documents of an indexed dataset that start there.
+
+    Calling it with ``begin`` and ``end`` returns the first token of each document that starts
+    at tokens ``begin`` to ``end`` - 1, looked up in the memory-mapped index.
 
     Args:
-        read: opens the index, once in each process.
-        first: the dataset's token that is counted as token 0.
+        read: opens the index; called once in each process.
+        first: the token of the dataset that is counted as token 0.
     """
 
     def __init__(self, read: Callable[[], Index], first: int) -> None:
@@ -75,8 +78,9 @@ class PackedBlock:
     def pieces_of(self, samples: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Return the pieces of some samples, one sample after another.
 
-        Return the number of pieces of each sample, then the column, first token and length of each
-        piece.
+        Returns:
+            The number of pieces of each sample; then, for each piece, its first position in the
+            sample, its first token and its length.
         """
         counts = (self.firsts[samples + 1] - self.firsts[samples]).astype(np.int64)
         before = np.cumsum(counts) - counts
@@ -113,8 +117,8 @@ def pack_block(starts: Ints, end: int, length: int, *, ends_document: bool) -> P
     """Pack consecutive tokens into samples of ``length`` tokens, without gaps.
 
     Args:
-        starts: the first token of each document, ``[documents]``. The first document may begin
-            earlier.
+        starts: the first token of each document, ``[documents]``. The tokens begin with the first
+            of them, even if that document began earlier.
         end: the position after the last token.
         ends_document: whether the last document ends with the last token; otherwise it continues.
     """
@@ -160,8 +164,8 @@ def _placed(
         open_item: the item whose document continues after the block; -1 if there is none.
 
     Returns:
-        First token, sample and number of tokens of each piece, and whether its document continues
-        after it. A sample has at most one piece whose document continues.
+        For each piece of an item its first token, the sample that holds it, its number of tokens,
+        and whether its document continues elsewhere. In a sample at most one piece continues.
     """
     bins = best_fit(sizes, length, samples)
     whole = np.flatnonzero(bins >= 0)

@@ -53,8 +53,7 @@ class PartPool:
         start: called once in each worker with the worker's number, before its first part; returns
             the worker's `Work`.
         name_of: takes a part's number and returns its name, for messages.
-        place: the path whose file system messages name as the cause if a worker cannot read or
-            write.
+        place: the path to name in the error message if a worker cannot read or write.
         unfinished: takes numbers of parts and returns those that have no result on disk.
         part_of: takes a part's number and returns the picklable object that a worker gets; by
             default the number itself.
@@ -81,8 +80,9 @@ class PartPool:
     ) -> None:
         """Work on the parts with the numbers ``todo``; call ``on_done`` after each.
 
-        If a worker dies, its part is tried again after all others, alone, so that it has the whole
-        memory to itself. Each part is tried at most ``ATTEMPTS`` times.
+        If a worker dies, ``say`` is called with a sentence about it. The worker's part is tried
+        again after all other parts and with no other worker, so that it has the whole memory to
+        itself. Each part is tried at most ``ATTEMPTS`` times.
 
         Raises:
             MachineFault: workers died at the same part each time, or a disk failed.
@@ -157,7 +157,7 @@ class PartPool:
     ) -> _WorkerDied:
         """Return the error about the worker that died and broke the pool.
 
-        The pool has ended the other workers by SIGTERM.
+        That is the worker which did not end by SIGTERM: the pool ends all others by that signal.
         """
         codes = [process.exitcode for process in processes]
         worker = next((i for i, code in enumerate(codes) if code not in (0, -signal.SIGTERM)), 0)

@@ -106,9 +106,10 @@ def _walked(
 
 
 def _weights(sizes: Words, keys: Words) -> tuple[Words, NDArray[np.bool_]]:
-    """Return the keys of the integers below the largest size, and whether each is below each size.
+    """Return two arrays ``[m, n]``, for m elements and the largest n of their ``sizes``.
 
-    Both are ``[m, n]``, for m elements and the largest size n.
+    The first has the key of each integer below n, derived from the element's key; the second tells
+    whether the integer is below the element's size.
     """
     all_values = np.arange(int(sizes.max()), dtype=np.int64)
     return derived(keys[:, None], all_values), all_values < sizes.astype(np.int64)[:, None]

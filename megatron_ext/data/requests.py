@@ -63,7 +63,7 @@ class StoredObject:
 def file_system(
     address: str, named: str, kind: type[MegatronExtError], **options: Any
 ) -> tuple[Any, str]:
-    """Return this process's own file system for an address, and the path in it.
+    """Return fsspec's file system for an address, and the path of the address in that file system.
 
     Args:
         named: the address with its flag, for the error message.
@@ -89,7 +89,7 @@ def file_system(
 
 
 class Requests:
-    """Reads ranges of objects, several at a time; each process creates its own object.
+    """Reads ranges of stored objects, several at a time; not to be shared by processes.
 
     Args:
         count: adds to the counters of `block_cache.COUNTS` by name.

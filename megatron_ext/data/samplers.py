@@ -26,9 +26,9 @@ Row = list[int]
 
 @dataclass(eq=False)
 class Announced(Sampler[list[int]]):
-    """Yields the batches of a sampler, each announced ``ahead`` batches before.
+    """Yields the batches of a sampler, and announces each of them ``ahead`` batches in advance.
 
-    To announce a batch, ``expect`` is called with its indices.
+    To announce a batch, ``expect`` is called with the batch's sample indices.
     """
 
     batches: Iterable[list[int]]

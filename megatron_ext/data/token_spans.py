@@ -117,9 +117,9 @@ class MappedSpan(TokenSpan):
         return joined
 
     def _windows(self, length: int) -> Array:
-        """Return a view whose row i is the ``length`` tokens from token i on.
+        """Return a view of the tokens, ``[tokens - length + 1, length]``.
 
-        It is ``[tokens - length + 1, length]``.
+        Row i holds ``length`` tokens, from token i of the span on.
         """
         if self._map is None:
             path = bin_path(self.name)
@@ -214,7 +214,7 @@ def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) 
     `check_indexed_dataset` checks the whole index.
 
     Raises:
-        DataError: a file is missing or damaged, or its length is not the index's.
+        DataError: a file is missing or damaged, or index and tokens do not match.
     """
     index = read_index(prefix)
     path = path_of_tokens(prefix)
@@ -226,10 +226,11 @@ def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) 
 def token_bounds(
     index: Index, first: int, end: int | None, path: str, size: int
 ) -> tuple[int, int]:
-    """Return the first token of sequences ``first`` to ``end`` - 1, and the token after their last.
+    """Return the range of tokens in sequences ``first`` to ``end`` - 1: first token and stop.
 
-    If ``end`` is None, the range goes to the last sequence. Raise a DataError if ``size``, the
-    bytes of the file of tokens ``path``, does not fit the index.
+    The stop is the position after the last token. If ``end`` is None, the range goes to the last
+    sequence. ``path`` is the file of tokens; raise a DataError if its ``size`` in bytes does not
+    match the index.
     """
     total = tokens_before(index, len(index.lengths))
     needed = total * index.dtype.itemsize

@@ -51,7 +51,8 @@ class Phase:
     Attributes:
         seq_length: tokens of a sample.
         key: key from which the keys of the phase's groups are derived.
-        first_window: number of the first window after the left-over parts, through all epochs.
+        first_window: number of the first window that is read after the left-over parts, counted
+            through all epochs.
         rests: parts of windows that earlier phases left over; they are read first.
     """
 
@@ -95,9 +96,9 @@ class Source:
         return Phase(seq_length, self._phase_key())
 
     def change(self, phase: Phase, used: int, seq_length: int) -> Phase:
-        """Return the phase that follows ``phase`` after ``used`` of its samples have been read.
+        """Return the phase that follows when ``used`` samples of ``phase`` have been read.
 
-        Its samples have ``seq_length`` tokens.
+        Samples of the new phase have ``seq_length`` tokens.
         """
         if phase.seq_length == seq_length:
             raise ValueError(f"{self.name}: the length does not change")
@@ -137,7 +138,7 @@ class Source:
         return int(derived(_words(self.key), _ints(self._phases), PARTS)[0])
 
     def rest_pieces(self, phase: Phase, number: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the pieces of sample ``number`` of a phase, which is made of left-over parts.
+        """Yield the pieces of sample ``number`` of a phase; it must be made of left-over parts.
 
         A piece is (position in the sample, window, first token in the window, number of tokens).
         """

@@ -46,7 +46,7 @@ class _Process(ForkProcess):
 class WorkerContext(ForkContext):
     """A ``multiprocessing_context`` for DataLoaders whose workers ignore signals.
 
-    It goes with ``worker_init_fn=loader_ends_with_parent()``.
+    Such a DataLoader must also get ``worker_init_fn=loader_ends_with_parent()``.
     """
 
     Process = _Process
