@@ -155,7 +155,7 @@ class ObjectStore:
         os.rename(part, place / version)
 
     def open_tokens(self, address: str) -> StoredObject:
-        """Return a `.bin` object's size and version, after checking that ranges can be read from it."""
+        """Return a `.bin` object's size and version, after checking that ranges can be read."""
         was_described = address in self._objects
         source = self.described(address)
         if not was_described:
@@ -277,7 +277,10 @@ class RemoteSpan(TokenSpan):
         self._source = store.open_tokens(f"{name}.bin")
 
     def expect(self, begins: Ints, lengths: Ints) -> None:
-        """Start fetching token ranges that will be read soon; they may wrap around the span's end."""
+        """Start fetching token ranges that will be read soon.
+
+        A range that reaches the end of the span continues at its beginning.
+        """
         pages, _ = self._pages_of(*self._cut(begins, lengths))
         self._store.expect(self._source, pages)
 
