@@ -39,9 +39,10 @@ _BT709, _BT601, _LIMITED = 1, 6, 1
 class Mp4Writer:
     """An H.264 file of one clip, written frame by frame.
 
-    With ``growing`` the file can be played while it is written. The format needs even sizes, so an
-    odd height or width is padded. Colours are tagged, so that all players show them alike: the
-    matrix is BT.709 in HD and BT.601 below, with the primaries and transfer of BT.709.
+    With ``growing`` the file can be played while it is written; otherwise only after `close`. The
+    format needs even sizes, so an odd height or width is padded. The file states its colour space,
+    so that all players show the same colours: the matrix of BT.709 for HD and of BT.601 for
+    smaller video, and always the primaries and the transfer function of BT.709.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -194,7 +195,7 @@ def open_folder(target: Path) -> Path:
 
 
 def publish(writing: Path, target: Path) -> None:
-    """Rename ``writing`` to ``target``, then remove the samples that were there before."""
+    """Rename the folder ``writing`` to ``target``, and remove the older ``target``, if any."""
     older = target.with_name(f".{target.name}.older")
     if target.exists():
         remove(older)
@@ -215,7 +216,7 @@ def describe(
 
     Args:
         requests: the request of each clip, a dataclass with a ``title``, in the order of the clips.
-        clips: all or some frames of each clip in order, P times ``[f, H, W, 3]``.
+        clips: frames ``[f, H, W, 3]`` of each of P clips, either all frames or a selection.
         num_frames: number of frames of each whole clip.
         facts: additional fields of each row of `LIST`; a field of the request takes precedence.
 
@@ -282,7 +283,7 @@ def _shortened(title: str, fits: Callable[[str], bool]) -> str:
 
 
 def _is_ours(target: Path) -> bool:
-    """Tell, by the names of its files, whether ``target`` is a folder of sampled clips only."""
+    """Tell whether ``target`` is a folder whose files all have names that `write_clips` gives."""
     if not target.is_dir() or target.is_symlink():
         return False
     names = {path.name for path in target.iterdir()}

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def requests_of(sample: SampleConfig) -> list[ClipRequest]:
     """Return the requests in the file ``--sample-prompts``, or those of ``--sample-texts``.
 
-    A request without a negative prompt gets the negative prompt of the flag.
+    A request without a negative prompt gets that of ``--sample-negative-prompt``.
     """
     if sample.sample_texts is None:
         assert sample.sample_prompts is not None
@@ -71,8 +71,9 @@ class RequestGroup:
     """Requests for clips of one size, sampled in the same number of steps.
 
     Attributes:
-        numbers: the indices of the requests among all requests.
-        draws: (seed, number) of each request, which determine its noise.
+        numbers: index of each request among all requests.
+        shape, sampling: the clip size and the sampling flags, with the group's size and steps.
+        draws: for each request (seed, number), from which its noise is drawn.
     """
 
     numbers: list[int]
@@ -87,8 +88,9 @@ def groups_of(
 ) -> list[RequestGroup]:
     """Group the requests that can be sampled together.
 
-    Values that a request lacks are taken from the flags. A request with its own seed gets the noise
-    of number 0, so that its clip does not depend on its position in the file.
+    A request that lacks a size, steps or a seed gets those of ``shape`` and ``sampling``. Noise is
+    drawn from a seed and a number: the request's index, or 0 if the request has its own seed, so
+    that its clip does not depend on its position in the file.
     """
     groups = dict[tuple[Any, int], RequestGroup]()
     for number, request in enumerate(requests):
@@ -105,7 +107,10 @@ def groups_of(
 
 
 def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
-    """Return the size of clips from the flags; by default that of the dataset's largest bucket."""
+    """Return the size of clips to sample, from the flags or the dataset's ``manifest``.
+
+    Values that the flags leave out are those of the dataset's largest bucket.
+    """
     buckets = [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
     largest = max(buckets, key=lambda b: (b.height * b.width, b.num_frames, b))
     height, width = sample.sample_size or (largest.height, largest.width)
@@ -117,9 +122,9 @@ def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
 def build_codec_of(
     codec: CodecConfig, manifest: Mapping[str, Any], device: torch.device | None = None
 ) -> VideoCodec:
-    """Build the codec that a dataset's ``manifest`` names.
+    """Build the codec that encoded a dataset, as its ``manifest`` says.
 
-    If this is a VAE, its weights are read from the folder that ``codec`` (the flags) names.
+    The weights of a VAE are read from the folder given by ``--codec``, a flag in ``codec``.
     """
     return codec_from_manifest(manifest, None if codec.codec == PATCH else codec.codec, device)
 
@@ -154,7 +159,10 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def decoded(codec: VideoCodec, latents: Tensor, batch_size: int) -> Tensor:
-    """Decode latents ``[P, c, t, h, w]`` to pixels ``[P, 3, f, H, W]`` on the CPU."""
+    """Decode latents ``[P, c, t, h, w]``, ``batch_size`` clips at a time.
+
+    Returns pixels ``[P, 3, f, H, W]`` on the CPU.
+    """
     return torch.cat([codec.decode(part).cpu() for part in torch.split(latents, batch_size)])
 
 
@@ -170,7 +178,8 @@ def encode_on_reporting_rank(
 ) -> EncodedRequests:
     """Encode requests for clips on the rank that reports, and send the result to all ranks.
 
-    All ranks call this together. Codec and text encoder may be None on all other ranks.
+    All ranks call this together. Codec and text encoder may be None except on the rank that
+    reports. `encode_requests` explains ``null`` and ``conditions``.
 
     Raises:
         ConfigError, DataError: encoding failed on the reporting rank (raised on all ranks).

@@ -169,10 +169,11 @@ def read_prompts(
 
 
 def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
-    """Return (number, text) of each line of a file that is not blank; numbers count from 1.
+    """Return (line number from 1, stripped text) of all lines of a file that are not blank.
 
     Raises:
-        DataError: the file cannot be read, or has only blank lines; ``what`` names the file.
+        DataError: the file cannot be read, or has only blank lines. ``what`` names the file in
+            the message.
     """
     try:
         lines = read_text(source).split("\n")
@@ -210,7 +211,7 @@ def read_row(
 
 
 def bad_row(source: Path, line: int, what: str) -> DataError:
-    """Return the error about an invalid row; ``what`` follows the line number in the message."""
+    """Return the error for an invalid row; ``what`` says what is wrong, as in "has no `text`"."""
     return DataError(f"{source} line {line} {what}; mend the row or take it out.")
 
 
@@ -232,10 +233,10 @@ def _request(row: dict[str, Any], source: Path) -> ClipRequest:
 
 
 def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
-    """Return the kind of references that the flags give, and a path for each sample text.
+    """Return (kind of the references in the flags, reference path of each sample text).
 
-    The kind is "image", "video" or None. A path is None without references; if the flags give a
-    single path, it is used for all texts.
+    The kind is "video" for ``--sample-video``, "image" for ``--sample-image``, and None without
+    either; then all paths are None. A single path in a flag is used for all texts.
     """
     count = len(sample.sample_texts or [])
     name = "video" if sample.sample_video else "image" if sample.sample_image else None
@@ -266,7 +267,7 @@ def start_of(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def whole_number(row: Mapping[str, Any], name: str, *, at_least: int) -> int | None:
-    """Return the whole number under ``name`` in a row; None if it has no value.
+    """Return the whole number under ``name`` in a row; None if it is missing or null.
 
     ValueError is raised for any other value, and for a number below ``at_least``.
     """
@@ -347,7 +348,7 @@ class ReferencePart:
 
     Attributes:
         section: the latent frames of the clip that are filled.
-        shape: shape of the reference file.
+        shape: number and size of the frames in the reference file, and its frame rate.
         first, interval: index of the first frame taken from the file, and the distance to the next
             one, both in frames of the file.
         count: number of frames taken.
@@ -366,10 +367,13 @@ def reference_parts(
     codec: VideoCodec,
     conditions: ConditionConfig,
 ) -> list[ReferencePart]:
-    """Read the header of a request's reference; return which of its frames the mode needs.
+    """Return the frames of the reference file that the request's condition mode needs.
+
+    Only the header of the file is read.
 
     Raises:
-        DataError: the reference cannot be read, or it or the clip is too short for the mode.
+        DataError: the reference cannot be read, or the reference or the clip is too short for the
+            mode.
     """
     assert request.reference is not None
     latent_frames = codec.latent_shape(shape.num_frames, shape.height, shape.width)[1]

@@ -41,7 +41,10 @@ def velocity_of(run: Run) -> ParallelVelocity:
 
 
 def report_average_start(run: Run) -> None:
-    """Report how much of the averaged weights, if any, still comes from their initial values."""
+    """Log which share of the averaged weights (EMA) is still the weights that they started from.
+
+    Without averaged weights, or if the share is below 0.1%, nothing is logged.
+    """
     note = run.progress.average_note
     if note is not None:
         run.reporters.say(f"{note}; `--no-sample-ema` samples with the last weights")
@@ -57,7 +60,7 @@ def facts_of_weights(run: Run, *, averaged: bool) -> dict[str, Any]:
 
 
 class ClipSampler:
-    """Samples the clips of a run's prompts with its model; all ranks build and call it together.
+    """Samples clips for a run's prompts with the run's model; all ranks build and call it together.
 
     The prompts are encoded once for all calls; then the text encoder is freed.
 

@@ -40,7 +40,8 @@ _DATA = ("video_model", "video_data_path", "video_buckets", "online_encoding")
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of flags, by name, that a checkpoint determines.
 
-    ``stored`` is its configuration, ``given`` has the checkpoint flags of the command line.
+    ``stored`` is the configuration in the checkpoint. ``given`` holds those flags of the command
+    line that belong to the section ``checkpoint``.
 
     Raises:
         ConfigError: the checkpoint is of ``--task streaming``.
@@ -62,8 +63,8 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
     """Check prompts and clip size; return (configuration, None).
 
-    The configuration has its widths set from the dataset. None stands for the task's assets, since
-    sampling needs none.
+    In the returned configuration, latent channels and text widths are those of the dataset. None
+    stands for the task's assets, since sampling needs none.
     """
     manifest = manifest_of(config)
     check_sampling(config, manifest)

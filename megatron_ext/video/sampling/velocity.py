@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
     """Broadcast ``x`` from the last pipeline stage, and return it on all stages.
 
-    Other stages pass a buffer of its shape and dtype.
+    On the other stages the argument is only a buffer of the same shape and dtype, which is filled.
     """
     x = x.contiguous()
     torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_pp_rank)
@@ -155,9 +155,11 @@ class ParallelVelocity:
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
         """Join the outputs of the last stage's context-parallel ranks; return it on all ranks.
 
-        The outputs are joined by an exact sum, since each token is nonzero on only one rank. The
-        result has the shape of the input tokens ``x``. Raises DataError if an output does not fit
-        it.
+        Each rank fills in its own tokens and zeros elsewhere, so the sum over the ranks is exact.
+        The result has the shape of the input tokens ``x``.
+
+        Raises:
+            DataError: an output has not the shape of this rank's tokens.
         """
         groups = self.context.pgs
         context = self.context
