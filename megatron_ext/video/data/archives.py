@@ -86,8 +86,8 @@ def _sample(
 ) -> tuple[Member | None, dict[str, Any], list[str]]:
     """Return (clip, row, suffixes of unused members) of one sample.
 
-    ``members`` has (name, file) for each member of the sample. For a link, this is the name of the
-    link and the file to which it leads.
+    ``members`` has (name, file) for each member of the sample. A member that is a link has its own
+    name, and the file to which it leads.
     """
     clip: Member | None = None
     row: dict[str, Any] = {}

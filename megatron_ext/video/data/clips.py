@@ -49,9 +49,9 @@ def with_suffix(
 ) -> str:
     """Return the caption with its suffix, such as ``A cat. 24 FPS, 4 motion score.``
 
-    Text encoders get this text in training and sampling. The suffix contains ``fps``, the frame
-    rate of the sample, and ``motion``. A motion of None, and an fps of None or 0, are left out.
-    With ``first`` the same words come before the caption instead.
+    Text encoders get this text in training and sampling. The suffix gives ``fps``, the frame rate
+    of the sample, and ``motion``, its motion score. A score of None is left out, and so is a rate
+    of None or 0. With ``first`` the words of the suffix are put before the caption instead.
     """
     parts = [f"{fps:g} FPS"] if fps else []
     if motion is not None:
@@ -132,12 +132,15 @@ def _metadata_in(folder: Path) -> Path | None:
 
 
 def list_folder(path: str | os.PathLike[str]) -> str:
-    """Return the folder to which the paths in a list are relative."""
+    """Return the folder to which the paths of clips are relative.
+
+    ``path`` is a folder of clips, which is returned, or a list, whose folder is returned.
+    """
     return os.fspath(path) if os.path.isdir(path) else os.path.dirname(path)
 
 
 def _unused(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of the columns of a row whose values are not used."""
+    """Yield the names of the columns that have a value in a row, but are not read into a `Clip`."""
     given = [name for name, value in row.items() if value not in (None, "")]
     read = {"fps"}
     for names in (lists.PATHS, lists.CAPTIONS, lists.SCORES):
@@ -184,7 +187,10 @@ def _caption_beside(clip: Path) -> str:
 
 
 def _text_of(clip: Path, name: str) -> Path | None:
-    """Return the file beside a clip that holds its caption, or None."""
+    """Return the caption file ``name.txt`` in the folder that holds a clip; None if there is none.
+
+    ``name`` is the name of the clip, without its suffix if the clip is a file.
+    """
     texts = [clip.with_name(f"{name}{ending}") for ending in (".txt", ".TXT")]
     return next((text for text in texts if text.is_file()), None)
 
@@ -192,7 +198,7 @@ def _text_of(clip: Path, name: str) -> Path | None:
 def _clips_of(archive: Path, unused: Counter[str]) -> Iterator[Clip]:
     """Yield the clips of a tar file.
 
-    Columns and members that are not used are counted in ``unused``.
+    Add to ``unused`` how often each column, and each suffix of a member, is not used.
     """
     for member, row, others in archives.samples_in(archive):
         if member is not None:

@@ -121,7 +121,7 @@ class PatchCodec(VideoCodec):
     the first latent frame, the first frame is repeated p times. A patch is flattened in the order
     colour, frame, row, column to ``3 * p * q * q`` values. The transform is a cosine basis followed
     by a rotation, so it is orthogonal: with all channels nothing is lost, with fewer the lowest
-    frequencies are kept. The codec is meant for tests, small experiments and data without a VAE.
+    frequencies are kept. The codec is meant for tests, and for small experiments without a VAE.
     """
 
     def __init__(self, config: CodecConfig) -> None:
@@ -294,7 +294,10 @@ class DiffusersCodec(VideoCodec):
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return the config.json of a VAE; raise a ConfigError if it cannot be used."""
+    """Return the content of the config.json in the folder of a VAE.
+
+    ConfigError is raised if the file is missing, cannot be read, or does not name the VAE's class.
+    """
     path = Path(folder) / "config.json"
     try:
         settings = read_json_object(path, not_finite=True)

@@ -1,14 +1,15 @@
 """Builds codecs by name or from a manifest, and decoders that decode long videos in parts.
 
-Codecs are causal: pixels depend only on the latent frames up to their own. Decoding in parts is
-exact if each part gets all earlier latent frames on which its pixels depend.
+Codecs are causal: the pixels that a latent frame encodes depend on this latent frame and earlier
+ones, never on later ones. Decoding in parts is exact if each part is decoded together with all
+earlier latent frames on which its pixels depend.
 
 - The patch codec decodes each latent frame independently, which is exact.
 - Wan's VAE caches two earlier frames for each convolution. This is exact, and no frame is decoded
   twice.
 - With any other VAE, the `OVERLAP` latent frames before a part are decoded again. This is
-  approximate for HunyuanVideo's VAE, which depends on frames farther back and normalizes over all
-  frames of a call.
+  approximate for HunyuanVideo's VAE, whose pixels depend on frames farther back, and which
+  normalizes over all frames that it decodes together.
 """
 
 from __future__ import annotations
@@ -150,9 +151,10 @@ class OverlapDecoder:
 
 
 class FeatureCacheDecoder:
-    """Decodes frame by frame with the feature cache of diffusers' Wan VAE.
+    """Decodes one video, latent frame by latent frame, with diffusers' Wan VAE and its cache.
 
-    This object holds the cache, so the VAE can be used elsewhere between two calls.
+    The cache holds the features of earlier frames. It is kept in this object, not in the VAE, so
+    other code may use the VAE between two calls.
     """
 
     def __init__(self, codec: DiffusersCodec) -> None:

@@ -132,11 +132,12 @@ def condition(references: Tensor, masks: Tensor) -> Tensor:
 
 
 def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tensor:
-    """Return 1 for tokens with a loss, else 0, ``[b, t * tokens_per_frame]`` float32.
+    """Return 1 for tokens that have a loss, else 0, ``[b, t * tokens_per_frame]`` float32.
 
-    ``masks`` ``[b, t]`` are True at reference frames. If ``reference_loss`` is "masked", no
-    reference frame has a loss; if "all", every one has. If "trimmed", the reference frames of a
-    clip have a loss only if one of them is neither the first nor the last frame of the clip.
+    ``masks`` ``[b, t]`` are True at reference frames. All other frames have a loss. The option
+    ``reference_loss`` decides which reference frames have one: "masked" none; "all" every one;
+    "trimmed" all reference frames of a clip in which at least one of them is neither the first nor
+    the last frame, and none in other clips.
     """
     left_out = masks
     if reference_loss == "all":
@@ -158,8 +159,8 @@ def null_like(null: Text, text: Text) -> Text:
     """Return the empty caption ``null``, expanded to the shape and dtype of captions ``text``.
 
     The captions have token embeddings ``[b, l, d]`` and pooled embeddings ``[b, e]``. The empty
-    caption has ``[1, k, d]`` and ``[1, e]``, or b rows of each. Its last token is repeated until
-    there are l tokens; k > l raises DataError.
+    caption has ``[1, k, d]`` and ``[1, e]``, or ``[b, k, d]`` and ``[b, e]``. If k < l, its last
+    token embedding is repeated until there are l; k > l raises DataError.
     """
     length = text.sequence.size(1)
     null_length = null.sequence.size(1)

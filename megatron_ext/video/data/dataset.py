@@ -241,7 +241,7 @@ class VideoBatch:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> VideoBatch:
-        """Build a batch from named tensors, such as another batch's `tensors` returns."""
+        """Build a batch from tensors by name, in the form that `VideoBatch.tensors` returns."""
         prefix = "references/"
         references = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         own: dict[str, Any] = {k: t for k, t in tensors.items() if not k.startswith(prefix)}
@@ -263,8 +263,8 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
 
     Args:
         patch: side of the square patch of a token, in latent pixels.
-        multiple: text is padded until ``multiple`` divides the number of text and image tokens of a
-            clip together.
+        multiple: pad the text until the total number of text and image tokens of a clip is
+            divisible by this.
     """
     shapes = {tuple(sample.latents.shape) for sample in samples}
     if len(shapes) != 1:

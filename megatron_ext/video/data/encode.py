@@ -150,9 +150,10 @@ class ClipEncoder:
     ) -> dict[str, Tensor]:
         """Return the latents of a clip's references by name, such as ``head1``.
 
-        A reference is a number of first or last frames, which are encoded without the rest of the
-        clip. References that would be as long as the clip, ``num_latent_frames``, are left out.
-        ``place`` distinguishes the windows of one clip in the seed of random latents.
+        A reference is the beginning or the end of the clip, encoded without the rest. It is left
+        out if it would be as long as the clip, which has ``num_latent_frames`` latent frames.
+        ``number`` and ``place``, a text that differs between the windows of one clip, seed random
+        latents.
         """
         references = {}
         for length in self.config.reference_lengths:
@@ -351,8 +352,8 @@ def _probe_all(
 def _probe(config: EncodeConfig, clip: Clip) -> _Probed | Dropped:
     """Read the properties of a clip that planning needs.
 
-    Return a `Dropped` for a clip that has no caption or cannot be read. Its number is 0 until the
-    caller sets it.
+    For a clip that has no caption or cannot be read, return a `Dropped` with the number 0; the
+    caller must set the number.
     """
     if not clip.caption:
         return Dropped(0, clip.path, Drop.NO_CAPTION)
@@ -387,7 +388,11 @@ def sample_rate(planned: PlannedClip, config: EncodeConfig) -> float:
 
 
 def rate_report(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[str]:
-    """Return lines about clips that repeat frames or play at another rate than their files."""
+    """Return up to two lines of text that report changed speed and repeated frames.
+
+    The first reports clips whose row in the list gives another frame rate than the file. The second
+    reports clips that are slower than ``--video-fps``, so that some frames are repeated.
+    """
     lines = []
     moving = [p for p in planned if p.bucket.num_frames > 1]
     changed = [p for p in moving if abs(p.shape.speed - 1) > _SAME_SPEED]

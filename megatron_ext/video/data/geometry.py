@@ -68,9 +68,10 @@ def _size(budget: int, ratio: float) -> tuple[int, int]:
 
 
 def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
-    """Return the size (height, width) of a resolution whose aspect ratio is nearest to a frame's.
+    """Return the (height, width) among `sizes` that best fits the aspect ratio of a frame.
 
-    Ratios are compared by their logarithms; ``height`` and ``width`` are those of the frame.
+    ``height`` and ``width`` are the size of the frame. The difference between two aspect ratios is
+    that of their logarithms.
     """
     log_ratio = math.log(height / width)
     return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - log_ratio))
@@ -218,7 +219,7 @@ class ClipShape:
         num_frames: number of frames at the rate ``fps``. If the rate varies, a frame that is shown
             longer is counted several times.
         height, width: size of the upright picture, in square pixels.
-        fps: usual frame rate.
+        fps: frame rate; if it varies, the rate at which most frames follow one another.
         speed: the frame rate in the clip's row divided by the frame rate in its file.
     """
 
@@ -272,8 +273,8 @@ def assign(
     Try resolutions from large to small, except those much larger than the clip. A video fits the
     longest bucket for which it has enough frames; an image fits the bucket of one frame. The clip
     enters this bucket with the bucket's probability; otherwise try the next resolution. The random
-    choices depend on ``seed`` and ``number``, the clip's number in its list. At most
-    ``most_frames`` frames of the clip are taken into account.
+    choices depend on ``seed`` and ``number``, the clip's number in its list. A clip with more than
+    ``most_frames`` frames is treated as if it had ``most_frames``; None means no limit.
     """
     draws = np.random.Generator(np.random.PCG64((seed, 0, number)))
     frames = available_frames(clip, fps_cap, video_fps)

@@ -41,8 +41,9 @@ def inspect_videos(
     """Report on a dataset of clips; DataError is raised if a file is missing or damaged.
 
     Args:
-        micro_batch_size: micro-batch size of buckets that have none.
-        global_batch_size: number of clips of a step; buckets with fewer clips get a warning.
+        micro_batch_size: micro-batch size of buckets for which the dataset gives none.
+        global_batch_size: number of clips of a training step, to warn of each bucket that has too
+            few clips for a step; None gives no such warnings.
         scan: whether to read all samples, to find bad values and duplicates.
     """
     videos = ShardedVideos(folder)
@@ -75,7 +76,8 @@ def _buckets(
 ) -> Iterator[str]:
     """Yield a line for each bucket of a dataset.
 
-    Add to ``warnings`` a sentence for each bucket with too few clips for a step.
+    If ``global_batch_size`` is given, add to ``warnings`` a sentence for each bucket that has too
+    few clips for a training step.
     """
     yield "buckets"
     for bucket, members in sorted(videos.members(micro_batch_size).items()):
@@ -96,9 +98,10 @@ def _buckets(
 
 
 def _scan(videos: ShardedVideos, size: int, report: Inspected) -> None:
-    """Read all samples; add lines on rates and captions, and warnings of duplicates and bad values.
+    """Read all samples, and add to ``report`` what this shows.
 
-    ``size`` is the number of bytes of the dataset.
+    The report gets lines on frame rates and captions, and warnings of duplicates and bad values.
+    ``size``, the number of bytes of the dataset, is for the progress bar.
     """
     rates = Counter[int]()
     words = list[int]()

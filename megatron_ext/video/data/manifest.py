@@ -86,7 +86,10 @@ def sample_options(
 
 
 def weights_stamp(options: VideoPreprocessOptions) -> str:
-    """Return a hash of size and modification time of each file of codec and text encoder."""
+    """Return a hash of the sizes and modification times of all files of the models.
+
+    The models are the codec's VAE and those of the text encoder.
+    """
     models = [options.codec.codec, options.text_encoder.t5_path, options.text_encoder.clip_path]
     files = [sorted(Path(model).rglob("*")) for model in models if model]
     weights = [stamp(path) for model in files for path in model if path.is_file()]
@@ -100,9 +103,9 @@ def make_manifest(
     rates: Sequence[float],
     clips: Sequence[Any],
 ) -> dict[str, Any]:
-    """Return the entries of a manifest, except its shards.
+    """Return the entries of a manifest, all but the list of shards.
 
-    The fingerprint is a hash of the other entries and of ``clips``.
+    The entry ``fingerprint`` is a hash of the other entries and of ``clips``.
 
     Args:
         about: the settings that determine how clips become samples.

@@ -209,7 +209,9 @@ def _register_of(folder: Path, options: Mapping[str, Any]) -> Register:
 
 
 class _Samples:
-    """The samples that are on disk, in finished shards and parts; a sample is found by its key.
+    """An index, by key, of the samples that are on disk in finished shards and parts.
+
+    A part holds some samples of a shard that is not finished yet.
 
     Attributes:
         markers: for each finished shard, by name, the content of its ``.json`` file.
@@ -229,8 +231,8 @@ class _Samples:
     def add_shard(self, folder: Path, name: str, *, check: bool = False) -> None:
         """Add the samples of the shard or part ``name`` in ``folder``.
 
-        It is ignored if it is unfinished, damaged or made with other options. With ``check``, a
-        part is also ignored if its bytes do not match its digest.
+        Do nothing if the shard or part is unfinished, damaged or made with other options. With
+        ``check``, which is for parts, also do nothing if the part's bytes do not match its digest.
         """
         try:
             marker = shards.read_json(folder / f"{name}.json")
@@ -281,7 +283,10 @@ class _Samples:
         self.add_shard(self._folder, name)
 
     def remove_unknown(self, folder: Path) -> None:
-        """Remove the files of unfinished parts from a folder."""
+        """Remove the files of each part in the dataset ``folder`` from which no sample is taken.
+
+        Such a part is unfinished, damaged, made with other options, or no longer needed.
+        """
         parts = folder / _PARTS
         finished = {shard.name for shard, _ in self._places.values()}
         for path in parts.glob("*") if parts.is_dir() else ():
@@ -290,7 +295,7 @@ class _Samples:
 
 
 def _digest(folder: Path, name: str) -> str:
-    """Return a hash of the files of a part."""
+    """Return a hash of the content of all files of the part ``name``, except its ``.json``."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.glob(f"{name}_*")):
         with open(path, "rb") as stream:
@@ -300,7 +305,7 @@ def _digest(folder: Path, name: str) -> str:
 
 
 def _part_of(path: Path) -> str:
-    """Return the name of the part to which a file belongs."""
+    """Return the name of the part to which a file belongs: its name up to the first "_" or "."."""
     return path.name.partition("_")[0].partition(".")[0]
 
 
@@ -426,7 +431,10 @@ def _remove_missing_rows(
 
 
 def _new_names(register: Register, on_disk: Iterable[str]) -> Iterator[str]:
-    """Yield names for new shards, in order; names in use are left out."""
+    """Yield names for new shards, without end, numbered after all shards that exist.
+
+    ``on_disk`` holds the names of the finished shards; the register has names of others.
+    """
     names = {*on_disk, *register.shards()}
     first = max((shards.number_of(name) for name in names), default=-1) + 1
     return map(shards.shard_name, count(first))
@@ -438,7 +446,10 @@ def _assign_shards(
     planned: Mapping[str, PlannedClip],
     on_disk: Iterable[str],
 ) -> None:
-    """Assign each planned clip that has no shard to a new shard."""
+    """Put the samples of the register that are planned, but have no shard yet, into new shards.
+
+    ``planned`` has the planned samples by key, ``on_disk`` the names of the finished shards.
+    """
     names = _new_names(register, on_disk)
     without = [x.key for x in register.entries if x.shard is None and x.key in planned]
     size = options.clips_per_shard
@@ -476,7 +487,7 @@ Encode = Callable[["_Todo", Progress], None]
 
 
 class _Todo:
-    """The unfinished shards, and the parts of these shards that must still be encoded."""
+    """The work that is left: unfinished shards, and the parts of them that must be encoded."""
 
     def __init__(
         self,
@@ -593,10 +604,11 @@ def _encode_in_workers(
 
 
 def _method(options: VideoPreprocessOptions) -> Literal["fork", "spawn"]:
-    """Return how worker processes are started: "fork" or "spawn".
+    """Return "fork" or "spawn", the way to start worker processes.
 
-    Forking is fast. But a forked process can use neither a GPU that its parent has used nor
-    libraries that have started threads in the parent, as those of models do.
+    Forking is faster, but is used only if there is neither a GPU nor a model. A forked process
+    cannot use a GPU that its parent has used, nor a library that has started threads in the parent;
+    libraries that run models start threads.
     """
     plain = options.codec.codec == PATCH and options.text_encoder.text_encoder == HASHED
     return "fork" if plain and options.device == "cpu" else "spawn"

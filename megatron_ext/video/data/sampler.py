@@ -25,9 +25,9 @@ class Members:
 
     Attributes:
         clips: numbers of the clips of the first epoch.
-        shares: (numbers of the clips of a set, how many clips an epoch takes from this set), for
-            each set of clips in a blend. An epoch that takes more clips than the set has repeats
-            some. Empty if each epoch takes all ``clips`` once.
+        shares: for each dataset of a blend, (numbers of its clips in this bucket, how many clips an
+            epoch takes from them). An epoch that takes more clips than there are repeats some.
+            Empty if each epoch takes all ``clips`` once.
     """
 
     clips: Sequence[int]
@@ -38,18 +38,19 @@ class Members:
     def of_shares(
         cls, shares: Sequence[tuple[Sequence[int], int]], micro_batch_size: int
     ) -> Members:
-        """Return members whose epochs take a given number of clips from each set of clips.
+        """Return the members of a bucket for a blend of datasets.
 
-        ``shares`` has, for each set, (numbers of its clips, how many of them an epoch takes).
+        ``shares`` has, for each dataset, (numbers of its clips in this bucket, how many clips an
+        epoch takes from them).
         """
         clips = cls((), micro_batch_size, shares).of_epoch(0)
         return cls(clips.tolist(), micro_batch_size, shares)
 
     def of_epoch(self, epoch: int) -> NDArray[np.int64]:
-        """Return the numbers of the clips of an epoch; their count is the same in all epochs.
+        """Return the numbers of the clips of an epoch; every epoch has equally many clips.
 
-        In each set, an epoch continues at the clip where the previous epoch stopped, and returns to
-        the first clip after the last.
+        An epoch without `shares` takes all clips. Otherwise, in each dataset, it continues where
+        the previous epoch stopped; after the last clip follows the first.
         """
         if not self.shares:
             return np.asarray(self.clips, np.int64)
@@ -62,7 +63,7 @@ class Members:
 
 
 def must_mix(buckets: Mapping[Bucket, Members], num_microbatches: int) -> bool:
-    """Tell whether a bucket has enough clips for a micro-batch, but too few for a whole step.
+    """Tell whether any bucket has enough clips for a micro-batch, but too few for a whole step.
 
     A step has ``num_microbatches`` micro-batches on all ranks together.
     """
@@ -227,9 +228,9 @@ class VideoPlan:
         self.steps_per_epoch = steps.steps_per_epoch
 
     def num_microbatches(self, step: int) -> int:
-        """Return the number of micro-batches per step of each data-parallel rank.
+        """Return how many micro-batches each data-parallel rank has in a step.
 
-        It is the same in all steps.
+        The number is the same in all steps, so ``step`` is unused.
         """
         return self.steps.num_microbatches
 

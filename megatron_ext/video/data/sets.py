@@ -53,10 +53,10 @@ class Blend:
         return cls(tuple(paths), None, (1,) * len(paths))
 
     def passes(self, sizes: Sequence[int]) -> list[Fraction]:
-        """Return how many times an epoch reads each set; ``sizes`` are their numbers of clips.
+        """Return how many times an epoch reads each set; ``sizes`` has each set's number of clips.
 
-        With weights, the set that is read least often is read exactly once; sets of weight 0 are
-        not read.
+        Without weights, a set is read as often as the flag names it. With weights, the set that is
+        read least often is read exactly once, and sets of weight 0 are not read.
         """
         if self.weights is None:
             return [Fraction(count) for count in self.repeats]
@@ -204,7 +204,7 @@ class JoinedVideos(VideoClips):
     def members(
         self, default_micro_batch_size: int, name: str = "The data"
     ) -> dict[Bucket, Members]:
-        """Return the clips and the micro-batch size of each bucket, with the shares of the sets.
+        """Return, by bucket, the clips that an epoch takes from each set, and the micro-batch size.
 
         A bucket without a micro-batch size takes ``default_micro_batch_size``. DataError is raised
         if the plan lacks a bucket that has clips; the error message calls the data ``name``.

@@ -88,7 +88,13 @@ def _opened(
 ) -> VideoClips:
     """Open the clips of a blend; a second call with the same arguments returns the same object.
 
-    Processes that are forked later share the object. ``encoding`` is None for folders of shards.
+    Processes that are forked later share the object.
+
+    Args:
+        flag: the flag that gives the paths of the blend, for errors.
+        buckets: the value of ``--video-buckets``.
+        encoding: the flags of codec, text encoder and encoding with which lists of clips are
+            encoded on access; None for folders of shards.
     """
     plan = None if buckets is None else parse_plan(buckets)
     sets = [_opened_set(flag, path, plan, encoding) for path in blend.paths]
@@ -147,7 +153,8 @@ def null_text_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[Tensor, T
 class VideoSplit:
     """The clips of one split of the data, and the plan of the steps that read them.
 
-    ``kind`` is "training" or "validation"; ``path`` is the value of the flag.
+    ``kind`` is "training" or "validation"; ``path`` is the value of ``--video-data-path`` or
+    ``--video-valid-path``.
     """
 
     kind: str
@@ -225,7 +232,7 @@ def build_video_datasets(
 def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     """Open and check the data; return (configuration completed by the data, None).
 
-    Where this function returns None, other tasks return what their data needs, such as a tokenizer.
+    The second result is for what the data of a task needs, such as a tokenizer; video needs none.
     Data that is damaged or does not fit the flags raises ConfigError or DataError.
     """
     video = config.section(VideoConfig)
@@ -295,10 +302,10 @@ def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Return the optimizer flags with the task's default warm-up, if they give no warm-up.
+    """Return the optimizer flags; where they give no warm-up, add the task's default.
 
-    In a run that is too short for the default, the warm-up is a tenth of the decay. Flags that do
-    not fit the number of steps raise ConfigError.
+    If the learning rate decays over no more steps than the default warm-up, the warm-up is a tenth
+    of these steps instead. Flags that do not fit the number of steps raise ConfigError.
     """
     optimizer = with_warmup(given, training)
     if optimizer != given and _is_first_rank():
@@ -391,9 +398,9 @@ def starved_buckets(split: VideoSplit) -> list[str]:
 
 
 def _clips_of_steps(steps: BucketSteps, dp_rank: int, first_step: int) -> Iterator[list[int]]:
-    """Yield the numbers of the clips of each micro-batch of a rank, without end.
+    """Yield the numbers of the clips of each micro-batch of a data-parallel rank, without end.
 
-    The first micro-batch is that of ``first_step``.
+    Begin with the first micro-batch of ``first_step``.
     """
     for step in itertools.count(first_step):
         for bucket, clips in steps.microbatches(step, dp_rank):
@@ -401,7 +408,10 @@ def _clips_of_steps(steps: BucketSteps, dp_rank: int, first_step: int) -> Iterat
 
 
 def _on_all_ranks(batch: VideoBatch | None, device: torch.device, group: Any) -> VideoBatch:
-    """Broadcast a batch from the first rank of a tensor-parallel group; return it on ``device``."""
+    """Broadcast a batch from the first rank of a tensor-parallel group; return it on ``device``.
+
+    ``batch`` is None on the other ranks.
+    """
     tensors = {} if batch is None else batch.tensors()
     tensors = {name: to_device(tensor, device) for name, tensor in tensors.items()}
     if group.size() == 1:
@@ -425,9 +435,10 @@ EVALUATION_SEED = 1 << 32
 class VideoSource(BatchSource):
     """The batches of one split on this rank, grouped by step.
 
-    Training starts at the step of the run. Its random numbers depend on the number of the sample in
-    the run, so they are new in each epoch. Validation (``full_epoch``) starts at the first step.
-    Its random numbers depend on the number of the clip, so they are the same in every pass.
+    For training, the first step is the one that the run has reached, and random numbers depend on
+    the number of the sample in the run, so they are new in each epoch. With ``full_epoch``, for
+    validation, the first step is step 0, and random numbers depend on the number of the clip in the
+    data, so they are the same in every pass.
     """
 
     def __init__(
@@ -477,7 +488,10 @@ class VideoSource(BatchSource):
     def next_step(
         self, num_microbatches: int, seq_length: int | None = None
     ) -> list[FlowMicrobatch]:
-        """Return the micro-batches of the next step."""
+        """Return this rank's micro-batches of the next step.
+
+        The plan decides how many there are and how long they are, so the arguments are unused.
+        """
         context = self._context
         planned = self.video_plan.microbatches(self._coming, context.dp_rank, self._consumed)
         steps = self.video_plan.steps

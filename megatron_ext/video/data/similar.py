@@ -74,9 +74,10 @@ class NearDuplicates:
     def _alike(
         self, pictures: NDArray[np.float32], rows: NDArray[np.int64]
     ) -> Iterator[tuple[int, int]]:
-        """Yield pairs of rows whose pictures correlate; only rows with equal hashes are compared.
+        """Yield pairs of row indices in ``pictures`` whose pictures correlate by at least `ALIKE`.
 
-        Two rows are compared if their hashes are equal in at least one of several bands.
+        Only ``rows`` are compared. Each picture has several hashes, and two pictures are compared
+        only if at least one of these hashes is equal. A pair may be yielded several times.
         """
         random = np.random.default_rng(0)
         powers = 1 << np.arange(_BITS_OF_BAND)

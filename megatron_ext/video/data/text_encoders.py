@@ -1,4 +1,4 @@
-"""Builds text encoders: one that hashes words, and others that are models of transformers.
+"""Builds text encoders: one hashes words, the others are models of the package transformers.
 
 MMDiT networks use T5 and CLIP, Wan networks use UMT5.
 """
@@ -44,7 +44,7 @@ class TextEncoder(Protocol):
         ...
 
     def cuts(self, caption: str) -> bool:
-        """Tell whether a caption has more than `length` tokens, so that its end is cut off."""
+        """Tell whether `encode` cuts off a caption, since it has more than `length` tokens."""
         ...
 
 
@@ -151,16 +151,15 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
 
 
 def is_cut(tokenizer: Any, caption: str, length: int) -> bool:
-    """Tell whether a caption has more than ``length`` tokens, and so would lose its end."""
+    """Tell whether `tokenized` would cut off a caption: it has more than ``length`` tokens."""
     # `verbose=False` avoids a warning about captions that are too long for the model.
     return len(tokenizer(caption, truncation=False, verbose=False)["input_ids"]) > length
 
 
 def read_settings(name: str, path: str) -> dict[str, Any]:
-    """Return the config.json in the folder ``path``.
+    """Return the content of the config.json in the folder ``path``.
 
-    ConfigError is raised if it cannot be read; ``name`` is the option that gives the folder, for
-    the message.
+    If the file cannot be read, a ConfigError names ``name``, the option that gives the folder.
     """
     try:
         return read_json_object(Path(path) / "config.json", not_finite=True)

@@ -32,12 +32,14 @@ def frame_rate(times: NDArray[np.float64], given: Sequence[Fraction | None]) -> 
 
     Rates in headers are checked, since they are often wrong after a file was remuxed or cut. The
     candidates are the rates in headers, standard rates such as 25, and the mean rate, in this
-    order. The rate is constant if evenly spaced frames of a candidate match the timestamps: their
-    deviations differ by less than half an interval, and by at most a rounding error more than for
-    the best candidate. The first candidate that matches is returned.
+    order. For each candidate, the times of evenly spaced frames are subtracted from the timestamps;
+    the spread is the largest difference minus the smallest. A candidate matches if its spread is
+    less than half an interval, and exceeds the smallest spread of any candidate by no more than a
+    rounding error. The first candidate that matches is returned, and the rate is constant.
 
     If none matches, the rate varies. The result is then one over the typical interval between two
-    frames, or the nearest header or standard rate if it differs from that by at most 2%.
+    frames. It is replaced by the nearest rate from a header or standard rate if the two differ by
+    at most 2%.
 
     Args:
         times: at least two increasing timestamps in seconds.
@@ -114,7 +116,8 @@ def _mixed(
     """Return [(earlier frame, 1 - share), (later frame, share)].
 
     ``before`` is (time, duration, content) of the earlier frame, ``after`` the content of the later
-    one. A frame whose weight is almost 0 is left out.
+    one. A frame whose weight is almost 0 is left out. If ``before`` is None, the later frame has
+    weight 1.
     """
     if before is None or share > 1 - _EPSILON:
         return [(after, 1.0)]

@@ -51,7 +51,8 @@ class VideoFacts:
         num_frames: number of frames at the rate ``fps``; a frame that is shown longer is counted
             several times.
         height, width: size of the upright picture, in square pixels.
-        fps: usual frame rate; 0 if there is only one frame.
+        fps: frame rate, 0 if there is only one frame; if the rate varies, the rate at which most
+            frames follow one another.
     """
 
     num_frames: int
@@ -179,10 +180,11 @@ _FILTERED_BEFORE = 0.25
 
 
 def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
-    """Return an iterator: a stream's first frame, then the frames from shortly before a time on.
+    """Return an iterator over the first frame of a stream, and the frames after a seek.
 
-    The time is ``seconds`` after the first frame. Return None if seeking is not possible, or finds
-    no key frame before that time; the caller must then open the file again.
+    The frames after the seek begin at a key frame shortly before the time ``seconds``, counted from
+    the first frame. Return None if seeking is not possible, or finds no suitable key frame; the
+    caller must then open the file again.
     """
     first = next(_decoded(container, stream), None)
     if first is None or first.pts is None or not first.time_base:
@@ -290,8 +292,9 @@ def _packets(container: Any, stream: Any) -> Iterator[Any]:
 def _decoded_by(decode: Callable[[Any], Sequence[Any]], packets: Iterator[Any]) -> Iterator[Any]:
     """Decode packets by ``decode`` and yield their frames; ignore errors before the first frame.
 
-    A recorded broadcast can begin in the middle of a group of pictures, and players show it from
-    the first frame that can be decoded. If there is no such frame, the first error is raised.
+    If no frame can be decoded, the first error is raised. Errors before the first frame are normal:
+    a recorded broadcast can begin in the middle of a group of pictures, and players show it from
+    the first frame that can be decoded.
     """
     begun = False
     first_error: Exception | None = None
@@ -321,10 +324,10 @@ def _lacks_times(container: Any) -> bool:
 
 
 def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
-    """Give each frame the time of the packet after which it was decoded; yield the frames.
+    """Yield frames, each with the time of the packet after which the decoder returned it.
 
-    If that time is missing or does not increase, the frame is placed right after the one before it.
-    This is for files that store no times of frames (`_lacks_times`).
+    This is for files that store no times of frames (`_lacks_times`). If the packet has no time, or
+    none later than that of the previous frame, the frame begins where the previous one ends.
     """
     last: int | None = None
     for frame in frames:
@@ -339,10 +342,11 @@ def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
 def _behind(timed: list[tuple[int, int]], start: int) -> list[tuple[int, int]]:
     """Return (time, duration) of each frame of a file that stores no times of frames.
 
-    ``timed`` has (time, duration) of the file's packets. The decoder returns a frame some packets
-    after the frame's own, and `_in_order` gives it the time of the later packet. The number of
-    these packets is the number of times before ``start``, the time of the first frame. As many
-    frames follow after the last packet, so their times are computed.
+    ``timed`` has (time, duration) of each packet of the file. The decoder is k packets late: it
+    returns a frame only after k more packets, and `_in_order` gives the frame the time of the last
+    of them. So ``start``, the time of the first frame, is that of packet k (from 0), and k is the
+    number of packet times before ``start``. The last k frames come after the last packet; their
+    times are computed from its time and duration.
     """
     late = sum(time < start for time, _ in timed)
     last, duration = timed[-1]
@@ -421,9 +425,9 @@ class _Renderer:
             ) from error
 
     def _shared(self, frame: Any) -> _Filters:
-        """Return the filters for frames of this size and format, from the cache of this thread.
+        """Return filters for frames like ``frame``, from the cache of this thread if it has them.
 
-        They are cached because FFmpeg takes seconds to compute the table that maps HDR colours.
+        The filters are cached because FFmpeg takes seconds to compute the table for HDR colours.
         """
         steps = (*self._shape, *self._colour)
         key = (*self._format, frame.time_base, steps, self._aspect)
