@@ -40,9 +40,9 @@ from megatron_ext.text.model.language import TextModel
 
 
 class HalfLayer(TransformerLayer):
-    """A transformer layer with only attention or only an MLP.
+    """Half of a GPT's transformer layer: only its attention, or only its MLP.
 
-    Both halves of a GPT's layer have the GPT's layer number.
+    Both halves have the layer number of the GPT's layer.
     """
 
     def __init__(
@@ -62,9 +62,10 @@ class HalfLayer(TransformerLayer):
 
 
 def _pass_on(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Stand in for megatron-core's `get_bias_dropout_add` in the half that a layer lacks.
+    """Replace megatron-core's `get_bias_dropout_add` for the part that a half layer lacks.
 
-    Return a function that returns its first argument, the hidden states ``[s, b, h]``, unchanged.
+    Both arguments are ignored. The returned function adds nothing: it returns its first argument,
+    the hidden states ``[s, b, h]``, unchanged.
     """
     return lambda output, residual, probability: output
 
@@ -82,7 +83,7 @@ def mlp_half(layer: ModuleSpec) -> ModuleSpec:
 
 
 class HybridStack(CoreHybridStack):  # type: ignore[misc]
-    """megatron-core's HybridStack with our norm and the parameter names of a GPT's decoder.
+    """megatron-core's HybridStack with our final norm and a GPT decoder's parameter names.
 
     Attributes:
         first_layer: number of GPT layers in the chunks before this one.
@@ -183,7 +184,10 @@ def stack_spec(
     depths: MultiTokenPredictionBlockSubmodules | None,
     vp_stage: int | None,
 ) -> ModuleSpec:
-    """Return the spec of one chunk's `HybridStack`; ``depths`` is the spec of a GPT's MTP block."""
+    """Return the spec of the `HybridStack` of one chunk.
+
+    ``depths`` is the spec of the MTP block that a GPT would have; None without MTP.
+    """
     dense = torch_layer_spec(transformer_config, moe=False)
     experts = transformer_config.num_moe_experts is not None
     for depth in depths.layer_specs if depths is not None else ():
@@ -258,7 +262,7 @@ class HybridModel(TextModel, CoreHybridModel):  # type: ignore[misc]
     def _preprocess(
         self, *, input_ids: Tensor, position_ids: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        """Return the embedded tokens ``[s, b, h]``, the rotary angles and four times None.
+        """Return the embedded tokens ``[s, b, h]`` and the rotary angles, followed by four Nones.
 
         The Nones stand for the other values that a GPTModel's `_preprocess` returns. The embedded
         tokens are None on later pipeline stages; the angles are None without rotary positions.

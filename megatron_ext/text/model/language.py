@@ -13,8 +13,9 @@ from megatron_ext.layers.subclass import specialize
 
 
 class TextModel(LanguageModule):  # type: ignore[misc]
-    """The base class of our text models; their list of bases has it before megatron-core's class.
+    """The base class of our text models.
 
+    A subclass names it before a model class of megatron-core, so that its methods take precedence.
     It differs from megatron-core's models in two main ways. The caller sets the weights of the MTP
     losses (`MTPTargets`), whereas megatron-core derives them from token counts of the local
     micro-batch. The copy of the word embedding on an MTP stage is marked as an embedding, so that
@@ -69,16 +70,16 @@ class TextModel(LanguageModule):  # type: ignore[misc]
             attention_mask: the document index of each position of the whole sequences
                 ``[b, cp * s]``, or a dense mask ``[b, 1, s, cp * s]`` that is True where attention
                 is forbidden; None means causal.
-            mtp_targets: the targets of the MTP depths; without them, MTP adds no losses.
+            mtp_targets: the targets of the MTP depths; None adds no MTP losses.
             hidden_states_only: whether to stop before the output head, for a loss function that
                 applies the head itself.
 
         Returns:
             Before the last stage: hidden states ``[s, b, h]``. In training, a separate MTP stage
             appends the hidden states of the MTP depths: ``[(1 + depths) * s, b, h]``.
-            On the last stage: losses ``[b, s]``, or logits ``[b, s, v/tp]`` without labels. With
-            ``hidden_states_only``: the input of the output head, also with those of the MTP depths
-            if the chunk has them.
+            On the last stage: losses ``[b, s]`` if ``labels`` are given, otherwise logits
+            ``[b, s, v/tp]``. With ``hidden_states_only``, the last stage returns the input of the
+            output head instead: the decoder's hidden states, then those of the MTP depths, if any.
         """
         decoder_input, rotary, cos, sin, offset, padding_mask = self._preprocess(
             input_ids=input_ids, position_ids=position_ids
