@@ -289,7 +289,10 @@ TOKENIZER_FILES = (
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that belong to its tokenizer or to generation."""
+    """Return the files of a Hugging Face folder that define its tokenizer or generation defaults.
+
+    `TOKENIZER_FILES` has the patterns of their names.
+    """
     paths = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}
     return sorted(path for path in paths if path.is_file())
 

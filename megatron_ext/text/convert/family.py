@@ -58,7 +58,7 @@ class Settings:
         return self.values.get(key)
 
     def refuse(self, key: str, value: Any = None, advice: str = "use a model without it") -> None:
-        """Raise a CheckpointError about an entry with which the model cannot be converted.
+        """Raise a CheckpointError which says that the value of an entry cannot be converted.
 
         Args:
             key: name of the entry.

@@ -55,7 +55,8 @@ class Export:
 
     Attributes:
         like: Hugging Face folder from which to copy the tokenizer files and those entries of
-            config.json that our flags do not determine.
+            config.json that our flags do not determine. None copies no files, and takes the entries
+            from the Hugging Face model from which the run began, if there is one.
         dtype: dtype to write; None keeps the dtype of the checkpoint.
         step: iteration of the checkpoint; None takes the latest.
         vocab_size: number of vocabulary rows to write. None takes the number of ``like``, or else
@@ -189,10 +190,10 @@ class Import:
 
     Attributes:
         dtype: dtype of the checkpoint; None keeps the dtype of the source.
-        tensor_parallel_size: number of ranks for which the vocabulary is padded, so that they share
-            it equally.
-        make_vocab_size_divisible_by: the padding makes the number of vocabulary rows on each of
-            these ranks a multiple of this.
+        tensor_parallel_size: number of tensor-parallel ranks that will share the vocabulary rows,
+            which are padded so that each rank gets the same number.
+        make_vocab_size_divisible_by: number of which each rank's vocabulary rows are a multiple
+            after padding.
         seq_length: ``--seq-length`` to store for ``--use-checkpoint-args``; None stores the model's
             max_position_embeddings.
         verify: whether to compare logits with transformers before anything is written.

@@ -63,10 +63,10 @@ def load_folder(
 ) -> Loaded:
     """Fill this rank's model chunks with the weights of a Hugging Face folder.
 
-    All ranks call this together. Adapters keep their values. If the folder has no weights for the
-    MTP depths, the depths keep their values too, or are an error if ``may_lack_depths`` is False.
-    An optimizer that already exists must copy the weights again afterwards. The chunks may be
-    wrapped, for example by DDP.
+    All ranks call this together. The chunks may be wrapped, for example by DDP. LoRA adapters keep
+    their values. If the folder has no weights for the MTP depths, the depths keep their values too;
+    if ``may_lack_depths`` is False, raise a CheckpointError instead. An optimizer that was built
+    before must copy the model's new weights afterwards.
 
     Raise a CheckpointError on every rank if a tensor is missing, superfluous, or of another shape.
     """
@@ -97,9 +97,10 @@ class _Reading:
         ]
 
     def open(self) -> tuple[Shapes, Shapes]:
-        """Open the folder; return the shapes that its tensors must at least have for this rank.
+        """Open the folder; return the shapes of the tensors that this rank's shards need.
 
-        The first mapping has the tensors of the decoder, the second those of the MTP depths.
+        Each shape is the smallest with which the tensor can fill them. The first mapping has the
+        tensors of the decoder, the second those of the MTP depths.
         """
         self.model = read_model(self.folder)
         self.notes += self.model.notes()
@@ -131,10 +132,10 @@ class _Reading:
     def check(self, decoder: Shapes, depths: Shapes, may_lack_depths: bool) -> None:
         """Check that the folder has every tensor that some rank needs, and no others.
 
-        ``decoder`` and ``depths`` have the shapes of the needed tensors, for the decoder and for
-        the MTP depths. If the folder has no tensors of the depths, skip the depths, or raise a
-        CheckpointError if ``may_lack_depths`` is False. Raise one too if a tensor is missing,
-        superfluous, or of another shape or dtype.
+        ``decoder`` and ``depths`` map the names of the tensors that any rank needs to their shapes,
+        for the decoder and for the MTP depths. If the folder has none of the depths' tensors, leave
+        the depths as they are, or raise a CheckpointError if ``may_lack_depths`` is False. Raise a
+        CheckpointError also if a tensor is missing, superfluous, or of another shape or dtype.
         """
         source = self.source
         num_layers = self.model.fields["num_layers"]
@@ -195,8 +196,8 @@ class WeightFolder(TensorFolder):
     def copy(self, name: str, index: Index, target: Tensor, *, transposed: bool) -> None:
         """Copy a slice of the tensor ``name`` to ``target``.
 
-        ``index`` selects the slice. It is transposed if ``transposed``. Weights in fp8 are
-        multiplied by their scales.
+        ``index`` selects the slice. If ``transposed``, ``target`` gets the transpose of the slice.
+        Weights in fp8 are multiplied by their scales.
         """
         values = self.block(name, index)
         if values.dtype != torch.float8_e4m3fn:
@@ -216,9 +217,9 @@ class WeightFolder(TensorFolder):
 
 
 def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
-    """Yield this rank's shards of the weights and buffers that a Hugging Face model has too.
+    """Yield this rank's shards of the weights and buffers that a Hugging Face model also has.
 
-    ``chunk`` is an unwrapped model chunk. Adapters and the scale histories of fp8 are left out.
+    ``chunk`` is a model chunk without wrappers. LoRA adapters and fp8 scale histories are left out.
     """
     for shard in shards_of(chunk, buffers=True):
         if MARK not in shard.name and not shard.name.endswith(HISTORY):
@@ -226,15 +227,15 @@ def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
 
 
 def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
-    """Locate the values that an index selects along one axis of a weight with a scale per block.
+    """Find which blocks hold the values that an index selects along one axis of an fp8 weight.
 
     Args:
         entry: the index along this axis, a slice that selects ``size`` values.
-        block: number of values that share a scale.
+        block: number of neighbouring values that form a block, which has one scale.
 
     Returns:
-        The slice of blocks that the values touch, and for each value the index of its block within
-        this slice, ``[size]``.
+        The slice of the axis's blocks that hold the selected values, and for each value the index
+        of its block within this slice, ``[size]``.
     """
     assert isinstance(entry, slice)
     positions = torch.arange(size) * (entry.step or 1) + (entry.start or 0)
@@ -244,7 +245,7 @@ def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
 
 
 def without_missing_depths(model: HuggingFaceModel) -> HuggingFaceModel:
-    """Return the model without MTP depths if its folder has no weights for them.
+    """Return ``model`` without MTP depths if its folder has no weights for them, else unchanged.
 
     transformers does not save the weights of MTP depths, but keeps their number in config.json.
     """
@@ -280,7 +281,10 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
 
 
 def least_shapes(needs: Iterable[Shapes]) -> Shapes:
-    """Return the smallest shape of each tensor that covers all shapes in ``needs``."""
+    """Merge mappings of tensor shapes.
+
+    A tensor gets the smallest shape that covers all its shapes in ``needs``.
+    """
     least: Shapes = {}
     for shapes in needs:
         for name, shape in shapes.items():

@@ -201,7 +201,7 @@ def whole(tensor: str, *, transposed: bool = False) -> Parts:
 
 
 def joined(*tensors: str) -> Parts:
-    """Return the parts of a parameter that concatenates ``tensors`` of equally many rows."""
+    """Return the parts of a parameter that concatenates ``tensors``, all with equally many rows."""
     return tuple(Part(tensor) for tensor in tensors)
 
 

@@ -51,9 +51,10 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
 
 
 def resolve_folder(config: RunConfig) -> RunConfig:
-    """Add to a run's configuration what the folder of ``--load-hf`` determines.
+    """Return the run's configuration with the values that the folder of ``--load-hf`` determines.
 
-    This is the padded vocabulary size, unless it is set, and the content of config.json.
+    These are the padded vocabulary size, unless it is set, and the content of config.json. The
+    configuration also records that the run's first weights come from no checkpoint of ours.
     """
     given = config.section(HuggingFaceConfig)
     assert given.load_hf is not None
@@ -158,9 +159,10 @@ def load_initial_weights(
 
 
 class HuggingFaceFolders(Callback):
-    """A callback that writes the model to ``--save-hf`` at intervals and at the end.
+    """A callback that writes the model to ``--save-hf`` at the end of training.
 
-    Adapters are merged into the weights.
+    It also writes the model every ``--save-hf-interval`` steps, if that flag is given. Each
+    iteration gets its own folder. LoRA adapters are merged into the weights.
     """
 
     def __init__(self, run: Run) -> None:

@@ -245,7 +245,7 @@ class _Sender:
         return full
 
     def _packed(self, pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
-        """Return the values of pieces, flattened and concatenated into one message."""
+        """Return the values of pieces in ``dtype``, flattened and concatenated into one message."""
         return torch.cat([value.to(dtype).flatten() for value in self._values(pieces)])
 
     def _values(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:

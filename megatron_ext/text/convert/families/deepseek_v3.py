@@ -35,9 +35,10 @@ _YARN = ("beta_fast", "beta_slow")
 
 
 def read_latent(settings: Settings) -> Fields:
-    """Return the configuration fields that config.json gives for latent attention.
+    """Return the fields of rotary positions, attention dropout and tied embeddings.
 
-    They include those of rotary positions, attention dropout and tied embeddings.
+    They are those of a model with latent attention. Raise a CheckpointError for another epsilon of
+    norms or another scaling of positions than our latent attention supports.
     """
     if settings["rms_norm_eps"] != 1e-6:
         # In transformers the norms of the latent vectors have this epsilon in any case, but ours
@@ -184,9 +185,9 @@ def decoder_layer() -> dict[str, Parts]:
 
 
 def with_depths(gpt: Gpt, vocab_size: int, layer: dict[str, Parts]) -> Table:
-    """Return the table of a model whose router has a bias and which may have MTP depths.
+    """Return the weight table of a model with a router bias and any number of MTP depths.
 
-    ``layer`` maps our names of a decoder layer's weights to their parts.
+    ``layer`` maps our names of a decoder layer's weights to their parts in transformers' tensors.
     """
     names = {
         "enorm.weight": "enorm",

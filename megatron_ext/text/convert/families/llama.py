@@ -39,9 +39,9 @@ LLAMA3_CONSTANTS = {
 
 
 def read(settings: Settings) -> Fields:
-    """Return the configuration fields that config.json gives in a form other than ours.
+    """Return the configuration fields that cannot be copied unchanged from config.json.
 
-    They are those of heads, rotary positions, attention dropout and tied embeddings.
+    These fields describe attention heads, rotary positions, attention dropout and tied embeddings.
     """
     heads = int(settings["num_attention_heads"])
     groups = int(settings["num_key_value_heads"] or heads)
@@ -81,8 +81,8 @@ def read_rotary(settings: Settings) -> Fields:
 def read_scaling_of(settings: Settings, given: dict[str, Any]) -> Fields:
     """Return the configuration fields for a scaling of rotary frequencies.
 
-    ``given`` holds the entries of config.json that describe the scaling. Scalings for which
-    megatron-core has flags become these flags, any other becomes ``rope_scaling``.
+    ``given`` holds the entries of config.json that describe the scaling. Return the fields of
+    megatron-core's flags if these can express the scaling, otherwise the field ``rope_scaling``.
     """
     kind = given.get("rope_type") or given.get("type") or "default"
     entries = {key for key, value in given.items() if value is not None} - {"rope_type", "type"}
@@ -186,8 +186,8 @@ def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
 def norms() -> dict[str, Parts]:
     """Map our names of a layer's two norms to their parts in transformers' tensors.
 
-    The second norm has one name in a dense layer and another in a layer with experts; both are
-    there.
+    The second norm has one name in a dense layer and another in a layer with experts; the map has
+    both names.
     """
     second = whole(f"{LAYER}.post_attention_layernorm.weight")
     return {

@@ -14,7 +14,10 @@ SAME = llama.SAME | {
 
 
 def read_experts(settings: Settings) -> Fields:
-    """Return the fields of the router and of the layers that hold experts."""
+    """Return the fields that tell which layers have experts and when the router applies softmax.
+
+    The softmax comes before the choice of experts unless ``norm_topk_prob`` is set.
+    """
     step = settings["decoder_sparse_step"] or 1
     dense = settings["mlp_only_layers"] or []
     layers = range(settings["num_hidden_layers"])
