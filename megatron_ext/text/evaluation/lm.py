@@ -63,13 +63,17 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_kwargs: Any
     ) -> list[int]:
-        """Return the tokens of a text."""
+        """Return the tokens of a text, as in training; ``add_special_tokens`` has no effect."""
         return self._tokens.tokenize(string)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return messages as one text, written by the tokenizer's chat template."""
+        """Return the messages of a chat as one text, written by the tokenizer's chat template.
+
+        With ``add_generation_prompt`` the text ends with the beginning of a new answer. Without it,
+        the last message is left open, so that the model continues it.
+        """
         return str(
             apply_template(
                 self.tokenizer,
@@ -190,7 +194,11 @@ def run_tasks(
 ) -> dict[str, Any]:
     """Score a model on the tasks that the flags give; return lm-eval's results.
 
-    The results leave out the single samples.
+    The results omit the individual questions and answers.
+
+    Args:
+        bootstrap_iters: number of bootstrap samples for standard errors; 0 computes no such errors.
+        apply_chat_template: whether to put the questions into the tokenizer's chat template.
     """
     manager, tasks = task_manager(flags)
     results = lm_eval.simple_evaluate(

@@ -52,6 +52,7 @@ def scored(
     Return lm-eval's results on rank 0, elsewhere None.
 
     Args:
+        bootstrap_iters: number of bootstrap samples for standard errors; 0 computes no such errors.
         chat_tokenizer: a tokenizer whose chat template is applied to the questions; None leaves the
             questions as they are.
     """

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 def evaluation_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors in the flags of tools/evaluate.py."""
+    """Return the errors in the flags of tools/evaluate.py.
+
+    ``given`` has the user's flags, ``run`` the flags with derived values.
+    """
     errors = inference_rules(given, run)
     if not run.section(TaskEvaluationConfig).eval_tasks:
         errors.append("`--eval-tasks` is missing; give names of tasks, or YAML files.")
