@@ -120,7 +120,7 @@ class PartialText:
     def _start_of_partial(self, stop: str) -> int:
         """Find the longest suffix of the text that is a proper prefix of ``stop``.
 
-        Return the offset in the text at which it starts: the text's length if there is none.
+        Return the offset at which the suffix starts; without such a suffix, the text's length.
         """
         lengths = range(min(len(stop) - 1, len(self.text)), 0, -1)
         return len(self.text) - next((n for n in lengths if self.text.endswith(stop[:n])), 0)

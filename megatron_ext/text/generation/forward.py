@@ -186,7 +186,10 @@ class PackedForward:
 
     @functools.cached_property
     def _rotary_embeddings(self) -> list[torch.nn.Module]:
-        """Return the rotary embeddings of all chunks; one that layers share is listed once."""
+        """Return the rotary embeddings of all chunks.
+
+        An embedding that several layers share is listed once.
+        """
         embeddings = (getattr(module, "rotary_pos_emb", None) for module in self._modules)
         own = [each for each in embeddings if isinstance(each, RotaryEmbedding)]
         return list(dict.fromkeys(own))

@@ -193,7 +193,13 @@ class Encoder:
 
 
 def check_length(ids: Sequence[int], place: str, positions: int) -> None:
-    """Raise a DataError if a prompt leaves no position for a further token."""
+    """Raise a DataError if a prompt leaves no position for a further token.
+
+    Args:
+        ids: tokens of the prompt.
+        place: the flag or file line that gave the prompt, for the message.
+        positions: number of positions of the model.
+    """
     if len(ids) >= positions:
         raise DataError(
             f"{place} has {len(ids)} tokens, but must have fewer than the model has positions "
@@ -275,7 +281,10 @@ def _generation_config(config: RunConfig, tokenizer: Tokenizer) -> tuple[Path, d
 
 
 def check_vocabulary(trained: int | None, tokenizer: Tokenizer) -> None:
-    """Raise a ConfigError if a model was trained with more tokens than the tokenizer has."""
+    """Raise a ConfigError if a model was trained with more tokens than the tokenizer has.
+
+    ``trained`` is the vocabulary size in training; nothing is checked if it is None.
+    """
     if trained is not None and trained > tokenizer.vocab_size:
         raise ConfigError(
             f"The model's vocabulary has {trained} tokens, but the tokenizer ({tokenizer.kind}) "

@@ -76,7 +76,10 @@ def inference_task(*sections: type) -> Task:
 
 
 def inference_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors in the flags for the model, the tokenizer and the Hugging Face folders."""
+    """Return the errors in the flags for the model, the tokenizer and the Hugging Face folders.
+
+    ``given`` has the user's flags, ``run`` the flags with derived values.
+    """
     return [*text_rules(given, run), *folder_errors(run)]
 
 
@@ -211,7 +214,10 @@ def _requests(config: RunConfig, encode: Encoder, prompts: Sequence[Prompt]) -> 
 
 
 def generation_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors in the flags of tools/generate_text.py."""
+    """Return the errors in the flags of tools/generate_text.py.
+
+    ``given`` has the user's flags, ``run`` the flags with derived values.
+    """
     return [*inference_rules(given, run), *run.section(GenerationConfig).own_errors()]
 
 
@@ -238,11 +244,12 @@ class Writer:
     def __call__(
         self, requests: Sequence[Request], on_text: OnText = lambda number, piece: None
     ) -> list[Completion]:
-        """Complete requests; return the completions in order on the reporting rank, elsewhere [].
+        """Complete requests; return the completions on the rank that prints, elsewhere [].
 
-        ``on_text`` gets each piece of text as soon as it is written. Replicas take the requests in
-        turn. The replica of the reporting rank takes the first request, so that a single text can
-        be shown while it is written.
+        The completions are sorted by request number; the rank that prints is
+        `ParallelContext.reporting_rank`. ``on_text`` gets each piece of text as soon as it is
+        written. Replicas take the requests in turn. The printing rank's replica takes the first
+        request, so that a single text can be shown while it is written.
         """
         replicas = self.context.layout.data_parallel_size
         turn = replicas - 1 - self.context.dp_rank
@@ -250,7 +257,10 @@ class Writer:
         return self.gathered(completions)
 
     def gathered(self, completions: list[Completion]) -> list[Completion]:
-        """Gather all replicas' completions; return them in order on the reporting rank, else []."""
+        """Gather the completions of all replicas; return them sorted by request number.
+
+        Only the rank that prints (`ParallelContext.reporting_rank`) gets them; others return [].
+        """
         if self.forward.decides and self.context.pgs.dp.size() > 1:
             parts: list[Any] = [None] * self.context.pgs.dp.size()
             torch.distributed.all_gather_object(parts, completions, group=self.context.pgs.dp)
@@ -356,9 +366,10 @@ def _converse(config: RunConfig, encode: Encoder, writer: Writer) -> None:
 
 
 def _next_line(reads: bool, source: int) -> str | None:
-    """Return the user's next line that is not empty, on every rank; None at the end of the input.
+    """Read the user's next line that is not empty, and return it on every rank.
 
-    Only the rank ``source`` reads; there, ``reads`` must be True.
+    Return None at the end of the input. ``source`` is the only rank that reads; ``reads`` tells
+    whether this rank is ``source``.
     """
     line: list[Any] = [None]
     if reads:
