@@ -34,7 +34,7 @@ class Activations(GptRun):
     """Formulas for activation memory: bytes on one rank for one micro-batch."""
 
     def norm(self, tokens: int, size: int) -> int:
-        """Return the bytes that a norm of ``[tokens, size]`` keeps besides its input."""
+        """Return the bytes that a norm keeps besides its input, which is ``[tokens, size]``."""
         if self.config.model.normalization == "LayerNorm":
             return layer_norm(tokens)
         return rms_norm(self.sizes, tokens, size, frozen=not self.trains)
@@ -56,9 +56,11 @@ class Activations(GptRun):
         return elements * (1 if self.sizes.gpu else self.sizes.width) if probability else 0
 
     def latent(self, latent: LatentSizes) -> int:
-        """Return the bytes that multi-latent attention keeps up to queries, keys and values.
+        """Return the bytes that multi-latent attention keeps before it computes scores.
 
-        These three are included, unless the backward pass computes them again.
+        They are those of the small vectors, their norms, queries, keys and values. If
+        ``mla_up_proj`` is recomputed, queries, keys and values are left out, except for keys and
+        values gathered from other ranks and for the copies that a CPU's fused kernel gets.
         """
         sizes = self.sizes
         kept = sizes.residual_tokens * latent.kept * sizes.width

@@ -113,10 +113,11 @@ def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: A
 
 
 def score_channels(config: RunConfig) -> int:
-    """Return the multiplications of one layer's attention per query and position of the sequence.
+    """Return the multiplications of a layer's causal attention, per query and per position.
 
-    The products with keys and with values are counted, but only half, since a causal query attends
-    to half of the positions on average.
+    Multiply the result by the sequence length to get the multiplications for one query. It
+    includes the products with keys and with values, halved because a causal query attends to half
+    of the positions on average.
     """
     model = config.model
     n = model.num_attention_heads or 0
@@ -130,7 +131,7 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
 
     - ``projections``: queries, keys, values and output, in a layer
     - ``scores``: causal attention in a layer, that is products with keys and with values
-    - ``windowed``: the same in a layer with the window of ``--window-size``
+    - ``windowed``: as ``scores``, in a layer with the window of ``--window-size``
     - ``dense``: the MLP of a layer, with a third matrix if ``gated``
     - ``experts``: all experts of one token, in a layer
     - ``depth``: the projection before the layer of an MTP depth
@@ -157,11 +158,12 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
 
 
 def _keys_in_window(config: RunConfig) -> int:
-    """Return the sequence length whose full causal attention costs as much per query as the window.
+    """Return the length of a sequence for which full causal attention costs as much as the window.
 
-    This is ``2 m - 1`` for m keys per query on average; without a limiting window it is the
-    sequence length s. If a query sees itself and w tokens before it, all s queries together see
-    ``s (w + 1) - w (w + 1) / 2`` keys.
+    The cost is per query. Full causal attention over a length L gives a query ``(L + 1) / 2`` keys
+    on average; so return ``L = 2 m - 1`` for the m keys that a query has on average in the window.
+    If a query sees itself and w tokens before it, all s queries together have
+    ``s (w + 1) - w (w + 1) / 2`` keys. Return s if no window limits attention.
     """
     length = config.model.seq_length or 0
     window = config.section(AttentionConfig).window_size
@@ -333,10 +335,7 @@ class GptFlops(GptRun):
         return linear if self.trains else 0.0
 
     def _depth_flops(self) -> Flops:
-        """Return the operations of one MTP depth, all of them in 16 or 32 bits.
-
-        Its logits are not counted.
-        """
+        """Return the operations of one MTP depth without its logits, all in 16 or 32 bits."""
         linear = self._linear(self.sizes.experts[-1]) + self._on_rank("depth")
         scores = self._scores(self.sizes.layers - 1)
         return Flops(linear, scores=scores, weights=self._trained(linear))
@@ -368,7 +367,10 @@ class GptFlops(GptRun):
         return total
 
     def _again(self, number: int) -> tuple[float, float]:
-        """Return the operations that layer ``number`` recomputes, in (linear layers, attention)."""
+        """Return the operations that the backward pass recomputes in layer ``number``, from 0.
+
+        The result is (operations of linear layers, operations of attention scores).
+        """
         model = self.config.model
         experts = self.sizes.experts[number]
         scores = self._scores(number)

@@ -90,14 +90,14 @@ class GptKernels:
         return work + (self._head_work(stage) if stage.head else [])
 
     def layer_work(self, experts: bool, *, joins: bool = False) -> list[Work]:
-        """Return the number of kernels in one layer, by class and phase.
+        """Return the kernels of one layer, one `Work` for each class and phase.
 
-        Bytes are given only for the pointwise kernels.
+        Only pointwise kernels get a number of bytes; the other classes have 0.
 
         Args:
             experts: whether the layer has experts.
-            joins: whether the kernel that casts to 8 bits also computes the activation, whose bytes
-                are then left out.
+            joins: whether the kernel that casts to 8 bits also computes the activation. If so, the
+                bytes of the activation are left out.
         """
         x = self.network.sizes
         model = self.network.config.model
@@ -136,10 +136,10 @@ class GptKernels:
         ]
 
     def _overwrites_head(self, stage: Stage) -> bool:
-        """Return whether the output layer's first gradient in a step overwrites the buffer.
+        """Return whether the output layer's first weight gradient of a step overwrites the buffer.
 
-        Otherwise it is added to the gradient buffer: with CUDA graphs, with sharded gradients, and
-        on a stage with an embedding that shares the weight.
+        Return False where every gradient is added to the gradient buffer. This is so with CUDA
+        graphs, with sharded gradients, and on a stage whose embedding shares the layer's weight.
         """
         tied = not self.network.config.model.untie_embeddings_and_output_weights
         graphed = self.network.config.cuda_graphs.cuda_graph_impl == "local"
@@ -151,8 +151,8 @@ class GptKernels:
 
         The chunked cross-entropy computes the gradients in its forward pass, block by block, and
         sums the weight gradient in float32. Per element of the weight, the first block writes 4
-        bytes, and each other block reads and writes 8. Of these, 2 bytes per block are not counted,
-        because the assumed rate of matrix products includes them.
+        bytes, and each other block reads and writes 8. From this sum, 2 bytes per block are
+        subtracted, because the assumed rate of matrix products already includes them.
         """
         x = self.network.sizes
         losses = 1 + self.network.sizes.depths

@@ -23,7 +23,7 @@ class LatentSizes:
             from the hidden state.
         rank: channels of the vector from which keys and values are computed.
         rotated: channels of the rotated part of a key, which all heads share.
-        key: channels of one head's key, and of its query.
+        key: channels of one head's key; a head's query has as many.
         value: channels of one head's value.
         norms: whether the vectors of ``query_rank`` and ``rank`` channels are normalized.
     """
@@ -67,7 +67,7 @@ class LatentSizes:
 
     @property
     def small(self) -> int:
-        """Return the channels that tensor parallelism does not divide: every rank has them all.
+        """Return the number of channels that every rank has whole, whatever the tensor parallelism.
 
         They are those of the two small vectors and of the rotated part of a key.
         """
@@ -79,7 +79,7 @@ class LatentSizes:
         return self.small + (self.norms * (self.query_rank + self.rank))
 
     def matrices(self, tp: int) -> list[Linear]:
-        """Return the projections to queries, keys and values, in the order of the module.
+        """Return the projections to queries, keys and values, in the order of the attention module.
 
         ``tp`` tensor-parallel ranks shard the projections whose outputs are divided into heads.
         """

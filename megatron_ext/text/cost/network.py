@@ -73,7 +73,7 @@ def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, inde
 
 @dataclass(frozen=True)
 class Parameters(GptRun):
-    """Lists the names and sizes of a stage's parameters, in the order of the module."""
+    """Lists the names and sizes of a stage's parameters, in the order of the PyTorch module."""
 
     def weights(self, stage: Stage) -> list[Weight]:
         fp8 = self.config.fp8
@@ -132,7 +132,10 @@ class Parameters(GptRun):
         return weights
 
     def _linear_weights(self, name: str, linears: Sequence[Linear]) -> list[Weight]:
-        """Return the parameters of ``linears``, whose names begin with the module ``name``."""
+        """Return the parameters of ``linears``; ``name`` is the path of the module that holds them.
+
+        Names of parameters begin with this path.
+        """
         lora = self.config.lora
         return [weight for x in linears for weight in x.weights(lora, f"{name}.")]
 
@@ -180,7 +183,7 @@ class Parameters(GptRun):
         return weights
 
     def _depth_weights(self, name: str) -> list[Weight]:
-        """Return the parameters of an MTP depth, whose names begin with the module ``name``.
+        """Return the parameters of the MTP depth whose module has the path ``name``.
 
         The depth's transformer layer has the same parameters as the last decoder layer.
         """
@@ -335,7 +338,10 @@ class GptNetwork(Parameters, Activations, GptFlops):
         return (x.cp - 1) * tokens * x.g * both
 
     def _dispatch(self) -> float:
-        """Return the bytes that a rank sends to and from experts in one layer's forward pass."""
+        """Return the bytes that a rank sends for experts in one layer's forward pass.
+
+        They include the tokens that go to experts and the outputs that return.
+        """
         x = self.sizes
         moe = self.moe
         ranks = x.ep * x.etp
