@@ -93,9 +93,9 @@ class AttentionConfig(LayerSection):
         return ["--attn-logit-softcapping"] if capped else []
 
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
-        """Return the first release of Transformer Engine that has the given softmax, by flag.
+        """Return the oldest Transformer Engine release that supports the given ``--softmax-type``.
 
-        Return {} for the plain softmax, which all releases have.
+        The key is that flag. Return {} for the plain softmax, which all releases support.
         """
         return {} if self.softmax_type == "vanilla" else {"--softmax-type": "2.8.0"}
 
@@ -213,15 +213,16 @@ class LatentAttentionConfig(LayerSection):
         ]
 
     def unused_fields(self) -> frozenset[str]:
-        """Return the names of the fields that have no effect if attention is not multi-latent.
+        """Return the names of this section's fields that have no effect.
 
-        These are all fields except ``multi_latent_attention``. Return an empty set if that is set.
+        Without multi-latent attention, these are all fields except ``multi_latent_attention``;
+        with it, none.
         """
         names = frozenset(field.name for field in dataclasses.fields(self))
         return frozenset() if self.multi_latent_attention else names - {"multi_latent_attention"}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error if ``--recompute-modules`` names latent attention, which is off."""
+        """Yield an error if latent attention is off, but ``--recompute-modules`` names a part of it."""
         model = config.model
         modules = model.recompute_modules or ()
         selective = model.recompute_granularity == "selective"

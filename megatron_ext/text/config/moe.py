@@ -167,15 +167,18 @@ class MoEConfig(LayerSection):
         return fields
 
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
-        """Return the first Transformer Engine release that has the fused router, by flag.
+        """Return the oldest Transformer Engine release that supports ``--moe-router-fusion``.
 
-        The flag is ``--moe-router-fusion``; return {} if it has no effect.
+        The key is that flag. Return {} if the flag is not given or has no effect.
         """
         fuses = bool(self.num_experts and self.moe_router_fusion) and _uses_te(config)
         return {"--moe-router-fusion": "2.7.0"} if fuses else {}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error for each wrong flag of experts, and each flag that they do not support."""
+        """Yield an error for each wrong flag about experts or flag that experts do not support.
+
+        For a dense model, yield an error for each flag that needs experts.
+        """
         if self.num_experts is None:
             yield from _errors_without_experts(config)
             return
@@ -230,9 +233,9 @@ def _errors_without_experts(config: RunConfig) -> Iterator[FlagError]:
 
 
 def _pads(config: RunConfig) -> bool:
-    """Return whether the number of each expert's tokens is padded for 8-bit matrix products.
+    """Return whether each expert's tokens are padded to a number that 8-bit matrix products need.
 
-    Only Transformer Engine's layers do so.
+    Only Transformer Engine's layers can pad them.
     """
     fp8 = config.fp8
     asked = fp8.fp8_format is not None and fp8.moe_router_padding_for_quantization

@@ -132,9 +132,11 @@ def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> lis
 
 
 def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, Any]:
-    """Return the sections of a checkpoint's configuration that describe its GPT's weights.
+    """Return the fields that describe a GPT's weights, from a checkpoint's configuration.
 
-    Raise a ConfigError if the checkpoint is of another kind of model.
+    Sections and fields are keyed by name. ``stored`` is the whole configuration of the checkpoint;
+    ``given``, the run's configuration, is not used. Raise a ConfigError if the checkpoint holds
+    another kind of model.
     """
     if stored.get("model", {}).get("blocks_dealt_by_cost"):
         raise ConfigError(
