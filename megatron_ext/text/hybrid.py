@@ -199,7 +199,10 @@ Refused = Callable[[str, str], FlagError]
 
 
 def _size_errors(refused: Refused, pattern: Pattern, given: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each flag that describes other layers than the pattern does."""
+    """Yield an error for each of the ``given`` flags that contradicts the layers of the pattern.
+
+    ``refused`` makes an error from a broken rule and a remedy.
+    """
     pairs = pattern.pairs
     model = given.model
     moe = given.section(MoEConfig)
@@ -232,7 +235,10 @@ def _size_errors(refused: Refused, pattern: Pattern, given: RunConfig) -> Iterat
 
 
 def _stage_errors(refused: Refused, pattern: Pattern, given: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault in how the pattern is cut into pipeline stages."""
+    """Yield an error for each fault in how the pattern is cut into pipeline stages.
+
+    ``refused`` makes an error from a broken rule and a remedy; ``given`` has the user's flags.
+    """
     parallel = given.parallel
     count = len(pattern.stages)
     size = parallel.pipeline_model_parallel_size

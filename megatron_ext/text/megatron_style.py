@@ -256,10 +256,11 @@ def _model_chunk(
 def _scale_mtp_losses(config: RunConfig, counts: StepCounts | None) -> None:
     """Set the factor by which megatron-core's models scale the gradients of the MTP losses.
 
-    The factor includes fp16's loss scale. With ``--calculate-per-token-loss`` there is no other
-    part. Without that flag, a step averages over its micro-batches, and megatron-core divides each
-    loss by the tokens of one context-parallel rank; so multiply by the context-parallel size and
-    divide by the number of micro-batches. ``counts`` is None in evaluation.
+    With ``--calculate-per-token-loss``, and in evaluation, the factor is just fp16's loss scale.
+    Otherwise a step averages over its micro-batches, and megatron-core divides each loss by the
+    tokens of one context-parallel rank. Therefore the loss scale is multiplied by the
+    context-parallel size and divided by the number of micro-batches. ``counts`` is None in
+    evaluation.
     """
     core_config = _begun(_current.transformer_config, "forward_step")
     scale = torch.ones((), device=torch.cuda.current_device())

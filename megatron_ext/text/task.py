@@ -240,7 +240,14 @@ def build_datasets(
 def text_source(
     run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
-    """Return the source of one split's batches, grouped by step."""
+    """Return the source of one split's batches, grouped by step.
+
+    Args:
+        dataset: the dataset of the split.
+        assets: the tokenizer of the run.
+        consumed_samples: number of samples to skip, which the run has read before.
+        full_epoch: whether to repeat the whole split in order without end, for full validation.
+    """
     if is_direct(run.config):
         dataset = later(f"{DIRECT}:continued_split")(run, dataset)
     parts = run.config, run.context, run.device
@@ -283,8 +290,8 @@ def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: in
 def padding_note(given: ModelConfig, padded: ModelConfig, ranks: int) -> str | None:
     """Return a note if the vocabulary has more padding than it would have on one rank, else None.
 
-    Here as in Megatron-LM, the softmax of the loss includes padded entries, so losses depend on
-    their number. ``ranks`` is the tensor-parallel size.
+    Here as in Megatron-LM, the softmax of the loss includes padded entries, so losses depend on the
+    number of these entries. ``ranks`` is the tensor-parallel size.
     """
     if given.padded_vocab_size or not padded.unpadded_vocab_size:
         return None
@@ -302,7 +309,7 @@ def padding_note(given: ModelConfig, padded: ModelConfig, ranks: int) -> str | N
 def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
     """Return lines on entries of the tokenizer's files that have no effect here.
 
-    Return [] if ``assets`` is no tokenizer: a task derived from this one may have other assets.
+    Return [] if ``assets`` is not a tokenizer, as may be in tasks derived from this one.
     """
     return assets.notes() if isinstance(assets, Tokenizer) else []
 
