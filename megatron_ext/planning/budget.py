@@ -32,9 +32,10 @@ class Line:
 
 
 def budget(estimated: Estimate) -> list[Line]:
-    """Return the slowest rank's time by class of kernels; it adds up to the time of a step.
+    """Return the time of the slowest rank, one line for each class of kernels.
 
-    "gaps" is the time between kernels; "waiting" is the wait for other pipeline stages.
+    The times of the lines add up to the time of a step. "gaps" is the time between kernels;
+    "waiting" is the wait for other pipeline stages.
     """
     network = estimated.network
     clock = Clock(estimated.network, estimated.rates)
@@ -87,7 +88,10 @@ def budget_table(estimated: Estimate) -> Table:
 
 
 def _caption(estimated: Estimate) -> str:
-    """Return a caption with the share of matrix products; on Hopper also for FlashAttention 3."""
+    """Return a caption with the share of a step's time that the model's matrix products need.
+
+    On Hopper, the caption also has this share with FlashAttention 3.
+    """
     large = estimated.rates.products(estimated.network.sizes.width) / TFLOPS
     text = (
         f"sum {1e3 * estimated.seconds:.1f} ms; the model's products alone, at {large:.0f} "

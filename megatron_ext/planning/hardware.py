@@ -254,7 +254,11 @@ class Rates:
         return work.kernels * (GRAPH_GAP if work.graphed else GAP)
 
     def link(self, span: int) -> float:
-        """Return the bytes per second that a rank can send to others within ``span`` ranks."""
+        """Return the bytes per second that a rank can send in a group that spans ``span`` ranks.
+
+        If the span is at most the number of GPUs in a node, the group uses the links within the
+        node, otherwise the network.
+        """
         link = self.gpu.link if span <= self.gpu.per_node else self.gpu.network
         return link * self.efficiency.links
 

@@ -38,7 +38,7 @@ The bytes are those read and written. A cast makes both layouts: the tensor and 
 
 
 def cast_of(recipe: str) -> tuple[int, int]:
-    """Return (bytes per 16-bit number, kernels) of a cast to 8 bits by this recipe.
+    """Return (bytes per 16-bit number, number of kernels) of a cast to 8 bits by ``recipe``.
 
     Recipes that `CASTS` lacks are Transformer Engine's; they are assumed to cost as much as
     "tensorwise".
@@ -90,8 +90,8 @@ def gradient_bytes(
     """Return the bytes that summing weight gradients moves, per weight and micro-batch.
 
     The matrix product of a weight gradient adds to a float32 sum: it reads 4 bytes and writes 4.
-    With ``overwrites``, the product of the first micro-batch only writes. Always 2 bytes less are
-    counted, because the assumed rate of products includes writing a 16-bit result.
+    With ``overwrites``, the product of the first micro-batch only writes. For each product, 2 bytes
+    less are counted, because the assumed rate of products includes writing a 16-bit result.
 
     With an fp8 ``recipe`` the product cannot add. In the first micro-batch it writes a float32
     result into the sum itself; in the others, another kernel adds the result to the sum. With the

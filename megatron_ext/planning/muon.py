@@ -19,7 +19,11 @@ HALF = 2
 
 
 def _dealt(flags: OptimizerConfig, ranks: Ranks, weight: Weight) -> float:
-    """Return the fraction of all matrices like ``weight`` that one rank orthogonalizes."""
+    """Return the fraction of a rank's matrices that the rank orthogonalizes itself.
+
+    With the distributed optimizer, replicas divide the matrices. ``weight`` tells whether they are
+    those of experts, which have other replicas. Otherwise the fraction is 1.
+    """
     if not flags.use_distributed_optimizer:
         return 1.0
     return 1 / (ranks.expert_dp if weight.expert else ranks.dp * ranks.cp)

@@ -73,7 +73,10 @@ class Flops(Summed):
         return self.linear + self.fp8 + self.scores + self.head
 
     def recomputed(self, times: int) -> Flops:
-        """Return what is added if the backward pass recomputes these products ``times`` times."""
+        """Return the further operations if the backward pass repeats these products.
+
+        ``times`` is the number of repetitions. The output layer is not repeated.
+        """
         again = [times * part for part in (self.linear, self.fp8, self.scores)]
         return Flops(again=again[0], fp8_again=again[1], scores_again=again[2])
 
@@ -264,10 +267,10 @@ class Network(ABC):
         return [work for work in works if work.flops or work.num_bytes]
 
     def _sharded_bytes(self, stage: Stage) -> int:
-        """Return the bytes that sharding the gradients of one micro-batch moves on the device.
+        """Return the bytes read and written in GPU memory to shard one micro-batch's gradients.
 
-        The memory of each gradient is zeroed before it is filled, and this rank's share is added to
-        a sum.
+        A gradient's memory is zeroed before it is filled. After the reduction, this rank's share is
+        added to a sum.
         """
         x = self.sizes
         moved = 0
@@ -343,8 +346,10 @@ class TaskCost:
         recompute: takes a configuration and a mode; returns the configuration with this mode.
         from_flags: whether the cases depend only on the flags, not on the data. Only then can
             layouts be searched, and can a run on CPUs be checked against its host's memory.
-        report: replaces the usual report if a step does not train exactly one network.
-        num_experts: returns the experts of a layer that ranks may share; 0 without experts.
+        report: makes the report in place of `report_cases`, for tasks whose step does not train
+            exactly one network; None for other tasks.
+        num_experts: takes a configuration; returns the number of experts in a layer that expert
+            parallelism can divide, or 0 without experts.
     """
 
     cases: Callable[[RunConfig], Sequence[Case]] = lambda _: ()

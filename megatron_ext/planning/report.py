@@ -223,7 +223,10 @@ def recomputation_table(network: Network, cost: TaskCost) -> Table:
 
 
 def volume_table(network: Network, ranks: list[RankMemory]) -> Table:
-    """Return a table with the bytes that each pipeline rank sends in a step, by kind."""
+    """Return a table with the bytes that each pipeline rank sends in a step.
+
+    It has a column for each kind of communication in `Volume`.
+    """
     names = [field.name for field in fields(Volume)]
     table = Table("pipeline rank", *names, title="bytes that a rank sends in a step")
     for rank in ranks:
@@ -282,9 +285,10 @@ def assumption_table(gpu: Gpu) -> Table:
 
 
 def _advice(estimated: Estimate, cost: TaskCost) -> str:
-    """Return a sentence with the first change of the run's flags that makes it fit.
+    """Return a sentence that tells how to change the flags so that the run fits the GPU.
 
-    If none does, the sentence advises more ranks.
+    It names the first sufficient remedy: the distributed optimizer, then each recomputation mode.
+    If none is enough, it advises more ranks.
     """
     config = estimated.network.config
     remedies = {"--use-distributed-optimizer": _distributed(config)}

@@ -104,7 +104,11 @@ class Stage:
     def of_layers(
         cls, layers: Sequence[int], index: int, num_stages: int, *, rank: int = 0, chunk: int = 0
     ) -> Stage:
-        """Return a stage without MTP: the first has the embedding, the last the norm and head."""
+        """Return a stage of a model without MTP, which holds the given layers.
+
+        The stage has the embedding if it is the first of ``num_stages``; the last one has the final
+        norm and the output layer.
+        """
         first = index == 0
         last = index == num_stages - 1
         return cls(index, rank, chunk, tuple(layers), 0, first, last, last)
@@ -116,7 +120,8 @@ class LayerBytes:
 
     Attributes:
         kept: bytes kept from the forward to the backward pass.
-        transient: further bytes at the peak of the layer's backward pass, freed at its end.
+        transient: further bytes at the peak of the layer's backward pass, all freed when this
+            pass ends.
     """
 
     kept: int

@@ -36,8 +36,8 @@ class Weight:
         numel: elements on this rank.
         parts: number of ranks that hold different parts of the parameter. For experts this includes
             ranks with other experts.
-        expert: whether it belongs to experts. These have expert-data-parallel replicas and a
-            separate buffer.
+        expert: whether the parameter belongs to experts. Parameters of experts have
+            expert-data-parallel replicas and a separate buffer.
         shared: whether it is a word embedding with copies on other stages.
         frozen: whether it is not trained; it then has no gradient, optimizer state or average.
         fp8: whether it is stored, and gathered, in 8 bits.
@@ -130,7 +130,8 @@ class State(Summed):
         count: number of elements of the parameters, without padding.
         parameters, gradients, optimizer, average: bytes of each. Sharded gradients include the
             buckets that a backward pass fills.
-        reduced: bytes of the gradients that one reduction over the replicas takes.
+        reduced: bytes of whole gradients, which are reduced over the replicas; if gradients are
+            sharded, more than the rank keeps.
         frozen: bytes of those ``parameters`` that are not trained.
         updated: number of elements that the rank's optimizer updates.
     """
@@ -273,7 +274,7 @@ def rank_state(
 
 
 def _filled(laid: Sequence[Bucket], *, overlap: bool) -> int:
-    """Return the largest number of elements in gradient buckets at a time, with sharded gradients.
+    """Return the most elements that gradient buckets hold at one time, with sharded gradients.
 
     A layer may fill two neighbouring buckets at once, and with ``overlap`` a third one is being
     reduced meanwhile. The last bucket holds the word embedding. It is always counted: an output

@@ -49,7 +49,11 @@ class Estimate:
 
     @property
     def matrix_share(self) -> float:
-        """Return the fraction of a step that its matrix products need at the rate of large ones."""
+        """Return the time of a step's operations as a fraction of the time of the step.
+
+        The operations are assumed to run at the rate of large matrix products. Recomputation is not
+        counted.
+        """
         large = self.rates.products(self.network.sizes.width)
         return self.flops / (self.seconds * self.network.config.parallel.world_size * large)
 
