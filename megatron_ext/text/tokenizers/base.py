@@ -85,25 +85,32 @@ class Tokenizer(ABC):
         return ()
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Return the ids of each text, an array or a list; start no threads."""
+        """Return the ids of each text, as an array or a list.
+
+        Preprocessing runs one process per core, so an implementation should start no threads.
+        """
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
-        """Return what gigatoken needs to load this tokenizer; None if it cannot.
+        """Return what gigatoken needs to load this tokenizer; None if gigatoken cannot load it.
 
-        It is ("sentencepiece", path of the model) or ("json", content of tokenizer.json).
+        The result is ("sentencepiece", path of the model) or ("json", content of tokenizer.json).
         """
         return None
 
     def control_texts(self) -> tuple[str, ...]:
-        """Return the texts of control tokens; texts that contain one never go to gigatoken."""
+        """Return the texts of control tokens, such as `<|im_end|>`.
+
+        A text that contains one of them is never encoded by gigatoken.
+        """
         return ()
 
 
 def require_package(name: str, kind: str) -> Any:
-    """Import and return the library ``name`` of a tokenizer of type ``kind``.
+    """Import the library ``name``, and return the module.
 
-    Raise a ConfigError if it is not installed.
+    Raise a ConfigError if it is not installed. ``kind`` is the type of the tokenizer that needs it,
+    for the error.
     """
     try:
         return importlib.import_module(name)

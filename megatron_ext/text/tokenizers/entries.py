@@ -1,7 +1,8 @@
 """Checks the entries in the files of a Hugging Face tokenizer, and finds those that are ignored.
 
-Two files name special tokens. As in transformers, special_tokens_map.json overrides
-tokenizer_config.json, unless the latter has `added_tokens_decoder`: then the former is ignored.
+Special tokens are named in tokenizer_config.json and special_tokens_map.json. As in transformers,
+an entry of special_tokens_map.json overrides the same entry of tokenizer_config.json. But if
+tokenizer_config.json has `added_tokens_decoder`, special_tokens_map.json is ignored.
 """
 
 import inspect
@@ -116,9 +117,9 @@ def _check_templates(value: Any, refuse: Any) -> None:
 def special_entries(config: Mapping[str, Any], map_: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a tokenizer's two files that decide its special tokens.
 
-    ``config`` is the content of tokenizer_config.json, ``map_`` is the content of
-    special_tokens_map.json. If both have an entry, ``map_`` overrides ``config``; but if ``config``
-    has `added_tokens_decoder`, ``map_`` is ignored.
+    ``config`` is the content of tokenizer_config.json, ``map_`` that of special_tokens_map.json. An
+    entry of ``map_`` overrides the same entry of ``config``. But if ``config`` has
+    `added_tokens_decoder`, ``map_`` is ignored.
     """
     return {**config} if "added_tokens_decoder" in config else {**config, **map_}
 
@@ -237,7 +238,11 @@ def _tokens_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _templates_without_effect(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the paths of templates in tokenizer_config.json that are never used."""
+    """Yield the JSON paths of chat templates, and of their keys, that are never used.
+
+    ``config`` is the content of tokenizer_config.json, where the templates are. If ``folder`` has a
+    chat_template.jinja, that file is used instead of them.
+    """
     given = config.get("chat_template")
     if given is None:
         return
@@ -270,11 +275,11 @@ def _agree(raw: Any, state: Any) -> bool:
 
 
 def part_at_fault(raw: Any, kind: Any) -> str | None:
-    """Return the name of the part that makes a tokenizer.json unreadable.
+    """Return the name of the part that makes a tokenizer.json unreadable, such as `normalizer`.
 
-    Return None if there is no such part, or if several parts together are at fault. Errors of the
-    library seldom name the part. So leave out one part after another until the class ``kind``,
-    `tokenizers.Tokenizer`, can read the rest of the content ``raw``.
+    ``raw`` is the content of the file, ``kind`` the class `tokenizers.Tokenizer`. Errors of this
+    class seldom name the part, so the parts are left out one at a time, until the class can read
+    the rest. Return None if this finds no part, as when several parts are at fault.
     """
     if not isinstance(raw, dict):
         return None
@@ -314,9 +319,9 @@ def _lost(raw: Any, state: Any, kind: Any) -> Iterator[str]:
     """Yield the paths of a tokenizer.json's entries that `tokenizers` ignores, such as ``model.x``.
 
     ``raw`` is the content of the file, ``state`` the content that `tokenizers` would save, ``kind``
-    the class `tokenizers.Tokenizer`. If ``state`` lacks an entry, `tokenizers` may still have read
-    it, as the old name of another entry. Such an entry counts as ignored only if the file without
-    it gives the same tokenizer.
+    the class `tokenizers.Tokenizer`. An entry that ``state`` lacks may still have been read, if
+    `tokenizers` now saves it under a new name. It counts as ignored only if the file without it
+    gives the same tokenizer.
     """
     whole: Any = None
     for path, is_there in _not_kept(raw, state):

@@ -92,9 +92,9 @@ class FastEncoder:
         return encoded
 
     def compare(self, texts: Sequence[str]) -> None:
-        """Compare gigatoken with the native tokenizer on texts.
+        """Check that gigatoken and the native tokenizer give the same ids for each text.
 
-        Raise an InexactEngine at the first text for which their ids differ.
+        Raise an InexactEngine at the first text for which the ids differ.
         """
         for text, ids in zip(texts, self.encode_batch(texts), strict=True):
             self.compare_ids(text, ids)
@@ -108,9 +108,9 @@ class FastEncoder:
 
 
 def has_combining(text: str) -> bool:
-    """Tell whether a text has a character that the two tokenizers may normalize differently.
+    """Tell whether gigatoken and the native tokenizer may normalize a text differently.
 
-    These are U+0085 and characters that may join their neighbour in a grapheme cluster.
+    This is so if it has U+0085, or a character that may join its neighbour in a grapheme cluster.
     """
     if text.isascii():
         return False

@@ -81,7 +81,7 @@ def _check_post_processor(path: Path, backend: Any) -> None:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer from a `tokenizers.Tokenizer` (``backend``) and named special tokens.
+    """A tokenizer that wraps ``backend``, a `tokenizers.Tokenizer`.
 
     Args:
         named: the texts of special tokens, by names such as `eos_token`.
@@ -160,9 +160,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _complete(named: Mapping[str, str]) -> dict[str, str]:
-    """Return special tokens by name, completed in two pairs: eos and sep, bos and cls.
+    """Return special tokens by name, with missing ones of eos, sep, bos and cls filled in.
 
-    A missing token of a pair gets the text of the other.
+    If only one of eos and sep is given, the other gets the same text; so do bos and cls.
     """
     out = dict(named)
     for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):
@@ -183,7 +183,9 @@ def build(
 ) -> Tokenizer:
     """Load a Hugging Face tokenizer.
 
-    ``name`` is a folder or the name of a model on the hub; ``kind`` is the tokenizer's type. Raise
+    ``name`` is a folder or the name of a model on the hub; ``kind`` is the tokenizer's type.
+    ``special_tokens`` are added to it; `HuggingFaceTokenizer` describes ``include_special_tokens``.
+    With ``trust_remote_code`` transformers loads it, and may run Python code from the folder. Raise
     a ConfigError if no name is given, and a DataError if the tokenizer cannot be loaded.
     """
     if not name:

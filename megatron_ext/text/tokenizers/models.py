@@ -52,9 +52,10 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _place(self, tokens: Sequence[str]) -> dict[str, int]:
-        """Return the id of each special token, by the token's text.
+        """Choose an id for each special token; return the ids by the texts of the tokens.
 
-        A token gets the id of the piece with the same text; if there is none, it gets a new id.
+        A token gets the id of the piece with the same text. If there is none, it gets the next free
+        id after the vocabulary.
         """
         placed: dict[str, int] = {}
         fresh = self._model.get_piece_size()
@@ -179,7 +180,7 @@ PATTERNS = {
 
 
 class TikTokenizer(Tokenizer):
-    """A tiktoken vocabulary; special tokens take the first ids, and eod is `</s>`."""
+    """A tokenizer from a tiktoken vocabulary; special tokens have the first ids, eod is `</s>`."""
 
     kind = "TikTokenizer"
 
