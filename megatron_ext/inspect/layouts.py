@@ -146,7 +146,7 @@ def _places(config: RunConfig) -> tuple[object, ...]:
 
 
 def _drawn(config: RunConfig) -> dict[str, float]:
-    """Return, by flag, the probabilities of dropout or noise that is drawn anew on each rank."""
+    """Return, by flag, the strength of each dropout or noise that depends on the layout."""
     drawn = {
         "--hidden-dropout": config.model.hidden_dropout,
         "--attention-dropout": config.model.attention_dropout,

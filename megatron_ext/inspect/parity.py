@@ -181,7 +181,10 @@ def relative(mine: float, truth: float) -> float:
 
 
 def gradient_difference(mine: Tensor, truth: Tensor) -> float:
-    """Return the L2 norm of ``mine - truth`` over ``truth``'s: 0 if equal, inf if undefined."""
+    """Return the L2 norm of ``mine - truth`` divided by the L2 norm of ``truth``.
+
+    Return 0 if the two are equal, and infinity if the quotient is undefined.
+    """
     if mine.shape != truth.shape:
         return math.inf
     difference = float((mine.double() - truth.double()).norm())

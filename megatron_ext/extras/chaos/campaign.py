@@ -80,7 +80,11 @@ class Campaign:
         return Truth(checksums, rows, statistics.median(times), ended.seconds, stall)
 
     def costs(self, layout: NamedLayout, restarts: Sequence[float] = ()) -> Costs:
-        """Return measured times of a layout; ``restarts`` are seconds from faults to new steps."""
+        """Return the times that steps, snapshots, saves and restarts take in a layout.
+
+        They are measured in undisturbed runs, except the time of a restart: that is the median of
+        ``restarts``, the seconds from each fault to the first new step.
+        """
         interval = self._snapshot_interval
         case = Case(layout, 0, (), steps=10 * max(3, interval))
         truth = self.truth(case)

@@ -73,7 +73,11 @@ def as_variable(faults: Sequence[Fault], folder: Path | None = None) -> dict[str
 
 
 def name_of_event(name: str, detail: Any) -> str:
-    """Return the event's name for `Fault.at`; an action's name includes its micro-batch."""
+    """Return the name by which `Fault.at` refers to an event of the recorder.
+
+    ``detail`` is what the recorder tells about the event. For an action of the pipeline schedule,
+    the name includes the micro-batch, such as "forward of micro-batch 1".
+    """
     kind = getattr(detail, "kind", None)
     microbatch = getattr(detail, "microbatch", None)
     if kind is None or microbatch is None:

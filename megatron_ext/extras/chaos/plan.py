@@ -136,7 +136,7 @@ def draw_by_time(
 
 
 def own_layout(words: Sequence[str], program: Program) -> NamedLayout:
-    """Return the layout of the user's own flags, which adds no flags."""
+    """Return the layout that the user's flags ``words`` choose; it adds no flags to them."""
     given = read_words(words, program).values.get("parallel", {})
     return NamedLayout("as given", int(given.get("nproc_per_node") or 1), ())
 
@@ -155,9 +155,9 @@ DEFAULTS = {
 def completed(
     program: Program, words: Sequence[str], case: Case, save: Path, *, bare: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return the flags for a case's run, and which of them were added to the user's.
+    """Return all flags of a case's run, and those of them that were added to the user's ``words``.
 
-    With ``bare``, flags that protect the run are not added.
+    With ``bare``, no flags are added that protect the run, such as by snapshots or restarts.
     """
     sections = read_words(words, program).values
     given = {name for section in sections.values() for name in section}

@@ -56,8 +56,9 @@ def run_program(
 ) -> Ended:
     """Run a program with the arguments ``words``, and return how it ended.
 
-    Its output goes through a pipe to the file ``log``, so that no limit of file sizes applies to
-    it. After ``deadline`` seconds, all its processes are described and killed.
+    The program's output goes through a pipe to this process, which writes it to the file ``log``:
+    a limit of file sizes in the program, which a fault may set, does not cut the log. After
+    ``deadline`` seconds, all processes of the program are described and killed.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -149,10 +149,11 @@ class Documents:
             return _read(stream, dtype, begins, stop)
 
     def _extents(self, positions: Ints | None) -> Iterator[tuple[int, int, Ints, Ints]]:
-        """Yield where documents lie in their files, in ranges of one dataset each.
+        """Yield where the documents at ``positions`` (None: all) lie in their files.
 
-        A range is (index of the dataset, index of its first document in ``positions``, first token
-        of each document, token after each document).
+        Each item is about consecutive documents of one dataset. It is (index of the dataset, index
+        of the first document in ``positions``, first token of each document, token after each
+        document); tokens are counted from the beginning of the file.
         """
         count = len(self) if positions is None else len(positions)
         for start in range(0, count, _AT_ONCE):
@@ -169,9 +170,10 @@ class Documents:
 
 
 def _begins(index: Index, documents: Ints) -> Ints:
-    """Return the index of each document's first token in its file.
+    """Return the position of each document's first token in the dataset's file.
 
-    ``documents`` are numbers of documents; the number of all documents stands for the file's end.
+    ``documents`` are numbers of documents, from 0. The number after the last document stands for
+    the end of the file.
     """
     sequences = index.documents[documents]
     if not len(index.offsets):

@@ -58,9 +58,9 @@ class Digests:
         self._digests[block.first : block.first + len(rows)] = rows
 
     def leaders(self, lengths: Ints) -> Ints:
-        """Return the first position with the same tokens as each document, ``[documents]``.
+        """Return, for each document, the position of the first document with the same tokens.
 
-        An empty document gets its own position, since it is not a duplicate.
+        The result is ``[documents]``. An empty document is no duplicate and gets its own position.
         """
         order = np.lexsort((self._digests[:, 1], self._digests[:, 0]))
         own = self._digests[order]
@@ -108,7 +108,7 @@ def shingles(tokens: Array, edges: Ints) -> tuple[Words, Ints]:
 def near_leaders(documents: Documents, candidates: Ints, threshold: float, seed: int) -> Ints:
     """Return, for each candidate, the index of the first candidate in its group, ``[candidates]``.
 
-    Chains of near duplicates form a group.
+    Near duplicates are in the same group, and so are documents that a chain of them connects.
 
     Args:
         candidates: positions of documents with at least `SHINGLE` tokens, in ascending order,
@@ -151,7 +151,11 @@ def require_rensa() -> Any:
 
 
 def _grouped(documents: Documents, candidates: Ints, keys: Words, threshold: float) -> Ints:
-    """Group documents that share a band and are similar; return the leader of each document."""
+    """Group candidates that share a band and are near duplicates.
+
+    ``keys`` has the hash of each band of each candidate, ``[bands, candidates]``. Return the index
+    of the first candidate in each candidate's group, ``[candidates]``.
+    """
     count = len(candidates)
     leaders = np.arange(count)
     refused = np.zeros(0, dtype=np.int64)
@@ -182,10 +186,11 @@ def _grouped(documents: Documents, candidates: Ints, keys: Words, threshold: flo
 
 
 def _pairs(band: Words) -> Ints:
-    """Return pairs of documents with equal keys, each coded as first × documents + second.
+    """Return pairs of documents whose keys in a band are equal.
 
-    Each document is paired with the first one with its key, and with the previous one. In a bucket
-    of up to three documents, these are all pairs.
+    Each document is paired with the first and with the previous document that have the same key.
+    If up to three documents have a key, these are all pairs. Of n documents, the pair (i, j) is
+    coded as i * n + j.
     """
     order = np.argsort(band, kind="stable")
     own = band[order]

@@ -144,10 +144,10 @@ class Texts:
     Attributes:
         documents: number of documents in the sample.
         characters: number of characters read; at most 10,000 tokens of a document are decoded.
-        control: number of control or replacement characters among them.
-        odd: number of documents in which these are at least 1 in 100.
-        worst: the documents with the largest fraction of them.
-        languages: number of documents by language; None if the library is not installed.
+        control: number of those characters that are control or replacement characters.
+        odd: number of documents in which at least 1 in 100 characters is one of these.
+        worst: the documents with the largest fraction of control or replacement characters.
+        languages: number of documents by language; None if py3langid is not installed.
     """
 
     documents: int

@@ -74,7 +74,13 @@ class QualityOptions:
 
 @dataclass
 class Place:
-    """A document, as dataset and number in it, and a token of the document where a span begins."""
+    """A token of a document, such as the first one of a repeated span.
+
+    Attributes:
+        dataset: prefix of the document's dataset.
+        document: number of the document in the dataset.
+        token: index of the token in the document; 0 if the whole document is meant.
+    """
 
     dataset: str
     document: int
@@ -146,9 +152,9 @@ class Quality:
     notes: list[str]
 
     def places_of(self, excerpt: Excerpt, shown: int = 4) -> str:
-        """Return the first places of an excerpt, and the number of further ones.
+        """Return text with the first ``shown`` places of an excerpt and the number of others.
 
-        A place is a dataset, a document's number and a token in the document: web:12+345.
+        A place is written as dataset, document and token, such as "web:12+345".
         """
         folder = os.path.commonpath([os.path.dirname(os.path.abspath(d)) for d in self.datasets])
         words = [

@@ -96,7 +96,10 @@ def write_duplicates(quality: Quality, documents: Documents, path: Path) -> int:
 def _batches(
     duplicates: Duplicates, exact: Duplicates, documents: Documents
 ) -> Iterator[Iterator[dict[str, object]]]:
-    """Yield batches of rows, ordered by the first document of each group."""
+    """Yield the rows of `write_duplicates` in batches.
+
+    Groups are ordered by their first document.
+    """
     all_positions = np.arange(len(duplicates.leaders))
     is_grouped = np.zeros(len(all_positions), dtype=np.bool_)
     later = duplicates.leaders != all_positions

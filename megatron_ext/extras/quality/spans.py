@@ -24,7 +24,11 @@ _PLACES = 1000
 
 @dataclass
 class Span:
-    """A span of tokens, and its places: position of a document, and token in the document."""
+    """A span of tokens that occurs more than once.
+
+    ``places`` has, for each occurrence, the position of the document and the index in the document
+    of the span's first token.
+    """
 
     tokens: Array
     places: list[tuple[int, int]]
@@ -59,12 +63,13 @@ def suffix_library() -> Any | None:
 def repeated_spans(
     documents: Documents, candidates: Ints, lengths: Ints, max_tokens: int
 ) -> RepeatedSpans:
-    """Search for repeated spans inside documents; this needs the library.
+    """Search a random sample of documents for repeated spans; needs pydivsufsort.
 
     Args:
         candidates: positions of the documents, without exact duplicates.
         lengths: tokens of all documents.
-        max_tokens: size limit of the sample. Documents are drawn by the seed until it is reached.
+        max_tokens: the most tokens in the sample; the seed of ``documents`` decides which
+            documents are drawn.
     """
     some = candidates[lengths[candidates] > 0]
     mean = lengths[some].mean() if len(some) else 1.0

@@ -56,8 +56,12 @@ class Finding:
 class Gpu:
     """One GPU that torch can use.
 
-    Its number counts the GPUs in ``CUDA_VISIBLE_DEVICES``, its capability is (9, 0) for Hopper, and
-    its memory is in bytes. If its rates were not measured they are None, and the note says why.
+    Attributes:
+        index: number of the GPU among those in ``CUDA_VISIBLE_DEVICES``, from 0.
+        capability: compute capability, such as (9, 0) for Hopper.
+        memory: size of the GPU's memory in bytes.
+        rates: the measured rates; None if they were not measured.
+        note: why there are no rates.
     """
 
     index: int

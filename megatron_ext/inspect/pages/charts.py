@@ -34,7 +34,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line at ``x`` with a word; ``target`` is the id of the linked element."""
+    """A vertical line at ``x`` that marks an event in a chart.
+
+    Attributes:
+        kind: the style sheet's class for this kind of event.
+        text: the description of the event.
+        target: the id of the page's element that the mark links to.
+    """
 
     x: float
     kind: str

@@ -34,7 +34,7 @@ class Table:
     note: str = ""
 
     def shortened(self) -> Table:
-        """Return the table with at most `MAX_ROWS` rows, and a note if some are missing."""
+        """Return the table with only the last `MAX_ROWS` rows, and a note if it had more."""
         if len(self.rows) <= MAX_ROWS:
             return self
         note = f"{self.note} The newest {MAX_ROWS} of {len(self.rows)} are shown.".strip()

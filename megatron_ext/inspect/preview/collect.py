@@ -104,8 +104,8 @@ def collect(
 class _Start:
     """A step's number, and what is known before its batches are drawn.
 
-    ``consumed`` counts the samples before the step. ``num_microbatches`` is each rank's number of
-    micro-batches, unless the dataset has a `StepPlan`.
+    ``consumed`` is the number of samples consumed before the step. ``num_microbatches`` is each
+    rank's number of micro-batches, unless a `StepPlan` of the dataset decides it.
     """
 
     iteration: int
@@ -181,9 +181,10 @@ class _Replica:
         return plan.num_microbatches(start.iteration - 1)
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
-        """Return a step's rows, and its sums ``[2 + K]``.
+        """Return the rows of a step, and a tensor ``[2 + K]`` with totals of the step.
 
-        The sums are the number of targets, their weights, and the weights of each of K MTP depths.
+        The totals are the number of targets, the sum of the targets' weights, and that sum for the
+        targets of each of K multi-token-prediction (MTP) depths.
         """
         batches = []
         reaches = []
@@ -279,7 +280,10 @@ def _columns(length: int, size: int) -> list[Ints]:
 
 
 class Numbered(StepDataset):
-    """Wraps a dataset; without a `StepPlan` each sample gets its index under the key ``sample``."""
+    """Wraps a dataset so that each sample carries its index under the key ``sample``.
+
+    Samples of a dataset with a `StepPlan` stay as they are.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -200,8 +200,9 @@ def _table(summary: Summary) -> str:
 class Options:
     """Which batches to show: ``steps`` steps from ``step`` on, counted from 1.
 
-    Show at most ``max_rows`` rows of each step, from data-parallel rank ``rank``. If ``world_size``
-    is 0, take ``WORLD_SIZE`` or else ``--nproc-per-node``.
+    At most ``max_rows`` rows of each step are shown, from data-parallel rank ``rank``. If
+    ``world_size`` is 0, the number of ranks is that of the environment variable ``WORLD_SIZE`` or,
+    without it, of ``--nproc-per-node``. If ``html`` is set, a page is written there too.
     """
 
     step: int = 1

@@ -28,10 +28,10 @@ class Provenance:
     """The origin of a sample.
 
     Attributes:
-        sample: its number in the split, from 0.
-        source: its file, or the prefix of its dataset.
-        number: number of the conversation in its file, from 1, without refused lines.
-        cut: number of tokens removed by truncation.
+        sample: the sample's number in the split, from 0.
+        source: the file that the sample comes from, or the prefix of its dataset.
+        number: for a conversation, its number among the accepted lines of the file, from 1.
+        cut: number of tokens that truncation has removed from the sample.
     """
 
     sample: int
@@ -114,11 +114,11 @@ class Document:
     """A document in a row, with n tokens.
 
     Attributes:
-        number: its place in the row, from 1.
-        start, end: its first column, and the column after its last. They are equal if the row only
-            predicts the document's first token.
-        is_given: whether the first token is only read, not predicted.
-        is_last: whether the row predicts one more token of the document than it reads.
+        number: number of the document in the row, from 1.
+        start, end: the row reads the document's tokens at positions ``start`` to ``end`` - 1. The
+            two are equal if the row only predicts the document's first token.
+        is_given: whether the document's first token is only read, not predicted.
+        is_last: whether the row ends with a prediction of one more token of the document.
     """
 
     row: Row
@@ -131,7 +131,10 @@ class Document:
 
     @cached_property
     def columns(self) -> Ints:
-        """Return each token's column, ``[n]``; a last, only predicted token has column ``end``."""
+        """Return the position in the row at which each token is read, ``[n]``.
+
+        A last token that is only predicted has position ``end``.
+        """
         return np.arange(self.start, self.end + self.is_last)
 
     @cached_property
@@ -164,7 +167,12 @@ class Document:
         return int(np.count_nonzero(self.targets))
 
     def mtp_targets(self, depth: int) -> tuple[Ints, Floats]:
-        """Return id (-1: none) and weight of the token ``depth + 1`` after each token, ``[n]``."""
+        """Return the targets that an MTP depth has where the row reads each token.
+
+        Returns:
+            The target's id, which is that of the token ``depth + 1`` after the token that is read,
+            or -1 if there is no target; and the target's weight. Both are ``[n]``.
+        """
         inside = self.columns < self.end
         columns = np.minimum(self.columns, self.row.size - 1)
         exists = inside & target_exists(self.row, depth)[columns]

@@ -97,9 +97,13 @@ class SpanSplitter:
     def _added(
         self, before: tuple[int, ...], ids: Sequence[int], first: int
     ) -> tuple[str | None, int]:
-        """Return the shortest text of whole characters from ``first`` on, and its token count.
+        """Decode the fewest tokens from index ``first`` on that form whole characters.
 
-        ``before`` are the tokens before ``first``. Return ``(None, 1)`` if there is no such text.
+        Args:
+            before: the tokens before index ``first``, which influence decoding.
+
+        Returns:
+            The text and the number of its tokens; ``(None, 1)`` if the tokens form no text.
         """
         start = self._decode(before)
         for count in range(1, min(LONGEST, len(ids) - first) + 1):

@@ -130,7 +130,7 @@ def _codec(config: RunConfig, manifest: dict[str, Any]) -> tuple[VideoCodec | No
 
 
 def _never_whole(steps: Any) -> Iterator[str]:
-    """Yield a sentence for each bucket of which an epoch does not use all clips."""
+    """Yield a sentence for each bucket that has clips which an epoch leaves out."""
     for bucket, count in sorted(steps.left_out.items()):
         if count:
             whole = len(steps.buckets[bucket].clips)
