@@ -97,7 +97,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             )
 
     def _add_sinks(self, config: TransformerConfig) -> None:
-        """Register the sinks as megatron-core does: ``[n]``, a logit for each head of this rank."""
+        """Register the sinks ``[n]`` like megatron-core: one logit for each head of this rank."""
         heads = config.num_attention_heads // self.tp_group.size()
         device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.softmax_offset = torch.nn.Parameter(
@@ -125,9 +125,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         return state
 
     def _sinks(self, query: Tensor) -> Tensor | None:
-        """Return the sinks ``[n]`` of the heads in ``query`` ``[q, b, n, d]``; None without any.
+        """Return the sinks ``[n]`` of the heads in ``query``; None if the layer has no sinks.
 
-        If ranks exchange heads, the query holds only a part of this rank's heads.
+        ``query`` is ``[q, b, n, d]``. If context-parallel ranks exchange heads (``--cp-comm-type
+        a2a``), it holds only a part of this rank's heads.
         """
         if not self.has_sinks:
             return None

@@ -22,13 +22,13 @@ from torch.distributed import ProcessGroup
 
 @dataclass
 class AuxiliaryScale:
-    """The factor that `attach_microbatch_loss` applies to the auxiliary loss of a micro-batch.
+    """The factor by which `attach_microbatch_loss` multiplies a micro-batch's auxiliary loss.
 
-    It makes the step minimize the mean of these losses. Let DP data-parallel ranks have M
-    micro-batches each. If the step divides the summed gradients by its number of targets N, the
-    factor is N / (DP * M). If the step takes the mean of micro-batch means, the factor is CP / M
-    with CP context-parallel ranks, because the data-parallel reduction then divides by DP * CP. The
-    step sets the factor before its first forward pass.
+    With this factor the step minimizes the mean of the auxiliary losses of all micro-batches. Let
+    each of DP data-parallel ranks have M micro-batches. If the step divides the summed gradients by
+    its number of targets N, the factor is N / (DP * M). If the step takes the mean of micro-batch
+    means, the factor is CP / M with CP context-parallel ranks, because the data-parallel reduction
+    then divides by DP * CP. The step sets the factor before its first forward pass.
     """
 
     value: Tensor | float = 1.0
@@ -56,8 +56,8 @@ class _Attach(torch.autograd.Function):
 def attach(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
     """Return ``carrier``, whose backward pass also differentiates ``loss.sum()``.
 
-    The training step divides all gradients by its number of targets N. A loss that needs another
-    divisor D must be multiplied by N / D beforehand.
+    The training step divides all gradients by its number of targets N. To divide a loss by another
+    number D, multiply it by N / D before calling this.
     """
     attached: Tensor = _Attach.apply(carrier, loss, transformer_config)  # type: ignore[no-untyped-call]
     return attached
@@ -76,13 +76,16 @@ def attach_microbatch_loss(carrier: Tensor, loss: Tensor, transformer_config: An
 
 @dataclass
 class MTPTargets:
-    """The targets of a micro-batch for each MTP depth, and the losses to log.
+    """The targets of a micro-batch, one for each MTP depth, and the losses to log.
 
     Attributes:
-        labels: token ids for each depth, ``[b, s/cp]``.
-        masks: loss weights from the data for each depth, ``[b, s/cp]``; 0 without a target.
-        weights: normalized weights by which the token losses are summed, ``[b, s/cp]`` by depth.
-        reports: ``[sum, count]`` of the masked losses by depth, filled by the forward pass.
+        labels: for each depth, token ids ``[b, s/cp]``.
+        masks: for each depth, the data's loss weights ``[b, s/cp]``, not normalized; 0 for tokens
+            without a target.
+        weights: for each depth, the normalized weights ``[b, s/cp]`` with which the training loss
+            sums the token losses.
+        reports: for each depth, ``[sum, count]`` of the token losses weighted by ``masks``; filled
+            by the forward pass.
     """
 
     labels: Sequence[Tensor]
@@ -91,7 +94,10 @@ class MTPTargets:
     reports: list[Tensor] = field(default_factory=list)
 
     def record(self, depth: int, losses: Tensor) -> None:
-        """Append ``[sum, count]`` of a depth's masked losses ``[b, s/cp]``; depths count from 0."""
+        """Append to ``reports`` the ``[sum, count]`` of the masked token losses of ``depth``.
+
+        ``losses`` is ``[b, s/cp]``; depths count from 0.
+        """
         mask = self.masks[depth]
         with torch.no_grad():
             self.reports.append(torch.stack([(losses.float() * mask).sum(), mask.sum()]))

@@ -79,9 +79,9 @@ def prefers_parts(
 
     The queries ``[b, n, q, d]`` are at the last q positions of the keys ``[b, g, k, d]``; attention
     is causal. Only cuDNN is faster in parts: the flash kernels support causal attention to earlier
-    keys in a single call. The output and log-sum-exp that cuDNN's backward pass gets cover more
-    keys than it is called with, as if a mask hid some keys. So cuDNN is used only at lengths at
-    which it is safe with a mask.
+    keys in a single call. cuDNN is used only at lengths at which it is safe with a mask, because
+    its backward pass is called in the same way as with a mask: for one part of the keys, but with
+    the output and log-sum-exp over all of them.
 
     Raises:
         ConfigError: ``backend`` allows only cuDNN, which is not safe at these lengths.
@@ -113,7 +113,7 @@ def attend_in_parts(
 
 
 def _parts(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return two pairs of keys and values: those before the first query, then the queries' own."""
+    """Return two pairs of keys and values: before the first query, and from there on."""
     first = key.size(2) - query.size(2)
     return [(key[:, :, :first], value[:, :, :first]), (key[:, :, first:], value[:, :, first:])]
 

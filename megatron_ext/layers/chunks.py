@@ -117,11 +117,12 @@ def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
 
 
 def bucket_size(optimizer: OptimizerConfig, num_parameters: int, replicas: int) -> int | None:
-    """Return how many parameters share a gradient bucket; None puts all of a chunk into one.
+    """Return the number of parameters in a gradient bucket; None means one bucket per model chunk.
 
-    Without sharded gradients, the size applies only to the first chunk of the first pipeline rank;
-    all other chunks have one bucket. ``replicas`` is the number of ranks over which gradients are
-    reduced.
+    It is None unless gradients are sharded or their reduction overlaps the backward pass. Without
+    sharded gradients, megatron-core applies the size only to the first chunk of the first pipeline
+    rank; all other chunks have one bucket. ``replicas`` is the number of ranks over which gradients
+    are reduced.
     """
     if not (optimizer.overlap_grad_reduce or optimizer.shards_gradients):
         return None
@@ -238,13 +239,14 @@ def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 
 def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None:
-    """Mark the experts' parameters, so that gradients are summed over the ranks with copies.
+    """Mark experts' parameters so that a gradient is summed over the ranks that hold copies.
 
-    megatron-core treats these parameters as dense if ``--expert-model-parallel-size`` is 1. This is
-    wrong if the expert-tensor-parallel size is not the tensor-parallel size, because an expert's
-    copies are then on other ranks. Under sequence parallelism, megatron-core also sums the
-    gradients of an expert's second bias over the tensor-parallel ranks. This is wrong too: these
-    ranks hold other experts, or copies whose gradients are already summed.
+    megatron-core treats these parameters like dense ones if ``--expert-model-parallel-size`` is 1.
+    This is wrong if the expert-tensor-parallel size differs from the tensor-parallel size, because
+    the copies of an expert are then on other ranks than the copies of a dense layer. Under sequence
+    parallelism, megatron-core also sums the gradients of the bias of an expert's second layer over
+    the tensor-parallel ranks. This is wrong too: these ranks hold other experts, or copies whose
+    gradients are already summed.
     """
     # A model without experts may lack groups for them.
     for parameter in expert_parameters(chunk):

@@ -66,19 +66,20 @@ def compile_nothing() -> None:
 def compile_alike() -> None:
     """Make every rank compile the same kernels, so that equal tensors stay bitwise equal.
 
-    By default inductor tries several block sizes for a reduction and keeps the one that was fastest
-    on this rank's GPU. But the block size determines the order of a sum. This sets inductor's
-    option ``deterministic``, which forbids the search. Versions of torch without this option never
-    search for the reductions of norms.
+    By default inductor tries several block sizes for a reduction, and keeps the one that is fastest
+    on this rank's GPU. The block size determines the order of a sum, so ranks may round
+    differently. This function requests inductor's option ``deterministic``, which turns the search
+    off. Versions of torch without the option never search for the reductions of norms.
     """
     compiler.alike = hasattr(torch._inductor.config, "deterministic")
 
 
 @contextmanager
 def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
-    """Inside the block, compile functions of CPU tensors too, for tests and traffic counts.
+    """Inside the block, also compile functions that are called with CPU tensors.
 
-    ``strict`` raises the compiler's errors instead of falling back to eager.
+    Tests and counts of memory traffic use this. With ``strict`` an error of the compiler is raised;
+    without it the function runs eagerly instead.
     """
     before = dict(vars(compiler))
     vars(compiler).update(backend=backend, on_cpu=True, strict=strict, checked=True)

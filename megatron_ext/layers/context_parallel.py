@@ -44,14 +44,17 @@ def heads_to_sequence(x: Tensor, group: ProcessGroup, *, zigzag: bool = True) ->
     """Gather the sequence and split the heads by one all-to-all (Ulysses, arXiv:2309.14509).
 
     ``[s/c, b, n, ...]`` becomes ``[s, b, n/c, ...]`` in sequence order; n must be divisible by the
-    number of ranks c. Without ``zigzag``, rank r holds the r-th of c contiguous parts of the
-    sequence.
+    number of ranks c. With ``zigzag`` each rank's input is its two slices of the sequence (see
+    `slices_of`); without, rank r holds the r-th of c contiguous parts.
     """
     traded: Tensor = all_to_all(group, torch.cat(x.chunk(group.size(), dim=2)))
     return to_sequence_order(traded, group.size()) if zigzag else traded
 
 
 def sequence_to_heads(x: Tensor, group: ProcessGroup, *, zigzag: bool = True) -> Tensor:
-    """Invert `heads_to_sequence`: ``[s, b, n/c, ...]`` to ``[s/c, b, n, ...]`` on c ranks."""
+    """Invert `heads_to_sequence`: ``[s, b, n/c, ...]`` to ``[s/c, b, n, ...]`` on c ranks.
+
+    ``zigzag`` must be the same as in the call that is inverted.
+    """
     ordered = to_rank_order(x, group.size()) if zigzag else x
     return torch.cat(all_to_all(group, ordered.contiguous()).chunk(group.size()), dim=2)

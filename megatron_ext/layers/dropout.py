@@ -63,7 +63,8 @@ def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device
 def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -> Tensor:
     """Return the positions of this rank's ``length`` tokens in the whole sequence, ``[length]``.
 
-    With ``cut`` the tensor-parallel ranks split each context-parallel rank's tokens further.
+    ``cut`` says whether the tensor-parallel ranks split the tokens of their context-parallel rank;
+    if not, they all hold the same tokens.
     """
     shards = groups.tp.size() if cut else 1
     whole = length * shards

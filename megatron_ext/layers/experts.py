@@ -64,7 +64,7 @@ def _has_kernel(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """The weights of the experts in a grouped product, and the destination of their gradients.
+    """The experts' weights for one grouped product, and where to put the weights' gradients.
 
     Attributes:
         weights: one for each expert, ``[out, in]``.
@@ -184,7 +184,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         return (output if bias is None else (output + bias * scale).to(output.dtype)), None
 
     def _groups(self, x: Tensor) -> bool:
-        """Return whether one grouped product can multiply all experts of this rank."""
+        """Return whether grouped products support the tokens ``x`` and all experts of this rank."""
         linears = [
             x for expert in self.local_experts for x in (expert.linear_fc1, expert.linear_fc2)
         ]

@@ -24,13 +24,14 @@ from torch.distributed import ReduceOp
 
 
 class GradientBucket:
-    """The gradients of adjacent parameters: memory for one micro-batch, and this rank's sums.
+    """The gradients of adjacent parameters: those of one micro-batch, and this rank's sums.
 
     Attributes:
         params: the parameters.
-        missing: parameters without a gradient of this micro-batch so far.
+        missing: parameters that have got no gradient from this micro-batch so far.
         whole: gradients of one micro-batch ``[n]``, without memory unless `live`.
-        sums: this rank's sums over micro-batches and ranks, float32 ``[n / ranks]``.
+        sums: this rank's shard of the gradients, summed over micro-batches and ranks, float32 ``[n
+            / ranks]``.
     """
 
     def __init__(self, buffer: Any, bucket: Any, sums: Tensor) -> None:
@@ -195,7 +196,10 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         self._last = None
 
     def finish_microbatch(self) -> None:
-        """Reduce the remaining buckets of a backward pass; all replicas call this after it."""
+        """Reduce the buckets that a backward pass left out; all replicas call this after the pass.
+
+        A bucket is left out if a parameter in it, or in a bucket before it, got no gradient.
+        """
         for index, bucket in enumerate(self.gradient_buckets):
             if index >= self._reduced or (bucket.live and not bucket.reducing):
                 self._reduce(bucket)

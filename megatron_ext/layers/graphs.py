@@ -58,11 +58,12 @@ class LayerGraphs:
     """The graphs of one layer.
 
     Attributes:
-        is_first: whether the layer is the first of its chunk, so that its input gradient leaves the
-            chunk.
+        is_first: whether the layer is the first of its chunk, whose input gradient may be sent to
+            another stage.
         live: whether the graphs may be replayed.
         arguments: the tensor arguments of the layer.
-        seen: keyword arguments of the first call, with None in place of those that need a gradient.
+        seen: keyword arguments of the layer's first call; an argument that needs a gradient is
+            replaced by None.
         slots: the graphed layer for each micro-batch in flight.
         added: for each weight, whether the graphs add its gradient to the data-parallel buffer.
     """
@@ -84,10 +85,10 @@ class LayerGraphs:
     def samples(self, copies: dict[int, Tensor]) -> list[Tensor]:
         """Return the input tensors with which a graph of the layer is recorded.
 
-        An argument that needs a gradient gets zeros. Any other argument gets a copy of the tensor
-        in the layer's first call. ``copies`` maps the ids of such tensors to their copies. All
-        layers of a slot share this mapping, because layers cache results by the identity of a
-        tensor.
+        They are zeros for an argument that needs a gradient, and a copy of the tensor in the
+        layer's first call for any other one. ``copies`` maps the id of a tensor to its copy. All
+        layers of a slot share this mapping, so that they get the same copy of a tensor, because
+        layers cache results by the identity of a tensor.
         """
         tensors = []
         for argument in self.arguments:

@@ -115,13 +115,13 @@ class Marks:
         self._held: list[Any] = []
 
     def settle(self) -> None:
-        """Update the keys of all parameters, because a router's weight has a new storage."""
+        """Recompute the keys, since a router's parameter may have been moved to a new storage."""
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 
     @torch.no_grad()
     def add(self, parameter: Tensor, method: Initialize) -> None:
-        """Register a parameter; fill it with NaN, which reveals one that is never filled."""
+        """Register a parameter and fill it with NaN, which shows if it never gets a value."""
         # Keep two references, so that no other parameter can reuse this memory, even after a move.
         self._waiting[_memory(parameter)] = parameter, method
         if not is_float8tensor(parameter):
@@ -129,9 +129,9 @@ class Marks:
         parameter.fill_(math.nan)
 
     def method_of(self, tensor: Tensor) -> Initialize | None:
-        """Return the method registered for a tensor, or for the parameter it is a part of.
+        """Return the method registered for a tensor, or for the parameter of which it is a part.
 
-        Return None if there is none.
+        Return None if no method is registered.
         """
         return self._waiting.get(_memory(tensor), (None, None))[1]
 
@@ -250,7 +250,7 @@ def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
     storage. The initialization method is taken from the module, which still has it.
 
     Returns:
-        The parameter and its plain tensor, by the id of the parameter.
+        By the id of each such parameter, a pair: the parameter and the plain tensor.
     """
     staged: Staged = {}
     for module in chunk.modules():
@@ -348,8 +348,9 @@ def _can_reset(module: torch.nn.Module) -> bool:
 def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:
     """Initialize a float32 copy of the module on the CPU, and copy the values to the module.
 
-    A parameter whose version counter is not that of a freshly initialized copy keeps its values:
-    the user's own code has then written to it after ``reset_parameters``.
+    Parameters that the user's code has written to after ``reset_parameters`` keep their values.
+    They are recognized by their version counter, which differs from that of a freshly initialized
+    copy.
     """
     fresh = copy.copy(module)
     fresh._parameters = {

@@ -78,18 +78,22 @@ class PackedTokens:
         return lengths.cumsum(0) - 1
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value under ``key``; the first call in a pass computes it by ``make``."""
+        """Return the value cached under ``key``; ``make`` computes it once in a pass."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]  # type: ignore[no-any-return]
 
     def slots(self) -> Tensor:
-        """Return the slots of the sequences with a single new token, ``[singles]``."""
+        """Return the cache slots of the sequences with one new token, as an index ``[singles]``."""
         slots = [segment.slot for segment in self.segments[: self.singles]]
         return torch.tensor(slots, device=self.device)
 
     def places(self) -> Tensor | slice:
-        """Return the slots of the sequences with a single new token; adjacent ones as a slice."""
+        """Return the cache slots of the sequences with one new token, as an index of the cache.
+
+        This is a slice if the slots are adjacent and in order, so that the cache is not copied;
+        otherwise it is the tensor of `slots`.
+        """
         slots = [segment.slot for segment in self.segments[: self.singles]]
         if slots == list(range(slots[0], slots[0] + len(slots))):
             return slice(slots[0], slots[0] + len(slots))
@@ -211,8 +215,9 @@ class KeyValueCache:
     def token_angles(self, module: Any, _arguments: Any, output: Any) -> Any:
         """Return the rotary angles ``[T, 1, k, d]`` of the tokens of this pass.
 
-        This is a forward hook of a rotary embedding. ``output`` has the angles of all positions,
-        maybe in a tuple whose other elements are kept.
+        k is 2 if layers with a window have their own angles, else 1. This is a forward hook of a
+        rotary embedding. ``output`` holds the angles of all positions. If it is a tuple, the angles
+        are its first element, and the others are returned unchanged.
         """
         angles, *rest = output if isinstance(output, tuple) else (output,)
         # All layers of a pass share this tensor, and the tables computed from it.
@@ -222,8 +227,8 @@ class KeyValueCache:
     def _angles(self, module: Any, angles: Tensor) -> Tensor:
         """Select the angles of this pass's tokens, by position, from the angles of all positions.
 
-        LongRoPE has other angles for short sequences; each token gets those for its sequence's
-        length.
+        LongRoPE has separate angles for short sequences. Each token gets the angles for the length
+        of its sequence, including the new tokens.
         """
         tokens = self.tokens
         short = getattr(module, "short_length", None)

@@ -157,7 +157,7 @@ class _ParallelLinear:
 
     @property
     def overwrites(self) -> bool:
-        """Return whether the weight's first gradient in a step overwrites the last step's."""
+        """Return whether a step's first weight gradient overwrites that of the last step."""
         return getattr(self.config, "adds_in_place", False)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -313,10 +313,10 @@ class _Rows(torch.autograd.Function):
 
 
 class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[misc]
-    """megatron-core's word embedding; its gradient may be added to the gradient buffer directly.
+    """megatron-core's word embedding, multiplied by the config's ``embedding_multiplier``.
 
-    This is so if ``adds_in_place`` of the TransformerConfig is set. The embeddings are multiplied
-    by the config's ``embedding_multiplier``.
+    If ``adds_in_place`` of the TransformerConfig is set, the backward pass adds the gradient of the
+    weight directly to the gradient buffer.
     """
 
     config: Any = None

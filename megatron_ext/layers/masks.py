@@ -61,13 +61,13 @@ class NewestMask:
 
     @contextmanager
     def kept_for_graphs(self, kept: dict[Any, Any]) -> Iterator[None]:
-        """Inside the block, store the masks' values that a chunk's CUDA graphs need in ``kept``.
+        """Inside the block, store in ``kept`` what is computed from masks for CUDA graphs.
 
-        ``kept`` must live as long as the graphs, which read the values at fixed addresses. Values
-        that depend only on positions are computed before the capture. Values that depend on a mask
-        are computed by the graph of the first layer that needs them; the graphs of later layers
-        read them. So the layers of a chunk must be replayed in order, and all of them or none. This
-        holds because all layers get the same mask.
+        ``kept`` must live as long as the graphs of the model chunk, which read the values at fixed
+        addresses. Values that depend only on positions are computed before the capture. Values that
+        depend on a mask are computed by the graph of the first layer that needs them, and read by
+        the graphs of later layers. So the layers of a chunk must be replayed in order, and all of
+        them or none. This holds because all layers get the same mask.
         """
         self._of_graphs = kept
         try:
@@ -76,9 +76,10 @@ class NewestMask:
             self._of_graphs = None
 
     def find(self, mask: Tensor, purpose: Any, make: Callable[[], T]) -> T:
-        """Return the result of ``make`` for a mask (or a view of it) and a purpose, cached.
+        """Return the result of ``make`` for a mask, cached under the mask and ``purpose``.
 
-        Inside the capture of a CUDA graph, a value made outside is not reused.
+        ``mask`` may be a view of the mask; each view has its own results. While a CUDA graph is
+        being captured, results that were computed outside the capture are not reused.
         """
         version = 0 if mask.is_inference() else mask._version
         key = (mask.untyped_storage()._cdata, version, mask.device)

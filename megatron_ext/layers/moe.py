@@ -63,7 +63,10 @@ class GroupRanking:
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Top-k router that runs without Transformer Engine and scales losses alike in all layouts."""
+    """Top-k router that runs without Transformer Engine.
+
+    Auxiliary losses have the same scale in all parallel layouts.
+    """
 
     def __init__(self, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any) -> None:
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
@@ -117,7 +120,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         *_groups: ProcessGroup,
         **_counts: Any,
     ) -> Tensor:
-        """Attach the load-balancing loss to ``activation`` and return it; log the loss.
+        """Log the load-balancing loss, and return ``activation`` with the loss attached.
 
         ``aux_loss`` includes the factor ``aux_loss_coeff``; the logged value does not.
         """
@@ -190,7 +193,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     @contextmanager
     def _gathered_already(self) -> Iterator[None]:
-        """Inside the block, keep megatron-core from communicating between parts of an expert."""
+        """Inside the block, keep megatron-core from gathering over ranks that share an expert."""
         size, self.tp_size = self.tp_size, 1
         try:
             yield
@@ -201,7 +204,8 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     def _sorted_already(self) -> Iterator[None]:
         """Inside the block, keep megatron-core from sorting tokens if one rank holds all experts.
 
-        They are sorted already, and megatron-core would only copy them into the same order.
+        The tokens are then sorted already, and megatron-core would only copy them in the same
+        order.
         """
         count = self.num_local_experts
         if self.tp_size * self.ep_size == 1 and not self.drop_and_pad:

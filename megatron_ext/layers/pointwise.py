@@ -126,15 +126,16 @@ def norm_gradients(
     inverse: Tensor,
     mean: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of a norm from saved statistics.
+    """Return the gradients of a norm, computed from saved statistics.
 
     ``plan`` is the number of outputs (1) and the positions of the arguments that need a gradient: 0
     for x, 1 for the weight, 2 for the bias.
 
     Let n = (x - mean) * inverse be the normalized input and g its gradient. The gradient of x is
-    ``inverse * (g - n mean(g n) - mean(g))``; RMSNorm has no ``mean(g)``. The gradient of the
-    weight is ``sum(y_gradient n)`` over the tokens that share it. It depends on no other sum, so a
-    single kernel may compute all gradients.
+    ``residual_gradient + inverse * (g - n mean(g n) - mean(g))``, where ``residual_gradient`` is
+    the gradient of x from the residual connection; RMSNorm has no ``mean(g)``. The gradient of the
+    weight is ``sum(y_gradient n)`` over the tokens that share it. This sum does not depend on the
+    other sums, so a single kernel may compute all gradients.
     """
     _, indices = plan
     dtype = inverse.dtype
@@ -210,7 +211,7 @@ NO_LIMITS: Limits = (None, 0.0)
 
 
 def limits_of(transformer_config: TransformerConfig) -> Limits:
-    """Return a configuration's ``limit`` and ``offset``, as `activated` takes them."""
+    """Return the arguments ``limit`` and ``offset`` of `activated` for a configuration."""
     config = transformer_config
     return config.activation_func_clamp_value, config.glu_linear_offset
 
@@ -227,11 +228,16 @@ def activated(
 ) -> Tensor:
     """Apply bias, activation and gate between the two matrices of an MLP.
 
-    Return ``[s, b, f]`` or ``[tokens, f]``, where f is the width of the second matrix's input. With
-    ``gated`` the last dimension of ``x`` is ``2 f``: the activated first half is multiplied by the
-    second half (arXiv:2002.05202). ``scale`` ``[tokens, 1]`` multiplies the result of an expert.
-    gpt-oss clamps the first half to at most ``limit`` and the second to at most ``limit`` in
-    magnitude, and adds ``offset`` to the second.
+    Return ``[s, b, f]`` or ``[tokens, f]``, where f is the width of the second matrix's input.
+
+    Args:
+        scale: factor ``[tokens, 1]`` of an expert's result; None in a dense MLP.
+        activation: a key of `ACTIVATIONS`.
+        gated: whether the last dimension of ``x`` is ``2 f``; if so, the activated first half is
+            multiplied by the second half (arXiv:2002.05202).
+        limit: greatest value of the first half and greatest magnitude of the second, which are
+            clamped before the activation, as in gpt-oss; None clamps nothing.
+        offset: number that is added to the second half, 1 in gpt-oss.
     """
     function: Any = ACTIVATIONS[activation]
     if bias is not None:

@@ -129,8 +129,9 @@ def yarn_scaling(
 ) -> RopeScaling:
     """Return YaRN's scaling with megatron-core's factor of cosines and sines.
 
-    If ``mscale`` and ``mscale_all_dim`` are given, the factor is the ratio of their magnitudes
-    (`yarn_magnitude`). transformers takes this ratio only if neither is 0.
+    If both ``mscale`` and ``mscale_all_dim`` are given, this factor is `yarn_magnitude` with
+    ``mscale``, divided by `yarn_magnitude` with ``mscale_all_dim``; otherwise it is YaRN's default
+    (`RopeScaling.magnitude`). transformers uses the quotient only if neither is 0.
     """
     magnitude = None
     if mscale is not None and mscale_all_dim is not None:

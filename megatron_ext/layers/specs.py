@@ -88,9 +88,9 @@ class BiasedSpecProvider(TorchSpecProvider):
 
 
 def _has_own_bias(transformer_config: TransformerConfig, name: str) -> bool:
-    """Return whether a part of each layer has a bias although the layers in general have none.
+    """Return whether a part of each layer has a bias although other linear layers have none.
 
-    ``name`` is the field that says so, such as ``mlp_bias``.
+    ``name`` is the field of the configuration that requests it: ``proj_bias`` or ``mlp_bias``.
     """
     return not transformer_config.add_bias_linear and getattr(transformer_config, name, False)
 
@@ -129,10 +129,10 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
 
 
 def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
-    """Return the spec of a layer's attention, and a mapping of names in sharded checkpoints.
+    """Return the spec of a layer's attention, and a mapping of prefixes of parameter names.
 
-    The mapping replaces the beginnings of the names of norms' parameters by the beginnings under
-    which checkpoints store them.
+    The mapping translates the prefixes of the norms' parameters in the model to their prefixes in
+    sharded checkpoints.
     """
     causal = {"attn_mask_type": AttnMaskType.causal}
     qk_norm: Any = Norm if transformer_config.qk_layernorm else IdentityOp

@@ -8,10 +8,10 @@ import torch
 def specialize(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
     """Change the class of a module to ``kind``, a subclass that adds no state.
 
-    This is for classes that megatron-core's constructors fix: those of the embedding, the decoder
-    and the output head, and of MLPs and experts, which would get no process groups if a layer spec
-    named a class of ours. Building a second module to replace the first would draw other initial
-    weights.
+    This serves modules whose class cannot be chosen in a layer spec. megatron-core's constructors
+    fix the classes of the embedding, the decoder and the output head. MLPs and experts would get no
+    process groups if the spec named a class of ours. A second module in place of the first would
+    draw other initial weights.
 
     Raises:
         TypeError: ``kind`` is no subclass of the module's class.

@@ -118,10 +118,10 @@ def xavier_uniform(tensor: torch.Tensor) -> torch.Tensor:
 def build_transformer_config(config: RunConfig) -> TransformerConfig:
     """Translate a run's configuration for megatron-core.
 
-    Two options work around faults of megatron-core's interleaved schedule, which our own runtime
-    does not have. With two stages, both neighbours are the same peer, and batched messages would be
-    swapped; so messages are not batched. Stage outputs would be freed while they are being sent; so
-    they are not deallocated.
+    Two options are off for megatron-core's interleaved schedule, which has two faults that our own
+    pipeline runtime does not have. Messages are not batched: with two stages both neighbours are
+    the same rank, and batched messages would be swapped. Stage outputs are not deallocated: they
+    would be freed while they are being sent.
     """
     fields: dict[str, Any] = dict(transformer_fields(config))
     model = config.model

@@ -345,7 +345,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 mlp.token_dispatcher.set_shared_experts(mlp.shared_experts)
 
     def _normalize_outputs(self) -> None:
-        """Add norms for the outputs of attention and MLP, as far as the layer has these two."""
+        """Add a norm to the output of attention and to that of the MLP, if the layer has them."""
         size = self.config.hidden_size
         epsilon = self.config.layernorm_epsilon
         if not isinstance(self.self_attention, IdentityOp):

@@ -81,9 +81,10 @@ def _computes(
 ) -> bool:
     """Return whether ``compute``, called with matrices of ones, fills the output with ``value``.
 
-    ``compute`` gets a float32 matrix of ones to add to, a 16-bit matrix of ones to multiply, and
-    the keyword arguments that make the float32 matrix the output. If it raises an error, on a CPU,
-    and for float32 as ``dtype``, the answer is False.
+    ``compute`` gets a float32 matrix of ones to add to, a matrix of ones in ``dtype`` to multiply,
+    and the keyword arguments that make the float32 matrix the output. The answer is False if
+    ``compute`` raises an error. It is also False on a CPU or if ``dtype`` is float32, where nothing
+    is called.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False
@@ -191,9 +192,10 @@ def takes_overwrite(weight: Tensor) -> bool:
 
 
 def add_weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Add ``gradient^T inputs`` to ``weight.main_grad``; overwrite it if it holds an old gradient.
+    """Add ``gradient^T inputs`` to ``weight.main_grad``.
 
-    Shapes are as in `add_product`.
+    If ``main_grad`` still holds the last step's gradient, it is overwritten instead. Shapes are as
+    in `add_product`.
     """
     total = writable(weight.main_grad)  # type: ignore[attr-defined]
     add_product(total, gradient, inputs, overwrite=takes_overwrite(weight))

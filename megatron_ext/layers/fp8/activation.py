@@ -32,10 +32,11 @@ class Activation:
     first layer's output: ``[m, f]`` for m tokens, or ``[m, 2 f]`` with a gate.
 
     Attributes:
-        name, gated: the activation, and whether it has a gate.
+        name: name of the activation function, a key of `pointwise.ACTIVATIONS`.
+        gated: whether the activation has a gate.
         before: scaling of the first layer.
-        columns: whether the first layer's weight needs a gradient, and so the transpose of its
-            output's 8-bit gradient.
+        columns: whether the 8-bit gradient of ``wide`` is also computed in transposed form, which
+            the first layer needs for its weight gradient.
     """
 
     name: str
@@ -44,15 +45,19 @@ class Activation:
     columns: bool
 
     def cast(self, wide: Tensor, after: DelayedScaling, *, columns: bool) -> Pair:
-        """Return the activation ``[m, f]`` in 8 bits; with ``columns`` also its transpose."""
+        """Return the activation ``[m, f]`` in 8 bits; with ``columns`` also its transpose.
+
+        ``after`` is the scaling of the second layer, whose input the result is.
+        """
         kernels: Any = kernels_for(wide)
         function = partial(kernels.activated, wide, self.name, self.gated)
         return after.pair_by(function, Role.INPUT, columns=columns)
 
     def hand_over(self, gradient: Tensor, wide: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Compute the 8-bit gradient of the activation's input, and leave it for the first layer.
+        """Compute the 8-bit gradient of the activation's input, and store it for the first layer.
 
-        Return the placeholder that autograd passes to the first layer instead.
+        It is stored in ``before.handed``, because autograd cannot pass it on. Return the
+        placeholder that autograd passes to the first layer instead.
 
         Args:
             gradient: gradient of the activation's output.
@@ -73,10 +78,11 @@ class Activation:
 def joined(first: Any, second: Any, wide: Tensor, name: str, gated: bool) -> Iterator[bool]:
     """Inside the block, let the second layer of an MLP compute the activation, if possible.
 
-    Yield True if it is possible. The caller must then call ``second`` with ``wide``, the output of
-    the layer ``first``; if it is not possible, with the activation of ``wide``. It is possible on a
-    GPU with Triton if both layers know their scales in advance, compute weight gradients in 8 bits
-    and have no adapter, and ``first`` has no bias.
+    Yield whether it is possible. If so, the caller must call ``second`` with ``wide``, the output
+    of the layer ``first``. If not, the caller must apply the activation to ``wide`` itself, and
+    call ``second`` with the result. It is possible on a GPU with Triton if both layers know their
+    scales in advance, compute weight gradients in 8 bits and have no adapter, and ``first`` has no
+    bias.
     """
     scalings = [getattr(layer, "fp8", None) for layer in (first, second)]
     possible = (

@@ -156,8 +156,8 @@ def _given(compute: Callable[..., Tensor], call: LinearCall) -> Tensor | None:
 
     If ``call`` has a queue, the computation is queued, and the result is None. If the gradient is
     added to ``main_grad``, the result is a placeholder. Otherwise it is the gradient. ``compute``
-    takes a dtype and returns the gradient in it; with a matrix as second argument it writes to this
-    matrix.
+    takes a dtype and returns the gradient in this dtype; if it also gets a matrix, it writes the
+    gradient to the matrix.
     """
     weight = call.parameter
     main_grad: Tensor | None = getattr(weight, "main_grad", None) if call.in_place else None
@@ -171,11 +171,12 @@ def _given(compute: Callable[..., Tensor], call: LinearCall) -> Tensor | None:
 
 
 def _add(compute: Callable[..., Tensor], weight: Tensor, main_grad: Tensor | None) -> None:
-    """Compute a weight's gradient and add it to ``main_grad``; without one, use `accumulate`.
+    """Compute a weight's gradient and add it to ``main_grad``.
 
-    The first gradient of a step is written directly to ``main_grad``. Later ones need a separate
-    addition, since ``torch._scaled_mm`` cannot add to its output (its beta is 0). If ``main_grad``
-    is float32, no gradient is rounded to 16 bits.
+    If ``main_grad`` is None, `accumulate` adds the gradient to the weight's own ``main_grad`` or
+    ``grad``. The first gradient of a step is written directly to ``main_grad``. Later ones need a
+    separate addition, since ``torch._scaled_mm`` cannot add to its output (its beta is 0). If
+    ``main_grad`` is float32, no gradient is rounded to 16 bits.
     """
     if main_grad is None:
         accumulate(weight, compute(weight.dtype))
@@ -224,16 +225,16 @@ class AmaxHistories:
         self._pending: tuple[list[DelayedScaling], HostCopy] | None = None
 
     def marks(self) -> tuple[Any, list[bool]]:
-        """Return the part of the state that is on the host, to be restored by `set_marks`.
+        """Return the part of the state that is kept on the host; `set_marks` restores it.
 
-        It is a pending copy from the device that tells which further layers have got a complete
-        history, and for each layer, whether its history is known to be complete
-        (`DelayedScaling.has_history`).
+        The state has two parts: for each layer, whether it is known to have a complete history
+        (`DelayedScaling.has_history`); and a copy from the device, perhaps still running, that
+        tells which other layers have one by now.
         """
         return self._pending, [scaling.has_history for scaling in self.scalings]
 
     def set_marks(self, marks: tuple[Any, list[bool]]) -> None:
-        """Restore the state that `marks` returned before a step, to repeat the step."""
+        """Restore the state that `marks` returned before a step, to repeat that step."""
         self._pending, has_history = marks
         for scaling, before in zip(self.scalings, has_history, strict=True):
             scaling.has_history = before

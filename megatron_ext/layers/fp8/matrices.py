@@ -156,8 +156,9 @@ def quantize(
 ) -> Pass:
     """Cast ``[m, k]`` to 8 bits with scales computed from its largest magnitudes ``amax``.
 
-    If ``amax`` is None, compute the magnitudes: of the whole matrix with ``along`` None, of rows
-    with 1, of columns with 0.
+    If ``amax`` is None, the magnitudes are computed here: of the whole matrix if ``along`` is None,
+    of each row if it is 1, of each column if it is 0. ``layout`` selects the results: "rows" is the
+    matrix itself, "columns" its transpose, "both" is both.
     """
     amax = largest(x, along) if amax is None else amax
     scale = scale_for(amax, torch.finfo(dtype).max)
@@ -169,8 +170,9 @@ def quantize_with(
 ) -> Layouts:
     """Cast ``[m, k]`` to 8 bits with a given scale ``[]``; infinities become NaN.
 
-    If ``noted`` (float32 ``[]``) is given, it is replaced by the maximum of itself and the largest
-    magnitude of ``x``, which is NaN if ``x`` contains NaN.
+    ``layout`` selects the results: "rows" is the matrix itself, "columns" its transpose, "both" is
+    both. If ``noted`` (float32 ``[]``) is given, it is replaced by the maximum of itself and the
+    largest magnitude of ``x``, which is NaN if ``x`` contains NaN.
     """
     if noted is not None:
         noted.copy_(torch.maximum(noted, largest(x)))

@@ -31,13 +31,16 @@ class Role(IntEnum):
 
 
 class Parts:
-    """The groups of ranks that hold parts of a tensor, row or column, and must agree on its scale.
+    """The groups of ranks that must agree on a scale, because each holds a part of what is scaled.
+
+    A scale belongs to a whole tensor of a layer, or to one of its rows or columns.
 
     Args:
         cuts_input: whether the layer is row-parallel and shards its input features; other layers
             shard their output features.
         cuts_sequence: whether sequence parallelism shards the tokens of the input.
-        varies: whether the number of tokens changes from one matrix product to the next.
+        varies: whether the layer gets a different number of tokens in each call; if so, its kernels
+            are not compiled anew for each number.
     """
 
     may_idle: ClassVar[bool] = False
@@ -142,7 +145,10 @@ HISTORY = ".fp8.amax_history"
 
 
 def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the maximum of ``amax`` over a group, with NaN as inf; ``amax`` without a group."""
+    """Return the maximum of ``amax`` over the group; without a group, return ``amax`` unchanged.
+
+    With a group NaN counts as infinity, because collectives do not define comparisons with NaN.
+    """
     if group is None:
         return amax
     # Collectives do not define the comparison of NaN.
@@ -173,8 +179,9 @@ class Scaling(torch.nn.Module):
         kept_weight: the 8-bit weight to reuse; None before its first use.
         activation: the `fp8.activation.Activation` that the layer applies to its argument before
             its own matrix product; None if the layer multiplies its argument directly.
-        handed: set by the next layer in the backward pass: the placeholder that autograd passes,
-            and the gradient of this layer's output in 8 bits. None if autograd passes the gradient.
+        handed: the gradient of this layer's output in 8 bits, if the next layer computes it in the
+            backward pass, together with the placeholder that autograd passes instead of it. None if
+            autograd passes the gradient itself.
     """
 
     activation: Any = None
@@ -194,12 +201,14 @@ class Scaling(torch.nn.Module):
         return _pair(*self._quantize(x, role, "both" if columns else "rows"))
 
     def gradient(self, x: Tensor, *, columns: bool) -> Pair:
-        """Return the output's gradient ``[m, k]`` in 8 bits, cast here or by the next layer.
+        """Return the gradient ``[m, k]`` of the layer's output in 8 bits.
 
-        If the next layer has handed over an 8-bit gradient, ``x`` is only its placeholder.
+        ``x`` is the gradient that autograd passes, and is cast here. But if the next layer has
+        already computed the gradient in 8 bits (`handed`), ``x`` must be the placeholder for it.
 
         Raises:
-            RuntimeError: a gradient was handed over, but ``x`` is not its placeholder.
+            RuntimeError: the next layer has computed the gradient, but ``x`` is not its
+                placeholder.
         """
         handed, self.handed = self.handed, None
         if handed is None:
@@ -226,10 +235,10 @@ class Scaling(torch.nn.Module):
         return Quantized(turned, scale)
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return ``[m, k]`` in 8 bits such that its transpose fits a product that sums over m.
+        """Return a matrix ``[m, k]`` in 8 bits whose transpose serves products that sum over m.
 
         ``rows`` is the result of `Scaling.rows` for the same ``x``. With one scale for the whole
-        tensor the transpose of ``rows`` fits such a product too, so ``rows`` itself is returned.
+        tensor, the transpose of ``rows`` serves them too, so ``rows`` itself is returned.
         """
         return rows
 
@@ -288,20 +297,20 @@ class DelayedScaling(Scaling):
     """One scale for each tensor, computed from earlier steps (``--fp8-recipe delayed``).
 
     The scales are fixed during a step; `AmaxHistories` updates them after it. A tensor may have no
-    history: in the first step, or if it has always been zero or not finite. It is then scaled by
+    history: in the first step, or if it has always been zero or not finite. Then it is scaled by
     its own largest magnitude, since Transformer Engine's scale of 1 would lose small gradients.
 
     Attributes:
         amax_history: largest magnitudes by step and `Role`, ``[steps, 3]`` float32, the latest
             first; zero for missing steps. Only this attribute is saved in checkpoints.
-        scale: scales computed from the history, ``[3]``.
-        inverse: their reciprocals, ``[3]``.
+        scale: scales computed from the history, one for each `Role`, ``[3]``.
+        inverse: reciprocals of the scales, ``[3]``.
         amax: largest magnitudes of the current step on this rank, ``[3]``.
-        has_history: whether all three tensors are known to have a history; kept on the host. If so,
-            a tensor is cast without a pass that first finds its largest magnitude. A value that is
-            not finite then becomes NaN, so that the step is skipped.
-        limits: the largest numbers of the three formats, ``[3]``; kept on the device, because
-            copying them there would make the host wait in each step.
+        has_history: whether all three tensors are known to have a history; a Python bool. If so, a
+            tensor is cast without a pass that first finds its largest magnitude, and a value that
+            is not finite becomes NaN, so that the step is skipped.
+        limits: the largest numbers of the 8-bit formats of the three tensors, ``[3]``. They are
+            kept on the device, because copying them there would make the host wait in each step.
     """
 
     amax_history: Tensor
