@@ -223,7 +223,7 @@ def _write_common(
     metadata: Metadata,
     results: list[tuple[Any, Files]],
 ) -> Files:
-    """Write the files that belong to no single rank; return size and checksum of all ranks' files.
+    """Write the files that belong to no single rank; return size and checksum of all files.
 
     Args:
         job: the job of rank 0.

@@ -76,10 +76,11 @@ def remember_size(path: str | os.PathLike[str], size: int) -> None:
 
 
 def cut_file(number: int | None = None) -> DataError | None:
-    """Return an error if a file that this process maps has been truncated since; None if none has.
+    """Return an error if a file that this process maps has been truncated; None if all are whole.
 
-    Reading beyond the new end need not raise SIGBUS: up to the end of its last page, a truncated
-    file reads as zeros. A file whose name now belongs to another file stays whole in memory.
+    This finds truncations that raise no SIGBUS: up to the end of its last page, a truncated file
+    reads as zeros. A file that was replaced by another one of the same name is not reported, since
+    the old content stays readable.
 
     Args:
         number: check only file ``number`` modulo the number of files, so that successive numbers
@@ -104,8 +105,8 @@ def cut_in_use(path: str | os.PathLike[str], size: int, had: int | str) -> str:
     """Return the error message for a file that was truncated while a run used it.
 
     Args:
-        size: its size in bytes now.
-        had: its size when it was opened, or a text such as "more than 4096".
+        size: present size of the file in bytes.
+        had: size in bytes when the file was opened, or a text such as "more than 4096".
     """
     return (
         f"{os.fspath(path)} was cut while it was in use: it has {size} bytes, but had {had} when "
@@ -140,7 +141,10 @@ def _mapped_at(address: int) -> _Mapped | None:
 
 
 def _fault_at(mapped: _Mapped, address: int) -> MegatronExtError:
-    """Return the error for a mapped file whose page at an address is missing."""
+    """Return the error for a mapped file whose content at ``address`` cannot be provided.
+
+    The file has been truncated, its in-memory file system is full, or its disk does not answer.
+    """
     path = mapped.path.removesuffix(_DELETED)
     place = mapped.offset + address - mapped.begin
     in_memory = path.startswith((SHARED_MEMORY, "/memfd:"))
@@ -195,7 +199,7 @@ def _on_bus_error(_number: int, information: int, _context: int) -> None:
 
 
 def _put_zeros(address: int, mapped: _Mapped) -> bool:
-    """Map zeros over a mapped file, from an address to the end of the mapping.
+    """Map zeros in place of a file, from the page of ``address`` to the end of the mapping.
 
     Return whether that worked.
     """
@@ -256,9 +260,10 @@ def tell_bus_errors() -> None:
 
 
 def worker_setup() -> Callable[[int], None]:
-    """Return a DataLoader's ``worker_init_fn``: workers end with this process and name bad files.
+    """Return a function that a DataLoader can call in each worker process as ``worker_init_fn``.
 
-    A bus error in a worker becomes an error that names the file; torch would blame shared memory.
+    It makes the worker exit with this process. It also turns a bus error in the worker into an
+    error that names the file; torch would blame shared memory.
     """
     return partial(_set_up_worker, loader_ends_with_parent())
 

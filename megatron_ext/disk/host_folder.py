@@ -53,9 +53,9 @@ def generation() -> int:
 
 
 def is_asked_to_resize() -> bool:
-    """Return whether the launcher has asked the ranks to save and exit.
+    """Return whether the launcher has asked the ranks to save a checkpoint and exit.
 
-    It asks for this to restart the run with another number of ranks.
+    The launcher then restarts the run with another number of ranks.
     """
     folder = host_folder()
     return folder is not None and (folder / RESIZE).exists()
@@ -87,15 +87,19 @@ def ticks_at_start(pid: int) -> int | None:
 
 @contextmanager
 def shared_host_folder(save: str | None = None) -> Iterator[Path | None]:
-    """Create or join the host folder of this run, and put its path into the environment.
+    """Yield the host folder of this run, and name it in the environment, for child processes.
 
-    A rank that torchrun has started uses the folder of its agent; any other process creates a new
-    one, unless the environment names one already. Snapshots that killed runs with the same save
-    folder (``save``) left on this machine are moved into it. If no folder can be created, print a
-    note and yield None.
+    If the environment names a folder already, use it. Otherwise a rank that torchrun has started
+    creates or opens the folder of its agent, and any other process creates a new one. If no folder
+    can be created, print a note and yield None.
 
-    At the end, a process that created its own folder removes it. The folder of an agent is removed
-    by local rank 0, but only if that rank raises no error, since torchrun may restart the ranks.
+    At the end, a process that created a new folder removes it. Local rank 0 removes the folder of
+    an agent, unless this rank raises an error: then torchrun may restart the ranks, which need the
+    folder.
+
+    Args:
+        save: the run's save folder. Snapshots that killed runs with the same save folder left on
+            this machine are moved into the host folder. None moves nothing.
     """
     if host_folder() is not None:
         _take_over(host_folder(), save)
@@ -123,9 +127,9 @@ def shared_host_folder(save: str | None = None) -> Iterator[Path | None]:
 def _sockets_in(folder: Path) -> Iterator[None]:
     """Within the context, let multiprocessing put its temporary files into ``folder``.
 
-    A DataLoader worker passes tensors through a socket in a temporary folder, which it removes when
-    it exits. A worker that is killed because its rank has ended leaves it behind; here it
-    disappears with ``folder``.
+    A DataLoader worker passes tensors through a socket in a temporary folder, which multiprocessing
+    removes when the worker exits. A worker that is killed leaves its socket behind, which is then
+    removed together with ``folder``.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is not None:
@@ -146,10 +150,10 @@ def _sockets_in(folder: Path) -> Iterator[None]:
 
 
 def _name_of_agent(agent: int) -> str:
-    """Return a name for the torchrun agent with the process id ``agent``.
+    """Return a unique name for the torchrun agent with the process id ``agent``.
 
-    It contains the agent's start time, because containers reuse process ids and may share one
-    ``/dev/shm``: a later process with the same id gets another name.
+    It includes the agent's start time. Process ids alone are not unique: they are reused, and
+    containers with process ids of their own may share one ``/dev/shm``.
     """
     return f"{agent}_{ticks_at_start(agent)}{_OF_AGENT}"
 
@@ -157,8 +161,8 @@ def _name_of_agent(agent: int) -> str:
 def leave_host_folder() -> None:
     """Remove the host folder after this rank has failed, unless torchrun will restart the ranks.
 
-    This concerns only a folder that the ranks made for their torchrun agent. An agent of
-    `train.torchrun` creates its folder itself, and also removes it.
+    Only a folder that ranks created for torchrun's own agent is removed. An agent of
+    `train.torchrun` creates and removes the folder itself.
     """
     folder = host_folder()
     used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -178,7 +182,10 @@ def leave_exit_code(code: int) -> None:
 
 
 def exit_codes_left(folder: Path) -> list[int]:
-    """Return the exit codes that ranks have left in ``folder`` after their newest restart."""
+    """Return the exit codes that ranks have written to ``folder`` since the newest restart.
+
+    Codes from before that restart are left out.
+    """
     left = [path.read_text(encoding="utf-8").split() for path in folder.glob(f"{_LEFT}*")]
     pairs = [(int(words[0]), int(words[1])) for words in left if len(words) == 2]
     newest = max((number for number, _ in pairs), default=0)
@@ -217,11 +224,11 @@ def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
 
 
 def _take_over(folder: Path | None, save: str | None) -> None:
-    """Move the snapshots of killed runs with the same save folder to ``folder``.
+    """Move the snapshots of killed runs with the save folder ``save`` to ``folder``.
 
-    The newest snapshots are moved first, and the folders of the killed runs are removed. Later,
-    `checkpoint.resume` finds out which snapshots are whole. The first rank of a machine does this,
-    before the ranks synchronize.
+    If several runs have left snapshots of a kind, the newest are moved. Then the folders of the
+    killed runs are removed. Whether the snapshots are whole is not checked here, but in
+    `checkpoint.resume`. Only local rank 0 does this, before the ranks synchronize.
     """
     if folder is None or save is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -252,9 +259,10 @@ def _newest_change(folder: Path) -> float:
 
 @contextmanager
 def _unused(folder: Path) -> Iterator[None]:
-    """Within the context, lock a folder; raise an OSError if a living process uses it.
+    """Within the context, hold an exclusive lock on a host folder.
 
-    The ranks of a run that was just killed may take a moment to exit.
+    Wait a moment for a lock that another process holds, since ranks of a run that was just killed
+    may not have exited yet. Raise an OSError if the lock is still held then.
     """
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
     patience = time.monotonic() + _SECONDS_FOR_DYING_RANKS
@@ -280,9 +288,10 @@ def _is_of_living_agent(folder: Path) -> bool:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise an OSError if users other than this one can open the folder.
+    """Raise an OSError unless a folder belongs to this user, and only this user can open it.
 
-    Others can guess its name, and so could create it first; but files in it are unpickled.
+    Another user could guess the folder's name and create it first. Its files are unpickled, so such
+    a user could run code in this process.
     """
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:

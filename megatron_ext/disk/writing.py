@@ -178,14 +178,14 @@ def is_regular(path: StrPath) -> bool:
 
 
 def lock_path(path: StrPath) -> str:
-    """Make ``path`` safe as the lock file of filelock, and return it.
+    """Make ``path`` safe to use as a lock file of filelock, and return it.
 
-    filelock would empty the target of a link, so a link or pipe at the path is removed. A file with
-    several names (hard links), as in a folder copied by ``cp -al``, is removed too.
+    filelock would empty the target of a link, so a link or pipe at the path is removed. So is a
+    file with several names (hard links), as in a folder copied by ``cp -al``.
 
     Raises:
-        BlockingIOError: a running process has locked a file with several names. Removing this name
-            would hide its lock from a second run.
+        BlockingIOError: the file has several names, and a running process has locked it. It is not
+            removed, because a new file of this name would not be locked.
     """
     if os.path.lexists(path):
         if not is_regular(path):
@@ -232,9 +232,12 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def write_error(flag: str, given: str, *, is_file: bool = False) -> str | None:
-    """Return why the folder or file given by ``flag`` cannot be written; None if it can.
+    """Return a sentence that says why the path given by ``flag`` cannot be written; None if it can.
 
-    The answer is a sentence for an error.
+    Args:
+        flag: name of the flag.
+        given: value of the flag, a path.
+        is_file: whether the path is a file; otherwise it is a folder.
     """
     reason = why_not_writable(Path(given).parent if is_file else Path(given))
     if reason is None:

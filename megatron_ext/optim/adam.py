@@ -16,8 +16,8 @@ ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
     """Create the all-zero state of torch's Adam or SGD before its first update.
 
-    Existing state is kept. `muon.Muon` is a subclass of AdamW, but its matrices get only the first
-    moment.
+    Existing state is kept. In a `muon.Muon`, which is a subclass of AdamW, weights that Muon
+    updates get no second moment.
     """
     exp_avg, exp_avg_sq = getattr(inner, "moments", (None, None))
     for group in inner.param_groups:
@@ -97,9 +97,9 @@ class Entry:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Return the dtypes and the alignment of the tensors.
+        """Return the dtypes of all tensors, followed by `aligned`.
 
-        Parameters that one kernel launch updates must agree in them.
+        One kernel launch can update only parameters of the same kind.
         """
         return (*[tensor.dtype for tensor in self.tensors], self.aligned)
 
@@ -128,17 +128,18 @@ Kernel = Callable[[Sequence[Entry], Settings], None]
 class FusedAdam(CountedAdam):
     """AdamW that updates weights, moments and the model's 16-bit weights in one pass.
 
-    For each weight it reads and writes 30 bytes, or fewer with 16-bit moments. torch's fused AdamW
-    and a separate copy to the 16-bit weight need 38, because torch also writes back the scaled
-    gradient. All weights of a parameter group are updated together and share one step count.
+    An update reads and writes 30 bytes of memory per weight, or fewer with 16-bit moments. torch's
+    fused AdamW with a separate copy to the 16-bit weight needs 38, because torch also writes back
+    the scaled gradient. All weights of a parameter group are updated together and share one step
+    count.
 
     Args:
         moments: dtypes of ``exp_avg`` and ``exp_avg_sq``.
-        make_kernel: makes the function that updates a parameter group. Without it torch updates the
+        make_kernel: makes the function that updates a parameter group. If None, torch updates the
             weights, and megatron-core writes the 16-bit weights.
 
     Attributes:
-        copies: the model's 16-bit weight for each float32 weight.
+        copies: maps each float32 weight to the model's 16-bit weight.
         found_inf: float32 ``[]``, 1 to skip the update, else 0; None means 0.
         grad_scale: float32 ``[]``, the divisor of the gradients; None means 1.
     """

@@ -83,11 +83,11 @@ def take_torchs_adam(
     make_kernel: Callable[[], Kernel] | None,
     kind: type[FusedAdam] = FusedAdam,
 ) -> None:
-    """Replace the Adam of each optimizer in a chain by ``kind``; call this before the first update.
+    """Replace each Adam in a chain of optimizers by ``kind``; call this before the first update.
 
-    A torch Adam stays if it can do all that is asked: float32 moments, no kernel, and no subclass
-    of `FusedAdam`. Any other Adam is replaced, since only torch's and ours can let the device
-    itself skip an update.
+    An Adam of torch stays if no more is needed, that is with float32 moments, without a kernel, and
+    if ``kind`` is `FusedAdam` itself. Other Adams, such as apex's, are always replaced, since they
+    cannot let the device decide to skip an update.
 
     Args:
         moments: dtypes of Adam's two moments, see `FusedAdam`.
@@ -151,7 +151,11 @@ def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
 
 
 def _model_weights(part: Any) -> dict[Tensor, Tensor]:
-    """Return the 16-bit weight, or this rank's shard of it, for each updated float32 weight."""
+    """Map each float32 weight that an optimizer updates to the model's 16-bit weight.
+
+    With a distributed optimizer, both are this rank's shards. Weights that the model itself keeps
+    in float32 are left out.
+    """
     names = "float16_groups", "fp32_from_float16_groups"
     if isinstance(part, DistributedOptimizer):
         names = "shard_float16_groups", "shard_fp32_from_float16_groups"

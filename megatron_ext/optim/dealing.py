@@ -42,7 +42,7 @@ class Dealt:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the owner itself updates the whole weight, so it needs no other pieces."""
+        """Return whether the owner updates the whole weight, so that nothing is gathered."""
         return _length(self.pieces[self.owner]) == self.matrix.parameter.numel()
 
 
@@ -51,14 +51,18 @@ def _length(piece: slice) -> int:
 
 
 def deal(shards: Sequence[tuple[Matrix, Shard]], group: ProcessGroup | None) -> list[list[Dealt]]:
-    """Assign an owner to each matrix, and return the matrices in rounds, the same on all ranks.
+    """Assign an owner to each matrix, and divide the matrices into rounds, the same on all ranks.
 
-    A round is communicated at once. In each round a rank owns at most `ROUND` elements, or a single
-    larger matrix. All ranks call this together, with the same matrices in the same order.
+    The matrices of a round are sent to their owners together, in one collective. In each round a
+    rank owns at most `ROUND` elements, or a single larger matrix. All ranks call this together,
+    with the same matrices in the same order.
 
     Args:
         shards: each matrix with this rank's shard of it.
         group: the ranks that share the optimizer's state; None if this rank updates whole weights.
+
+    Returns:
+        The matrices of each round.
     """
     own = [(shard.start, shard.start + shard.main.numel()) for _, shard in shards]
     pieces = [own]
@@ -103,13 +107,16 @@ def _taken(queue: list[Dealt]) -> list[Dealt]:
 
 
 def gather(dealt: Sequence[Dealt], pieces: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Return, whole and flat, the matrices of a round that this rank owns.
+    """Send each rank's pieces of the matrices of a round to the owners.
 
     All ranks of ``group`` call this together.
 
     Args:
         dealt: all matrices of the round.
-        pieces: this rank's flat piece of each of them.
+        pieces: for each of them, this rank's flat piece, such as a part of the momentum.
+
+    Returns:
+        For each matrix that this rank owns, all elements as a flat tensor.
     """
     me = group.rank()
     owned = [each for each in dealt if each.owner == group.rank()]
@@ -133,12 +140,17 @@ def gather(dealt: Sequence[Dealt], pieces: Sequence[Tensor], group: ProcessGroup
 def scatter(
     dealt: Sequence[Dealt], whole: Sequence[Tensor], group: ProcessGroup, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return this rank's flat piece of each matrix of a round; the reverse of `gather`.
+    """Send the pieces of whole matrices from the owners to the ranks; the reverse of `gather`.
+
+    All ranks of ``group`` call this together.
 
     Args:
         dealt: all matrices of the round.
         whole: the flat matrices that this rank owns.
         dtype: dtype of all matrices.
+
+    Returns:
+        For each matrix of the round, this rank's flat piece.
     """
     me = group.rank()
     owned = [each for each in dealt if each.owner == group.rank()]

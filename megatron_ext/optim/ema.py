@@ -100,11 +100,13 @@ class ShardedEMA:
     def update(self, step: int, applied: Tensor | None = None, *, earlier: int = 0) -> None:
         """Update the averages with the weights after a training step.
 
+        Before the step `start`, set the averages to the weights instead.
+
         Args:
             step: number of training steps done, including this one and skipped ones.
+            applied: whether the step updated the weights, bool ``[]`` on the device of the weights.
+                If False, the averages do not change. None means True.
             earlier: number of updates since the averages equalled the weights, for `decay_after`.
-            applied: whether the step updated the weights, bool ``[]`` on their device. If False,
-                the averages do not change. None means True.
         """
         if self._swapped:
             raise RuntimeError("The averaged weights are in the model; put the others back first.")

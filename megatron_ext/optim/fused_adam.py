@@ -74,8 +74,11 @@ def adam_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Update a chunk of one parameter, unless the gradients of the step are not finite.
 
-    ``addresses`` is the table with a row for each parameter. ``chunks`` says for each program which
-    row and which chunk of that parameter it updates. ``scalars`` is `Settings.scalars`.
+    Args:
+        addresses: table with one row for each parameter: the addresses of the tensors, in the order
+            of `Entry.tensors`, and the number of elements.
+        chunks: for each program of the launch, (row of the parameter, number of the chunk).
+        scalars: `Settings.scalars`.
     """
     if tl.load(scalars) != 0.0:
         return
@@ -109,9 +112,9 @@ def adam_kernel(  # type: ignore[no-untyped-def]
 class GroupUpdate:
     """Updates a parameter group by one kernel launch per `Entry.kind`; see `optim.adam.Kernel`.
 
-    The table of addresses is sent to the device before the first update, and again whenever a
-    tensor has another address. With gradients that are summed in 16 bits and then cast, this is
-    every update. No reference to a gradient is kept.
+    The kernel finds its tensors in a table of addresses on the device. The table is sent before the
+    first update, and again if any address has changed. If gradients are summed in 16 bits and then
+    cast, they change in every update. No reference to a gradient is kept.
     """
 
     def __init__(self) -> None:
@@ -155,7 +158,7 @@ def _launches(entries: Sequence[Entry]) -> list[_Launch]:
 def _table(entries: Sequence[Entry]) -> _Launch:
     """Return the arguments of one launch, for parameters that are all of one `Entry.kind`.
 
-    The tables are copied to the device without waiting for it.
+    The table of addresses and the list of chunks are copied to the device asynchronously.
     """
     rows = []
     for entry in entries:

@@ -33,9 +33,9 @@ class Matrix:
     and values for the first group of heads, then for the second.
 
     Attributes:
-        rows: how many rows of each matrix follow each other before the next matrix has its turn,
-            such as (queries, keys, values) of a group of heads. For a single matrix, its number of
-            rows.
+        rows: for each fused matrix, the number of its consecutive rows in one turn, such as the
+            rows of (queries, keys, values) of one group of heads. A weight that is a single matrix
+            has one entry, its number of rows.
         group: tensor-parallel ranks that hold the other rows or columns; None if this rank has all.
         dim: the dimension that is divided among ``group``: 0 for rows, 1 for columns.
     """
@@ -46,16 +46,20 @@ class Matrix:
     dim: int
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Split a tensor with the weight's elements into the matrices that the weight fuses.
+        """Split ``whole`` into the matrices that the weight fuses.
 
-        The results have the shape ``[rows of the matrix, in]``.
+        Each result has the shape ``[rows of the matrix, in]``. ``whole`` has one value for each
+        element of the weight, for example its momentum.
         """
         columns = self.parameter.size(1)
         turns = whole.view(-1, sum(self.rows), columns)
         return [part.reshape(-1, columns) for part in torch.split(turns, list(self.rows), dim=1)]
 
     def joined(self, parts: list[Tensor]) -> Tensor:
-        """Return the flat weight that fuses the given matrices; the inverse of `parts`."""
+        """Join matrices as the weight fuses them, and return them as a flat tensor.
+
+        This is the inverse of `parts`.
+        """
         columns = self.parameter.size(1)
         turns = [part.reshape(-1, n, columns) for part, n in zip(parts, self.rows, strict=True)]
         return torch.cat(turns, dim=1).flatten()

@@ -33,14 +33,17 @@ from megatron_ext.optim.shards import Shard
 
 @dataclass(frozen=True)
 class Direction:
-    """Computes from the momenta of matrices the directions in which Muon moves them.
-
-    ``tp_mode`` says how tensor-parallel ranks that each hold a part of a matrix share the work.
-    "duplicated": each rank gathers and orthogonalizes the whole matrix. "distributed": each rank
-    handles its part, and the ranks sum their Gram matrices. "blockwise": each rank orthogonalizes
-    its part as if it were a whole matrix; so the update differs, and depends on the layout.
+    """Orthogonalizes and scales momenta; the results are the directions in which weights move.
 
     Attributes:
+        coefficients: those of each Newton–Schulz step.
+        scale_mode: ``--muon-scale-mode``, see `scale_of`.
+        factor: a further factor on all directions.
+        tp_mode: how tensor-parallel ranks that each hold a part of a matrix share the work.
+            "duplicated": each rank gathers and orthogonalizes the whole matrix. "distributed": each
+            rank handles its part, and the ranks sum their Gram matrices. "blockwise": each rank
+            orthogonalizes its part as if it were a whole matrix, so the update depends on the
+            layout.
         precision: the precision of float32 products on a GPU, in the words of
             `torch.set_float32_matmul_precision`; "medium" multiplies in bfloat16. A CPU always
             multiplies in float32.
@@ -70,7 +73,11 @@ class Direction:
 
     @contextmanager
     def products(self, device: torch.device) -> Iterator[None]:
-        """Within the context, give float32 products on a GPU the precision of the flags."""
+        """Within the context, set the precision of float32 matrix products on a GPU to `precision`.
+
+        Nothing is set on a CPU, or for "medium", where the matrices themselves are bfloat16
+        (`dtype`).
+        """
         before = torch.get_float32_matmul_precision()
         if device.type == "cuda" and self.precision != "medium":
             torch.set_float32_matmul_precision(self.precision)
@@ -171,7 +178,7 @@ class Muon(FusedAdam):
             self._step_together(dealt, groups)
 
     def _step_together(self, dealt: list[Dealt], groups: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Update the matrices of one round, which is communicated at once (see `deal`).
+        """Update the matrices of one round, whose pieces are communicated together (see `deal`).
 
         ``groups`` maps each updated tensor to its parameter group.
         """
@@ -192,10 +199,10 @@ class Muon(FusedAdam):
                 self._move(main, direction.view(main.shape).to(main.dtype), groups[main])
 
     def _momentum(self, main: Tensor) -> Tensor:
-        """Add the gradient to a weight's momentum; return the tensor to orthogonalize.
+        """Update the momentum of a weight with its gradient; return the tensor to orthogonalize.
 
-        That is the momentum itself, or with Nesterov's momentum its weighted mean with the
-        gradient.
+        With Nesterov's momentum, the result is a weighted mean of gradient and momentum; otherwise
+        it is the momentum. For an empty shard, return the shard.
         """
         if not main.numel():
             return main

@@ -93,10 +93,14 @@ def _sum(tensor: Tensor, group: ProcessGroup | None) -> None:
 def scale_of(mode: str, rows: int, columns: int) -> float:
     """Return the factor that multiplies an orthogonalized matrix ``[rows, columns]``.
 
-    ``mode`` is the ``--muon-scale-mode``. spectral: the scaled matrix has elements with a root mean
-    square of 1 (Liu et al. 2025, arXiv:2502.16982; they multiply by another 0.2 to match AdamW).
-    unit_rms_norm: it maps inputs of root mean square 1 to outputs of root mean square 1 (Bernstein,
-    https://jeremybernste.in/writing/deriving-muon). shape_scaling is Jordan's rule.
+    ``mode`` is the ``--muon-scale-mode``:
+
+    - spectral: sqrt(max(rows, columns)), so that the elements of the scaled matrix have a root mean
+      square of 1 (Liu et al. 2025, arXiv:2502.16982, who multiply by another 0.2 to match AdamW);
+    - unit_rms_norm: sqrt(rows / columns), so that the scaled matrix maps inputs of root mean square
+      1 to outputs of root mean square 1 (Bernstein,
+      https://jeremybernste.in/writing/deriving-muon);
+    - shape_scaling: sqrt(max(1, rows / columns)), Jordan's rule.
     """
     if mode == "spectral":
         return math.sqrt(max(rows, columns))

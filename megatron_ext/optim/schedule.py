@@ -1,9 +1,9 @@
-"""The schedule of learning rate and weight decay, and how a run with other flags continues it.
+"""The schedule of learning rate and weight decay, which a resumed run may continue with new flags.
 
-megatron-core counts a schedule in samples. It converts flags that count iterations into samples
-since the start of the run. So another batch size or number of iterations would move every phase,
-and a resumed run would jump to another rate. Here the schedule continues where it was: in the same
-phase, at the same point, with the rest of the run for the rest of the schedule.
+megatron-core counts a schedule in samples since the start of the run, even if flags give its
+lengths in iterations. So with another batch size or number of iterations, every phase would begin
+and end at other samples, and the rate of a resumed run would jump. Here the schedule stays at the
+same point of the same phase, and the rest of it is fitted to the rest of the run.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def _samples(config: RunConfig, iterations: int, consumed: int = 0) -> int:
 
 
 def samples_of_decay_left(config: RunConfig, iteration: int, consumed: int) -> int:
-    """Return the number of samples from step ``iteration`` to where the flags end the decay.
+    """Return the number of samples from step ``iteration`` to the end of the decay.
 
-    ``consumed`` is the number of samples in the steps up to ``iteration``.
+    The flags set this end. Return 0 if it has passed. ``consumed`` is the number of samples in the
+    steps up to ``iteration``.
     """
     optimizer = config.optimizer
     training = config.training
@@ -81,7 +82,14 @@ def samples_of_decay_left(config: RunConfig, iteration: int, consumed: int) -> i
 
 @dataclass
 class Place:
-    """The lengths of a schedule's phases in samples, and its current sample."""
+    """The lengths of a schedule's phases, and its current point, all in samples.
+
+    Attributes:
+        warmup: length of the warm-up.
+        decay: samples from the start of the run to the end of the decay.
+        last_phase: length of the final decay of ``--lr-decay-style WSD``; it ends with ``decay``.
+        done: samples from the start of the run to the current point.
+    """
 
     warmup: float
     decay: float
@@ -104,16 +112,21 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
     wd_incr_steps: float
 
     def state_dict(self) -> dict[str, Any]:
-        """Return megatron-core's state, and with ``--lr-decay-style WSD`` the decay's length."""
+        """Return megatron-core's state.
+
+        With ``--lr-decay-style WSD``, also return the length of the final decay.
+        """
         state: dict[str, Any] = super().state_dict()
         return {**state, WSD: self.wsd_decay_steps} if self.lr_decay_style == "WSD" else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a schedule's state; raise an AssertionError if it differs from the flags.
+        """Load a schedule's state; raise an AssertionError if its settings differ from the flags.
 
-        There is no error if a flag says which to use, or if a difference has no effect: the time
-        over which a constant weight decay grows, or the length of a decay with a constant rate.
-        With a constant rate the checkpoint's warm-up is kept, unless a flag gives another one.
+        `--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler` say which of the
+        two to use, so there is no error with them. Two differences have no effect and are accepted:
+        the length of the decay if the rate is constant, and of the growth of a constant weight
+        decay. With a constant rate the checkpoint's warm-up is kept, unless a flag gives another
+        one.
         """
         self._loaded = dict(state_dict)
         if self.lr_decay_style == state_dict.get("lr_decay_style") == "constant":
@@ -129,13 +142,17 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
     def go_on(self, config: RunConfig, iteration: int, consumed: int) -> str | None:
         """Continue the loaded schedule with the lengths that this run's flags give, without a jump.
 
-        The rate and the phase stay as they were, and the decay ends where the flags say. Return a
-        note that says so. Do nothing and return None without `--override-opt-param-scheduler`,
-        without a loaded state, or if the loaded lengths are the same.
+        The rate and the phase stay as they were, and the decay ends where the flags say. If it had
+        ended already, the rate stays at the minimum.
 
         Args:
             iteration: number of steps of the run so far.
             consumed: number of samples of these steps.
+
+        Returns:
+            A log message on this; None if nothing is done: without
+            `--override-opt-param-scheduler`, without a loaded state, or if the loaded lengths are
+            the same.
         """
         state = self._loaded
         last_phase = self.wsd_decay_steps or 0

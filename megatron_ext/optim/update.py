@@ -35,9 +35,9 @@ class UpdateResult:
     but not for work launched after it.
 
     Attributes:
-        sizes: for each optimizer in a chain, the sizes ``[n]`` of the gradients that this rank
-            contributes to the norm: the sum of squares or the norm of each. A size is not finite if
-            the gradient is not.
+        sizes: one tensor ``[n]`` for each optimizer in a chain, with a size for each of the n
+            gradients that this rank contributes to the norm. A size is the sum of squares on a CPU,
+            and the norm on a GPU; it is not finite if the gradient is not.
     """
 
     sizes: Sequence[Tensor] = ()
@@ -87,10 +87,10 @@ def update_parameters(
 
     Args:
         clip_grad: the largest allowed global norm; 0 switches clipping off.
-        gradient_scale: factor ``[]`` by which norm and update treat all gradients as multiplied,
-            without storing the products; None for 1. It needs `all_decide_on_device`.
+        gradient_scale: factor ``[]`` of all gradients; None for 1. Norm and update use the scaled
+            gradients, but these are not stored. The factor needs `all_decide_on_device`.
         approve: takes the norm and returns whether the update may be applied, bool ``[]``. It is
-            called in every step, before anything changes, so it may communicate.
+            called in every step on all ranks, before anything changes, so it may communicate.
     """
     # This unscales fp16 gradients, and says whether they overflowed.
     if optimizer.prepare_grads():
@@ -124,9 +124,10 @@ def update_parameters(
 
 
 def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """Give all optimizers of a chain the loss scale of the one whose gradients overflowed.
+    """Copy the loss scale of the optimizer whose gradients overflowed to all optimizers of a chain.
 
-    megatron-core lowers only that optimizer's scale, but scales the loss by the first one's.
+    megatron-core would lower the scale of that optimizer only, but it multiplies the loss by the
+    scale of the first optimizer.
     """
     parts = [part for part in parts_of(optimizer) if getattr(part, "grad_scaler", None)]
     scales = [p.grad_scaler.state_dict() for p in parts if p.found_inf.item() > 0]
@@ -135,7 +136,7 @@ def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 def decides_on_device(optimizer: MegatronOptimizer) -> bool:
-    """Return whether the device itself decides to skip an update, as with torch's fused Adam."""
+    """Return whether the device, not the host, decides to skip an update, as with a fused Adam."""
     return all(
         isinstance(part.optimizer, ADAMS)
         and all(group["fused"] for group in part.optimizer.param_groups)
@@ -209,12 +210,13 @@ def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
 def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = None) -> Tensor:
     """Return the L2 norm of all gradients, float64 ``[]``; all ranks call this together.
 
-    Each gradient counts once, even if several ranks hold a copy. The ranks' sums of squares are
-    added in double precision. The norm is also not finite if only a copy that does not count is
-    damaged, such as the gradient of a norm layer's weight on one tensor-parallel rank.
+    Each gradient counts once, even if several ranks hold a copy, such as those of norm layers under
+    tensor parallelism. But if any copy is not finite, neither is the result. The ranks' sums of
+    squares are added in double precision.
 
     Args:
-        sizes: a list to which this rank's `UpdateResult.sizes` are appended.
+        sizes: a list to which the `UpdateResult.sizes` of this rank are appended; None to keep
+            none.
     """
 
     def sum_of_squares(grads: list[Tensor]) -> Tensor:
@@ -229,8 +231,9 @@ def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = 
 def _nothing_if_finite(part: MegatronOptimizer, counted: list[Tensor]) -> Tensor | float:
     """Return 0 if all gradients of this rank that are not in ``counted`` are finite, else NaN.
 
-    Added to a sum, it spoils the sum just if one of these gradients is damaged. It is float64
-    ``[]``, or the number 0.0 if there are no such gradients.
+    This is a term to add to a sum over the counted gradients: it makes the sum NaN if another
+    gradient is damaged. The result is float64 ``[]``, or the number 0.0 if there are no other
+    gradients.
     """
     ids = {id(grad) for grad in counted}
     gradients = [
@@ -258,13 +261,14 @@ def _over_ranks(
 ) -> Tensor:
     """Return the sum of a statistic of the gradients over all optimizers and ranks, float64 ``[]``.
 
-    Each gradient is counted by one rank, though several may hold a copy.
+    If several ranks hold a copy of a gradient, only one of them counts it. All ranks call this
+    together.
 
     Args:
-        statistic: takes the gradients that this rank counts in one optimizer, and returns their
-            part of the sum.
-        uncounted: takes an optimizer and these gradients, and returns a term for the optimizer's
-            other gradients on this rank; None adds no such term.
+        statistic: takes the gradients that this rank counts in one optimizer; returns their part of
+            the sum.
+        uncounted: takes an optimizer and the gradients that this rank counts in it; returns a term
+            to add for the gradients that it does not count. None adds nothing.
     """
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in parts_of(optimizer):
@@ -290,7 +294,10 @@ def _sizes(grads: list[Tensor]) -> Tensor:
 
 
 def _sum_of_squares(sizes: Tensor) -> Tensor:
-    """Return the sum of squares of all gradients, float64 ``[]``, from the result of `_sizes`."""
+    """Return the sum of squares of all gradients, float64 ``[]``.
+
+    ``sizes`` is the result of `_sizes` for these gradients.
+    """
     if sizes.is_cuda:
         total: Tensor = torch.linalg.vector_norm(sizes)
         return total.double().square()
