@@ -252,8 +252,8 @@ class EncodeConfig:
     def _check_windows(self) -> None:
         """Raise ConfigError for an unknown ``--video-windows``, or for a flag without effect.
 
-        The other flags of windows need certain values of ``--video-windows``; ``--temporal-crop``
-        has no effect beside windows.
+        The other flags of windows have an effect only with certain values of ``--video-windows``.
+        The flag ``--temporal-crop`` has an effect only without ``--video-windows``.
         """
         windows = self.video_windows
         if windows not in (None, *WINDOWS):
@@ -288,9 +288,9 @@ class EncodeConfig:
 
 
 def encode_of(manifest: Mapping[str, Any]) -> EncodeConfig:
-    """Return the flags with which a dataset was encoded; defaults if its manifest lacks some.
+    """Return the flags with which a dataset was encoded, as its manifest records them.
 
-    Values of a wrong type raise DataError.
+    A flag that the manifest lacks gets its default. A value that cannot be used raises DataError.
     """
     stored = manifest.get("encode", {})
     names = {field.name for field in fields(EncodeConfig)}

@@ -206,7 +206,10 @@ def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
 
 
 def _samples(sample: SampleConfig, training: TrainingConfig) -> bool:
-    """Return whether the run samples clips: during training, or for tools/sample_video.py."""
+    """Return whether the run samples clips: during training, or instead of it (``skip_train``).
+
+    tools/sample_video.py sets ``skip_train``.
+    """
     return sample.sample_interval is not None or training.skip_train
 
 
@@ -367,9 +370,9 @@ def _unknown_to_network(config: RunConfig) -> list[FlagError]:
 
 
 def _streaming_or(field: str) -> str:
-    """Return text for a message: ``--task streaming``, and networks that take a flag as well.
+    """Return text for a message: ``--task streaming`` and the networks for which a flag has effect.
 
-    ``field`` is the field of the flag, which is one of streaming.
+    ``field`` is the configuration field of the flag, which belongs to the flags of streaming.
     """
     names = [
         name for name in NETWORKS if field in network_named(name).streaming_flags.get(name, ())

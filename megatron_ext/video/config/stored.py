@@ -50,8 +50,8 @@ def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections
 def _kind(video: Mapping[str, Any]) -> str | None:
     """Return the kind of model that a run with the flags ``video`` built.
 
-    It is `STREAMING` or the value of ``--video-model``; None for a model that this program does not
-    train.
+    The kind is `STREAMING` for the streaming task, else the value of ``--video-model``. Return None
+    for a model that this program does not train.
     """
     if not video.get("video"):
         return None

@@ -62,7 +62,9 @@ class FrameBlocks:
         return self.first + max(0, -((self.first - frame) // self.block)) * self.block
 
     def blocks(self, first_frame: int, num_frames: int) -> Iterator[int]:
-        """Return the first frame of each block among ``num_frames`` frames from ``first_frame`` on.
+        """Return an iterator over the first frames of the blocks in a range of frames.
+
+        The range has ``num_frames`` frames and begins at ``first_frame``.
 
         Raises:
             DataError: the frames are not whole blocks.
@@ -88,7 +90,10 @@ class FrameBlocks:
 
     @property
     def rule(self) -> str:
-        """Return words that complete "the length of a video must be" in a message."""
+        """Return which numbers of frames are whole blocks, as text for an error message.
+
+        Example: "1 + a multiple of `--frame-block` (3)".
+        """
         if self.first_alone:
             return f"1 + a multiple of `--frame-block` ({self.block})"
         return f"a positive multiple of `--frame-block` ({self.block})"
@@ -123,6 +128,6 @@ class WindowConfig:
     def blocks(self) -> FrameBlocks:
         """Return the blocks that ``frame_block`` and ``independent_first_frame`` give.
 
-        This works even if the other flags of the window do not fit together.
+        Other flags of the window are not checked, so this also works if they are wrong.
         """
         return FrameBlocks(max(1, self.frame_block), first_alone=self.independent_first_frame)
