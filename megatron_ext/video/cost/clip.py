@@ -15,7 +15,7 @@ from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage
 
 @dataclass(frozen=True)
 class Clip:
-    """The size and number of a bucket's clips, which all have one shape.
+    """The shape of the clips of one bucket, and how many micro-batches come from this bucket.
 
     Attributes:
         name: name of the bucket.
@@ -62,32 +62,32 @@ class BlockBytes:
 
     @property
     def whole(self) -> int:
-        """Return the bytes of the residual stream ``[s, b, h]`` on a rank that holds all s tokens.
+        """Return the bytes of the residual stream ``[s, b, h]`` with all s tokens on one rank.
 
-        This is the stream as gathered under sequence parallelism.
+        Under sequence parallelism, a rank has all s tokens only after the stream is gathered.
         """
         return self.rows * self.h * self.ranks.width
 
     def cut(self, width: int) -> int:
-        """Return the bytes of a tensor with ``width`` features per token on one rank.
+        """Return the bytes on one rank of a tensor that has ``width`` features per token in all.
 
         The features are split over the tensor-parallel ranks; the tokens are not.
         """
         return self.rows * width // self.ranks.tp * self.ranks.width
 
     def matrix(self, rows: int, columns: int) -> int:
-        """Return a rank's bytes of the gradient of a ``rows`` x ``columns`` weight.
+        """Return the bytes of the gradient of a weight on one rank.
 
-        The weight is split over the tensor-parallel ranks.
+        The weight ``[rows, columns]`` is split over the tensor-parallel ranks.
         """
         return rows * columns // self.ranks.tp * self.ranks.width
 
     def gradients(self, width: int) -> int:
-        """Return the peak bytes of gradients in the backward pass of attention.
+        """Return the peak bytes of gradients in the backward pass of attention and its projection.
 
-        This includes the projection from the residual stream to ``width`` features per token, such
-        as 3 h for queries, keys and values. The peak is the larger of two sums: two gradients of
-        these features, or the gradients of the projection's weight and of its input.
+        The projection computes ``width`` features per token from the residual stream, such as 3 h
+        for queries, keys and values. The peak is the larger of two: in attention, two tensors of
+        gradients of these features; in the projection, the gradients of its weight and its input.
         """
         return max(self.matrix(width, self.h) + self.whole, 2 * self.cut(width))
 
@@ -180,14 +180,15 @@ class ClipNetwork(Network):
         return LayerBytes(2 * tensor, max(tensor + weight, weight + width.whole - tensor) + more)
 
     def kept_in_8_bits(self, block: LayerBytes, *, alone: int, shared: int) -> LayerBytes:
-        """Return the memory of ``block`` with the inputs of its linear layers kept in 8 bits.
+        """Return the memory of a block whose linear layers may keep their inputs in 8 bits.
 
-        They are kept so in an fp8 run with ``--fp8-wgrad``. In any other run, ``block`` is returned
-        unchanged.
+        They do so in an fp8 run with ``--fp8-wgrad``. In any other run, ``block``, the memory with
+        inputs in the dtype of the run, is returned unchanged.
 
         Args:
-            alone: bytes of inputs that only one linear layer keeps.
-            shared: bytes of inputs that another operation keeps too; their 8-bit copies are extra.
+            alone: bytes of the inputs that nothing but one linear layer keeps.
+            shared: bytes of the inputs that another operation keeps as well, in the dtype of the
+                run; the 8-bit copies of these inputs take extra memory.
         """
         fp8 = self.config.fp8
         width = self.sizes.width
@@ -197,9 +198,10 @@ class ClipNetwork(Network):
         return LayerBytes(block.kept - saved, block.transient)
 
     def in_8_bits(self, block: Flops) -> Flops:
-        """Return the FLOPs of ``block``, those of linear layers counted as 8-bit in an fp8 run.
+        """Return the FLOPs of ``block``; in an fp8 run, count those of linear layers as 8-bit.
 
-        The matrix products that compute weight gradients count as 8-bit only with ``--fp8-wgrad``.
+        Even in an fp8 run, the matrix products that compute weight gradients count as 8-bit only
+        with ``--fp8-wgrad``.
         """
         fp8 = self.config.fp8
         if fp8.fp8_format is None:
@@ -212,8 +214,8 @@ class ClipNetwork(Network):
     def velocity_loss(self, rows: int) -> LayerBytes:
         """Return the memory of the loss on the velocities of ``rows`` image tokens.
 
-        The loss keeps an fp32 tensor in the shape of the velocities and, in 16-bit runs, also a
-        16-bit tensor.
+        For the backward pass, the loss keeps an fp32 tensor of the velocities' shape and, in a
+        16-bit run, also a 16-bit tensor of this shape.
         """
         error = rows * self.model.token_width * FP32
         half = rows * self.model.token_width * self.sizes.width if self.sizes.half else 0
@@ -226,4 +228,4 @@ class StreamedCost(ClipNetwork):
 
     @abstractmethod
     def without_gradient(self) -> int:
-        """Return the peak bytes of activations in a pass without gradient."""
+        """Return the peak bytes of activations in a forward pass that computes no gradient."""
