@@ -34,8 +34,9 @@ def rotary_table(ids: Tensor, axes_dim: Sequence[int], head_dim: int, theta: flo
     """Return float32 cosines and sines ``[s, b, 1, d / 2]`` for text and image tokens.
 
     Args:
-        ids: frame, row and column, ``[b, s, 3]``; text tokens have position 0 and do not rotate.
-        axes_dim: number of features for each axis, even.
+        ids: frame, row and column of each token, ``[b, s, 3]``; text tokens have 0 in all three, so
+            they are not rotated.
+        axes_dim: number of features of a head that each axis rotates; each number is even.
         theta: base of the frequencies.
 
     Raises:
@@ -64,10 +65,10 @@ def frame_rotary_table(
 
 
 def _angles(positions: Tensor, axes_dim: Sequence[int], theta: float, dtype: torch.dtype) -> Tensor:
-    """Return the rotary angles of positions ``[..., number of axes]``.
+    """Return the rotary angles ``[..., sum(axes_dim) / 2]`` of ``positions [..., number of axes]``.
 
-    They are ``positions[..., i] * theta ** (-2j / axes_dim[i])`` for all pairs j of features of all
-    axes i.
+    The angle for feature pair j of axis i is ``positions[..., i] * theta ** (-2j / axes_dim[i])``.
+    The pairs of the first axis come first.
     """
     angles = []
     for axis, width in enumerate(axes_dim):
@@ -96,8 +97,8 @@ class QKNorm(Part):
 
     A tensor-parallel rank has only its own heads, so the gradients of the scales must be summed
     over the tensor-parallel ranks. If ``qk_layernorm`` is set, megatron-core's
-    ``finalize_model_grads`` does this, with and without sequence parallelism; it finds the scales
-    by name.
+    ``finalize_model_grads`` does this, with and without sequence parallelism. It finds the scales
+    by the names ``q_layernorm`` and ``k_layernorm``.
     """
 
     def __init__(self, plan: Blueprint) -> None:
@@ -112,7 +113,7 @@ class QKNorm(Part):
 
     @property
     def spec(self) -> Norm:
-        """Return the settings of both norms: (kind, epsilon, whether scales are stored minus 1)."""
+        """Return the settings that both norms have, as a `NormSpec`."""
         return spec_of(self.q_layernorm)
 
 

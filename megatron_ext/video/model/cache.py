@@ -22,7 +22,7 @@ from megatron_ext.video.model.window import FrameWindow, KeyValue
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of one frame's keys on this rank, and the number of blocks that cache them."""
+    """The shape of one frame's keys on this rank, and how many transformer blocks cache keys."""
 
     num_blocks: int
     tokens: int
@@ -40,7 +40,8 @@ class KVCache:
     Another pass over a cached frame overwrites that frame in place.
 
     Attributes:
-        keys, values: a tensor for each block, ``[slots, tokens, b, heads, d]``; keys are rotated.
+        keys, values: a tensor for each transformer block, ``[slots, tokens, b, heads, d]``; rotary
+            positions are already applied to the keys.
         end: number of the frame after the newest written frame, or the frame given to `skip_to`.
         memo: keys and values of the text.
 
@@ -167,7 +168,10 @@ class KVCache:
         )
 
     def slices(self, block: int, frames: Iterable[int]) -> list[KeyValue]:
-        """Return a block's keys and values of each frame, as views ``[1, tokens, b, heads, d]``."""
+        """Return one transformer block's cached keys and values of each of ``frames``.
+
+        They are views of the cache, ``[1, tokens, b, heads, d]`` each.
+        """
         keys = self.keys[block]
         values = self.values[block]
         slots = [self.slot_of(f) for f in frames]
@@ -238,8 +242,8 @@ class KVCache:
 class CachePass:
     """One forward pass that reads a cache and, with ``updates``, writes the new frames to it.
 
-    `finish` writes them. A block that is recomputed in the backward pass reads the same frames and
-    writes nothing.
+    The caller calls `finish` after the forward pass, to write the frames. A transformer block that
+    is recomputed in the backward pass reads the same frames again and writes nothing.
     """
 
     def __init__(self, cache: KVCache, first_frame: int, num_frames: int, *, updates: bool) -> None:
@@ -266,7 +270,10 @@ class CachePass:
         return self._cache.slices(block, self.past)
 
     def record(self, block: int, key: Tensor, value: Tensor) -> None:
-        """Keep a block's new keys and values for `finish`, if the pass updates the cache."""
+        """Keep the keys and values of the new frames for `finish`, if the pass updates the cache.
+
+        ``block`` is the number of the transformer block that computed them.
+        """
         if self._open:
             self._new[block] = key.detach(), value.detach()
 
@@ -290,9 +297,9 @@ def _ranges(frames: Sequence[int]) -> str:
 
 
 class TextMemo:
-    """A store of the keys and values that all blocks compute from one text.
+    """A store of the keys and values that the transformer blocks compute from one text.
 
-    `begin` clears the store for a different text.
+    When `begin` is called with a different text, the store is cleared.
 
     Attributes:
         text: a copy of the text, ``[b, l, text_width]``; None at first.
@@ -315,9 +322,10 @@ class TextMemo:
         self._source: tuple[weakref.ref[Tensor], int] | None = None
 
     def begin(self, text: Tensor) -> bool:
-        """Prepare for a pass with ``text``; return whether its keys and values are stored already.
+        """Prepare for a forward pass with ``text``, ``[b, l, text_width]``.
 
-        If not, clear the store, which the pass then fills for this text, ``[b, l, text_width]``.
+        Return True if the store holds the keys and values of this text. Otherwise clear the store
+        and return False; the blocks must then put theirs into `key_values` during the pass.
         """
         if self.is_filled and self._is_of(text):
             return True
@@ -371,12 +379,12 @@ def recache(
     sink_latents: Tensor | None = None,
     keep_sink: bool = False,
 ) -> None:
-    """Compute the cached keys and values again under a new prompt, block by block.
+    """Compute the cached keys and values of frames again, under a new prompt.
 
-    Each block attends only to earlier frames.
+    The model runs on one block of frames after another, each with the cache of earlier frames.
 
-    Frames before ``first_frame`` are dropped, except for the sinks, which are rebuilt from
-    ``sink_latents`` or kept. Generation resumes at the frame after the last of ``latents``.
+    Frames before ``first_frame`` are dropped, except for the sinks: those are computed again from
+    ``sink_latents``, or kept. Generation can then go on at the frame after the last of ``latents``.
 
     Args:
         model: a causal model without wrappers.

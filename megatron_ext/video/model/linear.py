@@ -8,8 +8,9 @@ parallelism the ranks would have to split each stream's tokens equally. The cost
 sequence parallelism the gathered input is kept for the backward pass; megatron-core gathers it
 again.
 
-In networks whose attention and feed-forward layers each enter the region once in any case, the
-layers (`column`, `row`) communicate themselves and support adapters (`layers.lora`).
+Other networks have one stream, and run attention and MLP one after the other, so there is nothing
+to combine. Their layers, built by `column` and `row`, do communicate, and support LoRA adapters
+(`layers.lora`).
 """
 
 from __future__ import annotations
@@ -127,9 +128,10 @@ def column(
 ) -> ColumnParallelLinear:
     """Build a linear layer from ``[s, b, inputs]`` to ``[s, b, projections * outputs / tp]``.
 
-    The layer fuses ``projections`` projections. It returns its bias with its output, for the caller
-    to add. Weights start uniform in +-``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010).
-    With ``whole_input`` every rank is given all tokens, even under sequence parallelism.
+    The layer computes ``projections`` projections at once, such as queries, keys and values. It
+    returns (output without bias, bias); the caller must add the bias. Weights start uniform in
+    +-``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010). Under sequence parallelism the layer
+    gathers its input from the ranks, unless ``whole_input`` says that each rank has all tokens.
     """
     config = plan.config
     tp = plan.groups.tp
@@ -149,7 +151,7 @@ def column(
 def row(plan: Blueprint, inputs: int, outputs: int) -> RowParallelLinear:
     """Build a linear layer from ``[s, b, inputs / tp]`` to ``[s, b, outputs]``.
 
-    The layer returns its bias with its output, for the caller to add.
+    The layer returns (output without bias, bias); the caller must add the bias.
     """
     method = uniform(plan.config, math.sqrt(6 / (inputs + outputs)))
     return RowParallelLinear(
@@ -206,9 +208,9 @@ class Modulation(torch.nn.Linear):
 
 
 def start_at_zero(linear: torch.nn.Linear) -> None:
-    """Set weight and bias to zero.
+    """Set weight and bias to zero, the values with which training starts.
 
-    `initialize_by_name`, which runs later, leaves them at zero.
+    `initialize_by_name`, which later initializes other parameters, leaves these at zero.
     """
     torch.nn.init.zeros_(linear.weight)
     if linear.bias is not None:
@@ -216,7 +218,7 @@ def start_at_zero(linear: torch.nn.Linear) -> None:
 
 
 def mark_new_branch(module: torch.nn.Module) -> None:
-    """Mark a module as new: ``--finetune`` loads checkpoints that lack its parameters."""
+    """Mark a module as new, so that ``--finetune`` accepts checkpoints without its parameters."""
     for parameter in module.parameters():
         parameter.new_branch = True  # type: ignore[attr-defined]
 

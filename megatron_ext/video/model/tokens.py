@@ -129,8 +129,8 @@ class LocalTokens:
 
     Attributes:
         cp_slice: the tokens of this context-parallel rank, which attention and MLPs process.
-        part: the tokens that the rank keeps between attention and MLPs. Under sequence parallelism
-            they are a part of ``cp_slice``, else all of it.
+        part: the tokens whose residual stream this rank holds between attention and MLPs: under
+            sequence parallelism a part of ``cp_slice``, else all of it.
     """
 
     cp_slice: TokenRange
@@ -184,7 +184,10 @@ class FrameTokens:
 
     @property
     def held(self) -> slice:
-        """Return the slice of every frame's tokens that this rank keeps between parallel layers."""
+        """Return the slice of every frame's tokens whose residual stream this rank holds.
+
+        Under sequence parallelism it is a part of `cp_slice`, else the whole of it.
+        """
         size = self.per_frame // self.cp_size // self.tp_size
         start = self.cp_slice.start + self.tp_rank * size
         return slice(start, start + size)

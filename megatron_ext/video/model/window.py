@@ -21,8 +21,10 @@ class FrameWindow(FrameBlocks):
     the sink frames and the frames right before the block, but no later block.
 
     Attributes:
-        window: largest number of frames that a query sees, W, including sinks and its own block.
-        sink: number of first frames of the video, S, that every query sees.
+        window: largest number of frames that a query sees, including the sinks and the query's own
+            block.
+        sink: number of sink frames. These are the first frames of the video; all later queries see
+            them.
 
     Raises:
         ConfigError: the numbers of frames do not fit together.
@@ -50,9 +52,9 @@ class FrameWindow(FrameBlocks):
         return range(min(self.sink, end)), range(local_start, max(end, local_start))
 
     def capacity_for(self, chunk_frames: int) -> int:
-        """Return how many frames a cache must hold to run the newest ``chunk_frames`` again.
+        """Return how many frames a cache must hold to run its newest ``chunk_frames`` frames again.
 
-        The first block of the chunk sees ``window - block`` frames before the chunk.
+        The first block among these also sees the ``window - block`` frames before it.
         """
         return self.window + chunk_frames - self.block
 
