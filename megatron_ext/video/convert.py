@@ -27,11 +27,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def reader_of(source: Path) -> Conversion | None:
-    """Return the conversion that reads a folder or file of weights; None if there is none.
+    """Return the conversion that reads a folder or file of public weights.
+
+    Return None for a file that no conversion reads, and for a folder whose files do not show that
+    it holds a public model: it has neither config.json nor model_index.json, or its config.json
+    names no class.
 
     Raises:
-        CheckpointError: no conversion reads the class that a folder's config.json names, or
-            config.json is missing or cannot be read.
+        CheckpointError: no conversion reads the class that config.json names, config.json cannot be
+            read, or the folder has a model_index.json but no config.json.
     """
     readers = conversions()
     if source.is_file():

@@ -127,9 +127,9 @@ class FlowTargets:
         weights: weights of the tokens in the loss from `token_weights`, ``[b, n]`` float32.
         times: t, ``[b]`` for each clip or ``[b, n]`` for each token.
         modes: condition modes as indices into `MODES`, ``[b]``.
-        usual_weight: sum of the weights of the whole sequence, divided by the context-parallel
-            size. The micro-batch's share of the step is computed from this mean, since the ranks
-            hold unequal numbers of image tokens. None means the sum of the rank's own ``weights``.
+        usual_weight: mean over the context-parallel ranks of the sum of each rank's ``weights``,
+            since ranks hold unequal numbers of image tokens. `share_of_step` computes the factor on
+            the loss from it. None takes the sum of this rank's ``weights`` instead.
     """
 
     velocity: Tensor
@@ -150,7 +150,7 @@ def flow_matching_loss(
 
     Args:
         prediction: predicted velocity of the n image tokens, ``[b, n, d]``.
-        share: factor on the returned sum: the micro-batch's share of the step.
+        share: factor on the returned sum, but not on the logged losses; from `share_of_step`.
         reported_modes: condition modes that get an entry in the log; the same on all ranks.
     """
     weights = targets.weights
@@ -187,6 +187,9 @@ def x0_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor) -> Tensor:
 
 
 def spread(sigma: Tensor, x: Tensor) -> Tensor:
-    """Return sigma, ``[]``, ``[b]`` or ``[b, t]``, in float64, with axes added to fit ``x``."""
+    """Return ``sigma`` in float64, with axes of size 1 appended so that it broadcasts with ``x``.
+
+    ``sigma`` is ``[]``, ``[b]`` or ``[b, t]``; ``x`` is ``[b, t, ...]``.
+    """
     sigma = sigma.to(x.device, torch.float64)
     return sigma.view(*sigma.shape, *[1] * (x.dim() - sigma.dim()))

@@ -63,7 +63,10 @@ class FlowMicrobatch:
 
     @property
     def boundary_inputs(self) -> Mapping[str, Any]:
-        """Return the keyword arguments of the model's ``boundary_shape`` for this micro-batch."""
+        """Return the keyword arguments with which to call ``boundary_shape`` of a `VideoChunk`.
+
+        That method returns the shape of the tensor that pipeline stages send for this micro-batch.
+        """
         sizes = {"num_text": self.num_text, "num_image": self.num_image}
         return {**sizes, "micro_batch_size": self.size}
 
@@ -94,9 +97,10 @@ class FlowBatchBuilder(ABC):
     def __call__(
         self, batch: VideoBatch, samples: Sequence[int], counted: int | None = None
     ) -> FlowMicrobatch:
-        """Return one micro-batch of clips; ``samples`` are the clips' numbers in the run.
+        """Return one micro-batch of clips.
 
-        Only the first ``counted`` clips have a loss; by default all have one.
+        Random draws depend on ``samples``, which has a number for each clip. Only the first
+        ``counted`` clips have a loss; None means that all clips have one.
         """
         flow = self._config.section(FlowConfig)
         dropout = self._config.section(TextDropoutConfig)
@@ -127,15 +131,20 @@ class FlowBatchBuilder(ABC):
         return self.microbatch(inputs, num_text, num_image, targets)
 
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
-        """Return standard normal draws from which times are computed.
+        """Return the standard normal numbers from which times are computed.
 
-        They are ``[b]``, one per clip, or ``[b, t]``, one per frame.
+        The result is ``[b]`` if each clip has one time, as here, or ``[b, t]`` if a subclass gives
+        each frame a time of its own.
         """
         return randomness.normals
 
     @abstractmethod
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return this rank's part of the targets ``whole``, those of the whole sequence."""
+        """Return the targets of the image tokens in this rank's output.
+
+        Each image token must have a loss on one context-parallel rank only. ``whole`` has the
+        targets of all image tokens; ``num_text`` is the number of text tokens before them.
+        """
 
     @abstractmethod
     def _inputs(
@@ -144,7 +153,7 @@ class FlowBatchBuilder(ABC):
         """Return the keyword arguments of ``forward``; ``masks`` are True at reference frames."""
 
     def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
-        """Return the captions' embeddings, with those of the empty caption for dropped captions."""
+        """Return the embeddings of the captions; dropped ones are replaced by the empty caption."""
         drops = randomness.drop_text, randomness.drop_pooled
         text, pooled = (to_device(drop, batch.text.device) for drop in drops)
         return drop_text(Text(batch.text, batch.pooled), self._null, text, pooled)

@@ -66,9 +66,10 @@ def build_chunk(
     vp_stage: int | None = None,
     **stage: bool,
 ) -> VideoChunk:
-    """Build one pipeline chunk of the run's network, that of the virtual stage ``vp_stage``.
+    """Build one pipeline chunk of the run's network on this rank.
 
-    ``stage`` is unused, since ``context`` has the pipeline stage.
+    ``vp_stage`` is the index of the chunk on this rank; None if the rank has only one. ``stage`` is
+    unused, since ``context`` tells the pipeline stage.
     """
     network = network_of(config)
     return network.chunk.build(
@@ -79,7 +80,11 @@ def build_chunk(
 def forward_step(
     config: RunConfig, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
 ) -> tuple[Tensor, LossFunction]:
-    """Run one chunk on one micro-batch; return its output and the loss function."""
+    """Run one pipeline chunk on one micro-batch; return its output and a loss function of it.
+
+    ``counts`` are the numbers of targets in the whole step, by which the loss is weighted. They are
+    None in evaluation, and on ranks that do not have the last pipeline stage.
+    """
     return network_of(config).forward_step(batch, model, counts)
 
 
