@@ -112,9 +112,9 @@ def read_blend(data: DataConfig) -> BlendSpec:
 
 
 def training_blend(data: DataConfig) -> BlendSpec:
-    """Return the dataset prefixes that the flags of a run give.
+    """Return the dataset prefixes that the flags of a run give, as `read_blend` does.
 
-    Raise a DataError if a flag's value or file is bad, or if no training data are given.
+    Raise a DataError if a flag's value or file is bad, or if no data are given at all.
     """
     spec = read_blend(data)
     if not spec.prefixes():

@@ -1,7 +1,7 @@
 """Checks the indexed datasets of a run, and reads them by a dataset class of megatron-core.
 
-The key of the cached indices of samples covers everything that determines them, including path,
-size and modification time of the data files.
+The indices of samples are cached under a key that covers everything that determines them, including
+path, size and modification time of the data files.
 """
 
 import copy
@@ -190,11 +190,13 @@ def build_checked_datasets(
 def _check_splits(
     data: DataConfig, length: int, spec: BlendSpec, sizes: Sequence[int | None]
 ) -> None:
-    """Raise a DataError if a split has an empty dataset, or too few samples without repetition.
+    """Raise a DataError if the datasets of a split hold too little data.
 
-    The second check is for several datasets without weights: megatron-core reads them only once, so
-    they must hold all samples of their split. ``length`` is ``--seq-length``; ``sizes`` has the
-    number of samples of train, valid and test, None for one epoch.
+    If each split has datasets of its own, none of these may be empty. megatron-core reads several
+    datasets without weights only once. So each of them needs more than ``length`` tokens, unless it
+    is empty, and together they must hold all samples of their split. ``length`` is
+    ``--seq-length``; ``sizes`` has the number of samples of train, valid and test, None for one
+    epoch.
     """
     for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
         prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)

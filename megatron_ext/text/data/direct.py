@@ -150,7 +150,10 @@ class DirectDataset(StepDataset):
 
     @property
     def expect(self) -> Callable[[Sequence[int]], None] | None:
-        """Return a function that prefetches samples by their numbers; None if data is local."""
+        """Return a function that prefetches samples, given their numbers.
+
+        Return None if all data is local, where nothing needs to be prefetched.
+        """
         remote = any(isinstance(span, RemoteSpan) for span in self.spans.values())
         return self._expect if remote else None
 
@@ -261,9 +264,9 @@ class DirectDataset(StepDataset):
     def _fill(self, tokens: Array, labels: Array, pieces: Pieces, own: Ints, length: int) -> None:
         """Copy pieces of text into ``tokens`` and ``labels``; labels are shifted by one token.
 
-        ``own`` are the indices of the pieces, which all have ``length`` tokens. Each piece is
-        copied into the row of its sample. If ``tokens`` and ``labels`` are the same array, copy
-        each piece together with the token after it, ``length + 1`` tokens.
+        ``own`` are the indices in ``pieces`` of the pieces to copy, each of ``length`` tokens. A
+        piece is copied into the row of its sample. If ``tokens`` and ``labels`` are the same array,
+        copy each piece together with the token after it, ``length + 1`` tokens.
         """
         sources = pieces.sources[own]
         present = sources[:1] if len(own) == 1 else np.flatnonzero(np.bincount(sources))

@@ -106,11 +106,12 @@ class FillInTheMiddle:
     def _permuted_parts(
         self, text: Array, starts: list[int], sample: int
     ) -> list[tuple[Array, int]]:
-        """Cut a sample into parts and permute each; return (ids, packed document's index) of each.
+        """Cut a sample into parts and permute them; return (ids, packed document's index) of each.
 
         ``text`` has the ids of the sample, and ``starts`` the indices at which packed documents
-        start. A packed document is cut further at each end-of-document token, which is a part of
-        its own and is not permuted. ``sample`` is the number of the sample, for the random numbers.
+        start. A packed document is cut further at each end-of-document token. Such a token is a
+        part by itself and is not permuted. ``sample`` is the number of the sample, for the random
+        numbers.
         """
         parts: list[tuple[Array, int]] = []
         ends = [*starts[1:], len(text)]

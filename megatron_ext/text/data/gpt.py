@@ -59,9 +59,10 @@ def check_index_memory(
 ) -> None:
     """Raise a DataError if the indices of samples do not fit into the memory of the machine.
 
-    megatron-core builds the indices in the memory of one process, with an entry for each sample of
-    the run and for each document of a sample. ``sizes`` has the number of samples of each split;
-    splits of size None (one epoch) are not counted. ``advice`` ends the sentence of the error.
+    megatron-core builds the indices in the memory of one process. They have an entry for each
+    sample of the run and one for each document in a sample, which is estimated from the mean length
+    ``tokens_per_document``. ``sizes`` has the number of samples of each split; splits of size None
+    (one epoch) are not counted. ``advice`` ends the sentence of the error.
     """
     documents = seq_length / tokens_per_document
     needed = INDEX_BYTES * (1 + documents) * sum(size or 0 for size in sizes)

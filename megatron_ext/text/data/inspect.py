@@ -106,11 +106,13 @@ def inspect_dataset(
     """Check a dataset and describe it; raise a DataError if it is damaged.
 
     Args:
+        tokenizer: the tokenizer of the dataset; without it, ids are not shown as text, and neither
+            the vocabulary nor the ends of documents are checked.
         samples: number of random documents that the report shows.
         seed: seed that chooses them.
         scan: whether to read all ids, and warn if one is outside the tokenizer's vocabulary.
-        is_store: whether the dataset holds conversations; these end as their chat template says, so
-            their ends are not checked.
+        is_store: whether the dataset holds conversations. A chat template may end these with any
+            token, so there is no warning about the ends of documents.
     """
     info = check_indexed_dataset(prefix)
     index = read_index(prefix)

@@ -37,7 +37,8 @@ class RunPlan:
 
     Attributes:
         order: the order of all samples, including those before the run was resumed.
-        spans: the tokens of each source that is still read, by the source's index in ``order``.
+        spans: the tokens of each source from which the run still reads, by the source's index in
+            ``order``.
         total: number of samples; less than ``requested`` if a limit of epochs ends the run.
         requested: number of samples according to the flags.
         exhausted: the sources that reach their limits of epochs, the earliest first.
@@ -70,7 +71,7 @@ def schedule_of(config: RunConfig) -> Schedule:
 def dataset_checks(config: RunConfig) -> list[Callable[[], Any]]:
     """Return functions that check the flags and files by which a run's datasets are given.
 
-    There is one check for each dataset, that its files exist, and one for the file of
+    One function for each dataset checks that its files exist; another checks the file of
     ``--per-dataset-sequences-path``. In the direct order, datasets at network addresses are left
     out, since checking them needs the network.
     """
@@ -269,8 +270,9 @@ def _exhausted(
 ) -> set[str]:
     """Return the sources that reached their limit of epochs before sample ``consumed``.
 
-    A source counts as exhausted if a past stage of ``order`` no longer has it although ``plan``,
-    the stages of the schedule, has it there, and if one more sample would have exceeded its limit.
+    ``order`` is the order in which the run has read so far, ``plan`` the stages of the schedule. A
+    source is one of them if, at some past sample, ``order`` no longer has it although ``plan`` has
+    it there, and if one more sample would have exceeded the source's limit.
     """
     used = order.tokens_used(consumed)
     exhausted = set[str]()
@@ -353,11 +355,11 @@ SAMPLED_BLOCKS = 16
 
 
 def cuts_by_source(order: PackedOrder, spans: Mapping[int, TokenSpan]) -> dict[int, Cuts]:
-    """Count, on a sample of the data, how many documents packing cuts in each source.
+    """Estimate how many documents packing cuts in each source, from a sample of the data.
 
     Return the counts by the index of the source. About `SAMPLED_BLOCKS` blocks of samples are
-    examined in all, at least one of each chosen source; with more sources than `SAMPLED_BLOCKS`,
-    only some are chosen.
+    examined, spread evenly over the sources. If there are more sources than `SAMPLED_BLOCKS`, some
+    of them are skipped and have no counts.
     """
     chosen = list(spans)[:: -(-len(spans) // SAMPLED_BLOCKS)]
     most = max(1, SAMPLED_BLOCKS // len(chosen))

@@ -24,7 +24,7 @@ SAMPLED_TOKENS = 1 << 20
 def padding_id(tokenizer: Tokenizer, *, allow_ambiguous: bool = False) -> int:
     """Return the id that megatron-core's GPTDataset treats as padding; -1 if there is none.
 
-    An id that is both padding and the end of sequences or documents is padding only if
+    If the tokenizer's padding id is also its eos or eod, it counts as padding only with
     ``allow_ambiguous``.
     """
     pad = tokenizer.pad
@@ -141,9 +141,9 @@ def _about_other_ends(
 
 
 def appended_warnings(tokenizer: Tokenizer, eod: int) -> list[str]:
-    """Return warnings about the token ``eod`` that preprocessing appends to documents.
+    """Return warnings about ``eod``, the token that preprocessing appends to documents.
 
-    They tell what a training run with the same tokenizer would misread.
+    A warning tells how a training run with the same tokenizer would misread this token.
     """
     sentences = []
     if eod == padding_id(tokenizer):

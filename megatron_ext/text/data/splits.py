@@ -121,9 +121,9 @@ def _report(config: RunConfig, plan: RunPlan) -> None:
 def _check_lengths(config: RunConfig, plan: RunPlan, consumed: int) -> None:
     """Raise a ConfigError for a sample length in ``--data-schedule`` that the run cannot use.
 
-    Parallel ranks must be able to divide a sequence of this length. If the length differs from
-    ``--seq-length``, flags that fix the length must not be given. Stages that end before sample
-    ``consumed`` are not checked.
+    Parallel ranks must be able to divide a sequence of this length. If a length differs from
+    ``--seq-length``, no flag may be given that fixes the length for the whole run, such as
+    ``--tp-comm-overlap``. Stages that end before sample ``consumed`` are not checked.
     """
     path = config.section(DataConfig).data_schedule
     stages = plan.order.stages[plan.order.stage_at(consumed) :]
@@ -160,7 +160,8 @@ def _shortened(
 ) -> RunConfig:
     """Return the configuration with as many whole steps as the samples of the plan allow.
 
-    ``consumed`` and ``iteration`` are the samples and steps so far; ``tell`` prints the change.
+    ``consumed`` and ``iteration`` are the samples and steps so far. With ``tell``, print a sentence
+    if the number of steps is reduced.
     """
     if plan.total >= plan.requested:
         return config
@@ -281,10 +282,10 @@ def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
 
 
 def continued_split(run: Run, dataset: Any) -> Any:
-    """Return the train split of a run, whose order continues that of the samples consumed so far.
+    """Return the train split of a run, planned anew from the samples consumed so far.
 
-    If ``dataset`` is not a train split in the direct order, return it unchanged. The order so far
-    is read from `run.progress`, and the new order is stored there.
+    If ``dataset`` is not a train split in the direct order, return it unchanged. The order of the
+    consumed samples is read from `run.progress`, and the order of all samples is stored there.
     """
     if not isinstance(dataset, DirectDataset) or not dataset.is_training:
         return dataset

@@ -36,14 +36,19 @@ def index_of(data: DataConfig, prefix: str) -> Index:
 
 
 def open_tokens(data: DataConfig, prefix: str, first: int, end: int | None) -> TokenSpan:
-    """Return the tokens of a dataset's sequences [first, end); an end of None means to the last."""
+    """Open the tokens of a dataset's sequences [first, end).
+
+    If ``end`` is None, the range extends to the last sequence.
+    """
     if is_address(prefix):
         return open_remote_span(prefix, first, end, store_of(data))
     return open_span(prefix, first, end, mapped=data.mmap_bin_files)
 
 
 class StorageNotes(Callback):
-    """Reports the requests to object storage that all ranks on the reporting rank's machine made.
+    """Reports the requests to object storage that all ranks on this rank's machine have made.
+
+    A report is made about every `INTERVAL` seconds, and at the end of training.
 
     Args:
         store: the store from which the run reads.
@@ -71,7 +76,8 @@ class StorageNotes(Callback):
 def note_of(counts: dict[str, int]) -> str:
     """Return a sentence on a machine's requests to object storage.
 
-    ``counts`` has the names of `block_cache.COUNTS`.
+    ``counts`` holds the number of requests, bytes, failures and so on, by the names in
+    `block_cache.COUNTS`.
     """
     bad = counts["failed"] + counts["given_up"] + counts["short"]
     share = bad / max(1, counts["requests"])
