@@ -165,6 +165,9 @@ def test_a_run_with_muon_is_told_how_large_its_updates_are() -> None:
     assert note.endswith("use `--muon-extra-scale-factor 0.2`.")
     for flags in ("--muon-extra-scale-factor 1", "--muon-scale-mode unit_rms_norm"):
         assert not parsed(f"{SMALL} --optimizer muon {flags}").notes
+    # Vectors and embeddings are updated by Adam, so its flags count beside Muon.
+    adam = "--adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-6"
+    assert parsed(f"{SMALL} --optimizer muon {adam}").notes == [note]
 
 
 def test_the_older_name_of_sharded_muon() -> None:

@@ -203,9 +203,10 @@ def test_alpha_over_rank_whose_error_is_told_once() -> None:
     assert "\n".join(errors_of(f"{SMALL} --lora-rank -1")).count("`--lora-rank` (-1)") == 1
 
 
-def test_the_checkpoints_adapters_are_taken_with_its_shape() -> None:
+@pytest.mark.parametrize("source", ["--load", "--pretrained-checkpoint"])
+def test_the_checkpoints_adapters_are_taken_with_its_shape(source: str) -> None:
     stored = adapters("--lora-rank 4 --lora-target-modules linear_qkv")
-    words = f"{SMALL} --use-checkpoint-args --load x"
+    words = f"{SMALL} --use-checkpoint-args {source} x"
     taken = {"checkpoint_config": stored.to_dict()}
     assert config_of(words, **taken).lora == stored.lora
     assert config_of(f"{words} --lora-rank 8", **taken).lora.lora_rank == 8

@@ -13,10 +13,16 @@ import pytest
 from rich.console import Console
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.inspect.preview.collect import _columns
+from megatron_ext.inspect.preview.collect import _columns, _Replica, _Start
 from megatron_ext.inspect.preview.main import Options, Page, _notes, _show, parse_run
 from megatron_ext.inspect.preview.rows import Provenance, Row, Step, documents_of, target_exists
-from megatron_ext.inspect.preview.summary import cells, sentences, summarize, warnings_of
+from megatron_ext.inspect.preview.summary import (
+    _turn_ends,
+    cells,
+    sentences,
+    summarize,
+    warnings_of,
+)
 from megatron_ext.inspect.preview.text import (
     SpanSplitter,
     Terminal,
@@ -509,3 +515,36 @@ def test_the_number_of_ranks_is_that_of_the_launcher(monkeypatch: pytest.MonkeyP
     assert parse_run(TEXT, words, Options(rank=3, world_size=4), "cpu")
     with pytest.raises(ConfigError, match=r"`--rank` \(2\) must be one of the 2 data-par"):
         parse_run(TEXT, words, Options(rank=2), "cpu")
+
+
+def test_a_step_of_a_plan_has_the_plan_s_number_of_micro_batches() -> None:
+    """Iterations are counted from 1, the steps of a plan from 0."""
+    replica: Any = object.__new__(_Replica)
+    replica._source = SimpleNamespace(plan=SimpleNamespace(num_microbatches=[3, 5, 7].__getitem__))
+    starts = [_Start(iteration, 0, 9) for iteration in (1, 2, 3)]
+    assert [replica.num_microbatches(start) for start in starts] == [3, 5, 7]
+    replica._source = SimpleNamespace(plan=None)
+    assert replica.num_microbatches(starts[0]) == 9
+
+
+@pytest.mark.parametrize(
+    ("ids", "trained", "warns"),
+    [
+        ([5, 6, 91, 92, 7], "yyynn", False),  # the end of the turn is the last trained token
+        ([91, 5, 6, 92, 7], "yyynn", False),  # the third last trained token
+        ([91, 5, 6, 8, 92], "yyyyn", True),  # the fourth last is too far away
+        ([5, 6, 8, 92, 7], "yyynn", True),
+    ],
+)
+def test_an_end_of_turn_is_looked_for_among_the_last_trained_tokens(
+    ids: list[int], trained: str, warns: bool
+) -> None:
+    """Tokens from 90 on are special; 92 follows what is trained."""
+    document: Any = SimpleNamespace(
+        ids=np.array(ids), targets=np.array([x == "y" for x in trained], float), provenance=None,
+        number=1, row=SimpleNamespace(sample=0, replica=0, number=1),
+    )  # fmt: skip
+    splitter: Any = SimpleNamespace(is_special=lambda token: token >= 90, text_of=str)
+    told = list(_turn_ends([document], splitter))
+    assert bool(told) == warns
+    assert not warns or told[0].startswith("92 (92) follows what is trained")

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.convert.adapters import peft_layers
 from megatron_ext.text.convert.config import (
     HuggingFaceModel,
     config_json,
@@ -330,3 +332,18 @@ def test_the_family_with_the_fewest_differences_is_the_nearest(tmp_path: Path) -
     gpt = Gpt.of_fields({**read(tmp_path, "gpt2").fields, "add_qkv_bias": True, "swiglu": True})
     with pytest.raises(CheckpointError, match="the nearest is gpt2, but"):
         config_json(gpt, vocab_size=300, dtype=torch.float32, like=None)
+
+
+def test_adapters_on_an_mlp_with_another_gate_have_the_names_of_its_family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 2 has GELU as its gate; only models of no family need ``--swiglu``."""
+    gpt = Gpt.of_fields(read(tmp_path, "gemma2").fields)
+    monkeypatch.setattr(Gpt, "of", lambda config: gpt)
+    config: Any = SimpleNamespace(model=SimpleNamespace(num_layers=2, swiglu=False))
+    both = torch.zeros(2 * SIZES["intermediate_size"], 3)
+    parts = peft_layers(config, tmp_path).parts("decoder.layers.1.mlp.linear_fc1.lora.b", both)
+    names = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up")]
+    assert [(name, kind, len(piece)) for name, kind, piece in parts] == [
+        (name, "B", SIZES["intermediate_size"]) for name in names
+    ]

@@ -306,9 +306,15 @@ def test_ids_that_only_training_meets_are_told_with_their_file(tmp_path: Path) -
         ("--data-order direct --data-cache-path x", "no indices are built"),
         ("--data-schedule x.yaml", "needs an order that can change during a run"),
         ("--data-order direct --data-schedule x.yaml --data-path y", "exclude each other"),
-        (
-            "--data-order direct --data-schedule x.yaml --rampup-batch-size 8 8 10",
-            "`--data-schedule` counts whole steps of one size",
+        *(
+            (
+                f"--data-order direct --data-schedule x.yaml {changing}",
+                "`--data-schedule` counts whole steps of one size",
+            )
+            for changing in (
+                "--rampup-batch-size 8 8 10",
+                "--step-batch-size-schedule 0:4,64:8 --global-batch-size 8",
+            )
         ),
     ],
 )
