@@ -107,3 +107,8 @@ def test_sums_of_weight_gradients_cost_more_after_the_first_micro_batch() -> Non
     assert [gradient_bytes(count, "delayed") for count in (1, 4)] == [2, (2 + 3 * 14) / 4]
     assert gradient_bytes(4, overwrites=False) == 6
     assert [gradient_bytes(count, "rowwise") for count in (1, 4)] == [6, (6 + 3 * 18) / 4]
+
+
+def test_the_work_of_several_micro_batches_has_all_their_kernels() -> None:
+    one = Work("casts", Phase.INPUT, flops=2.0, num_bytes=3.0, kernels=5.0, width=1, graphed=True)
+    assert one * 4 == Work("casts", Phase.INPUT, 8.0, 12.0, 20.0, width=1, graphed=True)

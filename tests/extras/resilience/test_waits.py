@@ -42,6 +42,7 @@ def test_a_rank_that_sent_what_another_waits_for_has_gone_on(
         (acts(message(101.0, sent, stages[0]), later), False),
         (acts(message(101.0, sent, stages[1], microbatch=1), later), False),
         (acts(message(101.0, sent, stages[1], iteration=6), later), False),
+        ({**acts(went, event(103.0, "step", "other", iteration=8)), "iteration": 8}, True),
     ]
     for facts, passed in others:
         board = [record(0, 0.0, **facts), waits]

@@ -301,6 +301,12 @@ def test_rows_that_went_are_named_and_taken_out_on_request(
     for video in videos:
         old = samples.get(video.caption)
         assert old is None or (old.number == video.number and old.latents.equal(video.latents))
+    # A new row gets the number after the last one, not that of a row that was taken out.
+    moving = {**rows[0], "text": "a bar that moves"}
+    write_rows(source, [moving, *rows[1:3], *rows[4:], {**rows[3], "text": "a new bar"}])
+    assert run(source, output) == 0
+    numbers = sorted(video.number for video in ShardedVideos(output))
+    assert numbers == [1, 2, 4, 5, 6, 7]
     write_rows(source, [{**row, "text": "other"} for row in rows])
     assert run(source, output) == 1
     said = capsys.readouterr().err

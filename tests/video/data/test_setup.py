@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.data.geometry import Bucket
-from megatron_ext.video.data.setup import bucket_table, open_split, planned_clips
+from megatron_ext.video.data.setup import VideoSource, bucket_table, open_split, planned_clips
 from megatron_ext.video.task import VIDEO
 from tests.training_runs import prepared
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, write_clips
@@ -150,3 +152,17 @@ def test_faults_of_the_validation_set_name_it(clips: Path, tmp_path: Path) -> No
         f"The validation set (`--video-valid-path` {long}) holds clips of 64px 17x64x64, but the "
         "bucket plan has no 64px of 17 frames ("
     )
+
+
+def test_each_step_begins_after_the_samples_of_the_steps_before_it() -> None:
+    """Steps of 2, 5 and 3 clips; the run had 10 samples before."""
+    seen: list[tuple[int, int, int]] = []
+    source: Any = object.__new__(VideoSource)
+    source._context = SimpleNamespace(dp_rank=1)
+    source._coming, source._consumed = 0, 10
+    source.video_plan = SimpleNamespace(
+        steps=SimpleNamespace(num_samples=[2, 5, 3].__getitem__),
+        microbatches=lambda *asked: seen.append(asked) or [],
+    )
+    assert [source.next_step(1) for _ in range(3)] == [[], [], []]
+    assert seen == [(0, 1, 10), (1, 1, 12), (2, 1, 17)] and source.coming == 3
