@@ -63,7 +63,7 @@ class FlowMicrobatch:
 
     @property
     def boundary_inputs(self) -> Mapping[str, Any]:
-        """Return the keyword arguments with which to call ``boundary_shape`` of a `VideoChunk`.
+        """Return the keyword arguments with which to call a pipeline chunk's ``boundary_shape``.
 
         That method returns the shape of the tensor that pipeline stages send for this micro-batch.
         """

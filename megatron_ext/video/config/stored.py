@@ -14,9 +14,9 @@ from megatron_ext.video.networks.lookup import network_named, streamed
 from megatron_ext.video.networks.network import STREAMING, Sections, VideoNetwork
 
 _SIZES = ("generator_size", "critic_size", "teacher_size", "latent_channels")
-"""Flags that decide the sizes of streaming's networks.
+"""Flags of streaming that decide the sizes of its networks.
 
-Those of window, codec, encoder and adapters matter too, and are listed elsewhere."""
+Flags of the window, the codec, the text encoder and adapters matter too, but are listed elsewhere."""
 
 
 def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections:

@@ -198,7 +198,9 @@ def _whole(value: Any) -> int:
 
 
 SMALLEST_SHARE = 0.8
-"""The least share of a resolution's pixels that a clip must have to be enlarged to it."""
+"""The least number of pixels of a clip that may enter a resolution, as a share of the resolution.
+
+A clip with a larger share, but less than 1, is enlarged."""
 
 
 class Drop(str, Enum):

@@ -28,7 +28,7 @@ IMAGE_SUFFIXES = frozenset(
 _VIDEO_SUFFIXES = (".mjpeg", ".mjpg")
 """Suffixes of videos that are plain sequences of JPEG pictures.
 
-Their first bytes are those of a picture."""
+Such a file begins with the bytes of a picture, so only its suffix tells that it is a video."""
 _ANIMATED = ("PNG", "WEBP", "AVIF")
 """Formats in which several pictures are an animation. In a JPEG or a TIFF, further pictures are
 other sizes or other pages."""

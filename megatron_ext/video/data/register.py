@@ -55,7 +55,8 @@ class Register:
     """The list of a dataset's samples, which is stored as ``clips.jsonl``.
 
     Attributes:
-        options: the settings that, with clip and number, determine the bytes of a sample.
+        options: the settings of preprocessing; with a clip and its number, they determine every
+            byte of the sample.
         buckets: the buckets; their indices are the bucket numbers that samples store.
         entries: an `Entry` for each sample, in order, and for each clip that was dropped.
     """
@@ -70,7 +71,10 @@ class Register:
         return _hash(self.options)
 
     def shards(self) -> dict[str, list[Entry]]:
-        """Return the entries by the name of their shard, in the order of samples."""
+        """Return the entries of each shard, by the shard's name; leave out those without a shard.
+
+        Both shards and entries are in the order of the dataset's samples.
+        """
         shards: dict[str, list[Entry]] = {}
         for entry in self.entries:
             if entry.shard is not None:
@@ -87,8 +91,8 @@ class Register:
 def row_keys(clips: Sequence[Clip], folder: str) -> list[str]:
     """Return a unique key for each row of a list in ``folder``.
 
-    A key is a hash of the row, of the clip's path relative to the folder, and of the file's size
-    and modification time. Repeated rows get different keys.
+    A key is a hash of the row's values, the clip's path relative to ``folder``, and the size and
+    modification time of the clip's file. Repeated rows get different keys.
     """
     base = os.path.join(os.path.abspath(folder), "")
     counts: Counter[str] = Counter()

@@ -429,7 +429,7 @@ def _on_all_ranks(batch: VideoBatch | None, device: torch.device, group: Any) ->
 
 
 EVALUATION_SEED = 1 << 32
-"""A number added to the seed for validation, so that its clips never share noise with training."""
+"""A number added to the seed in validation, so that no clip gets the noise of a training clip."""
 
 
 class VideoSource(BatchSource):

@@ -101,11 +101,19 @@ def load_model(
     types: Sequence[str],
     tokenizer_path: str,
 ) -> tuple[Any, Any]:
-    """Load a model and its tokenizer by the package transformers, from local folders.
+    """Load a model and its tokenizer with the package transformers; return both.
 
-    ConfigError is raised if transformers is missing, the model's type is not one of ``types``,
-    weights are missing, or a folder cannot be loaded. The message names ``text_encoder``, the
-    chosen encoder, and ``name``, the option that gives ``path``.
+    Args:
+        text_encoder: the chosen text encoder, for messages.
+        model_class: name of the model's class in transformers.
+        name: the option that gives ``path``, for messages.
+        path: local folder of the model.
+        types: accepted values of ``model_type`` in the folder's config.json.
+        tokenizer_path: local folder of the tokenizer.
+
+    Raises:
+        ConfigError: transformers is missing, the model is of another type, weights are missing, or
+            a folder cannot be loaded.
     """
     try:
         import transformers

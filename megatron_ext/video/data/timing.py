@@ -20,9 +20,9 @@ _ROUNDING = 1.1e-3
 """The largest rounding error of a timestamp, in seconds: Matroska counts milliseconds, and so do
 files that were converted from it."""
 _SNAP = 0.02
-"""The relative distance from a usual rate below which a clip has that rate.
+"""The largest relative change by which a measured frame rate is rounded to a nearby known rate.
 
-It is used for clips whose rate varies."""
+Known rates are those in headers and `USUAL_RATES`. Only clips whose rate varies are rounded."""
 _ON_GRID = 0.1
 """The distance from a whole frame number, in frames, below which a time is taken as exact."""
 

@@ -166,8 +166,9 @@ def scene_times(path: ClipFile, threshold: float) -> list[float]:
 
 _SCENE_WIDTH = 320
 _SEEK_AFTER = 4.0
-"""The time of a wanted frame, in seconds, above which a video is sought, not decoded from the
-start."""
+"""The time of a wanted frame, in seconds, from which on a seek is tried.
+
+Up to this time, the video is decoded from the start."""
 _SEEK_BEFORE = (1.0, 8.0)
 """The seconds before a wanted frame to which to seek.
 
