@@ -85,8 +85,8 @@ class RayTasks:
 def _task_of(root: str) -> Callable[..., str]:
     """Return the function that a Ray task runs; it imports this package from the folder ``root``.
 
-    The function is nested so that Ray sends its code to other processes, which may lack this
-    process's import paths, instead of its name. It gives the name of the module `task` as a string,
+    The function is nested, so that Ray sends its code and not its name to other processes, which
+    may lack this process's import paths. It gives the name of the module `task` as a string,
     because `task` imports `run`, which imports this module.
     """
 
@@ -104,9 +104,10 @@ def _task_of(root: str) -> Callable[..., str]:
 
 
 def _connect(workers: int, say: Say) -> tuple[Any, bool]:
-    """Connect to a cluster, or start Ray on this machine.
+    """Connect to a Ray cluster, or start Ray on this machine with ``workers`` CPUs.
 
-    Return (the module ray, whether this call has connected it); an existing connection is kept.
+    If this process is connected already, keep that connection. Return the module ray, and whether
+    this call has made the connection.
     """
     try:
         import ray

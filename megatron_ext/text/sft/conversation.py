@@ -332,9 +332,9 @@ class _Row:
         return [(name, {"role": "system", "content": text})]
 
     def _calls(self, text: str, name: str) -> Message:
-        """Return the fields of a message that consists of tool calls.
+        """Return the content and tool calls of the message that is a ShareGPT function call.
 
-        ``text`` is the JSON of one call or of a list of calls.
+        ``text`` is the JSON of one call or of a list of calls; ``name`` is its place in the row.
         """
         try:
             value = without_nulls(parse_json(text, name))

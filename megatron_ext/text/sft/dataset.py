@@ -113,7 +113,7 @@ class TruncationCounts:
     truncation: str
 
     def sentences(self, split: str) -> list[str]:
-        """Return a sentence on the split ``split``; an empty list if nothing was cut or removed."""
+        """Return a list of one sentence on the split ``split``; [] if none was cut or dropped."""
         if not self.shortened and not self.dropped:
             return []
         total = f"{self.conversations:,} conversations of the {split} split"

@@ -164,7 +164,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """A tokenizer for texts of ids separated by single spaces; eod is the largest id."""
+    """A tokenizer for texts that are ids, separated by single spaces; eod is the largest id."""
 
     kind = "NullTokenizer"
 
