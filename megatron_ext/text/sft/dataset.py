@@ -113,7 +113,10 @@ class TruncationCounts:
     truncation: str
 
     def sentences(self, split: str) -> list[str]:
-        """Return a list of one sentence on the split ``split``; [] if none was cut or dropped."""
+        """Return one sentence on the split ``split``, in a list.
+
+        The list is empty if nothing was cut or removed.
+        """
         if not self.shortened and not self.dropped:
             return []
         total = f"{self.conversations:,} conversations of the {split} split"
