@@ -50,8 +50,8 @@ class Rule:
         error: the size of the error with these flags.
         advice: what the user should do.
         only: the releases that have the defect in this form, separated by spaces; empty for all.
-        depends: a further condition that flags do not show; if there is one, it is uncertain
-            whether the defect occurs.
+        depends: a further condition, which flags do not show: whether the defect occurs then
+            depends on it. Empty if there is none.
     """
 
     all_of: tuple[Condition, ...]
@@ -78,15 +78,15 @@ class Defect:
     """One row of the table in docs/numerics.md: a known defect of megatron-core.
 
     Attributes:
-        affected: the part of megatron-core that has it.
+        affected: the part of megatron-core that has the defect.
         stock: a sentence that says what megatron-core 0.16 does, with measured figures.
         since: the state on 0.19, as ``tools/audit.py --reproduce`` measures it.
         began: the first release in the state ``since``; earlier releases behave like 0.16.
         between: releases before 0.19 whose state is neither that of 0.16 nor ``since``.
         ours: what this package does instead.
         test: the tests of what this package does.
-        rules: the flags that trigger the defect; the first rule that holds decides. Empty if it
-            does not depend on flags.
+        rules: the flags that trigger the defect; the first rule that holds decides. Empty if the
+            defect does not depend on flags.
     """
 
     number: str

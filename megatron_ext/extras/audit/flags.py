@@ -38,7 +38,7 @@ class Flags:
                 self.values[current] = (*self.values[current], word)
 
     def has(self, *names: str) -> bool:
-        """Return whether any of the flags is given, and add those that are to ``used``."""
+        """Return whether any of the flags is given; add the given ones to the list ``used``."""
         given = [name for name in names if name in self.values]
         self.used += given
         return bool(given)
@@ -152,7 +152,10 @@ class Flags:
 
 
 def _split(words: Sequence[str]) -> list[str]:
-    """Return the words; a quoted word that holds a flag and its values becomes several words."""
+    """Return the words, with quoted ones split if they hold a flag and its values.
+
+    For example, the single word ``--lr 0.1`` becomes two words.
+    """
     result: list[str] = []
     for word in words:
         split = word.split()

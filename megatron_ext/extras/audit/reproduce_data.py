@@ -126,7 +126,7 @@ def _empty_split(folder: Path) -> tuple[float, str]:
 
 
 def d29() -> Reproduced:
-    """Measure D29: how many samples are read from a split that has no documents."""
+    """Measure defect D29: how many samples are read from a split that has no documents."""
     stock, outcome = measured(_empty_split)
     what = f"samples of a validation split that --split 99,1,0 leaves empty: it {outcome}"
     return Reproduced(stock, 0.0, what)
@@ -142,7 +142,7 @@ def _stale_cache(folder: Path) -> float:
 
 
 def d30() -> Reproduced:
-    """Measure D30: the last document in a cached sample index whose data files were replaced."""
+    """Measure defect D30: the last document in a cached sample index of replaced files."""
     stock = measured(_stale_cache)
     what = (
         "number of the last document in the sample index of 40 documents, whose files have "
@@ -162,7 +162,7 @@ def _first_document(folder: Path) -> list[int]:
 
 
 def d31() -> Reproduced:
-    """Measure D31: the ids of a document that ``--per-dataset-sequences-path`` reads.
+    """Measure defect D31: the ids of a document that ``--per-dataset-sequences-path`` reads.
 
     The vocabulary has 65,500 ids, and the figure is the sum of the ids 0 to 4.
     """
@@ -201,7 +201,7 @@ def _modes(folder: Path) -> tuple[float, list[str]]:
 
 
 def d32() -> Reproduced:
-    """Measure D32: the modes that a multimodal dataset of two sequences has by default."""
+    """Measure defect D32: the modes that a multimodal dataset of two sequences has by default."""
     stock, raised = measured(_modes)
     what = "number of modes of a multimodal dataset of 2 sequences in default modes"
     return Reproduced(stock, 2.0, "; ".join([what, *raised]))
@@ -216,7 +216,7 @@ def counted_samples(tokens: int, *, drop_last: bool) -> int:
 
 
 def d33() -> Reproduced:
-    """Measure D33: how many sequences 2^24 + 2 tokens give if the last, partial one is kept."""
+    """Measure defect D33: the samples in 2^24 + 2 tokens if the last, partial one is kept."""
     tokens = 2**24 + 2
     (stock,) = on_ranks(lambda _context: counted_samples(tokens, drop_last=False))
     what = f"sequences of 8 in {tokens} tokens with --no-drop-last-partial-validation-sequence"

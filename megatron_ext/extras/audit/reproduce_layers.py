@@ -58,7 +58,7 @@ def _refusals(context: ParallelContext) -> list[str]:
 
 
 def d34() -> Reproduced:
-    """Measure D34: how many of two layers can be built without Transformer Engine.
+    """Measure defect D34: how many of two layers can be built without Transformer Engine.
 
     These are attention at context-parallel size 2, and a norm with sequence parallelism.
     """
@@ -85,9 +85,9 @@ def _fill(experts: SequentialMLP, seed: int) -> None:
 
 
 def _plain_gradients(experts: SequentialMLP, inputs: list[Tensor]) -> dict[str, Tensor]:
-    """Return the right gradients of the sum of squared outputs, by parameter name.
+    """Return the correct gradients of the sum of squared outputs, by parameter name.
 
-    They are computed by plain torch in double precision, over all ``inputs``.
+    Plain torch computes them in double precision over ``inputs``, the tokens of all ranks.
     """
     weights = {name: p.detach().double().requires_grad_() for name, p in experts.named_parameters()}
     total = torch.zeros((), dtype=torch.float64)
@@ -148,7 +148,7 @@ def expert_gradients(
 
 
 def d35() -> Reproduced:
-    """Measure D35: the gradient of experts that both tensor-parallel ranks hold as whole copies."""
+    """Measure defect D35: the gradient of experts if both TP ranks hold whole copies."""
     measure = partial(expert_gradients, name="fc1.weight", copies=True)
     stock, right, error = on_ranks(measure, tp=2, etp=1)[0]
     what = (
@@ -160,7 +160,7 @@ def d35() -> Reproduced:
 
 
 def d36() -> Reproduced:
-    """Measure D36: the gradient of an expert bias if tensor-parallel ranks hold other experts."""
+    """Measure defect D36: the gradient of an expert bias if TP ranks hold different experts."""
     measure = partial(expert_gradients, name="fc2.bias", copies=False)
     stock, right, error = on_ranks(measure, tp=2, ep=2, etp=1)[0]
     what = (
@@ -174,8 +174,8 @@ def d36() -> Reproduced:
 class CompressedQuery(torch.nn.Module):
     """The part of multi-latent attention that processes the compressed query.
 
-    It replaces megatron-core's MLASelfAttention, which 0.16 cannot build without Transformer
-    Engine. Its parts are megatron-core's, under megatron-core's names.
+    It stands in for megatron-core's MLASelfAttention, which release 0.16 cannot build without
+    Transformer Engine. Its layers are megatron-core's own and have the same names as there.
     """
 
     def __init__(self, config: TransformerConfig, weight: Tensor, tp: ProcessGroup) -> None:
@@ -228,7 +228,7 @@ def _query_norm(context: ParallelContext) -> tuple[float, float]:
 
 
 def d42() -> Reproduced:
-    """Measure D42: the gradient of the compressed queries' norm layer at tensor-parallel size 2."""
+    """Measure defect D42: the gradient of the compressed queries' norm layer on two TP ranks."""
     stock, right = on_ranks(_query_norm, tp=2)[0]
     what = (
         "norm of the gradient of q_layernorm of multi-latent attention with --q-lora-rank "
@@ -296,17 +296,18 @@ def _recomputed(context: ParallelContext) -> tuple[float, list[str]]:
 
 
 def d37() -> Reproduced:
-    """Measure D37: how often a step runs the forward pass of a recomputed MLP with biases."""
+    """Measure defect D37: the forward passes of a recomputed MLP with biases in one step."""
     ((stock, clauses),) = on_ranks(_recomputed)
     what = "forward passes of an MLP with biases in a step with recomputation"
     return Reproduced(stock, 2.0, "; ".join([what, *clauses]))
 
 
 def _distributed(context: ParallelContext) -> tuple[float, float, str]:
-    """Measure a step with recomputed MTP depths whose saved inputs are sharded over ranks.
+    """Run a step with recomputed MTP depths whose saved inputs are sharded over ranks.
 
-    Return the norm of the gradients, the right norm (inputs not sharded), and a clause about an
-    error.
+    Returns:
+        The norm of the gradients, the correct norm, which a step with unsharded inputs has, and a
+        clause about the error that was raised, or "".
     """
     depths = {**PIECES, "recompute_num_layers": 1, "mtp_num_layers": 1}
     right, _, _ = _step(context, **depths)

@@ -100,7 +100,7 @@ def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def logging_loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum over three targets, their number, and a log with the same, detached sum."""
+    """Return the sum of the three outputs, their number, and a log that holds the detached sum."""
     total = output.sum()
     return total, torch.tensor(3), {"lm loss": total.detach()}
 
@@ -113,7 +113,7 @@ def _fractional_count(_context: ParallelContext) -> tuple[float, str]:
 
 
 def d17() -> Reproduced:
-    """Measure D17: the gradient of a per-token loss whose number of targets is a fraction, 2.5."""
+    """Measure defect D17: the gradient of a per-token loss whose number of targets is 2.5."""
     ((stock, outcome),) = on_ranks(_fractional_count)
     what = f"gradient per token of a loss whose count of targets is the fraction 2.5: it {outcome}"
     return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 2.5, what)
@@ -124,7 +124,7 @@ def _logged(_context: ParallelContext) -> float:
 
 
 def d18() -> Reproduced:
-    """Measure D18: the value that is logged if the log holds the sum that is also the loss."""
+    """Measure defect D18: the logged value if a loss puts its own sum into the log."""
     (stock,) = on_ranks(_logged)
     what = (
         "logged loss of a micro-batch whose detached sum over 3 targets is also the loss, which "
@@ -138,7 +138,7 @@ def _uncounted(_context: ParallelContext) -> float:
 
 
 def d19() -> Reproduced:
-    """Measure D19: the gradient per token of a loss that returns no count, on two CP ranks."""
+    """Measure defect D19: the gradient of a loss that returns no token count, on two CP ranks."""
     stock = on_ranks(_uncounted, cp=2)[0]
     replicated = on_ranks(_uncounted, dp=2)[0]
     what = (
@@ -178,7 +178,7 @@ def _hybrid_context_parallel(_context: ParallelContext) -> float:
 
 
 def d20() -> Reproduced:
-    """Measure D20: the gradient of a mean loss under the schedule of hybrid context parallelism."""
+    """Measure defect D20: the gradient of a mean loss with the schedule of hybrid CP."""
     (stock,) = on_ranks(_hybrid_context_parallel)
     what = "gradient of the mean loss of a sample under the schedule of --hybrid-context-parallel"
     return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 3, what)
@@ -192,9 +192,9 @@ def logits_and_labels() -> tuple[Tensor, Tensor]:
 
 
 def logit_gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the logits by ``loss``, and the right ones, each ``[16, 2, v]``.
+    """Return the gradients of the logits under ``loss``, and the correct ones, ``[16, 2, v]``.
 
-    The right ones are those of torch's cross-entropy in double precision.
+    The correct gradients are those of torch's cross-entropy in double precision.
     """
     logits, labels = logits_and_labels()
     exact = logits.double().requires_grad_()
@@ -220,7 +220,7 @@ def _fused_gradient(context: ParallelContext) -> tuple[float, float, float]:
 
 
 def d22() -> Reproduced:
-    """Measure D22: the worst gradient of an fp32 logit with the fused cross-entropy."""
+    """Measure defect D22: the worst gradient of an fp32 logit with the fused cross-entropy."""
     ((stock, right, unfused),) = on_ranks(_fused_gradient)
     what = (
         "gradient, in fp32, of the logit that is farthest off with --cross-entropy-loss-fusion; "
@@ -237,7 +237,7 @@ def _logit_after_the_loss(_context: ParallelContext) -> tuple[float, float]:
 
 
 def d23() -> Reproduced:
-    """Measure D23: an fp32 logit that is read after the unfused cross-entropy overwrote it."""
+    """Measure defect D23: an fp32 logit that the unfused cross-entropy has overwritten."""
     ((stock, right),) = on_ranks(_logit_after_the_loss)
     what = "logit in fp32, read after the unfused cross-entropy, which leaves the softmax in place"
     return Reproduced(stock, right, what)
@@ -246,8 +246,9 @@ def d23() -> Reproduced:
 def smoothed_loss(context: ParallelContext, smoothing: float) -> tuple[float, float]:
     """Compute label-smoothed losses with a vocabulary sharded over the tensor-parallel ranks.
 
-    Return megatron-core's loss of the target where it errs most, and the right loss there, by torch
-    in double precision.
+    Returns:
+        The loss of the target for which megatron-core errs most, by megatron-core, and the same
+        target's correct loss, by torch in double precision.
     """
     full, labels = logits_and_labels()
     part = full.chunk(context.pgs.tp.size(), dim=-1)[context.pgs.tp.rank()].clone()
@@ -263,7 +264,7 @@ def smoothed_loss(context: ParallelContext, smoothing: float) -> tuple[float, fl
 
 
 def d24() -> Reproduced:
-    """Measure D24: the label-smoothed loss of a target on two tensor-parallel ranks."""
+    """Measure defect D24: the label-smoothed loss of a target on two tensor-parallel ranks."""
     smoothed = partial(smoothed_loss, smoothing=0.1)
     stock, right = on_ranks(smoothed, tp=2)[0]
     ((alone, exact),) = on_ranks(smoothed)

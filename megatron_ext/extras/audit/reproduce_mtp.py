@@ -30,9 +30,9 @@ RAGGED = (20, 3, 29, 9)
 
 
 def _mask(targets: tuple[int, ...]) -> Tensor:
-    """Return a mask ``[sequences, LENGTH]`` that is 1 at the first positions of each sequence.
+    """Return a mask ``[sequences, LENGTH]`` that is 1 at targets and 0 elsewhere.
 
-    These positions are the sequence's targets; ``targets`` are their numbers.
+    The targets of sequence i are its first ``targets[i]`` positions.
     """
     return (torch.arange(LENGTH) < torch.tensor(targets).unsqueeze(1)).float()
 
@@ -131,7 +131,7 @@ def _on_one_rank(targets: tuple[int, ...], **options: Any) -> Step:
 
 
 def no_targets() -> Reproduced:
-    """Measure D4: the gradient of an MTP depth in a step whose targets are all masked."""
+    """Measure defect D4: the gradient of an MTP depth in a step whose targets are all masked."""
     means = _on_one_rank((0,), per_token=False)
     return Reproduced(
         means.gradient,
@@ -159,7 +159,7 @@ def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
 
 
 def weight_of_a_depth() -> Reproduced:
-    """Measure D5: the weight of an MTP depth's target in the loss per token."""
+    """Measure defect D5: the weight of an MTP depth's target in the loss per token."""
     short = min(RAGGED)
     long = max(RAGGED)
     weights = weight_of_a_target(RAGGED, RAGGED.index(short), RAGGED.index(long))
@@ -174,7 +174,7 @@ def weight_of_a_depth() -> Reproduced:
 
 
 def logged_loss() -> Reproduced:
-    """Measure D14: the logged loss of an MTP depth if micro-batches differ in their targets."""
+    """Measure defect D14: the logged loss of an MTP depth if target counts differ."""
     step = _on_one_rank(RAGGED)
     whole = _on_one_rank(RAGGED, micro_batch=len(RAGGED))
     kept = _one_further(_mask(RAGGED))
@@ -205,7 +205,7 @@ def _shifted_padding(_context: ParallelContext) -> float:
 
 
 def padded_packing() -> Reproduced:
-    """Measure D9: the number of targets of an MTP depth in packed samples with padding."""
+    """Measure defect D9: the number of targets of an MTP depth in packed samples with padding."""
     return Reproduced(
         on_ranks(_shifted_padding)[0],
         (5 - 1) + (6 - 1),
@@ -225,7 +225,7 @@ def _shifted_short(context: ParallelContext) -> tuple[float, str]:
 
 
 def short_packing() -> Reproduced:
-    """Measure D10: the number of targets of an MTP depth at context-parallel size 2.
+    """Measure defect D10: the number of targets of an MTP depth at context-parallel size 2.
 
     One of the two packed samples is so short that a rank's slice of it is a single position.
     """
@@ -271,7 +271,7 @@ def _recomputed(context: ParallelContext, recompute: bool) -> tuple[float, str]:
 
 
 def recomputed_packing() -> Reproduced:
-    """Measure D11: the gradient of an MTP depth with full recomputation and packed samples."""
+    """Measure defect D11: the gradient of an MTP depth with packed samples and recomputation."""
     stock, error = on_ranks(partial(_recomputed, recompute=True))[0]
     return Reproduced(
         stock,
@@ -297,7 +297,7 @@ def _logits_without_labels(context: ParallelContext) -> tuple[float, float, str]
 
 
 def no_labels() -> Reproduced:
-    """Measure D12: the logits of a model with an MTP depth that is given no labels."""
+    """Measure defect D12: the logits of a model with an MTP depth that is given no labels."""
     stock, right, error = on_ranks(_logits_without_labels)[0]
     what = "Norm of the logits of a model with multi-token prediction that is given no labels"
     return Reproduced(stock, right, f"{what}{error}.")
@@ -308,7 +308,10 @@ PADDED = 12
 
 
 def _routed(context: ParallelContext) -> list[float]:
-    """Return how many tokens each router counts as not padding; the MTP depth's comes last."""
+    """Return, for each router, how many tokens it counts as not padding.
+
+    The routers of the decoder layers come first, that of the MTP depth last.
+    """
     model = stock_gpt(context, mtp_num_layers=1, num_moe_experts=4, moe_router_topk=2)
     counts: list[float] = []
 
@@ -326,7 +329,7 @@ def _routed(context: ParallelContext) -> list[float]:
 
 
 def padding_of_a_depth() -> Reproduced:
-    """Measure D13: how many tokens the router of an MTP depth counts in a padded sequence."""
+    """Measure defect D13: the tokens that an MTP depth's router counts in a padded sequence."""
     counts = on_ranks(_routed)[0]
     right = LENGTH - PADDED
     return Reproduced(

@@ -107,7 +107,7 @@ def _nan_gradient(_context: ParallelContext) -> tuple[int, int]:
 
 
 def d21() -> Reproduced:
-    """Measure D21: how many weights are finite one step after a step with a NaN gradient."""
+    """Measure defect D21: how many weights are finite one step after a step with a NaN gradient."""
     ((after_one, stock),) = on_ranks(_nan_gradient)
     what = (
         "weights of 48 that are numbers after a step in fp32 with --clip-grad 1 and one NaN among "
@@ -169,14 +169,14 @@ def both_rates(**resume: Any) -> tuple[float, str]:
 
 
 def d38() -> Reproduced:
-    """Measure D38: the learning rate of a matrix after a resume with ``--decoupled-lr``."""
+    """Measure defect D38: the learning rate of a matrix after a resume with ``--decoupled-lr``."""
     stock, clause = both_rates(decoupled=True)
     what = f"learning rate of a matrix after a resume with --lr 0.01 --decoupled-lr 0.001: {clause}"
     return Reproduced(stock, LR, what)
 
 
 def d40() -> Reproduced:
-    """Measure D40: the learning rate after a resume with ``--override-opt-param-scheduler``.
+    """Measure defect D40: the learning rate after a resume with ``--override-opt-param-scheduler``.
 
     The resumed run has a new ``--lr``, which this flag should apply.
     """
@@ -209,7 +209,7 @@ def _loss_scales(_context: ParallelContext) -> list[float]:
 
 
 def d39() -> Reproduced:
-    """Measure D39: the loss scale of experts after gradients of dense weights have overflowed."""
+    """Measure defect D39: the loss scale of experts after dense gradients have overflowed."""
     dense, experts = on_ranks(_loss_scales, dp=2, ep=2)[0]
     what = (
         "scale by which gradients of experts are divided with --fp16 and "
@@ -239,7 +239,7 @@ def _padded_buckets(_context: ParallelContext) -> tuple[float, float, float]:
 
 
 def d41() -> Reproduced:
-    """Measure D41: a weight in a fully reshardable checkpoint of the distributed optimizer."""
+    """Measure defect D41: a weight in a fully reshardable distributed-optimizer checkpoint."""
     stock, right, share = on_ranks(_padded_buckets, dp=2)[0]
     what = (
         "weight that is farthest off in the fully reshardable checkpoint of "

@@ -163,7 +163,7 @@ def share_of(
 
 
 def parallel_ranks() -> Reproduced:
-    """Measure D1: the auxiliary loss if tokens are sharded over tensor-parallel ranks."""
+    """Measure defect D1: the auxiliary loss if tokens are sharded over tensor-parallel ranks."""
     context = share_of("aux_loss", cp=2)
     z_loss = share_of("z_loss", tp=2)
     return Reproduced(
@@ -176,7 +176,7 @@ def parallel_ranks() -> Reproduced:
 
 
 def masked_targets() -> Reproduced:
-    """Measure D2: the auxiliary loss if half of the targets are masked."""
+    """Measure defect D2: the auxiliary loss if half of the targets are masked."""
     half = LENGTH * SEQUENCES // 2
     return Reproduced(
         share_of("aux_loss", targets=half),
@@ -187,7 +187,7 @@ def masked_targets() -> Reproduced:
 
 
 def sequences_of_a_micro_batch() -> Reproduced:
-    """Measure D3: the load-balancing loss per sequence, with four sequences in a micro-batch."""
+    """Measure defect D3: the load-balancing loss per sequence, for four in a micro-batch."""
     return Reproduced(
         share_of("seq_aux_loss", micro_batch=4),
         1.0,
@@ -197,7 +197,7 @@ def sequences_of_a_micro_batch() -> Reproduced:
 
 
 def no_targets() -> Reproduced:
-    """Measure D28: the auxiliary loss of a step whose targets are all masked."""
+    """Measure defect D28: the auxiliary loss of a step whose targets are all masked."""
     multiple = share_of("aux_loss", targets=0)
     return Reproduced(
         multiple,
@@ -218,7 +218,7 @@ def _logits(context: ParallelContext) -> tuple[float, float, str]:
 
 
 def router_without_transformer_engine() -> Reproduced:
-    """Measure D25: the router's logits without Transformer Engine."""
+    """Measure defect D25: the router's logits without Transformer Engine."""
     stock, right, error = on_ranks(_logits)[0]
     what = "Norm of the router's logits of 8 tokens without Transformer Engine"
     return Reproduced(stock, right, f"{what}{f': NameError ({error})' if error else ''}.")
@@ -235,7 +235,7 @@ def _counted(context: ParallelContext) -> list[float]:
 
 
 def padding_of_the_expert_bias() -> Reproduced:
-    """Measure D26: how many tokens are counted for the expert bias if one of them is padding."""
+    """Measure defect D26: the tokens counted for the expert bias if one of them is padding."""
     counts = on_ranks(_counted)[0]
     return Reproduced(
         counts[1],
@@ -260,7 +260,7 @@ def _counted_in_16_bits(context: ParallelContext) -> list[tuple[float, float]]:
 
 
 def counts_in_16_bits() -> Reproduced:
-    """Measure D43: how many tokens are counted for the expert bias in a bf16 model."""
+    """Measure defect D43: how many tokens are counted for the expert bias in a bf16 model."""
     counts = on_ranks(_counted_in_16_bits)[0]
     stock, right = max(counts, key=lambda pair: pair[1] - pair[0])
     all_of_them = ", ".join(f"{mine:.0f} of {truth}" for mine, truth in counts)
@@ -293,7 +293,7 @@ def _log_size(context: ParallelContext, experts: bool) -> int:
 
 
 def log_without_experts() -> Reproduced:
-    """Measure D27: the size of the log of auxiliary losses on a stage without experts."""
+    """Measure defect D27: the size of the log of auxiliary losses on a stage without experts."""
     without, with_experts = (on_ranks(partial(_log_size, experts=x))[0] for x in (False, True))
     return Reproduced(
         without,

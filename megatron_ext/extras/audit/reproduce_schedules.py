@@ -51,7 +51,10 @@ class Factor(MegatronModule):  # type: ignore[misc]
 
 
 def _gradients(context: ParallelContext, **messages: bool) -> list[float]:
-    """Return the gradients of this rank's stages after one step of megatron-core's schedule."""
+    """Return the gradients of this rank's stages after one step of megatron-core's schedule.
+
+    ``messages`` are options of the pipeline's communication.
+    """
     config = TransformerConfig(
         num_layers=4,
         hidden_size=WIDTH,
@@ -108,7 +111,7 @@ def _worst(what: str, *, steps: int, **messages: bool) -> Reproduced:
 
 
 def batched_messages() -> Reproduced:
-    """Measure D15: the gradients with batched messages between two interleaved stages."""
+    """Measure defect D15: the gradients with batched messages between two interleaved stages."""
     return _worst(
         "Worst gradient of a chain of four virtual chunks on two stages with batched messages",
         steps=1,
@@ -119,7 +122,7 @@ def batched_messages() -> Reproduced:
 
 
 def deallocated_outputs() -> Reproduced:
-    """Measure D16: the gradients with overlapped messages and deallocated outputs."""
+    """Measure defect D16: the gradients with overlapped messages and deallocated outputs."""
     return _worst(
         "Worst gradient of a chain of four virtual chunks on two stages with overlapped messages "
         f"and deallocated outputs, in {STEPS} steps",

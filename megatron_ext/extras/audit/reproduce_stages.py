@@ -62,7 +62,7 @@ def _step_of_the_copy(context: ParallelContext) -> float:
 
 
 def decoupled_rate() -> Reproduced:
-    """Measure D6: the learning rate of a later stage's embedding copy with ``--decoupled-lr``."""
+    """Measure defect D6: the learning rate of an embedding copy with ``--decoupled-lr``."""
     first, copy = on_ranks(_step_of_the_copy, pp=2)
     return Reproduced(
         copy,
@@ -76,8 +76,11 @@ def decoupled_rate() -> Reproduced:
 def _summed_gradient(context: ParallelContext, tied: bool) -> tuple[float, float]:
     """Let ``finalize_model_grads`` sum the gradients of the embedding and its copies.
 
-    The gradient on pipeline stage i is 2^i. Return the sum that this stage gets, and the norm of
-    the initial weights of its copy. ``tied`` makes the output layer one of the copies.
+    Before the sum, the gradient on pipeline stage i is 2^i. ``tied`` makes the output layer one of
+    the copies.
+
+    Returns:
+        The gradient on this stage after the sum, and the norm of this stage's initial weights.
     """
     layout = {"pipeline_model_parallel_layout": "Ett|m|L"}
     model = _wrapped(context, tied=tied, **layout)
@@ -90,7 +93,7 @@ def _summed_gradient(context: ParallelContext, tied: bool) -> tuple[float, float
 
 
 def stage_of_its_own() -> Reproduced:
-    """Measure D7: the gradient of the embedding if an MTP depth has a stage of its own."""
+    """Measure defect D7: the gradient of the embedding if an MTP depth has a stage of its own."""
     untied = on_ranks(partial(_summed_gradient, tied=False), pp=3)
     tied = on_ranks(partial(_summed_gradient, tied=True), pp=3)
     given = on_ranks(
@@ -120,7 +123,7 @@ def _positions(context: ParallelContext) -> tuple[float, Tensor]:
 
 
 def learned_positions() -> Reproduced:
-    """Measure D8: the gradient of learned positions if an MTP depth is on a later stage."""
+    """Measure defect D8: the gradient of learned positions if an MTP depth is on a later stage."""
     (first, start), (copy, start_of_copy) = on_ranks(_positions, pp=2)
     apart = float((start_of_copy - start).norm() / start.norm())
     return Reproduced(
