@@ -199,7 +199,8 @@ class StreamingConfig(WindowConfig):
     def sizes(self, role: Role = "generator") -> StreamedSizes:
         """Return the sizes of the network ``role``.
 
-        By default critic and teacher have the generator's size. Latent channels are always equal.
+        By default critic and teacher have the generator's size. All three networks have the same
+        number of latent channels, that of the generator or of ``--latent-channels``.
         """
         named = _SIZES[getattr(self, f"{role}_size") or self.generator_size]
         channels = self.latent_channels or _SIZES[self.generator_size].channels
@@ -248,6 +249,9 @@ class StreamingSampleConfig(UsersOwn):
         return self.sample_latent_frames or blocks.at_or_before(longest)
 
     def switch_frame(self, streaming: StreamingConfig) -> int:
-        """Return the latent frame at which the second captions take effect."""
+        """Return the latent frame at which the second captions take effect.
+
+        By default it is the start of the first block that begins in the second half of the video.
+        """
         middle = streaming.blocks.at_or_after(-(-self.num_frames(streaming) // 2))
         return middle if self.sample_switch_frame is None else self.sample_switch_frame

@@ -50,8 +50,8 @@ class StreamingMemory:
     Attributes:
         networks: the memory of generator, critic and teacher, in this order.
         cache: bytes of the generator's cache: keys and values of frames and text.
-        passes: largest number of bytes that each kind of pass holds besides state and cache, keyed
-            by a description of the pass; passes run one at a time.
+        passes: for each kind of pass, by its description, the peak bytes of activations, which are
+            held besides state and cache; passes run one at a time.
     """
 
     networks: tuple[NetworkMemory, ...]
@@ -75,9 +75,9 @@ class StreamingMemory:
 
 
 def streaming_memory(config: RunConfig) -> StreamingMemory:
-    """Return the memory of a rank.
+    """Return the estimated memory of the rank that needs the most.
 
-    The configuration must have its text width and sequence length set.
+    ``config`` must have text width and sequence length filled in, as `prepare.sized` does.
     """
     formulas = _Formulas(config)
     networks = (formulas.trained("generator"), formulas.trained("critic"), formulas.teacher())
@@ -133,9 +133,9 @@ class _Formulas:
         return both * x.width + frame.num_text * x.b * sizes.text_width * FP32
 
     def passes(self) -> dict[str, int]:
-        """Return the bytes of each pass in a step that trains generator and critic.
+        """Return the peak bytes of each pass in a step that trains generator and critic.
 
-        The keys are descriptions of the passes.
+        The keys are descriptions of the passes, for the report.
         """
         streaming = self._streaming
         stage = self._whole("generator")
@@ -170,9 +170,9 @@ class _Formulas:
         return Stage.of_layers(range(self._streaming.sizes(role).num_blocks), 0, 1)
 
     def _clip(self, frames: int, *, samples: int = 1) -> Clip:
-        """Return the clips of a micro-batch with ``frames`` latent frames each.
+        """Return the sizes of a micro-batch of clips with ``frames`` latent frames each.
 
-        ``samples`` multiplies the micro-batch size.
+        The batch has ``samples`` times as many clips as the run's micro-batches.
         """
         height, width = self._streaming.latent_size
         patch = self._streaming.sizes().patch_size

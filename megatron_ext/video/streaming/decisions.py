@@ -43,11 +43,12 @@ def num_clips(streaming: StreamingConfig, length: int) -> int:
 
 
 def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...]:
-    """Return the frames at which a sequence may switch its prompt.
+    """Return the frames at which a sequence of ``length`` frames may switch its prompt.
 
-    ``--switch-frames`` gives them. By default they are the starts of all clips except the first and
-    the last, if every clip adds ``min_new_frames``. The result is empty if the sequence is too
-    short or the run has no second prompts.
+    These are the frames of ``--switch-frames`` below ``length``. Without the flag they are the
+    first new frames of all clips except the first and the last clip, computed as if every clip
+    added ``min_new_frames``. The result is empty if the sequence is too short or the run has no
+    second prompts.
     """
     if not streaming.switches:
         return ()
@@ -58,10 +59,11 @@ def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...
 
 
 def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tuple[Pass, ...]:
-    """Return the network that each clip of a step trains, in order.
+    """Return, for each clip that step ``step`` generates, in order, the network that it trains.
 
-    Each network that the step trains gets ``accumulation`` clips. The generator is trained in one
-    of ``generator_interval`` steps, the critic in every step.
+    The critic is trained in every step, the generator in one of ``generator_interval`` steps. In
+    a step that trains both, their clips alternate. Each trained network gets ``accumulation``
+    clips.
     """
     trains_generator = step % streaming.generator_interval == 0
     once: tuple[Pass, ...] = ("generator", "critic") if trains_generator else ("critic",)
@@ -69,10 +71,10 @@ def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tupl
 
 
 def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int = 1) -> set[int]:
-    """Return the indices of the clips that train the generator in at least one sequence.
+    """Return the positions at which a clip trains the generator in at least one sequence.
 
-    An index is the position of a clip, from 0, among the ``trained_clips`` clips of its sequence
-    that train generator or critic.
+    A position, from 0, is a clip's place among the ``trained_clips`` clips of its sequence that
+    train generator or critic. All sequences have equally many such clips.
     """
     cycle = [
         kind
@@ -131,9 +133,10 @@ def switch_frame(streaming: StreamingConfig, seed: int, sequence: int) -> int | 
 def new_frames(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, remaining: int
 ) -> int:
-    """Return the number of frames that a clip adds to its sequence.
+    """Return how many frames the clip with index ``clip`` (1 or more) adds to its sequence.
 
-    They are whole blocks, at most ``remaining``. The clip is not the first of its sequence.
+    The number is drawn, in steps of one block, from ``min_new_frames`` up to ``max_new_frames`` or
+    ``remaining``, whichever is smaller.
     """
     most = min(streaming.max_new_frames, remaining)
     choices = range(streaming.min_new_frames, most + 1, streaming.frame_block)
@@ -143,7 +146,10 @@ def new_frames(
 def exit_steps(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, blocks: int, steps: int
 ) -> tuple[int, ...]:
-    """Return, for each block of a clip, its last denoising step, counted from 0."""
+    """Return, for each of a clip's ``blocks`` blocks, the denoising step that finishes it.
+
+    A step is a number from 0 to ``steps`` - 1.
+    """
     if streaming.last_step_only:
         return (steps - 1,) * blocks
     source = generator(seed, sequence, f"streaming exits {clip}")
@@ -162,8 +168,8 @@ def noise(
     """Draw standard normal noise ``[b, *shape]`` for b samples, the same in any layout.
 
     Args:
-        samples: numbers of the b samples in the run.
-        purpose: name of the use of the noise, unique within a sequence.
+        samples: indices of the b samples in the run.
+        purpose: a name for what the noise is used for, unique within a sequence.
         like: a tensor with the wanted dtype and device; None is float32 on the CPU.
     """
     drawn = draw_noise(seed, samples, shape, f"streaming {purpose}")
@@ -173,7 +179,8 @@ def noise(
 def uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
     """Draw a uniform number in [0, 1) for each sample, ``[b]`` float64.
 
-    ``samples`` are the numbers of the b samples in the run; ``purpose`` names the use.
+    ``samples`` are the indices of the b samples in the run. ``purpose`` names what the numbers
+    are used for.
     """
     return draw_uniforms(seed, samples, f"streaming {purpose}")
 
@@ -183,7 +190,7 @@ def block_noise(
 ) -> Tensor:
     """Draw the noise of the block that begins at ``frame``, ``[b, *shape]``.
 
-    ``samples`` are the numbers of the b samples in the run.
+    ``samples`` are the indices of the b samples in the run.
 
     Step 0 is the noise from which the block is denoised. Steps 1 and later are the noise that is
     added before later denoising steps. Step -1 is the noise that is added before the block is

@@ -65,7 +65,7 @@ class WrittenVideo:
     """A video that has been written to a file.
 
     Attributes:
-        number: number of the video's prompt.
+        number: index of the video's prompt among all prompts.
         shown: still frames for the contact sheet, ``[k, H, W, 3]``.
     """
 
@@ -78,10 +78,10 @@ class LongVideoWriter:
     """Writes a batch of videos, some frames at a time; call `finish` or `abandon` at the end.
 
     Args:
-        numbers: numbers of the prompts, which are part of the files' names.
+        numbers: index of each video's prompt, which becomes part of the file's name.
         decoder: a function that decodes the next latents ``[b, c, t, h, w]`` of the videos to
             pixels ``[b, 3, f, H, W]``.
-        num_frames: number of decoded frames of each whole video.
+        num_frames: number of decoded frames that each video will have when it is finished.
 
     Attributes:
         num_frames: number of decoded frames of each video that have been written so far.
@@ -198,9 +198,9 @@ class LongVideoSampler:
         self._fps = self._sample.sample_fps or DEFAULT_FPS
 
     def _encoded_starts(self) -> dict[int, Tensor]:
-        """Return the encoded first blocks of those prompts that give one, ``[1, t, c, h, w]`` each.
+        """Return the encoded first block ``[1, t, c, h, w]`` of each prompt that gives one.
 
-        The keys are the numbers of the prompts.
+        The keys are the indices of the prompts.
         """
         paths = {i: x.start for i, x in enumerate(self._prompts) if x.start is not None}
         if not paths:
@@ -284,7 +284,7 @@ class LongVideoSampler:
         return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield the numbers of this replica's prompts, in batches.
+        """Yield the indices of this replica's prompts, in batches.
 
         All prompts of a batch switch at the same frames, and either all or none give a first block.
         """

@@ -132,7 +132,10 @@ class Scores:
 
 @torch.no_grad()
 def generator_direction(clip: StreamClip, noised: NoisedClip, scores: Scores) -> Tensor:
-    """Return D, the normalised difference of critic and teacher on a clip, in float64."""
+    """Return D, the normalised difference between critic's and teacher's predictions, in float64.
+
+    Its shape is that of the clip's latents; `dmd_direction` has the formula.
+    """
     clean = scores.clean(clip, noised, noised.x)
     return dmd_direction(clip.latents.detach(), **clean, scale=scores.guidance_scale)
 
@@ -149,8 +152,9 @@ def sid_direction(
     ``[b, t, c, h, w]``. It is float64, and multiplied by the number of elements of a frame. The
     weights of critic and teacher get no gradients.
 
-    ``whole_gradient`` is needed if ranks divide the tokens: from a rank's gradient of the networks'
-    input it computes the gradient over all ranks.
+    ``whole_gradient`` is needed if the ranks of a replica divide the tokens. It turns this rank's
+    gradient of the networks' input into the gradient over all tokens. With None the gradient is
+    used as it is.
     """
     latents = clip.latents.detach().requires_grad_()
     with torch.enable_grad(), _frozen(scores.critic, scores.teacher):
@@ -289,9 +293,9 @@ def dmd_loss(
         latents: generated latents X with gradient, ``[b, t, c, h, w]``.
         direction: D of `dmd_direction` for these frames, in the shape of ``latents``.
         mask: True at frames with a loss, ``[b, t]`` bool.
-        losses: value of another loss at each frame, ``[b, t]``, as `sid_direction` returns it. It
-            replaces L_G, and ``direction`` is its gradient times the number of elements of a frame.
-            None for L_G.
+        losses: None for L_G. Otherwise the values of another loss at each frame, ``[b, t]``; then
+            ``direction`` is the gradient of this loss times the number of elements of a frame.
+            `sid_direction` returns both.
     """
     x = latents.double()
     d = direction.double()
@@ -319,8 +323,8 @@ def critic_loss(
 ) -> Loss:
     """Return sum, count and report of the critic's denoising loss on generated clips.
 
-    ``kind`` is the quantity whose squared error is the loss. The error is computed from that of the
-    flow, multiplied by a factor:
+    ``kind`` is the quantity whose squared error is the loss. The error of each kind is the error
+    of the flow times a factor:
 
     - ``flow``: 1,
     - ``x0``, the clean latents: sigma,

@@ -126,7 +126,7 @@ def build_critic(
 
 
 def of_role(config: RunConfig, role: Role) -> RunConfig:
-    """Return the configuration of a run that trains the network ``role`` as its model."""
+    """Return ``config`` with the section ``model`` set to the sizes of the network ``role``."""
     model = config.section(StreamingConfig).described(config.model, role)
     return dataclasses.replace(config, model=model)
 
@@ -161,9 +161,9 @@ def load_weights(
 
 
 def network_of(name: str | None) -> Network:
-    """Return the entry of a checkpoint's generator or critic that `merge_checkpoint` needs.
+    """Return the description of a checkpoint's generator or critic for `merge_checkpoint`.
 
-    It is the critic's if ``name`` is "critic", else the generator's.
+    ``name`` is "critic" for the critic; any other value, such as None, selects the generator.
     """
     if name != CRITIC:
         return Network(build_network)

@@ -56,9 +56,13 @@ class NoiseSchedule:
     def context_sigma(self, *, recached: bool = False) -> float:
         """Return the noise level of the past frames to which the generator attends.
 
-        With ``context_noise_from_table`` the level comes from the table, which at timestep 0 gives
-        0.5% with the default shift. Frames ``recached`` at a prompt switch then have level 0, as in
-        LongLive. Without the flag all past frames have the same level, which is 0 at timestep 0.
+        ``--context-noise`` is the timestep of these frames, and their level is that of the nearest
+        table entry. In two cases the level is 0 instead:
+
+        - without ``context_noise_from_table``, if the timestep is 0, where the table has 0.5% with
+          the default shift,
+        - with ``context_noise_from_table``, for frames that are ``recached``, that is, encoded
+          again under another prompt or for a lost cache, as in LongLive.
         """
         noise = self.streaming.context_noise
         from_table = self.streaming.context_noise_from_table
@@ -68,13 +72,14 @@ class NoiseSchedule:
     def score_timesteps(self, uniforms: Tensor, exit_step: int | None = None) -> Tensor:
         """Return the timesteps at which critic and teacher evaluate clips, ``[b]`` float32.
 
-        They are between ``min_timestep`` and ``max_timestep``. With ``ts_schedule`` the noise is at
-        least that of the denoising step after ``exit_step``. With ``ts_schedule_max`` it is at most
-        that of ``exit_step``. Self-Forcing (arXiv:2506.08009) has the same bounds.
+        They are between ``min_timestep`` and ``max_timestep``. With ``ts_schedule`` a clip is
+        noised at least as much as the input of the denoising step after ``exit_step``; with
+        ``ts_schedule_max`` at most as much as the input of ``exit_step``. Self-Forcing
+        (arXiv:2506.08009) has the same bounds.
 
         Args:
-            uniforms: random numbers in [0, 1), ``[b]``; each selects one of the 1000 steps before
-                the shift.
+            uniforms: random numbers in [0, 1), ``[b]``; each selects a timestep before the shift,
+                0 to 999, within the bounds of ``ts_schedule`` and ``ts_schedule_max``.
             exit_step: denoising step, counted from 0, at which all blocks of the clip end. None if
                 blocks may end at different steps; then ``ts_schedule`` and ``ts_schedule_max`` have
                 no effect.

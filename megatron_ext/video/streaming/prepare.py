@@ -161,9 +161,9 @@ def _words(numbers: Sequence[int]) -> str:
 def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: bool) -> None:
     """Raise ConfigError if the patch size or the codec does not fit the latents.
 
-    It is also an error if flags of the codec are given but the run does not use a codec. A run uses
-    it to encode a chunk's first frame, to encode given images or videos, or to sample videos.
-    ``samples`` tells whether it samples videos.
+    It is also an error to give flags of the codec to a run that uses no codec. A run uses the codec
+    to encode the first frame of each clip (``encode_first_frame``), to encode given images or
+    videos, or to sample videos. ``samples`` tells whether the run samples videos.
     """
     sizes = streaming.sizes()
     if any(x % sizes.patch_size for x in streaming.latent_size):

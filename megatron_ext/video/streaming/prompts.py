@@ -105,7 +105,7 @@ def prompt_checks(config: StreamingConfig) -> list[Callable[[], Any]]:
 
 
 def _rows(flag: str, path: str) -> list[PromptRow]:
-    """Return a row for each line of a text file or jsonl that is not blank.
+    """Read a text file or jsonl of prompts; return a row for each line that is not blank.
 
     ``flag`` is the flag that gave ``path``; errors name it.
     """
@@ -355,7 +355,7 @@ class FilePrompts:
             self.codec = on_first_of_replica(codec, "Loading the codec", context)
 
     def __call__(self, samples: Sequence[int]) -> Prompts:
-        """Return the encoded prompts of samples, given the samples' numbers in the run.
+        """Return the encoded prompts of ``samples``, which are indices of samples in the run.
 
         Raises DataError on all ranks if given frames cannot be read.
         """

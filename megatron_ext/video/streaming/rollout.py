@@ -45,7 +45,7 @@ class ExitStep:
     Attributes:
         x: noised latents, ``[b, block, c, h, w]``, with the same timestep for all frames.
         text: embeddings of the prompt, ``[b, l, d]``.
-        first_frame: number of the block's first frame in the video.
+        first_frame: index in the video of the block's first frame.
     """
 
     x: Tensor
@@ -125,7 +125,10 @@ class Generator:
         return x0, last
 
     def write_back(self, x0: Tensor, first_frame: int, text: Tensor, noise: BlockNoise) -> None:
-        """Write clean frames into the cache, with the noise of ``--context-noise``."""
+        """Run the generator on a clean block ``x0``, to write its keys and values into the cache.
+
+        If ``--context-noise`` asks for it, ``noise`` is first added to the block.
+        """
         sigma = self.schedule.context_sigma()
         if sigma:
             x0 = mixed(x0, noise(first_frame, WRITE_BACK), torch.tensor(sigma))
@@ -197,11 +200,11 @@ class StreamClip:
         text: embeddings of the current prompt, ``[b, l, d]``; the losses use it for all frames.
         blocks: exit steps to run again with gradient; empty for the critic or without
             ``two_phase``.
-        samples: numbers of the clip's samples in the run.
-        sequence: number of the clip's sequence in the run.
-        number: number of the clip in the sequence, from 0.
-        first_new: number in the sequence of the first new frame.
-        end: number in the sequence of the frame after the newest.
+        samples: indices in the run of the clip's samples.
+        sequence: index in the run of the clip's sequence.
+        number: index in the sequence of this clip.
+        first_new: index in the sequence of the clip's first new frame.
+        end: number of frames of the sequence up to and including this clip.
         exit_step: denoising step, from 0, at which all new blocks end; None if blocks may differ.
     """
 

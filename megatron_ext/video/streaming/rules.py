@@ -236,8 +236,8 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
 def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[FlagError]:
     """Return a list with one error if the teacher's layout ``own`` does not fit the ranks, else [].
 
-    The ranks of one copy of the teacher must divide the number of all ranks. Besides, they must
-    divide the ranks of a replica, or be a multiple of them.
+    The number of ranks of one copy of the teacher must divide the number of all ranks. It must also
+    be a divisor or a multiple of the number of ranks of a replica.
     """
     world = parallel.world_size
     tensor = parallel.tensor_model_parallel_size

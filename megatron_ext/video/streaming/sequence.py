@@ -54,12 +54,12 @@ FirstFrame = Callable[[Tensor], Tensor]
 class SequenceState:
     """The state of a replica's sequence.
 
-    Random choices depend only on the seed and on the numbers of sequence, clip and samples.
+    Random choices depend only on the seed and on the indices of sequence, clip and samples.
 
     Attributes:
-        sequence: number of the sequence in the run.
-        consumed_samples: number in the run of the sequence's first sample on replica 0.
-        chunk: number of clips generated so far (checkpoints call a clip a chunk).
+        sequence: index of the sequence in the run.
+        consumed_samples: index in the run of the sequence's first sample on replica 0.
+        chunk: count of the clips generated so far (checkpoints call a clip a chunk).
         current_length: number of frames so far, including given ones.
         max_length: number of frames that the sequence may not exceed.
         switch_frame: first frame under the second prompt, at the start of a block, or `NEVER`.
@@ -83,13 +83,14 @@ class SequenceState:
     text_after: Tensor
 
     def switches_before(self, frame: int) -> bool:
-        """Tell whether the sequence is still to switch its prompt before ``frame``."""
+        """Tell whether a switch of the prompt is still to come, and comes before ``frame``."""
         return not self.has_switched and NEVER < self.switch_frame < frame
 
     def first_frames(self, recent: Tensor, length: int, sinks: int) -> Tensor:
-        """Return the first ``sinks`` frames of the sequence, or all of a shorter sequence.
+        """Return the first ``sinks`` frames of the sequence, or all frames if there are fewer.
 
-        ``recent``, ``[b, t, c, h, w]``, are the last of the ``length`` frames so far.
+        The sequence has ``length`` frames so far; ``recent`` holds the last of them, or all of
+        them, ``[b, t, c, h, w]``.
         """
         return recent[:, :sinks] if recent.size(1) == length else self.sink
 
@@ -118,8 +119,8 @@ class StreamingSequence:
 
     Attributes:
         state: the state; None before the first sequence.
-        first: the numbers in the run of the next sequence and of its first sample, used while
-            ``state`` is None. If a resumed run cannot load its old sequence, these are the numbers
+        first: (index of the next sequence, index of its first sample) in the run, used while
+            ``state`` is None. If a resumed run cannot load its old sequence, these are the indices
             that follow those of the old sequence.
     """
 
@@ -145,7 +146,7 @@ class StreamingSequence:
 
     @property
     def coming(self) -> tuple[int, int]:
-        """Return (number of the next sequence, number of its first sample), counted in the run."""
+        """Return (index of the next sequence, index of its first sample on replica 0)."""
         s = self.state
         replica = self.replica
         if s is None:
@@ -282,7 +283,9 @@ class StreamingSequence:
     def _roll_out(
         self, start: int, end: int, first_trained: int
     ) -> tuple[Tensor, tuple[ExitStep, ...], tuple[int, ...]]:
-        """Generate the frames ``start`` to ``end``; those from ``first_trained`` on are trained.
+        """Generate the frames from ``start`` up to, not including, ``end``, block by block.
+
+        Blocks that begin at ``first_trained`` or later are trained.
 
         Returns (latents, exit steps to run again with gradient, last denoising step of each block).
         """
@@ -347,7 +350,8 @@ class StreamingSequence:
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         """Restore the sequence from ``stored``, the `state_dict` of a run with the same sizes.
 
-        If ``stored`` has no ``cache``, `rebuild_cache` computes the cache from past frames.
+        If ``stored`` has no ``cache``, `rebuild_cache` computes the cache from past frames. If
+        ``stored`` is empty, ``state`` becomes None.
         """
         if not stored:
             self.state = None

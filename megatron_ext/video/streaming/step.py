@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class WorkCounter:
-    """Counts the floating-point operations of some networks, pass by pass.
+    """Counts the floating-point operations of ``networks`` by a hook on each forward pass.
 
     The count cannot be computed in advance, since the number of passes is random. To include the
     backward pass, the operations of a forward pass are counted three times if weights get
@@ -79,7 +79,10 @@ class WorkCounter:
             self._flops = flops
 
     def take(self) -> float:
-        """Return the operations since the last call, averaged over all ranks of the run."""
+        """Return this rank's count since the last call, and start again from 0.
+
+        The operations of a pass are divided equally among the ranks that share the network.
+        """
         flops, self._flops = self._flops, 0.0
         return flops
 
@@ -189,8 +192,9 @@ class StreamingRunner(StepRunner):
     def _advance_schedules(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
         """Count the step, and advance the learning rate schedules of generator and critic.
 
-        ``updates`` has the result of each network that this step trained. The schedule of such a
-        network advances only if the update was applied; that of another network always advances.
+        ``updates`` has the result for each network that this step trained. The schedule of a
+        trained network advances only if its update was applied. The schedule of a network that
+        was not trained advances in every step.
         """
         self.extra_state.steps += 1
         for kind, network in self._networks.items():
@@ -235,9 +239,11 @@ class StreamingRunner(StepRunner):
             yield dmd_loss(clip.latents, direction=direction, mask=clip.mask, losses=losses)
 
     def _whole_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of a network's input over all tokens of the replica.
+        """Turn this rank's gradient of a network's input into the gradient over all tokens.
 
-        ``gradient`` is what this rank's backward pass gives for the input.
+        ``gradient`` covers only the tokens that this rank holds, so it is summed over the ranks of
+        the replica that divide the tokens. The sum is divided by the context-parallel size,
+        because the backward pass adds up the equal losses of all context-parallel ranks.
         """
         groups = self.context.pgs
         whole = gradient.contiguous().clone()

@@ -32,7 +32,10 @@ from megatron_ext.video.streaming.step import StreamingRunner
 
 
 def sampler_of(run: Run) -> Callable[[Path], None]:
-    """Return a function that samples the run's long videos into a folder, between steps."""
+    """Return a function that samples long videos into a given folder with the run's generator.
+
+    Training calls the function between steps.
+    """
     runner = run.runner
     assert isinstance(runner, StreamingRunner)
     prompts = runner.sequence.prompts

@@ -167,9 +167,10 @@ class ParallelTeacher(torch.nn.Module):
         return _gathered(flow, self._peers)[: x.size(0)]
 
     def _predicted(self, rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
-        """Return the flow for n samples, which are run in micro-batches.
+        """Return the flow of n samples on every rank of the teacher group.
 
-        ``rows`` are (latents, timesteps, texts), each ``[n, ...]``.
+        ``rows`` are (latents, timesteps, texts), each ``[n, ...]``. The samples are run in
+        ``num_microbatches`` micro-batches, but one by one if the teacher has pipeline stages.
         """
         x = rows[0]
         staged = self._context.layout.pipeline_model_parallel_size > 1

@@ -40,7 +40,8 @@ PROGRESS_INTERVAL = 5.0
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of flags, by name, that a checkpoint determines.
 
-    ``stored`` is its configuration, ``given`` has the checkpoint flags of the command line.
+    ``stored`` is the configuration in the checkpoint. ``given`` holds those flags of the command
+    line that belong to the section ``checkpoint``.
 
     Raises:
         ConfigError: the checkpoint is of another task.
@@ -62,11 +63,12 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags by which a run gets the frozen weights under a checkpoint's adapters.
 
-    The flags name another checkpoint, or the seed of random weights. The result is {} for a
-    checkpoint without adapters.
+    The flags name the checkpoint that holds the frozen weights, or the seed from which they were
+    drawn. A checkpoint without adapters needs none of these flags, and the result is {}.
 
     Raises:
-        CheckpointError: the weights are gone, or are given for a checkpoint without adapters.
+        CheckpointError: the checkpoint with the frozen weights is gone, or
+            ``--pretrained-checkpoint`` is given for a checkpoint without adapters.
     """
     load = given["load"]
     elsewhere = given.get("pretrained_checkpoint")
