@@ -48,10 +48,14 @@ def pair(total: Tensor, count: Tensor) -> Tensor:
 
 
 def call_loss(loss: LossFunction, output: Tensor, *, non_loss_data: bool = False) -> Any:
-    """Return sum, count and report of a loss, or the data collected with ``non_loss_data``.
+    """Call a loss, check its result, and return ``(sum, count, report)``.
+
+    With ``non_loss_data`` return instead what the loss collects for other purposes, unchecked: the
+    result of ``loss(output, non_loss_data=True)``.
 
     Raises:
-        ConfigError: the loss returns something else than the contract demands.
+        ConfigError: the result is not what the contract demands, or ``non_loss_data`` is set but
+            the loss has no such argument.
     """
     if non_loss_data:
         return non_loss_data_of(loss, output)
@@ -125,9 +129,10 @@ def share_of_step(
 
     Args:
         weights: token weights of this micro-batch, ``[b, s/cp]``.
-        usual_weight: takes the place of D without ``per_token``, if context-parallel ranks hold
-            unequal parts of the micro-batch's weights. It must be the mean of D over these ranks;
-            then the mean of their losses is the weighted mean over the whole micro-batch.
+        usual_weight: the mean of D over the context-parallel ranks, to be used as D by all of them
+            if they hold unequal parts of a micro-batch's weights. Then the mean of the ranks'
+            losses is the weighted mean over the whole micro-batch. None takes this rank's own D.
+            Not used with ``per_token``.
     """
     if counts is None:
         return 1.0
@@ -162,6 +167,6 @@ def number_of_targets(weights: Tensor) -> Tensor:
 
 
 def mtp_report(targets: MTPTargets | None) -> Report:
-    """Return log entries of the multi-token-prediction depths; an empty mapping without targets."""
+    """Return the log entries of the multi-token-prediction depths; empty if ``targets`` is None."""
     entries = () if targets is None else targets.reports
     return {f"mtp_{depth} loss": entry for depth, entry in enumerate(entries, start=1)}

@@ -41,8 +41,8 @@ class LossInputs:
     Attributes:
         weights: ``[b, s]``, 0 for tokens without a target. The loss of a step is the weighted mean
             over all micro-batches and all data- and context-parallel ranks.
-        tensors: scalars, or tensors ``[b, s, ...]``, by name. `TokenLoss.token_losses` gets blocks
-            of them.
+        tensors: scalars, or tensors ``[b, s, ...]``, by name. `TokenLoss.token_losses` gets the
+            scalars unchanged, and the tensors in blocks of tokens.
     """
 
     weights: Tensor
@@ -75,11 +75,12 @@ class TokenLoss(Generic[Config]):
         self.config = config
 
     def build(self, batches: Sequence[Batch], context: ParallelContext) -> list[LossInputs]:
-        """Return the inputs of each micro-batch of a step, before the step's first forward pass.
+        """Return the inputs of each micro-batch of a step.
 
-        Override it to pass more tensors or to change the weights. To normalize weights over the
-        whole step, sum their denominator over ``context.pgs.dp_cp``. All ranks of the last pipeline
-        stage call it, in evaluation as well.
+        It is called before the step's first forward pass. Override it to pass more tensors or to
+        change the weights. To divide the weights by a sum over the whole step, sum over ``batches``
+        and over the ranks of ``context.pgs.dp_cp``. All ranks of the last pipeline stage call it
+        together, in evaluation as well.
         """
         return [LossInputs(batch.loss_weights, {"labels": batch.labels}) for batch in batches]
 

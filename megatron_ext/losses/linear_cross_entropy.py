@@ -117,10 +117,10 @@ def weighted_linear_cross_entropy(
 
 
 def check_labels(labels: Tensor, weights: Tensor, ignore_index: int, vocab_size: int) -> None:
-    """Raise a DataError for a label outside a head with ``vocab_size`` rows.
+    """Raise a DataError for a label that is not an index of the head's ``vocab_size`` rows.
 
-    Labels of tokens without a weight, and ``ignore_index``, are not checked; neither are labels on
-    a GPU.
+    The label ``ignore_index`` and labels of tokens with weight 0 are allowed to be outside. Labels
+    on a GPU are not checked, since that would wait for the GPU.
     """
     if labels.device.type != "cpu":
         return

@@ -85,7 +85,11 @@ class Head:
         return 0 if self.tp_group is None else self.tp_group.rank()
 
     def rows(self, num_tokens: int, hidden_size: int | None = None) -> int:
-        """Return the number of tokens in a block; pass ``hidden_size`` only with 16-bit logits."""
+        """Return the number of tokens in a block: `block_size` or a default.
+
+        It is at most ``num_tokens``, the number of all tokens. Without ``hidden_size`` the default
+        is that of float32 logits (`default_rows`); with it, that of 16-bit logits (`fused_rows`).
+        """
         usual = fused_rows(num_tokens, hidden_size) if hidden_size else default_rows(num_tokens)
         return max(1, min(self.block_size or usual, num_tokens))
 
@@ -148,8 +152,8 @@ class Block:
         valid: ``[C]`` float32, 0 if the label is ``ignore_index``, else 1.
         fused: whether the compiled functions of `vocabulary` compute statistics and gradient.
         slope: derivative ``[C, v/tp]`` float32 of the capped logits with respect to the uncapped
-            ones. None if there is no cap, or if ``fused``: the compiled gradient computes it from
-            the logits, which are not overwritten until then.
+            ones. None if there is no cap. Also None if ``fused``, since the compiled gradient
+            computes it from the logits, which it still finds unchanged.
     """
 
     span: slice
@@ -222,10 +226,10 @@ def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
     """Return each token's highest logit over all ranks, ``[C]``, and sums over this rank's logits.
 
-    The sums are ``[2, C]``: the label's logit (0 if another rank owns the label), and the sum of
-    the exponentials. With label smoothing they are ``[3, C]``, with the sum of all logits between
-    these two. The highest logit has been subtracted from all logits before. The exponentials
-    overwrite the logits.
+    The highest logit is subtracted from all logits first. The sums are, as rows of ``[2, C]``: the
+    label's logit (0 if another rank owns the label), and the sum of the exponentials. With label
+    smoothing the sum of all logits comes between them, ``[3, C]``. The exponentials overwrite the
+    logits.
     """
     logits = block.logits
     highest = logits.amax(dim=1, keepdim=True)
@@ -240,7 +244,7 @@ def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _fused_sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
-    """Return the results of `_sums` from compiled code that keeps the logits."""
+    """Return the same as `_sums`, computed by compiled code that does not overwrite the logits."""
     smooths = head.label_smoothing > 0
     block_statistics = statistics(block.logits, block.column, smooths)
     highest = block_statistics.highest.clone()
@@ -277,9 +281,10 @@ def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total
 
 
 class Gradients:
-    """Gradients of hidden states ``[s * b, h]``, weight and bias; None for those not needed.
+    """Sums the gradients of hidden states ``[s * b, h]``, weight and bias over the blocks.
 
-    Gradients of weight and bias are in float32, those of hidden states in their own dtype.
+    Gradients of weight and bias are in float32, gradients of hidden states in the dtype of the
+    hidden states. A gradient that is not needed is None.
     """
 
     def __init__(self, needs_gradient: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:
@@ -298,7 +303,8 @@ class Gradients:
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias, and forget them.
 
-        Those of hidden states and bias are multiplied by ``scale``; the caller scales the weight's.
+        The gradients of hidden states and bias have been multiplied by ``scale``; the caller must
+        scale the weight's gradient.
 
         Raises:
             RuntimeError: on a second call.
@@ -432,7 +438,8 @@ def weighted_sum(
 ) -> tuple[Tensor, ...]:
     """Return the sum of losses times ``weights``, then losses and extra values, each ``[b, s]``.
 
-    Only the sum is differentiable. ``values_of`` computes losses and extra values.
+    ``values_of`` computes losses, extra values and gradients in the forward pass (see `ValuesOf`).
+    Only the sum is differentiable.
     """
     result: tuple[Tensor, ...] = _WeightedSum.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, weights, head, values_of, torch.is_grad_enabled()

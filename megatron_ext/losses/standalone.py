@@ -33,16 +33,16 @@ class LossValue(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of steps, computed from the hidden states before an output head.
+    """Computes the loss of training steps from the hidden states before an output head.
 
     Attributes:
-        weight, bias: this tensor-parallel rank's part of the head ``[v, h]`` and its bias ``[v]``.
+        weight, bias: this rank's part of the head, ``[v/tp, h]`` and ``[v/tp]``.
         reduction: how tokens are weighted: token, sample or square (``--loss-reduction``).
         ignore_index: label of tokens that do not count.
         token_losses: a custom loss in place of cross-entropy; see `blockwise_loss`.
         extra_names: names of the further values that ``token_losses`` returns.
-        group: the data-parallel ranks that share a step, which must sum their gradients. None means
-            all ranks, or this one alone if there are no process groups.
+        group: the data-parallel ranks that share a step. The caller must sum the gradients over
+            them. None means all ranks, or only this one if there are no process groups.
         tp_group, sequence_parallel: how the head and the hidden states are sharded.
         options: further options of `weighted_linear_cross_entropy` or `blockwise_loss`.
     """
@@ -61,10 +61,10 @@ class StepLoss:
     def of_step(
         self, labels: Sequence[Tensor], weights: Sequence[Tensor] | None = None
     ) -> list["MicroBatchLoss"]:
-        """Return the loss of each micro-batch of a step, given the labels ``[b, s]`` of all.
+        """Return a loss function for each micro-batch of a step, given its labels ``[b, s]``.
 
-        ``weights`` are the token weights ``[b, s]``, by default 1. All ranks of the group call this
-        together.
+        ``weights`` are the token weights ``[b, s]`` of each micro-batch; None means weights of 1.
+        All ranks of the group call this together.
         """
         given = [torch.ones_like(x, dtype=torch.float32) for x in labels]
         counted = [

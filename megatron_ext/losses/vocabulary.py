@@ -116,7 +116,7 @@ class VocabularyHead:
         return self.tp_group is not None and self.tp_group.size() > 1
 
     def _over_parts(self, partial: Tensor) -> Tensor:
-        """Sum over the tensor-parallel ranks; backward copies the gradient to each summand."""
+        """Sum over the tensor-parallel ranks; each rank's summand gets the sum's gradient."""
         if not self._is_cut:
             return partial
         partial = partial.contiguous()
