@@ -96,7 +96,8 @@ def walk(
         boundary: bytes of a message, whose buffer exists from the receive until its use.
 
     Returns:
-        At the peak: allocated bytes, transient bytes, and the number of stage activations kept.
+        At the peak: the bytes kept for backward passes and messages, the transient bytes besides,
+        and the number of micro-batches held, summed over the rank's stages.
     """
     allocated = count = 0
     peak = (0, 0, 0)

@@ -21,8 +21,8 @@ HALF = 2
 def _dealt(flags: OptimizerConfig, ranks: Ranks, weight: Weight) -> float:
     """Return the fraction of a rank's matrices that the rank orthogonalizes itself.
 
-    With the distributed optimizer, replicas divide the matrices. ``weight`` tells whether they are
-    those of experts, which have other replicas. Otherwise the fraction is 1.
+    With the distributed optimizer, replicas divide the matrices; experts have other replicas than
+    the rest of the model, so ``weight`` tells which. Otherwise the fraction is 1.
     """
     if not flags.use_distributed_optimizer:
         return 1.0

@@ -130,8 +130,7 @@ class State(Summed):
         count: number of elements of the parameters, without padding.
         parameters, gradients, optimizer, average: bytes of each. Sharded gradients include the
             buckets that a backward pass fills.
-        reduced: bytes of whole gradients, which are reduced over the replicas; if gradients are
-            sharded, more than the rank keeps.
+        reduced: bytes of the rank's gradients before sharding, which the replicas reduce.
         frozen: bytes of those ``parameters`` that are not trained.
         updated: number of elements that the rank's optimizer updates.
     """

@@ -76,17 +76,17 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Return the peak bytes of the fullest rank, without the reserve."""
+        """Return the peak bytes of the fullest rank, without the memory that must stay free."""
         return fullest(self.ranks).total
 
     @property
     def reserve(self) -> dict[str, int]:
-        """Return the bytes that the fullest rank must leave free, by use (`reserve_on`)."""
+        """Return the bytes that the fullest rank must leave free, by use; see `reserve_on`."""
         return _reserve(self.gpu, self.network, self.ranks)
 
     @property
     def fits(self) -> bool:
-        """Return whether the peak of the fullest rank plus the reserve fits the GPU's memory."""
+        """Return whether the fullest rank's `peak` and `reserve` fit the GPU's memory together."""
         return _fits(self.gpu, self.network, self.ranks)
 
 

@@ -256,9 +256,9 @@ def _model_chunk(
 def _scale_mtp_losses(config: RunConfig, counts: StepCounts | None) -> None:
     """Set the factor by which megatron-core's models scale the gradients of the MTP losses.
 
-    With ``--calculate-per-token-loss``, and in evaluation, the factor is just fp16's loss scale.
-    Otherwise a step averages over its micro-batches, and megatron-core divides each loss by the
-    tokens of one context-parallel rank. Therefore the loss scale is multiplied by the
+    With ``--calculate-per-token-loss``, and in evaluation, the factor is the loss scale, which is 1
+    except in fp16. Otherwise a step averages over its micro-batches, and megatron-core divides each
+    loss by the tokens of one context-parallel rank. Therefore the loss scale is multiplied by the
     context-parallel size and divided by the number of micro-batches. ``counts`` is None in
     evaluation.
     """

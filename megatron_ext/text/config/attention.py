@@ -95,7 +95,8 @@ class AttentionConfig(LayerSection):
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
         """Return the oldest Transformer Engine release that supports the given ``--softmax-type``.
 
-        The key is that flag. Return {} for the plain softmax, which all releases support.
+        The result maps that flag to the release; it is {} for the plain softmax, which all releases
+        support.
         """
         return {} if self.softmax_type == "vanilla" else {"--softmax-type": "2.8.0"}
 
@@ -222,7 +223,7 @@ class LatentAttentionConfig(LayerSection):
         return frozenset() if self.multi_latent_attention else names - {"multi_latent_attention"}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error if latent attention is off, but ``--recompute-modules`` names a part of it."""
+        """Yield an error if ``--recompute-modules`` needs latent attention, which is not on."""
         model = config.model
         modules = model.recompute_modules or ()
         selective = model.recompute_granularity == "selective"

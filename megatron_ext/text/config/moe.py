@@ -169,7 +169,8 @@ class MoEConfig(LayerSection):
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
         """Return the oldest Transformer Engine release that supports ``--moe-router-fusion``.
 
-        The key is that flag. Return {} if the flag is not given or has no effect.
+        The result maps that flag to the release; it is {} if the flag is not given or has no
+        effect.
         """
         fuses = bool(self.num_experts and self.moe_router_fusion) and _uses_te(config)
         return {"--moe-router-fusion": "2.7.0"} if fuses else {}
@@ -405,7 +406,7 @@ def _router_errors(moe: MoEConfig) -> Iterator[FlagError]:
 def _dispatch_errors(
     moe: MoEConfig, parallel: ParallelConfig, training: TrainingConfig, model: ModelConfig
 ) -> Iterator[FlagError]:
-    """Yield an error for each flag that is wrong about how tokens are sent to experts."""
+    """Yield an error for each wrong flag about sending tokens to experts."""
     tp = parallel.tensor_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel and not training.skip_train:
         yield FlagError(

@@ -192,8 +192,8 @@ class Import:
         dtype: dtype of the checkpoint; None keeps the dtype of the source.
         tensor_parallel_size: number of tensor-parallel ranks that will share the vocabulary rows,
             which are padded so that each rank gets the same number.
-        make_vocab_size_divisible_by: number of which each rank's vocabulary rows are a multiple
-            after padding.
+        make_vocab_size_divisible_by: after padding, each rank's number of vocabulary rows is a
+            multiple of this.
         seq_length: ``--seq-length`` to store for ``--use-checkpoint-args``; None stores the model's
             max_position_embeddings.
         verify: whether to compare logits with transformers before anything is written.

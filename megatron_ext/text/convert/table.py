@@ -180,8 +180,8 @@ _NAME = re.compile(
 def parse(name: str) -> OurName | None:
     """Parse a parameter's name in `sharded_state_dict`; return None for one outside of layers.
 
-    The layer's index follows ``layers.`` if the layers differ in kind. Otherwise it is the first of
-    the indices in brackets at the end of the name.
+    If the layers of the model differ in kind, the index of the layer follows ``layers.`` in the
+    name. Otherwise the name ends with indices in brackets, of which the first is the layer's.
     """
     match = _NAME.match(name)
     if match is None:

@@ -39,9 +39,9 @@ class Piece:
 
     Attributes:
         rank: the rank that holds the block.
-        shard: index of the shard that contains the block, among the shards of this rank.
+        shard: index, among the shards of ``rank``, of the shard that contains the block.
         rows: the rows of the shard that form the block.
-        index: the index of the block in transformers' tensor.
+        index: where the block lies in transformers' tensor.
         transposed: whether the block must be transposed to fit the tensor.
     """
 

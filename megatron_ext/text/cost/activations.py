@@ -248,9 +248,9 @@ class Activations(GptRun):
         return LayerBytes(parts.kept + self._linear_inputs(number), parts.transient)
 
     def _linear_inputs(self, number: int) -> int:
-        """Return by how many bytes 8-bit or frozen weights change what layer ``number`` keeps.
+        """Return how many more bytes layer ``number`` keeps because of 8-bit or frozen weights.
 
-        The result is the difference to a layer that is trained in 16 or 32 bits. It is often
+        The comparison is with a layer that is trained in 16 or 32 bits. The result is often
         negative.
         """
         fp8 = self.config.fp8
@@ -294,8 +294,8 @@ class Activations(GptRun):
 
         Args:
             inputs: number of elements in each linear layer's input, by the layer's name.
-            attended: whether attention keeps its output. This is the input of ``linear_proj``,
-                which then is kept even if ``linear_proj`` has no adapter.
+            attended: whether attention keeps its output, the input of ``linear_proj``. If so, this
+                input is kept even if ``linear_proj`` has no adapter.
         """
         lora = self.config.lora
         sizes = self.sizes

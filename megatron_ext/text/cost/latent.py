@@ -67,9 +67,10 @@ class LatentSizes:
 
     @property
     def small(self) -> int:
-        """Return the number of channels that every rank has whole, whatever the tensor parallelism.
+        """Return the number of channels that tensor parallelism does not divide.
 
-        They are those of the two small vectors and of the rotated part of a key.
+        They are those of the two small vectors and of the rotated part of a key. Every rank
+        computes them all.
         """
         return self.query_rank + self.rank + self.rotated
 

@@ -49,7 +49,14 @@ RECOMPUTATION: dict[str, dict[str, object]] = {
 
 
 def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, index: int) -> int:
-    """Return the number of decoder layers of stage ``index``, as megatron-core assigns them."""
+    """Return the number of decoder layers that megatron-core assigns to stage ``index``.
+
+    Args:
+        parallel: the flags that divide the layers among stages.
+        total: number of decoder layers of the model.
+        placement: the pipeline rank of each stage.
+        index: index among all stages of the model.
+    """
     if parallel.pipeline_model_parallel_layout is not None:
         return stages_of(parallel.pipeline_model_parallel_layout)[index].count("t")
     rank = placement.rank_of(index)

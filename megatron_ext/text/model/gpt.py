@@ -22,8 +22,8 @@ from megatron_ext.text.model.language import TextModel
 class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
     """megatron-core's TransformerBlock, whose last group of recomputed layers may be shorter.
 
-    Releases of megatron-core before `core.TAKES_SHORT_GROUPS` fail unless
-    ``--recompute-num-layers`` divides the number of layers in the chunk.
+    With releases of megatron-core for which `core.TAKES_SHORT_GROUPS` is False, the base class
+    fails unless ``--recompute-num-layers`` divides the number of layers in the chunk.
     """
 
     def _get_layer(self, layer_number: int) -> Any:

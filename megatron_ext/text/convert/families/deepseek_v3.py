@@ -37,8 +37,8 @@ _YARN = ("beta_fast", "beta_slow")
 def read_latent(settings: Settings) -> Fields:
     """Return the fields of rotary positions, attention dropout and tied embeddings.
 
-    They are those of a model with latent attention. Raise a CheckpointError for another epsilon of
-    norms or another scaling of positions than our latent attention supports.
+    These are the fields that a model with latent attention gives in a form other than ours. Raise a
+    CheckpointError if our layers do not support the model's norm epsilon or position scaling.
     """
     if settings["rms_norm_eps"] != 1e-6:
         # In transformers the norms of the latent vectors have this epsilon in any case, but ours

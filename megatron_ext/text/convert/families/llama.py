@@ -79,7 +79,7 @@ def read_rotary(settings: Settings) -> Fields:
 
 
 def read_scaling_of(settings: Settings, given: dict[str, Any]) -> Fields:
-    """Return the configuration fields for a scaling of rotary frequencies.
+    """Return the configuration fields for a scaling of rotary frequencies; {} without scaling.
 
     ``given`` holds the entries of config.json that describe the scaling. Return the fields of
     megatron-core's flags if these can express the scaling, otherwise the field ``rope_scaling``.
