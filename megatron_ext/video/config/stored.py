@@ -16,7 +16,8 @@ from megatron_ext.video.networks.network import STREAMING, Sections, VideoNetwor
 _SIZES = ("generator_size", "critic_size", "teacher_size", "latent_channels")
 """Flags of streaming that decide the sizes of its networks.
 
-Flags of the window, the codec, the text encoder and adapters matter too, but are listed elsewhere."""
+Flags of the window, the codec, the text encoder and adapters also decide sizes, but are listed
+elsewhere."""
 
 
 def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections:

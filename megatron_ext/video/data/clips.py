@@ -73,8 +73,8 @@ def read_list(
     A list is csv (with commas, semicolons, tabs or bars), tsv, a JSON list, jsonl or parquet. Each
     row has a path relative to the list (``path``, ``file_name`` or ``video``), a caption (``text``,
     ``caption`` or ``prompt``), and optionally ``fps`` and ``motion`` (or ``motion_score``). Other
-    columns are not used, nor is a second path, caption or score in a row; ``say`` is called with a
-    line that names these columns and counts their rows.
+    columns are ignored, and so is a second path, caption or score in a row. If there are any,
+    ``say`` is called with a line that tells which columns are ignored, and in how many rows.
 
     If a folder has ``metadata.csv``, ``.jsonl`` or ``.parquet``, that list is read. Otherwise all
     clips in the folder are read, including those in subfolders and tar files. A subfolder is a

@@ -55,7 +55,10 @@ def rows_of(source: Path) -> Iterator[tuple[str, Any]]:
 
 
 def bad_row(source: Path, place: str, what: str) -> DataError:
-    """Return the error about the row at ``place`` that cannot be used; ``what`` is the reason."""
+    """Return an error that says why the row at ``place`` of a list cannot be used.
+
+    ``what`` is the reason, as the predicate of the sentence, such as "has no path".
+    """
     return DataError(f"{source} {place} {what}; mend the row or take it out.")
 
 

@@ -185,7 +185,7 @@ def _faults(value: Any, expected: Any, name: str) -> Iterator[tuple[str, str | N
 
     The fault is a clause for an error message, or None for a missing entry. ``expected`` says what
     ``value`` must hold, in the form of `_ENTRIES`. ``name`` is the place of ``value`` in the
-    manifest, such as ``buckets[0]``, with which the names of its entries begin.
+    manifest, such as ``buckets[0]``; a yielded name begins with it.
     """
     if not isinstance(expected, dict | list):
         if not expected[1](value):

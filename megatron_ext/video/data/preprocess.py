@@ -256,8 +256,8 @@ class _Samples:
     def has_shard(self, name: str, entries: Sequence[Entry]) -> bool:
         """Tell whether a shard is finished and has exactly the samples of ``entries``.
 
-        Entries of damaged clips have no sample; the shard must have recorded exactly these clips as
-        damaged.
+        A damaged clip has an entry, but no sample. The clips that the shard has recorded as damaged
+        must be exactly the damaged clips of ``entries``.
         """
         marker = self.markers.get(name)
         whole = [entry.key for entry in entries if entry.key not in self._damaged]
@@ -543,7 +543,7 @@ class _Todo:
         return self._missing
 
     def finish(self, number: int) -> None:
-        """Add the samples of an encoded part; write its shard if it was the shard's last part.
+        """Register the samples of an encoded part; after the last part of a shard, write the shard.
 
         ``number`` is the index of the part in ``parts``.
         """
@@ -560,7 +560,10 @@ class _Todo:
             self._join(part.shard)
 
     def unfinished(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of ``numbers``, indices into ``parts``, whose part is not on disk yet."""
+        """Return those of the part ``numbers`` whose parts are not on disk yet.
+
+        A part's number is its index in ``parts``.
+        """
         return [x for x in numbers if not (self.folder / f"{self.parts[x].name}.json").exists()]
 
     def _join(self, name: str) -> None:

@@ -255,7 +255,9 @@ class CachePass:
         self._new: dict[int, KeyValue] = {}
 
     def past_key_values(self, block: int) -> list[KeyValue]:
-        """Return a block's cached keys and values of each past frame to which new frames attend.
+        """Return the cached keys and values of each past frame to which the new frames attend.
+
+        ``block`` is the number of the transformer block that needs them.
 
         Raises:
             ConfigError: a frame was overwritten or dropped before the backward pass read it again.

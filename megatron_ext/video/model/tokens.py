@@ -89,7 +89,7 @@ class TokenRange:
         return cls(num_text, num_image, 0, num_text + num_image)
 
     def part(self, index: int, size: int) -> TokenRange:
-        """Return part ``index`` of the range cut into ``size`` equal contiguous parts.
+        """Cut the range into ``size`` equal contiguous parts; return part ``index``.
 
         DataError is raised if the range cannot be cut equally.
         """
