@@ -47,9 +47,9 @@ def backward_step(
 
 
 def slice_batch(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
-    """Return the part of a batch that this rank of the context-parallel group reads.
+    """Return this rank's part of a batch that is split over the context-parallel group.
 
-    Each tensor ``[b, s, ...]`` is sliced along s; ``attention_mask``, ``[b, 1, s, s]``, along its
+    Each tensor ``[b, s, ...]`` is sliced along s; ``attention_mask``, ``[b, 1, s, s]``, along the
     axis of queries.
     """
     cut = utils.get_batch_on_this_cp_rank
@@ -111,9 +111,9 @@ def numbered_after_the_decoder(
 ) -> dict[str, Any]:
     """Return constructor arguments for a multi-token-prediction layer, numbered after the decoder.
 
-    ``arguments`` are the arguments that megatron-core passes. Newer releases number these layers
-    from 1 and pass ``is_mtp_layer``. Here they continue the decoder's numbers, as in older
-    releases, because dropout, scaling by layer and logs depend on the number.
+    ``arguments`` are the arguments that megatron-core passes. Newer releases pass ``is_mtp_layer``
+    and number these layers from 1. The result continues the numbers of the decoder layers, as older
+    releases do, because dropout, scaling by layer and logs depend on the number.
     """
     numbered = dict(arguments)
     if numbered.pop("is_mtp_layer", False):
@@ -123,12 +123,11 @@ def numbered_after_the_decoder(
 
 
 def kinds_by_layer(kinds: list[str], config: TransformerConfig) -> list[str]:
-    """Return the kinds of context-parallel communication as the list that megatron-core expects.
+    """Return the list in which megatron-core looks up each layer's ``cp_comm_type``.
 
-    megatron-core looks up the kind of each layer in this list. ``kinds`` has one for each layer of
-    the decoder. Some releases index the list by the layer's number, which counts from 1; for these,
-    the first entry is repeated. Layers of multi-token prediction get the kind of the decoder's last
-    layer.
+    ``kinds`` has one kind of context-parallel communication for each decoder layer. The result adds
+    the last one once more for each multi-token-prediction layer. Some releases index the list by a
+    layer number that counts from 1; for them the first kind is repeated at the front.
     """
     forgets = "cp_comm_type[self.layer_number]" in inspect.getsource(TransformerLayer.__init__)
     return [*kinds[: int(forgets)], *kinds, *kinds[-1:] * (config.mtp_num_layers or 0)]
@@ -156,9 +155,10 @@ def moe_submodules(mlp: Any) -> Any:
 
 
 def experts_builder(module: type, submodules: MLPSubmodules) -> Any:
-    """Return a class of experts with its submodules, in the form in which a spec takes them.
+    """Return experts of class ``module`` with their submodules, in the form that a spec takes.
 
-    Newer releases take a function that builds the experts, older ones a pair: class, submodules.
+    Newer releases of megatron-core take a function that builds the experts; older ones take the
+    pair ``(module, submodules)``.
     """
     if takes(TransformerLayer.__init__, "is_mtp_layer"):
         return functools.partial(module, submodules=submodules)

@@ -46,9 +46,9 @@ _FLAG_IN_CODE = re.compile(r"`(--[\w-]+)")
 
 
 class FlagError(str):
-    """A sentence about an error in the flags, which also has its parts as attributes.
+    """A sentence about an error in the flags, with its parts as attributes.
 
-    It is a string, and can be used wherever an error is a plain sentence.
+    Since it is a str, it can be used wherever an error is a plain sentence. For example,
     ``FlagError("--min-lr", 0.1, "must be at most `--lr` (0.01)", "use 0.001")`` is the text
     "`--min-lr` (0.1) must be at most `--lr` (0.01); use 0.001."
 
@@ -69,8 +69,9 @@ class FlagError(str):
     def __new__(cls, flag: str, value: object, rule: str, remedy: str = "") -> FlagError:
         """Build the sentence from its parts.
 
-        ``flag`` is a flag, or a flag with its value, such as ``--optimizer sgd``. If the sentence
-        begins in another way, ``flag`` is its first words, with flags in backticks.
+        ``flag`` is a flag, or a flag with its value, such as ``--optimizer sgd``; it is then put in
+        backticks. If it does not start with ``--``, it is used unchanged as the beginning of the
+        sentence, and must have its flags in backticks. ``value`` is not shown if it is None.
         """
         subject = f"`{flag}`" if flag.startswith("--") else flag
         shown = "" if value is None else f" ({value})"
@@ -94,7 +95,7 @@ class FlagError(str):
         return FlagError(self.subject, self.value, f"{self.rule} ({note})")
 
     def renamed(self, flag: str, new: str) -> FlagError:
-        """Return the error with the flag ``new`` in the place of ``flag``."""
+        """Return the error with the flag ``new`` in place of ``flag``."""
         subject, rule, remedy = (
             text.replace(f"`{flag}`", f"`{new}`") for text in (self.subject, self.rule, self.remedy)
         )
@@ -102,13 +103,13 @@ class FlagError(str):
 
 
 def exclusive(*given: str | tuple[str, object], remedy: str = "give one") -> FlagError:
-    """Return the error of flags that exclude each other; a pair is a flag and its value."""
+    """Return the error for flags that exclude each other; each a flag or a pair (flag, value)."""
     shown = [f"`{x}`" if isinstance(x, str) else f"`{x[0]}` ({x[1]})" for x in given]
     return FlagError(" and ".join(shown), None, "exclude each other", remedy)
 
 
 def flags_of(error: str) -> frozenset[str]:
-    """Return the flags that an error is about; a plain sentence is about none."""
+    """Return the flags named in an error; an empty set if it is not a `FlagError`."""
     return error.flags if isinstance(error, FlagError) else frozenset()
 
 
@@ -151,10 +152,10 @@ class DeviceNotSupported(MegatronExtError):
 def end_on_interrupt() -> None:
     """Make Ctrl-C end this process at once, without cleanup; meant for slow imports.
 
-    If SIGINT is ignored, as in background jobs of a script, it stays ignored. SIGTERM ends a
-    program with ``--exit-signal-handler`` with the exit code for a run that has not saved, and any
-    other program as usual. From now on, an error caused by a limit of the operating system is
-    printed as a sentence.
+    If SIGINT is ignored, as in background jobs of a script, it stays ignored. With
+    ``--exit-signal-handler`` on the command line, SIGTERM ends the process with the exit code that
+    says that nothing was saved; otherwise SIGTERM is left as it is. From now on, an error caused by
+    a limit of the operating system is printed as a sentence.
     """
     sys.excepthook = _tell_limit
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -171,9 +172,10 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 def _tell_limit(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Print an error; if a limit of the operating system caused it, as a sentence.
+    """Print an uncaught error, in place of ``sys.excepthook``.
 
-    This replaces ``sys.excepthook``. It prints all other errors as Python does.
+    An error caused by a limit of the operating system is printed as a sentence, any other as Python
+    does.
     """
     sentence = None if issubclass(kind, KeyboardInterrupt) else limits.sentence(error)
     if sentence is None:
@@ -212,9 +214,10 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def pass_over(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing; the handler of signals to be ignored.
+    """Handle a signal by doing nothing.
 
-    With SIG_IGN, Python would print a traceback for a signal that arrived just before.
+    It is used instead of SIG_IGN, with which Python would print a traceback for a signal that
+    arrived just before.
     """
 
 
@@ -271,7 +274,7 @@ _AT_START = os.getpid(), os.getppid()
 
 
 def parent_at_start() -> int:
-    """Return the id of the process that started this one. It may have ended during the imports."""
+    """Return the id of the process that started this one, even if it ended during the imports."""
     process, parent = _AT_START
     return parent if process == os.getpid() else os.getppid()
 
@@ -323,10 +326,10 @@ def ignore_stop_signals() -> None:
 
 
 def loader_ends_with_parent() -> Callable[[int], None]:
-    """Return a DataLoader's ``worker_init_fn`` that leaves signals to the parent process.
+    """Return a ``worker_init_fn`` for a DataLoader, with which workers end when their parent does.
 
-    Each worker ends when its parent does. Otherwise the workers of a killed rank would live on for
-    seconds and print tracebacks.
+    The workers also ignore stop signals, which the parent handles. Without the function, the
+    workers of a killed rank would live on for seconds and print tracebacks.
     """
     return partial(_follow, os.getpid())
 
@@ -339,10 +342,10 @@ def _follow(parent: int, _worker: int) -> None:
 
 
 def _unless_parent_ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print an uncaught error of a data loader's worker, unless the parent process has ended.
+    """Print an uncaught error of a data loader's worker, unless it shows that the parent has ended.
 
-    A ConnectionError or EOFError means that the parent ended while a thread of the worker was
-    handing it a tensor; nothing is printed then.
+    A ConnectionError or EOFError shows this: the parent ended while a thread of the worker was
+    handing it a tensor. Nothing is printed for these.
     """
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)

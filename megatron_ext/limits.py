@@ -69,8 +69,9 @@ def cause(
 ) -> str:
     """Return the reason of an error as a clause, for use in a message.
 
-    This is the limit of the operating system that caused the error, with its value, or else the
-    first line of the error's own message. ``folder`` and ``needed`` are as in `limit_fault`.
+    The reason is the limit of the operating system that caused the error, with its value. If no
+    limit did, it is the first line of the error's own message. ``folder`` and ``needed`` are as in
+    `limit_fault`.
     """
     fault = limit_fault(error, folder, needed)
     if fault is not None:
@@ -82,12 +83,14 @@ def cause(
 def limit_fault(
     error: BaseException, folder: str | os.PathLike[str] | None = None, needed: int | None = None
 ) -> str | None:
-    """Return a clause on the limit that caused an error or its cause; None if no limit did.
+    """Return a clause on the limit of the operating system that caused an error; None if none did.
+
+    The errors in the chain of causes (``__cause__``, ``__context__``) are examined too.
 
     Args:
         folder: where something was to be written; by default taken from the error or the command
             line.
-        needed: how many bytes were to be written there.
+        needed: how many bytes were to be written there, to be shown in the clause.
     """
     for part in _chain(error):
         kind = _kind(part)
@@ -101,7 +104,7 @@ def limit_fault(
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its chain of causes, the first cause first."""
+    """Yield the errors that led to ``error``, the earliest first, and then ``error`` itself."""
     before = error.__cause__ or error.__context__
     if before is not None and before is not error:
         yield from _chain(before)
@@ -184,9 +187,10 @@ def _described(
 
 
 def _processes() -> str:
-    """Return a clause on the limit of processes and threads, the lower one of user and container.
+    """Return a clause on the limit on processes and threads: the user's or the container's.
 
-    The superuser is not bound by the user's limit, so the container's applies, if it has one.
+    The lower one of the two applies. But the superuser is not bound by the user's limit, so for it
+    the container's applies, if there is one.
     """
     limit = _soft(resource.RLIMIT_NPROC)
     group = None
@@ -218,10 +222,10 @@ def shared_memory_fault() -> str:
 
 
 def disk_fault(place: str | os.PathLike[str] | None, needed: int | None = None) -> str:
-    """Return which disk is full, with the free and the needed bytes.
+    """Return a clause that says which disk is full, with the free and the needed bytes.
 
-    If ``place`` is None, take the fullest disk that the command line names, or else the shared
-    memory.
+    If ``place`` is None, choose the fullest disk that the program may use (`_fullest`). If that has
+    enough space, report shared memory if it is full.
     """
     folder = _fullest(place)
     if folder is None:
@@ -258,10 +262,10 @@ def mount_of(path: Path) -> Path:
 
 
 def _fullest(place: str | os.PathLike[str] | None) -> Path | None:
-    """Return the nearest existing folder of ``place``.
+    """Return ``place`` or its nearest existing parent folder.
 
     If ``place`` is None, choose among the command line's paths, the working folder and the folder
-    for temporary files: the one whose disk has the least free space.
+    for temporary files the one whose disk has the least free space.
     """
     if place is not None:
         return _existing(place)

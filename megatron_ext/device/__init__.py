@@ -159,11 +159,11 @@ class HostCopy:
 
 @contextmanager
 def other_threads_go_on() -> Iterator[None]:
-    """Within the context, let other threads use the GPU while this one captures CUDA graphs.
+    """Let other threads use the GPU while this thread captures CUDA graphs in this context.
 
     In the default capture mode, the pinning thread of a data loader would fail and break the
     capture. `torch.cuda.make_graphed_callables` has no argument for the mode, so `torch.cuda.graph`
-    is replaced.
+    is replaced in this context by a version with mode "thread_local".
     """
     original = torch.cuda.graph
     torch.cuda.graph = functools.partial(original, capture_error_mode="thread_local")  # type: ignore[assignment,misc]

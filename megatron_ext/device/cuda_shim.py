@@ -121,7 +121,7 @@ def stays(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def claims_cuda_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tensor.type``: without an argument it returns the name of a CUDA type."""
+    """Wrap ``Tensor.type``, so that the name it returns for a CPU tensor is that of a CUDA type."""
 
     @functools.wraps(type_of)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ class Heading(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: an attribute of torch, named ``name`` in ``owner``, and its stand-in.
+    """A row of the table: the attribute ``name`` of ``owner`` (a part of torch), and its stand-in.
 
     Attributes:
         heading: how the stand-in differs from the attribute on a GPU.
@@ -167,9 +167,9 @@ class Row:
 
 
 def _answer(value: Any) -> Callable[[Any], Any]:
-    """Return a `Row.make` whose stand-in is a function that always returns ``value``.
+    """Return a `Row.make` that ignores the original attribute.
 
-    A `Row.make` takes the original attribute, which is ignored here.
+    The stand-in that it returns is a function whose result is always ``value``.
     """
 
     def make(original: Any) -> Any:
@@ -277,7 +277,7 @@ _saved: list[tuple[Any, str, Any]] = []
 
 
 def _filter(record: logging.LogRecord) -> bool:
-    """Return False, which drops a record, for the warning that the CPU's random state changed."""
+    """Return whether to log a record: False for the warning that the CPU's random state changed."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 

@@ -53,11 +53,12 @@ class Gpu:
     """One kind of GPU.
 
     Attributes:
-        bf16, fp8, fp32: dense operations a second; fp8 may be None, and fp32 is without TF32.
+        bf16, fp8, fp32: dense floating-point operations per second; fp8 is None if unsupported, and
+            fp32 is without TF32.
         memory: bytes.
-        memory_bandwidth: bytes a second.
-        link: bytes a second in one direction, to a GPU of the same node.
-        network: bytes a second in one direction, to a GPU of another node.
+        memory_bandwidth: bytes per second.
+        link: bytes per second in one direction, to a GPU of the same node.
+        network: bytes per second in one direction, to a GPU of another node.
         hopper: whether it is Hopper or newer, where cuBLAS uses more memory.
     """
 
@@ -89,7 +90,7 @@ class Gpu:
 
 
 def _gpu(name: str, bf16: float, fp8: float | None, fp32: float, memory: int, *rates: float) -> Gpu:
-    """Return a kind of GPU from its figures in the units of datasheets: TFLOP/s, GB and GB/s.
+    """Return a `Gpu` from figures in the units of datasheets: TFLOP/s for rates, GB for memory.
 
     ``rates`` are memory bandwidth, link and network, in GB/s.
     """
@@ -120,7 +121,10 @@ PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return a GPU's dense bfloat16 operations a second; None if torch's name of it is unknown."""
+    """Return a GPU's peak dense bfloat16 operations per second; None if its name is unknown.
+
+    ``device_name`` is the name that torch reports.
+    """
     matches = [name for name in PEAK_FLOPS_BF16 if name in device_name]
     return PEAK_FLOPS_BF16[max(matches, key=len)] if matches else None
 
@@ -158,7 +162,11 @@ COPIED = 2**30
 def seconds_of(
     work: Callable[[], object], device: torch.device, *, repeats: int = 10, warm_ups: int = 3
 ) -> float:
-    """Return the median seconds of a call of ``work``, by CUDA events on a GPU, else by a clock."""
+    """Return the median time of one call of ``work``, in seconds.
+
+    ``repeats`` calls are timed after ``warm_ups`` others, by CUDA events on a GPU and by a clock on
+    a CPU.
+    """
     for _ in range(warm_ups):
         work()
     if device.type != "cuda":

@@ -49,7 +49,7 @@ def this_host() -> Host:
 
 
 def _cores() -> float:
-    """Return the number of cores that this process may use, by its affinity and container quota."""
+    """Return the number of cores that the process affinity and the container's quota allow."""
     mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = _words(CGROUP / "cpu.max")
     if len(quota) == 2 and quota[0] != "max":

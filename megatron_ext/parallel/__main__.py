@@ -17,7 +17,7 @@ TITLES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep":
 
 
 def grid_table(layout: Layout) -> Table:
-    """Return a table with the position of each rank along each axis."""
+    """Return a table with one row per rank: its index along each axis of the grid."""
     axes = [axis for axis in layout.order.split("-") if axis != "ep"]
     table = Table("rank", *(f"{TITLES[a]} ({layout.sizes()[a]})" for a in axes), title="ranks")
     for rank in range(layout.world_size):
@@ -27,7 +27,7 @@ def grid_table(layout: Layout) -> Table:
 
 
 def group_table(layout: Layout) -> Table:
-    """Return a table with all groups of each kind that has more than one rank per group."""
+    """Return a table of the process groups; kinds with one rank per group are left out."""
     table = Table("group", "size", "ranks of each group", title="process groups")
     kinds = [(axes, layout.groups(axes)) for axes in DENSE_GROUPS]
     if layout.expert_model_parallel_size > 1 or layout.expert_tp != layout.sizes()["tp"]:

@@ -39,7 +39,7 @@ SLOT_BYTES = _RING_AT + RING * _ENTRY.size
 
 
 class Word(IntEnum):
-    """Positions of the header's numbers, in words of 8 bytes."""
+    """Positions of the numbers in a slot's header; each number takes 8 bytes."""
 
     PID = 0
     RANK = 1
@@ -69,10 +69,10 @@ class Event:
     """One event of a rank.
 
     Attributes:
-        number: number of events that the rank had written, including this one.
+        number: position of the event among all events of the rank, counted from 1.
         time: seconds of CLOCK_MONOTONIC.
         name: a phase, a kind of action such as "F" or "receive input", or a mark.
-        phase: phase to which the time after the event belongs.
+        phase: the phase that the rank is in after the event.
         microbatch, stage: of the action or message, otherwise -1.
         peer: rank at the other end of a message, otherwise -1.
     """
@@ -132,7 +132,7 @@ class RankRecord:
 
     @property
     def last_time(self) -> float:
-        """Return the time of the last event, or of the start if there was none."""
+        """Return the time of the last event; if there is none, when the slot was opened."""
         return self.events[-1].time if self.events else self.started
 
 
@@ -155,7 +155,7 @@ class Slot:
         self._count = 0
 
     def clear(self) -> None:
-        """Erase what an earlier process has written."""
+        """Erase what an earlier process of this rank has written into the slot."""
         self._words[Word.COUNT] = 0
         self._memory[self._offset : self._offset + SLOT_BYTES] = bytes(SLOT_BYTES)
 
@@ -220,7 +220,7 @@ class Board:
         return Slot(self._memory, index)
 
     def read(self, num_events: int = RING) -> list[RankRecord]:
-        """Return copies of the slots that ranks have opened, with up to ``num_events`` events."""
+        """Return a copy of each opened slot, with at most the latest ``num_events`` events."""
         slots = (self.read_slot(index, num_events) for index in range(self.num_slots))
         return [record for record in slots if record is not None]
 
@@ -260,7 +260,7 @@ def _record(memory: mmap.mmap, offset: int, num_events: int) -> RankRecord | Non
 
 
 def _names(copy: bytes) -> Sequence[str]:
-    """Return the names of a slot, ordered by their numbers."""
+    """Return the names stored in ``copy``, a copy of a slot, in the order of their numbers."""
     names = list[str]()
     for number in range(MAX_NAMES):
         offset = _NAMES_AT + number * _NAME_BYTES
@@ -272,7 +272,10 @@ def _names(copy: bytes) -> Sequence[str]:
 
 
 def _event(copy: bytes, number: int, names: Sequence[str]) -> Event | None:
-    """Return event ``number``, counted from 0; None if another one has overwritten it."""
+    """Return event ``number``, counted from 0, from ``copy``, a copy of a slot.
+
+    Return None if another event has overwritten it.
+    """
     time, iteration, code, phase, microbatch, stage, peer, written = _ENTRY.unpack_from(
         copy, _RING_AT + number % RING * _ENTRY.size
     )

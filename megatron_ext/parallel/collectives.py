@@ -25,7 +25,9 @@ T = TypeVar("T")
 def from_all_ranks(
     value: T, fault: MegatronExtError | None, group: ProcessGroup | None = None
 ) -> list[T]:
-    """Return the values of all ranks of a group in rank order; all ranks call this together.
+    """Return the ``value`` that each rank of a group passes, in rank order.
+
+    All ranks of the group call this together. A rank passes its error as ``fault``, or None.
 
     Raises:
         MegatronExtError: on every rank, the ``fault`` of the lowest rank that passes one.
@@ -124,9 +126,10 @@ def is_first_of_replica(context: ParallelContext) -> bool:
 def share(
     tensor: Tensor | None, shape: Sequence[int], context: ParallelContext, device: torch.device
 ) -> Tensor:
-    """Broadcast ``tensor`` from a replica's first rank to all its ranks; return it in float32.
+    """Broadcast ``tensor`` of shape ``shape`` from a replica's first rank; return it in float32.
 
-    All ranks of the replica call this together. On the other ranks ``tensor`` is ignored.
+    All ranks of the replica call this together, and each gets the tensor on ``device``. ``tensor``
+    is ignored on all but the first rank.
     """
     if is_first_of_replica(context):
         assert tensor is not None

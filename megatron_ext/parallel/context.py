@@ -28,11 +28,11 @@ from megatron_ext.parallel.recorder import Recorder
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The position of this rank, and the groups that it belongs to.
+    """This rank's position in the grid, and the process groups that it belongs to.
 
     Attributes:
-        pipeline_channels: groups for the messages to higher and to lower pipeline ranks.
-        recorder: records what this rank does; the default one keeps its records to this process.
+        pipeline_channels: two groups, for messages to higher and to lower pipeline ranks.
+        recorder: records what this rank does; the default one does not show it to other processes.
     """
 
     layout: Layout
@@ -82,9 +82,10 @@ class ParallelContext:
         return self.rank == self.reporting_rank
 
     def abort(self) -> None:
-        """Stop communication at once, when this rank ends because of an error.
+        """Abort NCCL's communication at once, when this rank ends because of an error.
 
-        Otherwise NCCL would wait for the other ranks, which may have ended. gloo does not wait.
+        Otherwise NCCL would wait for other ranks, which may have ended. Gloo does not wait, so for
+        it nothing is done.
         """
         if torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl":
             torch.distributed.distributed_c10d._abort_process_group()
@@ -96,7 +97,7 @@ class ParallelContext:
 
 
 def destroy_groups() -> None:
-    """Destroy the process groups of `init_groups`, even if only some of them were created."""
+    """Destroy the process groups that `init_groups` created, even if it failed halfway."""
     parallel_state.destroy_model_parallel()
     # megatron-core does not destroy these two. A rank that is forked later would wait for their
     # threads.
@@ -119,8 +120,8 @@ class NoAnswer(Enum):
 def contact_fault(error: BaseException) -> NoAnswer | None:
     """Return how contact with another rank failed; None if the error has another cause.
 
-    gloo raises a plain RuntimeError, so only its text tells. It raises the same error if this
-    process may not open more connections.
+    Gloo raises a plain RuntimeError, so it is recognized by its text. Errors because this process
+    may not open more files or lacks memory look alike, but do not count.
     """
     text = str(error)
     if "Too many open files" in text or "Cannot allocate memory" in text:
@@ -133,7 +134,7 @@ def contact_fault(error: BaseException) -> NoAnswer | None:
 
 
 def mtp_rank(model: ModelConfig, parallel: ParallelConfig) -> int | None:
-    """Return the pipeline rank with multi-token prediction; None if the model has none."""
+    """Return the pipeline rank that holds multi-token prediction; None if the model has none."""
     if not model.mtp_num_layers:
         return None
     return Layout.from_config(parallel).placement.rank_of(mtp_stage(parallel))
@@ -142,7 +143,11 @@ def mtp_rank(model: ModelConfig, parallel: ParallelConfig) -> int | None:
 def embedding_ranks(
     model: ModelConfig, parallel: ParallelConfig
 ) -> Callable[[list[int]], list[int]]:
-    """Return a function that selects, from a pipeline's ranks, those with the word embedding."""
+    """Return a function that selects the ranks with the word embedding from a pipeline's ranks.
+
+    These are the first rank, the last one if the output layer is tied, and the rank with
+    multi-token prediction.
+    """
     last = None if model.untie_embeddings_and_output_weights else -1
     places = [x for x in (0, last, mtp_rank(model, parallel)) if x is not None]
     return lambda pp_ranks: sorted({pp_ranks[place] for place in places})
@@ -161,8 +166,8 @@ def init_groups(
     """Create the process groups of a layout and check them against the grid.
 
     All ranks call this together. `torch.distributed` is initialized from the environment (RANK,
-    WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it already is. If this fails, no group is
-    left.
+    WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it already is. If an error is raised, all
+    groups are destroyed first.
 
     Args:
         get_embedding_ranks: selects, from a pipeline's ranks, those with the word embedding; None
@@ -272,7 +277,8 @@ def seed_everything(
 ) -> None:
     """Seed all random generators as Megatron-LM does.
 
-    Pipeline stages get different seeds and, with ``data_parallel_random_init``, so do replicas.
+    Pipeline stages get different seeds. Data-parallel replicas get the same seed, unless
+    ``data_parallel_random_init`` is true.
     """
     seed += 100 * context.pp_rank
     if data_parallel_random_init:
@@ -312,9 +318,9 @@ def secondary_groups(
 def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10) -> ProcessGroup:
     """Create groups of every ``step``-th rank within each block, and return this rank's group.
 
-    A block is ``block`` consecutive ranks: with ``step`` 2 and ``block`` 8, rank 1's group is 1, 3,
-    5, 7. ``block`` is a multiple of ``step`` and divides ``world_size``. All ranks of the run call
-    this together.
+    A block is ``block`` consecutive ranks. For example, with ``step`` 2 and ``block`` 8, rank 1 is
+    in the group 1, 3, 5, 7. ``block`` must be a multiple of ``step`` and divide ``world_size``. All
+    ranks of the run call this together.
     """
     sizes = {"place": step, "stretch": block // step, "block": world_size // block}
     ranks = groups_of(("place", "stretch", "block"), sizes, {"stretch"})

@@ -40,7 +40,7 @@ class Placement:
         return self.pipeline_size - 1 - position if self.v_shape and turn == 1 else position
 
     def chunk_of(self, stage: int) -> int:
-        """Return the index of a stage among the chunks of its rank."""
+        """Return the index of a stage among the chunks of the pipeline rank that holds it."""
         return stage // self.pipeline_size
 
     def stage_of(self, rank: int, chunk: int) -> int:
@@ -54,10 +54,10 @@ EXPERT_GROUPS = ("ep", "tp-ep", "tp-ep-pp", "dp")
 
 
 def groups_of(order: tuple[str, ...], sizes: dict[str, int], varying: set[str]) -> list[list[int]]:
-    """Return all groups of ranks that differ only in their position along the ``varying`` axes.
+    """Return all groups whose ranks differ only in their position along the ``varying`` axes.
 
-    ``order`` lists the axes of the grid; ranks are consecutive along the first. ``sizes`` has the
-    number of ranks along each axis.
+    ``order`` lists the axes of the grid, innermost first: ranks are consecutive along the first.
+    ``sizes`` has the number of ranks along each axis.
     """
     stride = {}
     step = 1

@@ -58,7 +58,7 @@ class Recorder:
     """Records what a rank does.
 
     With a ``slot``, the events are written to the shared-memory `board`, where other processes can
-    read them. Without one, only the listeners and `seconds` tell of them.
+    read them. Without one, they are passed only to the listeners and counted in `seconds`.
 
     Attributes:
         iteration: step that the rank is in, 0 before the first.
@@ -85,8 +85,8 @@ class Recorder:
     def seconds(self) -> dict[str, float]:
         """Return the seconds spent in each phase so far; they add up to the time since the start.
 
-        The time of a phase nested in another one counts only for the inner phase; but within "save"
-        and "evaluate" it counts only for these.
+        The time of nested phases counts only for the innermost one. But phases within "save" or
+        "evaluate" do not count themselves: all of their time belongs to "save" or "evaluate".
         """
         self._charge(time.monotonic_ns())
         names = {number: name for name, number in self._ids.items()}
@@ -100,9 +100,9 @@ class Recorder:
         return phase
 
     def action(self, action: Action, peer: int | None = None) -> AbstractContextManager[None]:
-        """Return a context that records an action of the plan, in the phase of its kind.
+        """Return a context that records an action of the plan, and the phase for its kind.
 
-        ``peer`` is the global rank at the other end of a message. Actions are not nested.
+        ``peer`` is the global rank at the other end of a message. Actions must not be nested.
         """
         self._scope.action = action
         self._scope.peer = -1 if peer is None else peer
@@ -139,11 +139,11 @@ class Recorder:
         self._event(EventKind.STEP, "step", now, _NO_DETAIL, None)
 
     def mark(self, name: str) -> None:
-        """Record something that happens at one moment."""
+        """Record an event called ``name`` that happens now and has no duration."""
         self._event(EventKind.MARK, name, time.monotonic_ns(), _NO_DETAIL, None)
 
     def place(self, rank: int, world_size: int, pipeline_rank: int) -> None:
-        """Write this rank's number and position to the board."""
+        """Write the rank number, world size and pipeline rank to the board, if there is one."""
         if self._slot is not None:
             self._slot.set(Word.RANK, rank)
             self._slot.set(Word.WORLD_SIZE, world_size)
@@ -156,9 +156,9 @@ class Recorder:
             self._slot.set(Word.ENDED, 1)
 
     def _id(self, name: str) -> int:
-        """Return the number that stands for a name in events; give a new name the next free number.
+        """Return the number that stands for ``name`` in events; a new name gets the next one.
 
-        Only `MAX_NAMES` numbers exist: all names that come after they run out share the last one.
+        There are only `MAX_NAMES` numbers; when none is free, all further names share the last one.
         """
         number = self._ids.get(name)
         if number is None:
@@ -168,7 +168,7 @@ class Recorder:
         return number
 
     def _charge(self, now: int) -> None:
-        """Add the time since the last call to the current phase's seconds."""
+        """Add the time since the last call, up to ``now`` (nanoseconds), to the current phase."""
         charged = self._charged[-1]
         self._nanoseconds[charged] += now - self._since
         self._since = now
@@ -178,7 +178,7 @@ class Recorder:
     def _enter(self, phase: int, name: str, about: tuple[int, int, int], detail: Any) -> None:
         """Begin a phase, and record this as an event under ``name``.
 
-        ``about`` is micro-batch, stage and peer; listeners get ``detail``.
+        ``about`` is ``(microbatch, stage, peer)`` for the board; listeners get ``detail`` instead.
         """
         now = time.monotonic_ns()
         self._charge(now)
@@ -194,7 +194,7 @@ class Recorder:
     def _leave(self, name: str, error: type[BaseException] | None) -> None:
         """End the innermost phase, and record this as an event under ``name``.
 
-        If an ``error`` ends it, a mark with the error's name is recorded before.
+        If an exception of type ``error`` ends the phase, record a mark with the type's name first.
         """
         now = time.monotonic_ns()
         if error is not None:
@@ -214,7 +214,7 @@ class Recorder:
 
 
 class _Phase(AbstractContextManager[None]):
-    """The context of one phase; it has no state of its own."""
+    """The context of a phase; it has no state while entered, so it can be nested and used again."""
 
     __slots__ = ("_name", "_number", "_recorder")
 
@@ -233,7 +233,7 @@ class _Phase(AbstractContextManager[None]):
 
 
 class _ActionScope(AbstractContextManager[None]):
-    """The context of the latest action that was passed to `Recorder.action`."""
+    """The context of an action; one object serves all actions, set by `Recorder.action`."""
 
     __slots__ = ("_name", "_recorder", "action", "peer")
 

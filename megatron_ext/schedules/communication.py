@@ -33,8 +33,8 @@ class Channels:
 
     Args:
         shape: shape of all messages, ``[s, b, h]``, or a list with the shape of each micro-batch.
-            With megatron-core's variable shapes it is unused, and each message is preceded by its
-            shape.
+            It is ignored if the shapes vary (``variable_seq_lengths`` or ``mtp_standalone``); the
+            shape of each message is then sent before the message.
 
     Attributes:
         sent: messages that this rank keeps in memory, in the order in which they were sent.
@@ -107,7 +107,10 @@ class Channels:
         return self.shape[action.microbatch]  # type: ignore[return-value]
 
     def take(self, kind: Kind, action: Action) -> Tensor:
-        """Wait for the message of kind ``kind`` that a computation needs, and return it."""
+        """Wait until the message that ``action`` needs has arrived, and return it.
+
+        ``kind`` says whether it is an input or a gradient.
+        """
         work, message, peer = self.received.pop((kind, action.microbatch, action.stage))
         with self.recorder.waiting(kind.value, action.microbatch, action.stage, peer):
             work.wait()
@@ -132,15 +135,16 @@ class Channels:
 
 
 class GradientSync:
-    """Starts the data-parallel reduction of a chunk's gradients, and the gathers of its weights.
+    """Starts the data-parallel reduction of each chunk's gradients, and the gathers of its weights.
 
-    It is used with ``--overlap-grad-reduce`` or sharded gradients. Before the last backward pass of
-    a chunk, the chunk's gradients are only accumulated. Their reduction starts during that pass or,
-    with ``--align-grad-reduce`` or deferred weight gradients, after it. As in megatron-core,
-    ``--align-grad-reduce`` has no effect on the first stage if its rank has one chunk.
+    It is used with ``--overlap-grad-reduce`` or sharded gradients. Sharded gradients are reduced
+    after each backward pass. Others are only accumulated until the last backward pass of a chunk in
+    a step. During that pass each bucket is reduced as soon as its gradients are complete. With
+    ``--align-grad-reduce``, or if weight gradients are deferred, the reduction starts after the
+    pass instead. As in megatron-core, ``--align-grad-reduce`` has no effect on the first stage if
+    its rank has only one chunk.
 
-    A bucket that holds a parameter without a gradient in this step does not start by itself; its
-    reduction starts after the pass.
+    A bucket with a parameter that gets no gradient in this step is also reduced after the pass.
     """
 
     def __init__(
@@ -182,7 +186,10 @@ class GradientSync:
             self.gathered += 1
 
     def before_backward(self, action: Action) -> None:
-        """Resume gradient reduction before a chunk's last backward pass, if the two may overlap."""
+        """Resume gradient reduction if ``action`` is a chunk's last backward pass.
+
+        Do nothing if the reduction must wait for the end of the pass.
+        """
         if self.during and self.last.get(action.stage) == action:
             self._release(self.placement.chunk_of(action.stage))
 
@@ -222,9 +229,9 @@ class GradientSync:
 
 
 def _list_of(hook: Any, length: int) -> list[Callable[..., Any]]:
-    """Return a hook of megatron-core, a function or a list, as a list of functions, one per chunk.
+    """Return ``hook`` as a list of functions, one per chunk; an empty list for None.
 
-    The list is empty if the hook is None.
+    A hook of megatron-core is a function, a list of functions, or None.
     """
     if hook is None:
         return []

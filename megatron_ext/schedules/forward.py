@@ -20,7 +20,7 @@ def forward_engine(
     transformer_config: TransformerConfig,
     context: ParallelContext,
 ) -> PipelineEngine:
-    """Build an engine for forward passes, for runs whose steps use megatron-core's schedules."""
+    """Build an engine for forward passes, in a run that trains with megatron-core's schedules."""
     placement = context.placement
     schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
     schedule = "zb-v" if placement.v_shape else schedule
@@ -33,12 +33,12 @@ def collect_outputs(
     shape: Sequence[int],
     before: Callable[[int], None] = lambda microbatch: None,
 ) -> list[Tensor]:
-    """Run forward passes; return each micro-batch's output on the last stage, [] elsewhere.
+    """Run forward passes; return each micro-batch's output, or [] on ranks without the last stage.
 
     Args:
-        inputs: the keyword arguments for every chunk, by micro-batch.
-        shape: shape of the tensor passed between stages.
-        before: called with the micro-batch's index before each of its chunks runs.
+        inputs: for each micro-batch, the keyword arguments with which every chunk is called.
+        shape: shape ``[s, b, h]`` of the tensor passed between stages.
+        before: called with the index of a micro-batch before each chunk runs on it.
     """
 
     def forward_step(

@@ -40,8 +40,9 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
 def interleaved(placement: Placement, num_microbatches: int, group_size: int) -> list[Order]:
     """Return each rank's order of interleaved 1F1B (arXiv:2104.04473, section 2.2).
 
-    As in megatron-core, a rank runs a group of micro-batches through one chunk before the next
-    chunk. If the remaining micro-batches cannot fill the pipeline, they join the last group.
+    As in megatron-core, a rank runs a group of ``group_size`` micro-batches through one chunk
+    before the next chunk. If fewer micro-batches than pipeline ranks remain for the last group,
+    they join the group before it.
     """
     size = placement.pipeline_size
     chunks = placement.num_chunks
@@ -71,7 +72,11 @@ def forward_only_order(placement: Placement, num_microbatches: int) -> list[Orde
 
 
 def _groups(num_microbatches: int, group_size: int, *, at_least: int) -> list[int]:
-    """Return the sizes of micro-batch groups; a remainder below ``at_least`` joins the last one."""
+    """Divide micro-batches into groups of ``group_size``, and return the sizes of the groups.
+
+    A remainder of ``at_least`` micro-batches or more forms a group of its own; a smaller one joins
+    the last group.
+    """
     whole, rest = divmod(num_microbatches, group_size)
     sizes = [group_size] * whole
     if rest and sizes and rest < at_least:
@@ -92,9 +97,10 @@ def chunk_order(groups: list[int], num_chunks: int) -> list[tuple[int, int]]:
 
 
 def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
-    """Return an order: warm-up, then one forward and one backward in turn, then cool-down.
+    """Return the order that consists of warm-up, steady phase and cool-down.
 
-    The warm-up is the first ``warmup`` forward passes.
+    The first ``warmup`` forward passes are the warm-up. In the steady phase one forward and one
+    backward pass alternate; the cool-down runs the remaining backward passes.
     """
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
@@ -105,10 +111,10 @@ def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
 def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
     """Return each rank's order of ZB-H1 (arXiv:2401.10241, section 2.2).
 
-    Rank r warms up as in 1F1B and computes weight gradients r micro-batches after input gradients,
-    so that, as in 1F1B, each rank holds at most ``pipeline_size`` activations. The bubble is
-    ``(pipeline_size - 1) * (forward + input_gradient - weight_gradient)``. If these three times are
-    equal, it is a third of 1F1B's.
+    Rank r warms up as in 1F1B. It computes each weight gradient r micro-batches after the input
+    gradient of the same micro-batch. So each rank holds at most ``pipeline_size`` activations, as
+    in 1F1B. The bubble is ``(pipeline_size - 1) * (forward + input_gradient - weight_gradient)``;
+    if these three times are equal, it is a third of 1F1B's.
     """
     orders = []
     for rank in range(placement.pipeline_size):
@@ -142,10 +148,11 @@ class _Rank:
     )
 
     def may_forward(self, chunk: int) -> bool:
-        """Return whether a forward pass of a chunk stays within the memory of 1F1B.
+        """Return whether one more forward pass of a chunk stays within the memory of 1F1B.
 
-        That memory is ``2 * pipeline_size`` activations of the half-size chunks. Chunk 0 must leave
-        room for the activations that chunk 1 needs before the first gradient arrives.
+        The limit is ``2 * pipeline_size`` activations of a chunk, since a chunk is half as large as
+        a stage of 1F1B. Chunk 0 must also leave room for the activations that chunk 1 needs before
+        the first gradient arrives.
         """
         size = self.placement.pipeline_size
         done = self.counts

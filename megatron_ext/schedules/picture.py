@@ -89,7 +89,7 @@ def save(plan: Plan, cost: Price, path: Path) -> None:
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write a figure to the file of ``--png``.
+    """Write a figure to ``path``; an error names the flag ``--png``.
 
     Raises:
         ConfigError: the file cannot be written, or its suffix is no image format.

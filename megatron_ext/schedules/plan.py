@@ -22,8 +22,9 @@ Shape = Sequence[int] | Sequence[Sequence[int]]
 class Kind(Enum):
     """Kinds of actions.
 
-    BACKWARD computes the gradients of the input and of the weights together. INPUT computes only
-    those of the input, WEIGHT only those of the weights (B and W in arXiv:2401.10241).
+    BACKWARD computes the gradients of a chunk's input and of its weights together. INPUT computes
+    only the gradient of the input, WEIGHT only the gradients of the weights (B and W in
+    arXiv:2401.10241).
     """
 
     FORWARD = "F"
@@ -93,7 +94,8 @@ class CyclicOrder(ValueError):
 def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int]]:
     """Yield the keys ``(kind, microbatch, stage)`` of the computations that ``action`` waits for.
 
-    A full backward pass has the key of its input gradient, `Kind.INPUT`.
+    The kind in a key is `Kind.INPUT` also for a full backward pass, since others wait only for its
+    input gradient.
     """
     kind = action.kind
     microbatch = action.microbatch
@@ -109,9 +111,10 @@ def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int
 
 
 def gives(action: Action) -> tuple[Kind, int, int]:
-    """Return the key ``(kind, microbatch, stage)`` under which others wait for an action's result.
+    """Return the key ``(kind, microbatch, stage)`` under which other actions wait for this result.
 
-    The kind of a full backward pass is that of its input gradient, `Kind.INPUT`.
+    The kind in the key is `Kind.INPUT` also for a full backward pass, since others wait only for
+    its input gradient.
     """
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.microbatch, action.stage
@@ -187,12 +190,12 @@ def with_messages(
 ) -> list[Order]:
     """Return each rank's computations with the sends and receives of their results added.
 
-    A send directly follows its computation. Its receive is placed, on the other rank, before the
-    first computation that ends later than the sender's computation, so that it is posted before the
-    message is used.
+    A send directly follows the computation of its result. On the other rank, the receive stands
+    before the first computation that ends later than that computation, so that it is posted before
+    the message is used.
 
     Args:
-        durations: expected times, from which it follows which computation ends later.
+        durations: expected times of the computations, from which their ends are computed.
 
     Raises:
         CyclicOrder: computations wait for each other in a cycle.
@@ -233,11 +236,12 @@ Key = tuple[Kind, int, int]
 
 @lru_cache(maxsize=64)
 def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
-    """Return, for each message that ``rank`` receives, which of its sent ones have arrived by then.
+    """Return which sent messages are known to have arrived when ``rank`` receives a message.
 
-    A peer can only compute, and send, its message after it has used the rank's earlier messages. So
-    the arrival of the peer's message proves theirs. A sent message is listed once: under the first
-    received message that proves its arrival. All keys are (kind, micro-batch, stage).
+    The result maps each message that ``rank`` receives to messages that it has sent to the same
+    peer. The peer can compute its message only after it has used them, so its message proves their
+    arrival. A sent message is listed only under the first received message that proves this. All
+    keys are (kind, micro-batch, stage).
     """
     last = plan.placement.num_stages - 1
     settled = {}
@@ -268,8 +272,8 @@ class Price:
     Attributes:
         makespan: time from the first start to the last end.
         bubble: idle time of the busiest rank; ``bubble_share`` is ``bubble / makespan``.
-        peak_activations: for each rank, the peak number of micro-batches whose activations it
-            holds, summed over its stages. They are held until the weight gradients are computed.
+        peak_activations: for each rank, the peak number of activations that it holds: one for each
+            micro-batch and stage, from the forward pass until the weight gradients are computed.
     """
 
     timeline: list[list[Timed]]
@@ -290,7 +294,7 @@ def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Pric
 
 
 def _peak(actions: Sequence[Action]) -> int:
-    """Return the peak number of micro-batches whose activations a rank holds, over all its stages.
+    """Return the peak number of activations that a rank holds, one for each micro-batch and stage.
 
     Without backward passes, activations are held only during their own forward pass.
     """

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 
 def records_graphs(flags: CudaGraphConfig, device: str) -> bool:
-    """Return whether the layers of a run are recorded as CUDA graphs."""
+    """Return whether a run with these flags records its layers as CUDA graphs; never on a CPU."""
     return flags.cuda_graph_impl == "local" and device == "cuda"
 
 
 def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]:
     """Return, for each chunk of a rank, the peak number of micro-batches in flight.
 
-    A micro-batch is in flight from its forward pass to its `Kind.BACKWARD`.
+    A micro-batch is in flight from its forward pass until its full backward pass (`Kind.BACKWARD`).
     """
     now = [0] * placement.num_chunks
     most = [0] * placement.num_chunks
@@ -93,7 +93,7 @@ Masks = Callable[[int], AbstractContextManager[None]]
 
 @cache
 def places_of(placement: Placement) -> list[tuple[int, int]]:
-    """Return the pipeline rank of each stage, and its index among the chunks of that rank."""
+    """Return ``(pipeline_rank, chunk)`` for each stage; ``chunk`` is its index on that rank."""
     stages = range(placement.num_stages)
     return [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in stages]
 
@@ -223,7 +223,7 @@ class PipelineEngine:
         return step.reports
 
     def _prepare_graphs(self, in_flight: Sequence[int]) -> None:
-        """Record missing CUDA graphs; use a chunk's graphs only if there are enough of them.
+        """Record missing CUDA graphs; a chunk that still has too few runs without graphs.
 
         Chunk i needs graphs for ``in_flight[i]`` micro-batches, the peak number in flight.
         """
@@ -305,7 +305,7 @@ class _Step:
             self.outputs[key] = output
 
     def _input(self, action: Action) -> Tensor | None:
-        """Return the output of the previous stage, or None on the first stage."""
+        """Return a chunk's input, the output of the previous stage; None on the first stage."""
         if action.stage == 0:
             return None
         before = action.microbatch, action.stage - 1
@@ -321,7 +321,10 @@ class _Step:
         return entering.requires_grad_(self.trains)
 
     def backward(self, action: Action) -> None:
-        """Run a micro-batch's backward pass in a chunk; `Kind.INPUT` defers weight gradients."""
+        """Run a micro-batch's backward pass in a chunk.
+
+        An action of `Kind.INPUT` leaves the weight gradients to a later `Kind.WEIGHT`.
+        """
         key = action.microbatch, action.stage
         gradient = None
         if action.stage < self.last_stage:
