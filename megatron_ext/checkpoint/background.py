@@ -216,21 +216,21 @@ class BackgroundSaves:
         best: tuple[BestCheckpoint, ...],
         superseded: tuple[int, ...],
     ) -> None:
-        """Copy the run's state to host memory and let the helpers write it; all ranks call this.
+        """Copy the run's state to host memory, and send the helpers a job to write it.
 
-        If the memory that ``--async-save-buffer`` allows is in use, first wait for an earlier save
-        to end.
+        All ranks call this together. If the memory that ``--async-save-buffer`` allows is in use,
+        first wait for an earlier save to end.
 
         Args:
-            iteration: number of the checkpoint.
-            state: returns the state to save, with its sharded and its common part.
+            iteration: number of the training steps done, which names the checkpoint.
+            state: called once; returns the sharded and the common state to save, in one mapping.
             progress: counters of the run, as values for JSON.
             run_config: the resolved configuration, as sections of plain values.
             best: the checkpoints with the lowest validation losses, lowest first; they are kept.
             superseded: iterations whose checkpoints are removed afterwards.
 
         Raises:
-            CheckpointError: on all ranks, if the save cannot begin on one.
+            CheckpointError: the save cannot begin on some rank; raised on all ranks.
         """
         root = Path(self._config.save or "")
         self._wait_for_iteration(iteration)
@@ -270,11 +270,11 @@ class BackgroundSaves:
     ) -> tuple[SnapshotFile | None, str]:
         """Copy this rank's part of a checkpoint to a free slot in host memory.
 
-        Return the slot and an empty text. If no slot is free now, return None and an empty text; if
-        copying failed, None and the reason.
-
         Args:
             counters: the pickled pair of the run's counters and configuration.
+
+        Returns:
+            (slot, ""); (None, "") if no slot is free now; or (None, reason) if copying failed.
         """
         slot = self._free_slot(prepared.num_bytes)
         if slot is None:

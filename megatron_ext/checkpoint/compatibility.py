@@ -68,9 +68,11 @@ def check_model(
 ) -> None:
     """Raise a CheckpointError if a weight of this rank is missing or stored in another shape.
 
-    Only the padding of the vocabulary may differ.
+    Shapes may differ by the padding of the vocabulary, which depends on the layout.
 
     Args:
+        path: folder of the checkpoint.
+        model_state: the sharded state of this rank's model.
         arguments: flags of the run that saved the checkpoint.
         strictness: ``--dist-ckpt-strictness``; its lenient values accept missing weights.
     """
@@ -205,7 +207,10 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
 
 
 def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
-    """Map each list of blocks in ``names``, such as ``decoder.layers``, to its block numbers."""
+    """Return the block numbers in the names of weights, by the name of the list of blocks.
+
+    For example, ``decoder.layers.3.mlp.weight`` adds 3 to the numbers of ``decoder.layers``.
+    """
     blocks: dict[str, set[int]] = {}
     for name in names:
         match = _OF_A_BLOCK.match(name)
@@ -267,10 +272,14 @@ def loads_random(
     layout: Layout,
     notes: list[str],
 ) -> bool:
-    """Return whether to load random states: the flags want them, and stored ones fit the layout.
+    """Return whether to load the states of random generators from a checkpoint.
 
-    If they are wanted but are not stored or do not fit, append a message that says so to ``notes``.
-    ``arguments`` are the flags of the run that saved the checkpoint.
+    They are loaded if the flags ask for it, and if the checkpoint holds states that fit the layout.
+    If the flags ask for it in vain, append a message to ``notes``.
+
+    Args:
+        arguments: flags of the run that saved the checkpoint.
+        layout: the layout of this run.
     """
     if checkpoint.weights_only or config.no_load_rng:
         return False
@@ -310,10 +319,10 @@ class Change:
 def _changes(
     sections: Mapping[str, Any], given: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> Iterator[Change]:
-    """Yield each flag whose value differs from the stored one, unless it is declared as "allow".
+    """Yield each flag whose value differs from the value that the checkpoint stores.
 
-    See `IfChanged` for what a flag can declare. Flags that the checkpoint does not store are
-    skipped.
+    Flags that declare "allow" (see `IfChanged`) may differ and are skipped. So are flags that the
+    checkpoint does not store, or that this run does not use.
 
     Args:
         sections: the run's configuration sections by name.

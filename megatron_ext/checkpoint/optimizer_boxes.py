@@ -64,9 +64,15 @@ def _in_row(index: int, shape: tuple[int, ...], start: int, end: int) -> Iterato
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, model_state: dict[str, Any], metadata: dict[str, Any]
 ) -> dict[Any, Any]:
-    """Return an optimizer's state to save in the format that loads in any layout.
+    """Return an optimizer's sharded state to save in the ``fully_reshardable`` format.
 
     The state of distributed optimizers is cut into boxes instead of being gathered.
+
+    Args:
+        optimizer: an optimizer of megatron-core, or a chain of them.
+        model_state: the sharded state of the model, whose weights the optimizer updates.
+        metadata: megatron-core's description of the sharding, for optimizers that are not
+            distributed.
 
     Raises:
         CheckpointError: a weight's shard is not a view of the weight's elements.

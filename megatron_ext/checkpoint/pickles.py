@@ -299,10 +299,14 @@ class Machine:
                 raise Refused(f"it has an instruction ({code:#04x}) that no checkpoint has")
 
     def _size(self, code: int, shorter: tuple[int, int], position: int) -> tuple[int, int]:
-        """Return the length of the text or bytes at ``position``, and where they begin.
+        """Return the length of a text or of bytes, and the position where they begin.
 
-        ``code`` is the instruction: the first of ``shorter`` gives the length in 1 byte, the second
-        in 4 bytes, any other in 8 bytes.
+        The length is stored at ``position``, before them.
+
+        Args:
+            code: the instruction, which tells the width of the length.
+            shorter: the instruction with a length of 1 byte, and the one with 4 bytes. Any other
+                has 8.
         """
         if code == shorter[0]:
             return self._content[position], position + 1

@@ -111,7 +111,10 @@ class RemoteFolder:
         raise AssertionError
 
     def _entries(self, name: str = "") -> dict[str, dict[str, Any]]:
-        """Return fsspec's entry of each file in a folder, by name; empty if there is no folder."""
+        """Return fsspec's entry for each file and folder in the remote folder ``name``, by name.
+
+        An empty ``name`` stands for the folder at the address. Without such a folder, return {}.
+        """
         fs, place = self._place
         path = f"{place}/{name}".rstrip("/")
 
@@ -170,7 +173,10 @@ class RemoteFolder:
         return sorted(int(match[1]) for match in matches if match)
 
     def check_writable(self) -> None:
-        """Raise a CheckpointError if the address is not writable; clean up after killed runs."""
+        """Raise a CheckpointError if nothing can be written to the address.
+
+        Also remove checkpoints there that killed runs have not uploaded completely.
+        """
         probe = self.root / ".probe"
         probe.parent.mkdir(parents=True, exist_ok=True)
         write_text(probe, "megatron_ext")

@@ -182,12 +182,14 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
 
 
 def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
-    """Raise a CheckpointError if a tensor is neither float32, bfloat16 nor float16, but quantized.
+    """Raise a CheckpointError unless the dtype of a tensor is float32, bfloat16 or float16.
+
+    Other dtypes are those of quantized models.
 
     Args:
         place: the file or folder, for the message.
         name: name of the tensor, for the message.
-        kind: the dtype as the message should name it.
+        kind: the dtype in the words of the message.
         dtype: the dtype to check, by its name in torch.
     """
     if dtype not in DTYPES.values():
@@ -283,8 +285,9 @@ def check_target(target: Path) -> None:
 
 @contextmanager
 def written_aside(target: Path, flag: str = "--hf") -> Iterator[Path]:
-    """Yield a temporary folder beside the target, and rename it to the target on success.
+    """Yield a temporary folder to write to, which replaces the folder ``target`` on success.
 
+    If writing fails, the temporary folder is removed, and an existing target stays as it was.
     ``flag`` is the flag that gave the target, for the error if it cannot be written.
     """
     folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")

@@ -99,11 +99,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def content_of(state: Any) -> Content:
-    """Split a state into tensors and a skeleton; the state itself does not change.
+    """Split a state into its tensors and everything else; the state itself does not change.
 
-    megatron-core's factories of sharded tensors are replaced by their results. A tensor that lies
-    within another tensor's memory, such as a part of a weight that a factory splits, is copied only
-    once.
+    megatron-core's factories of sharded tensors are replaced by the tensors that they make. A
+    tensor that lies within another tensor's memory, such as a part of a weight that a factory
+    splits, is copied only once.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -323,8 +323,8 @@ def _view(memory: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) ->
 def _digest(content: Tensor, tensor_bytes: int) -> str:
     """Return a digest of a snapshot's bytes; the first ``tensor_bytes`` belong to tensors.
 
-    The words of tensors are summed in blocks, at the speed of the memory; any changed byte changes
-    a sum. The sums and all other bytes are hashed.
+    The bytes of tensors are summed as 64-bit integers, block by block, which is as fast as reading
+    memory. A change of one byte always changes a sum. The sums and all other bytes are hashed.
     """
     words = content[:tensor_bytes].view(torch.int64)
     whole = words.numel() // _BLOCK_WORDS * _BLOCK_WORDS

@@ -378,8 +378,9 @@ def averages_to_load(
 ) -> dict[str, Any]:
     """Return a sharded state into which the averaged weights can be loaded.
 
-    It is sharded like the weights in ``state``. Until the load, it holds fp32 copies of the
-    weights. Padding rows of the vocabulary that the checkpoint lacks keep the copied values.
+    It is sharded like the weights in ``state``, and holds fp32 copies of the weights until it is
+    loaded. Padding rows of the vocabulary that the checkpoint lacks keep the copied values. In the
+    format of `flat_state`, the result holds this rank's averages themselves.
     """
     if metadata.get(SHARDING) == flat_state.FLAT:
         return flat_state.averages(ema, model, metadata[flat_state.PLACE], PREFIX)

@@ -165,7 +165,10 @@ def _same_folder(path: str, other: str | None) -> bool:
 
 
 def load_notes(config: CheckpointConfig) -> list[str]:
-    """Return a note if ``--load`` holds no checkpoint; it says what the run starts from instead."""
+    """Return log messages on what the run starts from if ``--load`` holds no checkpoint.
+
+    The list is empty if there is a checkpoint, or if ``--load`` is not given.
+    """
     if config.load is None or config.starts_elsewhere or find(config) is not None:
         return []
     local = config.non_persistent_local_ckpt_dir

@@ -64,8 +64,8 @@ def refused(path: Path | str, name: str) -> CheckpointError:
 class MetadataReader(FileSystemReader):
     """A reader of shards whose index can neither run code nor name files in other folders.
 
-    `read_metadata` caches the index. It has no parameter ``rank``, since torch would otherwise look
-    for one index per rank.
+    The index is read once and kept. `read_metadata` does not take the parameter ``rank`` of its
+    base class, since torch would otherwise look for one index per rank.
     """
 
     _known: Metadata | None = None

@@ -29,7 +29,8 @@ WSD = "wsd_decay_steps"
 def schedule_lengths(config: RunConfig) -> dict[str, Any]:
     """Return the lengths of the schedule's phases in samples, as arguments of `Schedule`.
 
-    A length that a flag gives in iterations is converted to samples, also if the batch size grows.
+    A length that a flag gives in iterations is converted to samples. If the batch size grows during
+    the run, this is taken into account.
     """
     optimizer = config.optimizer
     training = config.training
@@ -101,7 +102,8 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
     """megatron-core's schedule, which keeps its rate when the lengths of its phases change.
 
     Attributes:
-        has_usual_warmup: whether the warm-up is the task's default for the length of this run.
+        has_usual_warmup: whether the warm-up has its default length, which the task and the length
+            of the run determine; False if flags give another one.
     """
 
     _loaded: dict[str, Any] | None = None
