@@ -71,7 +71,8 @@ class Helper:
     def send(self, job: Job) -> None:
         """Send a job to the helper.
 
-        If the helper has died, the job is lost without an error; `reports` then returns None.
+        A helper that has died raises no error here, but `reports` returns None. The job can then be
+        sent again after `restart`.
         """
         with suppress(OSError):
             self.connection.send(job)

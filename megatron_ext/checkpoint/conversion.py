@@ -257,8 +257,8 @@ class PeftLayers:
     Attributes:
         name: pattern that matches the names of the adapter matrices to export. Other adapters have
             no counterpart in the Hugging Face model.
-        parts: takes the name and value of one of our adapter matrices, and yields the matrices of
-            the Hugging Face model that it corresponds to.
+        parts: takes the name and value of one of our adapter matrices, and yields the matrices that
+            replace it in the Hugging Face model, each as a `Part`.
         target: takes the path of a Hugging Face layer, and returns peft's name for it
             (``target_modules``).
         task: peft's ``task_type``.

@@ -186,8 +186,8 @@ class _ValuePlanner(DefaultSavePlanner):
 def _compact(value: Tensor) -> Tensor:
     """Return a tensor of the same values whose storage holds nothing else.
 
-    torch saves the whole storage of a tensor. The storage of ``value`` may be a whole snapshot. The
-    result shares its memory, so that nothing is copied if ``value`` is contiguous.
+    torch saves the whole storage of a tensor, and the storage of ``value`` may be a whole snapshot.
+    The result shares memory with a contiguous ``value``; any other is copied.
     """
     if not value.numel():
         return value.clone()

@@ -243,8 +243,8 @@ def _settle_rates(
 def random_state(context: ParallelContext, *, every_replica: bool = False) -> ShardedObject:
     """Return the states of this rank's random generators; all ranks call this together.
 
-    With ``every_replica``, return the states of all data-parallel ranks of this rank's group. They
-    differ with ``--data-parallel-random-init``; otherwise one state serves for all of them.
+    With ``every_replica``, return the states of all ranks in this rank's data-parallel group, since
+    they differ under ``--data-parallel-random-init``.
     """
     own = {
         "random_rng_state": random.getstate(),
