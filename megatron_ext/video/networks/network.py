@@ -1,8 +1,8 @@
 """The interface of a video network, through which the rest of the package uses the network.
 
-Each network has a folder, whose package holds ``NETWORK``, a `VideoNetwork`. This package is loaded
-together with the program's flags, so it imports little. The network's other parts are named by
-place, ``module:name``, and imported when a run needs them:
+Each network has a folder, whose ``__init__.py`` holds ``NETWORK``, a `VideoNetwork`. It is loaded
+together with the program's flags, so it imports little. `NETWORK` names the other parts of the
+network as strings ``module:name``, and each is imported when a run needs it:
 
 - a `FlowNetwork`,
 - a `StreamedNetwork`, for a causal network that streaming can train,
@@ -170,7 +170,7 @@ class FlowNetwork(ABC):
         return 1
 
     def padded_text(self, num_text: int, num_image: int) -> int:
-        """Return the number of a clip's text tokens, including padding."""
+        """Return the number of a clip's text tokens after padding; before, it is ``num_text``."""
         return num_text + -(num_text + num_image) % self.sequence_multiple
 
     @abstractmethod
@@ -228,7 +228,7 @@ class FlowNetwork(ABC):
 
 
 class StreamedNetwork(ABC):
-    """A causal network in the form that streaming uses, for generator, critic and teacher.
+    """A network that can be generator, critic and teacher of ``--task streaming``.
 
     Attributes:
         chunk: the class of the network's pipeline chunks. Its ``new_cache`` builds a `KVCache`; its
@@ -242,7 +242,8 @@ class StreamedNetwork(ABC):
     def options(self, flags: WindowConfig, parallel: ParallelConfig, *, causal: bool) -> Any:
         """Return the options of the chunks; raise ConfigError for a flag out of range.
 
-        If ``causal`` is True, attention is causal within a window, else bidirectional.
+        If ``causal`` is True, attention is causal within a window, as in the generator. Otherwise
+        it is bidirectional, as in critic and teacher.
         """
 
     @abstractmethod
@@ -251,7 +252,7 @@ class StreamedNetwork(ABC):
 
     @abstractmethod
     def weights(self, lora: LoraConfig, sizes: Any, tp: int, stage: Stage) -> list[Weight]:
-        """Return a stage's parameters on one of ``tp`` ranks, in the order of its modules."""
+        """Return a stage's parameters on one of ``tp`` ranks, in the order of ``parameters()``."""
 
     @abstractmethod
     def on_clip(self, config: RunConfig, ranks: Ranks, sizes: Any, clip: Clip) -> StreamedCost:

@@ -181,7 +181,10 @@ class _Formulas:
         return Clip("", frames, height // patch, width // patch, length, micro)
 
     def _on_clip(self, config: RunConfig, role: Role, *, samples: int = 1) -> StreamedCost:
-        """Return the cost formulas of critic or teacher for a clip; attention is bidirectional."""
+        """Return the cost formulas of critic or teacher, with bidirectional attention, for a clip.
+
+        ``samples`` multiplies the micro-batch size, for example by 2 for guidance.
+        """
         clip = self._clip(self._streaming.chunk_frames, samples=samples)
         return self._network.on_clip(config, self._ranks, self._streaming.sizes(role), clip)
 

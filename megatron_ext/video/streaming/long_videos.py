@@ -233,7 +233,7 @@ class LongVideoSampler:
         """Sample the videos and write them into a folder, which appears only when it is complete.
 
         Averaged weights are used if the run keeps them and ``--sample-ema`` is on. ``progress`` is
-        called on the first rank of the first replica.
+        called after each block, on the first rank of the first replica.
 
         Returns:
             The throughput of all replicas: counts are sums, times are those of the slowest replica.

@@ -89,7 +89,8 @@ def build_network(
 ) -> VideoChunk:
     """Build generator, critic or teacher; only the generator has causal attention.
 
-    ``stage`` is ignored: the model takes its pipeline stage from ``context``.
+    ``vp_stage`` is the index of the virtual chunk, None if the rank has only one. ``stage`` is
+    ignored, because the model takes its pipeline stage from ``context``.
     """
     streaming = config.section(StreamingConfig)
     network = streamed_network()

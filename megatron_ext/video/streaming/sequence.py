@@ -64,8 +64,8 @@ class SequenceState:
         max_length: number of frames that the sequence may not exceed.
         switch_frame: first frame under the second prompt, at the start of a block, or `NEVER`.
         has_switched: 1 if the second prompt is the current one, else 0.
-        previous: the last generated frames, at most as many as a clip has, ``[b, t, c, h, w]``.
-        sink: the first generated frames, ``[b, t, c, h, w]``.
+        previous: the newest frames, at most as many as a clip has, ``[b, t, c, h, w]``.
+        sink: the first frames, to which all later frames attend, ``[b, t, c, h, w]``.
         text: embeddings of the current prompt, ``[b, l, d]``.
         text_after: embeddings of the second prompt; empty if there is none.
     """
@@ -164,8 +164,10 @@ class StreamingSequence:
     def next_clip(self, *, trains_generator: bool) -> StreamClip:
         """Generate the next clip for training; begin a new sequence if the current one has ended.
 
-        With ``trains_generator`` and ``two_phase``, the caller must run the exit steps in
-        `StreamClip.blocks` again before the next call, because they read the cache.
+        ``trains_generator`` tells whether the clip trains the generator. Otherwise the clip trains
+        the critic, and is generated without gradient. With ``trains_generator`` and ``two_phase``,
+        the caller must run the exit steps in `StreamClip.blocks` again before the next call,
+        because they read the cache.
         """
         if not self.can_generate_more:
             self.begin()

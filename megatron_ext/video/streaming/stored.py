@@ -77,7 +77,10 @@ class StreamingState:
         self.steps = 0
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
-        """Return the sharded state of critic, sequence, cache and progress for a checkpoint."""
+        """Return the sharded state of critic, sequence, cache and progress for a checkpoint.
+
+        ``with_optimizer`` includes the critic's optimizer and learning rate schedule.
+        """
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=False)
         # Copy to the CPU: later passes change the originals, and the load may be on other devices.
         stands: dict[str, Any] = tree_map_only(
@@ -128,7 +131,8 @@ class StreamingState:
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
         """Restore critic, sequence and progress.
 
-        Sentences on what is not loaded are appended to ``notes``.
+        Without ``with_optimizer``, the critic's optimizer and schedule are not restored. A sentence
+        on each thing that is not loaded from the checkpoint is appended to ``notes``.
         """
         critic = self._critic
         progress = loaded[PROGRESS]
@@ -175,10 +179,10 @@ class StreamingState:
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
-        """Return sharded objects of the sequence's state, and of this rank's cache.
+        """Return sharded objects for ``stands``, the sequence's state, and this rank's ``cache``.
 
-        The first rank of each replica writes the sequence, and every rank writes its own cache.
-        ``stands`` is the state of the sequence. Both arguments are None for a load.
+        The first rank of each replica writes the state, and every rank writes its own cache. To
+        load, pass None for both.
         """
         groups = self._context.pgs
         sizes = groups.dp.size(), groups.cp.size(), groups.tp.size()

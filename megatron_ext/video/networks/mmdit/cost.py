@@ -31,7 +31,7 @@ from megatron_ext.video.networks.mmdit.config import MMDiTConfig, MMDiTSizes
 
 
 def flops_of_clip(sizes: MMDiTSizes, num_text: int, num_image: int) -> float:
-    """Return the operations of an MMDiT on one clip, in the forward and backward pass."""
+    """Return the floating-point operations of an MMDiT on one clip, forward and backward."""
     h = sizes.hidden_size
     m = sizes.mlp_size
     tokens = num_text + num_image
@@ -246,7 +246,10 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes(3 * width.stream + width.statistics + output, 2 * width.stream + weight)
 
     def _block_flops(self) -> Flops:
-        """Return the operations of a block without its modulation; all blocks have equally many."""
+        """Return the floating-point operations of a block without its modulation.
+
+        Double and single blocks have equally many.
+        """
         h = self.model.hidden_size
         m = self.model.mlp_size
         rows = MULTIPLY_AND_ADD * self.block_bytes.rows / self.sizes.tp

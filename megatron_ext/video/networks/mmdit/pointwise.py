@@ -92,9 +92,10 @@ def _streams_gradients(
     num_text: int,
     *rest: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of the arguments of `_modulated_streams` at the positions ``plan[1]``.
+    """Return the gradients of those arguments of `_modulated_streams` that ``plan[1]`` selects.
 
-    ``of_hidden``, ``of_txt`` and ``of_img`` are the gradients of the residual stream and of the
+    ``plan[1]`` has the positions of the arguments. ``of_hidden`` is the gradient that reaches
+    ``hidden`` through the residual connection; ``of_txt`` and ``of_img`` are the gradients of the
     modulated text and image. ``rest`` holds shift and scale of text, shift and scale of image, then
     two norm statistics of text and two of image.
     """
