@@ -23,16 +23,18 @@ REQUESTED_NODES = "elastic_nodes"
 def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> tuple[int, ...]:
     """Return the numbers of ranks with which a run may continue, largest first.
 
-    Without ``--elastic-min-nodes`` this is only the present number. Otherwise it may be any number
-    from the smallest to the present one that does not conflict with the flags; for example, the
-    replicas must divide the global batch. A number that conflicts is left out if this program
-    starts the ranks. It is an error under torchrun, which chooses the number itself.
+    Without ``--elastic-min-nodes`` this is only the present number. With it, fewer nodes (see
+    `ranks_of_a_node`) are allowed too, down to the number that it gives, if the flags fit; for
+    example, the replicas must divide the global batch. A number of ranks that does not fit is left
+    out if this program starts the ranks. Under torchrun, which chooses the number itself, it is an
+    error.
 
     Args:
         configure: returns the configuration for a number of ranks, or raises a ConfigError.
 
     Raises:
-        ConfigError: the smallest number, or under torchrun any number, conflicts with the flags.
+        ConfigError: ``--elastic-min-nodes`` is above the number of nodes, or the flags do not fit
+            the smallest number or, under torchrun, any number.
     """
     size = config.parallel.world_size
     fewest = config.fault_tolerance.elastic_min_nodes
@@ -59,9 +61,9 @@ def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> t
 
 
 def ranks_of_a_node(config: RunConfig) -> int:
-    """Return the number of ranks in the unit by which a run grows and shrinks.
+    """Return the number of ranks by which a run grows and shrinks at a time.
 
-    The unit is a node under torchrun, and one model replica otherwise.
+    Under torchrun these are the ranks of a node, otherwise the ranks of one model replica.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
@@ -98,10 +100,11 @@ def _listed(sizes: list[int]) -> str:
 
 
 def requested_nodes(save: str) -> tuple[int, int] | None:
-    """Return the number of nodes requested by the file `REQUESTED_NODES`, and the file's mtime.
+    """Return the number in the file `REQUESTED_NODES`, and when the file was written.
 
-    The modification time is in nanoseconds, and tells a new request for the same number from the
-    old one. Return None if there is no file, or no number in it.
+    An operator writes this file to the folder ``save`` to request a number of nodes. Its
+    modification time, in nanoseconds, distinguishes two requests for the same number. Return None
+    if there is no file, or no number in it.
     """
     path = Path(save) / REQUESTED_NODES
     try:

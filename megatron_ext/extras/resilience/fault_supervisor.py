@@ -91,8 +91,8 @@ class FaultSupervisor(Supervisor):
     """Waits for the ranks of one start of a run; reports faults as post-mortems and as events.
 
     Attributes:
-        fault: why the ranks ended or hang; None if they ended on purpose, or in a way that would
-            repeat.
+        fault: why the ranks ended or hang; None if they ended on purpose, or for a reason that
+            would end them again after a restart.
         postmortem: the folder of the fault's post-mortem; None if there is none.
     """
 
@@ -171,7 +171,10 @@ class FaultSupervisor(Supervisor):
         super()._failed(rank, status)
 
     def _note(self, verdict: Verdict, cause: str) -> Case | None:
-        """Collect what is known about a fault that was just detected, and report it."""
+        """Investigate and report a fault that was just detected, and store it in `fault`.
+
+        Return what is known about it; None if there is no watcher, or if the investigation failed.
+        """
         now = time.monotonic()
         seen_after = now - self._polled if verdict.fault is Kind.DEAD else verdict.silent
         rank = min(verdict.ranks, default=-1)
@@ -237,8 +240,8 @@ class TellingSupervisor(FaultSupervisor):
     def _hangs(self, verdict: Verdict) -> None:
         """Report a hang, unless it is short compared with an earlier one that ended by itself.
 
-        After such a hang, only silences at least `_PATIENCE_AFTER_A_HANG` times as long are
-        reported.
+        If a reported hang has ended by itself after n seconds of silence, only silences of at least
+        n times `_PATIENCE_AFTER_A_HANG` seconds are reported.
         """
         if verdict.silent < self._patience:
             return
@@ -254,7 +257,10 @@ class TellingSupervisor(FaultSupervisor):
         print(text, file=sys.stderr, flush=True)
 
     def _see_whether_it_goes_on(self, case: Case) -> None:
-        """Report, and forget the hang, if a rank that had stopped first continues."""
+        """Report that a hang has ended by itself, if a rank that had stopped first continues.
+
+        The hang is then no fault any more, and later ones can be reported.
+        """
         assert self._watcher is not None
         for record in self._watcher.board.read(1):
             before = case.record(record.rank)
@@ -272,10 +278,10 @@ class TellingSupervisor(FaultSupervisor):
         super()._failed(rank, status)
 
     def _tell_end(self, fault: Fault, code: int) -> None:
-        """Print a line about the end of the run, if the ranks have not said everything.
+        """Print what the ranks cannot print themselves when the run ends after a fault.
 
-        The line says that memory ran out, if the kernel killed a rank for that, and where the
-        post-mortem is, if one was written.
+        This is that the kernel has killed a rank for lack of memory, and where the post-mortem is.
+        Print nothing if neither applies.
         """
         parts = []
         if (fault.cause, code) == ("memory", code_of(-signal.SIGKILL)):
@@ -297,7 +303,8 @@ class RestartSupervisor(FaultSupervisor):
     """Waits for ranks that can be restarted; kills all at once after a fault.
 
     Args:
-        check_request: called now and then, to check whether another number of ranks is requested.
+        check_request: called again and again while the ranks run; it checks whether an operator
+            requests another number of ranks.
     """
 
     seconds_for_the_cause = 0.2
@@ -335,9 +342,9 @@ class RestartSupervisor(FaultSupervisor):
         super()._failed(rank, status)
 
     def _end_ranks(self, grace: float) -> None:
-        """Kill all ranks at once if they will be restarted; otherwise end them as usual.
+        """Kill all ranks at once if there was a fault, after which they can be restarted.
 
-        As usual means by a signal, and after `GRACE_SECONDS` by SIGKILL.
+        Otherwise end them by a signal, and by SIGKILL after `GRACE_SECONDS`, whatever ``grace`` is.
         """
         if self.fault is None:
             super()._end_ranks(GRACE_SECONDS)

@@ -20,9 +20,9 @@ FAULT_STEP_VARIABLE = "MEGATRON_EXT_FAULT_STEP"
 def follow_earlier_process() -> None:
     """Count this process as a restart if torchrun ran an earlier one in its place.
 
-    torchrun's own count leaves out restarts that happen because a node joins or leaves. The earlier
-    process is found by this rank's slot on the board (`parallel.board`), which it has left behind.
-    So all local ranks must call this before they write to the board.
+    torchrun's own count leaves out restarts that happen because a node joins or leaves. An earlier
+    process is recognized by its record on the board (`parallel.board`), in the slot of this local
+    rank. So all local ranks must call this before they write to the board.
     """
     folder = host_folder()
     if folder is None or not (folder / BOARD).exists():

@@ -47,7 +47,10 @@ def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _watching(config: RunConfig, folder: Path | None) -> Iterator[None]:
-    """If torchrun has started the ranks of this machine, watch them in a thread."""
+    """Inside the block, watch the ranks of this machine in a thread if torchrun has started them.
+
+    Do nothing if our own launcher has forked and watches the ranks, or if there is no board.
+    """
     minutes = config.parallel.distributed_timeout_minutes
     size = os.environ.get("LOCAL_WORLD_SIZE")
     watcher = open_watcher(folder, int(size or 1), minutes) if is_under_torchrun() else None
@@ -77,7 +80,10 @@ class _Guard:
         self._ends_hangs = restarts_by_torchrun() > 0
 
     def run(self) -> None:
-        """Watch the ranks until the run is over on this one; report slow ranks, and one hang."""
+        """Watch the ranks of this machine until the run ends on this rank.
+
+        Report slow ranks and at most one hang, but only while no lower rank of the machine watches.
+        """
         has_reported = False
         while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
             # Keep looking after a reported hang; otherwise another rank would report it again.
@@ -97,10 +103,10 @@ class _Guard:
         return not any(record is not None and record.looked > since for record in lower)
 
     def _tell(self, hang: Verdict) -> bool:
-        """Report a hang, if a rank of this machine stopped first; return whether it was reported.
+        """Report a hang if a rank of this machine stopped first; return whether it was reported.
 
-        If torchrun restarts ranks, kill the ranks that stopped first, so that torchrun restarts
-        all.
+        If torchrun restarts ranks, also kill the ranks that stopped first: torchrun notices only
+        ranks that have ended, and then restarts all.
         """
         case = self._watcher.investigate(hang)
         culprits = [record for record in case.board if record.rank in case.blame.ranks]

@@ -126,14 +126,14 @@ class MemoryCheckpoints:
 
     @property
     def num_copies(self) -> int:
-        """Return how many snapshots a rank keeps, including its neighbour's."""
+        """Return how many snapshots of a rank are kept, including the copies at its neighbour."""
         return 4 if self._neighbours else 2
 
     def prepare(self, *state: dict[str, Any]) -> int:
-        """Reserve the memory for all snapshots; return the bytes on this machine.
+        """Reserve the memory for all snapshots; return how many bytes they need on this machine.
 
         The arguments are those of `take` without the iteration. All ranks call this together. If a
-        machine has no room, all raise a CheckpointError.
+        machine has no room, all ranks raise a CheckpointError.
         """
         content = _content(*state)
         sizes = from_all_ranks(content.num_bytes + len(content.skeleton), None)
@@ -174,8 +174,8 @@ class MemoryCheckpoints:
     ) -> Snapshot:
         """Take a snapshot of ``state``, whose tensors may change as soon as this returns.
 
-        The copy for the neighbour is made in the background. The snapshot overwrites the last but
-        one, so the call waits if that one is still being copied.
+        It overwrites the older of this rank's two snapshots. The copy for the neighbour is made in
+        the background; if the overwritten snapshot is still being copied, this call waits.
         """
         if self._neighbours and self._thread is None:
             self._thread = CopyThread(self._copy())
@@ -197,8 +197,8 @@ class MemoryCheckpoints:
     def discard_others(self, iteration: int) -> None:
         """Discard snapshots of later iterations or of other layouts; all ranks call this together.
 
-        They belong to an earlier run, or to the time before a fault after which the run resumed
-        from an older state. Without this, a later restart could resume from them.
+        Such snapshots belong to an earlier run, or to steps that a fault has undone because the run
+        resumed from an older state. A later restart must not resume from them.
         """
         self.is_behind = False
         torch.distributed.barrier(group=self.machines.group)
@@ -238,7 +238,7 @@ class MemoryCheckpoints:
             self._thread = None
 
     def remove(self) -> None:
-        """Remove the snapshots on all machines, unless they stay; all ranks call this together."""
+        """Remove all snapshots of the run unless ``stays`` is set; all ranks call this together."""
         torch.distributed.barrier(group=self.machines.group)
         for path in self._paths() if self.machines.is_first and not self.stays else ():
             path.unlink(missing_ok=True)
@@ -253,8 +253,8 @@ def _content(
 ) -> Content:
     """Return the content of a snapshot.
 
-    It holds plain values, to resume in the same layout, and sharded tensors, for other layouts;
-    both share their memory.
+    It holds the state twice: as plain values, for resuming in the same layout, and as sharded
+    tensors, for other layouts. Both use the same memory.
     """
     facts = {PROGRESS: progress, RUN_CONFIG: run_config}
     return content_of({VALUES: values_of(state), SHARDED: state, **facts})

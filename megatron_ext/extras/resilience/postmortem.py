@@ -108,7 +108,10 @@ def _action(record: RankRecord) -> str:
 
 
 def _frame_of_ours(evidence: Evidence) -> Frame | None:
-    """Return the innermost line of a rank's stack in this package or the user's code."""
+    """Return the innermost line of a rank's stack in this package or the user's code.
+
+    Return the innermost line of all if none is there; None if the stack is unknown.
+    """
     stack = main_stack(evidence.stack or evidence.crash)
     ours = (frame for frame in stack if not any(place in frame.file for place in _OUTSIDE))
     return next(ours, stack[0] if stack else None)
@@ -231,9 +234,9 @@ class Drawings:
 
 
 def start_drawing(folder: Path) -> subprocess.Popen[bytes] | None:
-    """Start a helper process that draws the picture of a post-mortem, and return it.
+    """Start a helper process that draws the picture of a post-mortem; return the process.
 
-    The process has low priority, so that drawing does not delay a restart.
+    It has low priority, so that drawing does not delay a restart. Return None if it cannot start.
     """
     command = [sys.executable, "-m", "megatron_ext.extras.resilience.picture", str(folder)]
     given = {"cwd": Path(_HOME).parent, "stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

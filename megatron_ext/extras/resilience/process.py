@@ -52,10 +52,11 @@ def _state(pid: int) -> ProcessState:
 
 
 class MemoryKills:
-    """Detects out-of-memory kills by the kernel since the last call.
+    """Detects processes that the kernel has killed for lack of memory.
 
-    It reads the counters ``oom_kill`` of this process's control groups (version 1 and 2), or the
-    machine's counter if they have none. ``root`` is "/" except in tests.
+    It compares the counters ``oom_kill`` of this process's control groups (version 1 and 2), or the
+    machine's counter if the groups have none, with their values at the previous call. ``root`` is
+    "/" except in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -65,7 +66,7 @@ class MemoryKills:
     def happened(self) -> bool:
         """Return whether the kernel has killed a process for lack of memory since the last call.
 
-        The first call looks back to the creation of this object.
+        The first call covers the time since this object was created.
         """
         before, self._before = self._before, self._counts()
         return any(count > before.get(path, 0) for path, count in self._before.items())

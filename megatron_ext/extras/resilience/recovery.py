@@ -45,8 +45,9 @@ class HeldSnapshot:
     """A complete snapshot on some machine, as its header describes it.
 
     Attributes:
-        rank: the rank, in ``layout``, whose state it holds.
-        is_copy: whether it is a copy at the rank's neighbour.
+        rank: the rank whose state it holds, counted in ``layout``.
+        layout: the layout of the run that took it.
+        is_copy: whether it is the copy at the rank's neighbour.
     """
 
     machine: str
@@ -66,15 +67,18 @@ def same_weights(first: Layout, second: Layout) -> bool:
 def choose(
     entries: Iterable[HeldSnapshot], layout: Layout, machines: Sequence[str], newer_than: int
 ) -> list[HeldSnapshot] | None:
-    """Return, by rank, the snapshots of the newest iteration for which every rank has one.
+    """Return, by rank, the snapshots of the newest iteration of which every rank has one.
 
-    If there are several of a rank, one on the rank's own machine is preferred, and then the rank's
-    own to its neighbour's copy.
+    All of them are of one layout, the one that took them, which may have another number of replicas
+    than ``layout``. If there are several snapshots of a rank, the preferred one is on the machine
+    where ``layout`` has this rank (only in the same layout), or else is the rank's own and not a
+    copy. Return None if no iteration is complete.
 
     Args:
-        layout: the layout that resumes; its own snapshots are preferred to those of other layouts.
-        machines: the machine's name, by rank of ``layout``.
-        newer_than: only snapshots of later iterations are returned.
+        layout: the layout that resumes; among snapshots of the same iteration, its own are
+            preferred.
+        machines: the name of each rank's machine, by rank of ``layout``.
+        newer_than: only snapshots of later iterations are considered.
     """
     sets: dict[tuple[int, bool, Layout], dict[int, list[HeldSnapshot]]] = {}
     for entry in entries:
@@ -97,8 +101,8 @@ def choose(
 def reader_of(entry: HeldSnapshot, layout: Layout, machines: Sequence[str]) -> int:
     """Return the rank that must read a snapshot from its file.
 
-    This is the rank whose state it is, if that rank is on the same machine and the layout is the
-    same. Otherwise it is some rank on the snapshot's machine.
+    This is the rank whose state the snapshot holds, if the snapshot is of ``layout`` and on that
+    rank's machine. Otherwise it is some rank on the machine that has the snapshot.
     """
     if entry.layout == layout and machines[entry.rank] == entry.machine:
         return entry.rank
@@ -136,7 +140,7 @@ class Recovery:
         return None
 
     def _listed(self, with_earlier: bool) -> list[HeldSnapshot]:
-        """Return the snapshots on this machine, on its first rank; an empty list on others."""
+        """Return the snapshots on this machine; an empty list if this is not its first rank."""
         listed = list[HeldSnapshot]()
         snapshots = self.memory.listed(with_earlier=with_earlier) if self._machines.is_first else ()
         for path, snapshot in snapshots:
@@ -189,9 +193,10 @@ class Recovery:
         return own
 
     def state_of(self, chosen: Sequence[HeldSnapshot]) -> tuple[Any, Any, Any, Path]:
-        """Return this rank's values, the progress and configuration, and its snapshot's folder.
+        """Return the state from which this rank resumes; ``chosen`` is the result of `newest`.
 
-        ``chosen`` is the result of `newest`.
+        The results are the rank's values, the progress and the configuration of the run that was
+        saved, and the folder of the snapshot.
         """
         snapshot = self.fetch(chosen)
         state = snapshot.state()
@@ -199,7 +204,7 @@ class Recovery:
 
     @staticmethod
     def source(chosen: Sequence[HeldSnapshot]) -> str:
-        """Return "peer" if a rank resumes from its neighbour's copy, else "memory"."""
+        """Return "peer" if some rank resumes from its neighbour's copy, else "memory"."""
         return "peer" if any(entry.is_copy for entry in chosen) else "memory"
 
     def _send(self, snapshot: Snapshot, rank: int) -> None:

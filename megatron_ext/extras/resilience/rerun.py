@@ -118,7 +118,7 @@ class Rerun(Callback):
         return step, again
 
     def _overflowed(self) -> bool:
-        """Return whether the gradients have only overflowed under fp16, which is normal."""
+        """Return whether the gradients have overflowed under fp16, which is normal and no fault."""
         return self.run.config.precision.fp16 and math.isinf(float(self._least_norm))
 
     def _judge(
@@ -226,7 +226,7 @@ class Rerun(Callback):
         return _filled(own) or _filled(reduced)
 
     def _gathered(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
+        """Return every rank's ``value``, by rank; all ranks call this together."""
         values = [None] * self.run.context.layout.world_size
         torch.distributed.all_gather_object(values, value)
         return values

@@ -50,12 +50,12 @@ fault is final."""
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How often ranks are restarted, and what they run.
+    """The rules by which the ranks of a run are restarted, and the function that they run.
 
     Attributes:
         save: the folder of the run, with the log of faults; None for no log.
         world_sizes: allowed numbers of ranks, largest first; the run starts with the first.
-        ranks_of_a_node: number of ranks in the unit by which the run grows and shrinks.
+        ranks_of_a_node: number of ranks by which the run grows and shrinks at a time.
         main_of: takes a number of ranks and returns the function that the ranks run; it may raise a
             MegatronExtError.
     """
@@ -207,9 +207,9 @@ class _Launcher:
         self._environment = {RUN_VARIABLE: f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"}
 
     def run(self) -> int:
-        """Start the ranks again until they end on purpose, or another start makes no sense.
+        """Start the ranks until they end on purpose, or another start makes no sense.
 
-        Return the last exit code.
+        Return the exit code of the last start.
         """
         try:
             return self._run()

@@ -21,11 +21,11 @@ from megatron_ext.train.run import Run
 
 
 class Rewind:
-    """Knows which checkpoints in the save folder belong to the run, and loads the newest.
+    """Finds the newest checkpoint of the run in the save folder, and loads it.
 
-    The checkpoints that the run has written since it started belong to it. If the run resumed from
-    the save folder, so do the checkpoints up to the iteration from which it resumed. All ranks
-    create and call this together.
+    Checkpoints that the run has written since it started belong to it. If the run resumed from the
+    save folder, the checkpoints up to the iteration from which it resumed belong to it as well. All
+    ranks create this object and call its methods together.
     """
 
     def __init__(self, run: Run) -> None:

@@ -29,11 +29,11 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that computes for longer than others.
+    """A rank that computes for longer than expected.
 
     Attributes:
-        seconds: the rank's own time of a step.
-        usual: the time of its twins, or its own time before.
+        seconds: the rank's own time of a step, without waits.
+        usual: the expected time; see `SlowRanks._usual`.
     """
 
     rank: int
@@ -149,10 +149,11 @@ class SlowRanks:
     def _usual(
         self, rank: int, own: Mapping[int, float], places: Mapping[int, int]
     ) -> float | None:
-        """Return the time with which a slow rank is compared; None if the rank is not slow.
+        """Return the time with which a slow rank's own time is compared; None if it is not slow.
 
-        This is the median time of its twins. For a rank without twins, it is the rank's own earlier
-        time, multiplied by the median factor by which other ranks became slower.
+        This is the median own time of the rank's twins, which have the same pipeline rank. For a
+        rank without twins, it is the least own time of the rank while it was not slow, multiplied
+        by the median factor by which other ranks have become slower.
         """
         twins = [own[r] for r in own if r != rank and places[r] == places[rank]]
         if twins:

@@ -20,10 +20,12 @@ from megatron_ext.train.run import Run
 def snapshot_stores(
     config: CheckpointConfig, context: ParallelContext, host_folder: Path | None
 ) -> list[MemoryCheckpoints]:
-    """Return the places where a run keeps snapshots; all ranks call this together.
+    """Return the stores in which the flags let a run keep snapshots; all ranks call this together.
+
+    Each store is a folder in memory or on the machine's disk, with its own interval.
 
     Raises:
-        CheckpointError: the flags require snapshots, but there is no folder in memory.
+        CheckpointError: the flags require snapshots in memory, but there is no folder in memory.
     """
     stores = []
     # A run that does not load from its save folder is not a restart of the killed run.

@@ -105,9 +105,10 @@ class Spikes(Callback):
         return torch.full((), spike is None, dtype=torch.bool, device=norm.device)
 
     def _shared(self, loss: Tensor | None, norm: Tensor) -> HostCopy:
-        """Return a step's loss and gradient norm on every rank; only the last stage has the loss.
+        """Return a step's loss and gradient norm, the same on every rank.
 
-        All ranks call this together.
+        ``loss`` is None on all pipeline stages but the last, which sends it to the others. All
+        ranks call this together.
         """
         context = self.run.context
         values = torch.stack([norm if loss is None else loss.to(norm), norm])
@@ -117,7 +118,10 @@ class Spikes(Callback):
         return HostCopy(values)
 
     def _spike_in(self, read: Sequence[float]) -> Spike | None:
-        """Return the spike in a step's values; None without one, or with too few values before."""
+        """Return the spike in a step's values; None if no value is a spike.
+
+        Also return None if there are too few values of earlier steps, or a value is not finite.
+        """
         recent = self.run.progress.recent_values
         if len(recent) < self._window // 2 or not all(map(math.isfinite, read)):
             return None

@@ -46,7 +46,8 @@ class Wait:
     Attributes:
         on: ranks that have not arrived; empty if all have, or if nothing is known about them.
         what: the collective or message.
-        passed: whether the ranks in ``on`` have already gone past it, so that the wait is in vain.
+        passed: whether the ranks in ``on`` have already gone past the collective or message, so
+            that the wait is in vain.
     """
 
     rank: int
@@ -81,7 +82,10 @@ def blame(
     evidence: Mapping[int, Evidence],
     states: Mapping[int, ProcessState],
 ) -> Blame:
-    """Return which ranks stopped first; no ranks if nothing shows it."""
+    """Find out which ranks stopped first, and which ranks wait for which.
+
+    If nothing shows which ranks stopped first, the result names none.
+    """
     records = {record.rank: record for record in board if not record.ended}
     flights = {rank: own.flight for rank, own in evidence.items() if own.flight is not None}
     waits = []
@@ -117,9 +121,9 @@ def _message(record: RankRecord, records: Mapping[int, RankRecord]) -> Wait | No
 
 
 def _messages(record: RankRecord, iteration: int) -> set[tuple[EventKind, str, int, int]]:
-    """Return the messages of a step that a rank has sent or received.
+    """Return the messages that a rank has sent or received in step ``iteration``.
 
-    Each is (kind of event, name, micro-batch, stage).
+    Each is a tuple (kind of event, name, micro-batch, stage), whose kind is always END.
     """
     begun = [e for e in record.events if e.iteration == iteration and e.microbatch >= 0]
     return {(EventKind.END, e.name, e.microbatch, e.stage) for e in begun if e is not record.last}
@@ -193,7 +197,10 @@ def _earliest(ranks: Sequence[int], records: Mapping[int, RankRecord]) -> tuple[
 
 
 def _deviates(record: RankRecord, flight: Flight) -> bool:
-    """Return whether a rank's actions in this step are no prefix of those in the previous one."""
+    """Return whether a rank has left out an action that it did in the previous step.
+
+    This is so if its actions in this step so far are not the first ones of the previous step.
+    """
     begins = [event.time for event in record.events if event.kind is EventKind.STEP][-2:]
     if len(begins) < 2:
         return False

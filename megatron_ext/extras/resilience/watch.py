@@ -24,14 +24,14 @@ class Fault(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a run may be silent.
+    """How long a run may be silent before it counts as hanging.
 
     Attributes:
-        floor: seconds of silence that never count as a hang, unless a rank is stopped.
+        floor: seconds of silence that never count as a hang.
         steps: number of step times after which silence counts as a hang.
-        busy: factor on this limit while a rank computes or reads data, since its step may just be
-            long, or its storage slow.
-        boundless: limit in seconds for phases without a usual length.
+        busy: factor by which the limit is longer while a rank computes or reads data, since its
+            step may just be long, or its storage slow.
+        boundless: limit in seconds for phases without a usual length, such as a save.
     """
 
     floor: float = 5.0
@@ -93,7 +93,8 @@ def limit_of(
 ) -> float:
     """Return the seconds of silence after which the ranks count as hanging.
 
-    If a rank is stopped, the phase in which the others wait does not matter.
+    The limit depends on the phases of the ``running`` ranks, and is longer if any rank is ``busy``.
+    But if there are ``stopped`` ranks, neither matters, since the others may just wait for those.
     """
     usual = max((record.mean_step for record in running), default=0.0)
     limit = max(limits.floor, limits.steps * usual)

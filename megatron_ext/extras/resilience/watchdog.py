@@ -29,7 +29,13 @@ _ASK, _END = b"?", b"."
 
 @dataclass(frozen=True)
 class Evidence:
-    """The evidence of a rank: collectives and stacks; None or "" without an answer."""
+    """The answers of a rank to a watcher, and the stacks that it wrote when it crashed.
+
+    Attributes:
+        flight: the latest collectives; None without an answer.
+        stack: the main thread's Python stack; "" without an answer.
+        crash: the stacks of all threads, if the process has crashed; else "".
+    """
 
     flight: Flight | None = None
     stack: str = ""
@@ -85,7 +91,7 @@ def collect(folder: Path, pids: dict[int, int], seconds: float = 0.5) -> dict[in
     """Request stacks and collectives from ranks; return the answers by rank.
 
     ``pids`` are the process ids by rank. The call waits for the answers, up to ``seconds``. A rank
-    that has ended may have left the stacks of its crash.
+    that has ended cannot answer, but may have written its stacks when it crashed.
     """
     requested = {rank: pid for rank, pid in pids.items() if _ask(folder, rank, pid)}
     end = time.monotonic() + seconds
@@ -119,7 +125,7 @@ def ask_flights(folder: Path, ranks: Iterable[int], seconds: float = 0.5) -> dic
 
 
 def _ask(folder: Path, rank: int, pid: int) -> bool:
-    """Request stacks and collectives from process ``pid``, which is ``rank``.
+    """Request stacks and collectives from rank ``rank``, whose process id is ``pid``.
 
     Return whether the request was sent.
     """

@@ -96,7 +96,10 @@ class Watcher:
                 self._quiet[record.pid] = (record.last_time, state.cpu_seconds)
 
     def _busy(self, board: list[RankRecord], now: float) -> bool:
-        """Return whether a rank has used the processor for most of its silence."""
+        """Return whether any rank has computed for most of the time since its last event.
+
+        Processor time of the rank's process counts as computing.
+        """
         for record in board:
             last, before = self._quiet.get(record.pid, (now, 0.0))
             used = self._states.get(record.pid, GONE).cpu_seconds - before
@@ -116,8 +119,9 @@ class Watcher:
     ) -> list[SlowRank]:
         """Return the ranks that are newly slow; print a line and log an event for each.
 
-        Each rank is named once. At most one call in ``seconds`` requests the ranks' collectives,
-        which takes each rank some milliseconds; other calls do nothing. For ``pids`` see `look`.
+        Each rank is named once. This requests the ranks' latest collectives, which takes each rank
+        some milliseconds; so a call does nothing within ``seconds`` of the last request, or while a
+        rank is silent. ``save`` is the folder with the log of faults. For ``pids`` see `look`.
         """
         now = time.monotonic()
         if now - self._slow_at < seconds:
@@ -147,11 +151,12 @@ class Watcher:
         pids: Mapping[int, int] | None = None,
         seconds: float = 0.5,
     ) -> Case:
-        """Gather the evidence of this machine's ranks about a fault, and find its cause.
+        """Gather the evidence of this machine's ranks about a fault, and find out what happened.
 
         Args:
             verdict: the fault.
-            cause: what is known about the cause, such as the signal that killed a rank.
+            cause: the cause as far as known, such as the signal that killed a rank; None derives it
+                from ``verdict``.
             pids: the processes to ask, by rank; see `look`.
             seconds: the longest time to wait for the ranks' answers.
         """
