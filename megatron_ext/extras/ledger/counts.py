@@ -19,12 +19,13 @@ Range = tuple[int, int]
 
 @dataclass
 class Use:
-    """The samples of a source that a run used in a stage.
+    """The samples of one source that a run used in one stage of its mixture.
 
     Attributes:
-        tokens: tokens in the source's split.
+        stage: first sample of the stage.
+        tokens: tokens in the source's training split.
         counted: number of samples in steps whose updates are part of the weights.
-        others: number of samples in other steps, by the reason why they are not.
+        others: number of samples in all other steps, by the reason why they are not part of them.
     """
 
     stage: int
@@ -40,9 +41,9 @@ class Use:
 
 
 def uses(ledger: Ledger) -> list[Use]:
-    """Return the samples that the run used, by source and stage, from the steps with a known order.
+    """Return one `Use` for each stage and source of a run, without steps of unknown order.
 
-    A stage begins when the mixture or the sample length changes; `Use.stage` is its first sample.
+    A new stage begins when the mixture or the sample length changes.
     """
     totals: dict[tuple[int, int, str, str], Use] = {}
     for each in ledger.steps(with_lost=True):
@@ -78,7 +79,7 @@ Samples = dict[Key, list[Range]]
 
 
 def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
-    """Return the samples of each source that the given steps used."""
+    """Return the ranges of sample numbers that ``steps`` used, by source and its reading order."""
     samples: Samples = defaultdict(list)
     for each in steps:
         order = ledger.order_of(each)
@@ -91,16 +92,16 @@ def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
 
 
 def _same(order: SampleOrder) -> list[Same]:
-    """Return for each source of an order a `Same`, which identifies it across runs.
+    """Return, for each source of an order, a key that identifies the source in several runs.
 
-    Sources with equal name and length still get different ones.
+    Sources of one order get different keys even if their names and lengths are equal.
     """
     kinds = [(source.key, source.tokens) for source in order.sources]
     return [(*kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds)]
 
 
 def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:
-    """Return the path prefix of each source; of several for the same source, take the last one."""
+    """Return the path prefix of each source; if the ledgers have several, the last one."""
     prefixes: dict[Same, str] = {}
     for ledger in ledgers:
         for each in ledger.history.steps:
@@ -112,7 +113,7 @@ def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Return disjoint, sorted ranges that cover the same numbers."""
+    """Return the union of ``ranges`` as disjoint, sorted ranges."""
     disjoint = list[Range]()
     for begin, end in sorted(ranges):
         if disjoint and begin <= disjoint[-1][1]:
@@ -127,14 +128,14 @@ def size(ranges: Iterable[Range]) -> int:
 
 
 def shared(first: Iterable[Range], second: Iterable[Range]) -> int:
-    """Return how many numbers lie in both of two sets of ranges."""
+    """Return how many numbers lie both in the ranges ``first`` and in the ranges ``second``."""
     one = merged(first)
     two = merged(second)
     return size(one) + size(two) - size(merged([*one, *two]))
 
 
 def holes(ranges: Iterable[Range]) -> int:
-    """Return how many numbers below the largest end are in no range."""
+    """Return how many numbers, from 0 to the largest end of a range, lie in no range."""
     covered = [(0, 0), *merged(ranges)]
     return sum(after[0] - before[1] for before, after in pairwise(covered))
 
@@ -178,7 +179,7 @@ class Compared:
 def compare(first: Ledger, second: Ledger) -> tuple[int, list[Compared]]:
     """Compare a run with a second run that continues it in another folder, or branches off.
 
-    Return the last common step, and the samples by source.
+    Return the last step that both runs share, and a `Compared` for each source.
 
     Raises:
         ConfigError: the samples cannot be matched, since only one run packs documents, or the
@@ -205,7 +206,11 @@ def compare(first: Ledger, second: Ledger) -> tuple[int, list[Compared]]:
 
 
 def _between(history: History, low: int, high: int | None) -> list[Steps]:
-    """Return the steps after ``low`` up to ``high``; None means the end."""
+    """Return the steps after step ``low`` up to and including ``high``; None for no upper end.
+
+    Raises:
+        ConfigError: the range cuts steps that are only recorded as a whole.
+    """
     steps = []
     for each in history.steps:
         first = max(each.iteration, low) + 1
@@ -222,7 +227,11 @@ def _between(history: History, low: int, high: int | None) -> list[Steps]:
 
 
 def _check_phases(before: Samples, one: Samples, two: Samples, names: Mapping[Same, str]) -> None:
-    """Raise a ConfigError if a source has different sample lengths in two runs."""
+    """Raise a ConfigError if the runs read a source in different orders, which cannot be compared.
+
+    The arguments are the samples before the branch, those of each run after it, and the names of
+    the sources.
+    """
     for last in {names[key[0]].rpartition("/")[2] for key in one}:
         own, other = (
             {key for key in part if names[key[0]].rpartition("/")[2] == last} for part in (one, two)

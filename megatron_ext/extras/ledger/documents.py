@@ -22,15 +22,15 @@ class Documents:
 
     Args:
         prefix: the dataset's path without suffix.
-        first: position in the file of the split's first token.
+        first: index, in the dataset's file, of the first token of the training split.
         tokens: number of tokens in the split.
         data: the run's flags for data, which say how to read addresses of object storage.
 
     Attributes:
-        starts: ``[D + 1]``, position in the file of each document's first token, then the end of
-            the file.
-        packed_starts: returns the positions, counted from the split's first token, at which
-            documents for packing start between two such positions.
+        starts: ``[D + 1]``, index in the file of each document's first token, and at last the
+            number of tokens in the file.
+        packed_starts: function of a begin and an end that returns the starts of documents between
+            them, for packing; all positions count from the split's first token.
     """
 
     def __init__(self, prefix: str, first: int, tokens: int, data: DataConfig) -> None:
@@ -90,15 +90,17 @@ class Documents:
 
 @dataclass(frozen=True)
 class Rows:
-    """Parts of documents in samples, ordered by sample and position; all are ``[r]`` int64.
+    """Parts of documents that samples hold, ordered by sample and position in it.
+
+    Row i of all attributes, each ``[r]`` int64, describes one part.
 
     Attributes:
         samples: number of the sample in the run.
         columns: position of the part in the sample.
         sources: index of the source in the order.
         documents: number of the document in its dataset.
-        begins: first token of the part in the document.
-        lengths: tokens of the part.
+        begins: position in the document of the part's first token.
+        lengths: number of tokens of the part.
     """
 
     samples: Ints
@@ -121,11 +123,12 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def parts_of(pieces: Pieces, sample: int, source: int, documents: Documents) -> Rows:
-    """Cut the pieces of a source, which samples consist of, at the boundaries of documents.
+    """Return the parts of one source's documents in some consecutive samples.
 
     Args:
-        pieces: where the tokens of some consecutive samples come from.
-        sample: number in the run of the first of these samples.
+        pieces: where the tokens of the samples come from; pieces of other sources are ignored, and
+            the others are cut at the boundaries of documents.
+        sample: number in the run of the first of the samples.
         source: index of the source in the order.
         documents: the documents of the source.
     """

@@ -40,10 +40,10 @@ _KNOWN = {"kind", "seed", "window", "tokens", "stages", "first_tokens", "split",
 
 @dataclass(frozen=True)
 class Read:
-    """A part of a document that a sample holds: the document's tokens ``begin`` to ``end`` - 1.
+    """One reading of a document by the run: a sample holds its tokens ``begin`` to ``end`` - 1.
 
     ``reason`` says why the step's update is not part of the weights; None if it is. ``step`` is
-    None if only the sample is known.
+    None if the record does not tell which step used the sample.
     """
 
     step: int | None
@@ -54,14 +54,14 @@ class Read:
 
 
 class Ledger:
-    """Answers about the run in a save folder.
+    """Tells what the run in a save folder was trained on.
 
     Args:
         folder: the save folder.
-        iteration: tell the history of the run up to this step; None for all of it.
+        iteration: step up to which the run is looked at; None for the whole run.
 
     Raises:
-        ConfigError: the folder has no record, or none of that step.
+        ConfigError: the folder has no record, or the record lacks that step.
     """
 
     def __init__(self, folder: str | Path, iteration: int | None = None) -> None:
@@ -111,7 +111,7 @@ class Ledger:
         return PackedOrder(values["tokens"], order.stages, order.window, order.seed, documents)
 
     def _starts_of(self, source: Source) -> DocumentStarts:
-        """Return a function that finds a source's document starts; it opens the index on use."""
+        """Return a function that finds document starts in a source; the first call opens it."""
         name = self.name_of(source)
         return lambda begin, end: self.documents(name, source.tokens).packed_starts(begin, end)
 
@@ -125,10 +125,10 @@ class Ledger:
         return Documents(prefix, self._first[prefix], tokens, data)
 
     def section(self, kind: type[Section]) -> Section:
-        """Return a section of the run's configuration, read from the file in its folder.
+        """Return a section of the run's configuration, read from the file in the save folder.
 
-        A file may not grant some settings, such as the permission to run code; they get their
-        defaults. `withheld` then has a sentence on each such permission in the file.
+        Permissions in the file, such as to run code, are not granted: these settings get their
+        defaults, and ``withheld[kind]`` gets a sentence on each.
 
         Raises:
             ConfigError: the file is missing, damaged or of another version.
@@ -146,7 +146,7 @@ class Ledger:
             ) from None
 
     def name_of(self, source: Source) -> str:
-        """Return the prefix under which the run last read a source."""
+        """Return the path prefix of a source's dataset; the newest one if the dataset was moved."""
         return self._moved.get(source.name, source.name)
 
     def documents_of(self, prefix: str) -> Documents:
@@ -159,7 +159,10 @@ class Ledger:
         )
 
     def steps(self, *, with_lost: bool) -> list[Steps]:
-        """Return the steps whose updates are part of the weights; with ``with_lost``, all steps."""
+        """Return the steps whose updates are part of the weights.
+
+        With ``with_lost``, return all steps, also those that were left out or lost by a restart.
+        """
         if not with_lost:
             return [each for each in self.history.steps if each.reason is None]
         return [*self.history.steps, *self.history.lost]
@@ -167,7 +170,7 @@ class Ledger:
     def unknown(self, *, with_lost: bool) -> list[Steps]:
         """Return the steps whose order of samples was not recorded.
 
-        For ``with_lost`` see `steps`.
+        ``with_lost`` includes steps that were left out or lost, as in `steps`.
         """
         return [each for each in self.steps(with_lost=with_lost) if each.order is None]
 
@@ -182,10 +185,12 @@ class Ledger:
         return joined(parts)
 
     def step(self, iteration: int) -> tuple[Steps, int, int]:
-        """Return the `Steps` that contain a step, and the range of the step's samples.
+        """Return the `Steps` that include step ``iteration``, and the range of that step's samples.
+
+        The range is ``(first, end)``, where the last sample is ``end`` - 1.
 
         Raises:
-            ConfigError: the run has no such step.
+            ConfigError: the run has no such step, or its samples or their order were not recorded.
         """
         for each in self.steps(with_lost=True):
             if each.iteration < iteration <= each.done:
@@ -252,10 +257,10 @@ class Ledger:
 
 
 def _moves(orders: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the newest name of each source that was moved during the run, by its older names.
+    """Return, by the older names of each source that was moved during the run, its newest name.
 
-    ``orders`` are the recorded orders of samples, oldest first. A source counts as moved if its
-    name changes only in the folder, and its number of tokens stays the same.
+    ``orders`` are the recorded orders of samples, oldest first. A source counts as moved if the
+    folder in its name changes, but neither the rest of the name nor its number of tokens.
     """
     moves = dict[str, str]()
     before = dict[str, int]()

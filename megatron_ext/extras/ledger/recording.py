@@ -67,7 +67,10 @@ class DataLedger(Callback):
 
     @contextmanager
     def _writing(self) -> Iterator[RecordWriter | None]:
-        """Yield the writer (None on other ranks); if it fails, report that and close it."""
+        """Yield the writer, or None on ranks without one.
+
+        If writing fails in this context, print a note and stop recording.
+        """
         try:
             yield self._writer
         except OSError as error:
@@ -104,7 +107,7 @@ class DataLedger(Callback):
             self._look_back()
 
     def _look_back(self) -> None:
-        """Record that the last step had no update, if so.
+        """Check whether the last step's update was applied, and record it if not.
 
         On a GPU this is known only in the next step.
         """

@@ -44,15 +44,14 @@ REWOUND, NO_UPDATE, LOST = "rewound", "no update", "lost by a restart"
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps that follow one another with the same number of samples.
+    """Consecutive steps with the same number of samples each.
 
     Attributes:
-        iteration, sample: number of steps and of samples before the first step.
-        batch: samples of a step; None if only the samples of all steps are known.
+        iteration, sample: number of steps and of samples before the first of these steps.
+        batch: samples of a step; None if only the samples of all these steps together are known.
         done, begun: the last step that has ended, and the last that has begun.
-        end: number of samples up to the last step, if ``batch`` is None.
-        order: the order of samples as in the file, with its split and first tokens; None if
-            unknown.
+        end: number of samples in the run up to the last of these steps, if ``batch`` is None.
+        order: the ``order`` line of the record that applies; None if the order is unknown.
         reason: why the steps are not part of the weights; None if they are.
     """
 
@@ -67,16 +66,20 @@ class Steps:
 
     @property
     def stop(self) -> int:
-        """Return the number of samples up to the last step that has ended."""
+        """Return the number of samples in the run up to the last of these steps that has ended."""
         return self.end if self.batch is None else self.sample_at(self.done)
 
     def sample_at(self, iteration: int) -> int:
-        """Return the number of samples before the step after ``iteration``."""
+        """Return the number of samples that the run has used after step ``iteration``."""
         assert self.batch is not None
         return self.sample + (iteration - self.iteration) * self.batch
 
     def between(self, first: int, last: int, reason: str | None = None) -> Steps:
-        """Return the part of these steps from ``first`` to ``last``, all of which have ended."""
+        """Return steps ``first`` to ``last`` of these steps as a `Steps` with this ``reason``.
+
+        They count as ended. If ``batch`` is None, the steps cannot be divided, and all are
+        returned.
+        """
         if self.batch is None:
             return dataclasses.replace(self, reason=reason)
         sample = self.sample_at(first - 1)
@@ -90,7 +93,8 @@ class History:
     """The steps that led to a state of a run, and the steps that were lost.
 
     Attributes:
-        steps: the steps in order; steps that are not part of the weights are entries of their own.
+        steps: the steps in order; those whose update is not part of the weights form `Steps` of
+            their own.
         lost: steps that had begun or ended, but whose work was lost by restarts.
     """
 
@@ -138,7 +142,7 @@ class History:
 
 
 def joined(steps: Iterable[Steps]) -> list[Steps]:
-    """Join consecutive steps with the same order and the same reason."""
+    """Join consecutive `Steps` with the same batch, order and reason into one."""
     merged = list[Steps]()
     for each in steps:
         before = merged[-1] if merged else None
@@ -184,7 +188,7 @@ def _is_row(row: Mapping[str, Any]) -> bool:
 
 
 class StepRecord:
-    """The lines of a record, oldest first, without lines that a full disk has cut off."""
+    """The lines of the record in a folder, oldest first; incomplete lines are left out."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / LEDGER_FILE
@@ -201,14 +205,17 @@ class StepRecord:
 
     @property
     def own_start(self) -> int:
-        """Return the step after which the run began in this folder; 0 if it began anew."""
+        """Return the step after which the run began in this folder, rather than in another one.
+
+        Return 0 if it began anew.
+        """
         taken_over = [index for index, row in enumerate(self.rows) if "from" in row]
         rows = self.rows[taken_over[-1] :] if taken_over else self.rows
         own = (row for row in rows if row["kind"] == "start" and "time" in row)
         return min((int(row["iteration"]) for row in own), default=0)
 
     def history(self, iteration: int | None = None) -> History:
-        """Return the steps that led to ``iteration``, by default to the end of the record.
+        """Return the history of the run up to step ``iteration``; None for the whole record.
 
         Raises:
             ConfigError: the record does not contain that step.
@@ -279,9 +286,9 @@ class RecordWriter:
         self._append(json.dumps({"kind": kind, **facts}, allow_nan=False) + "\n")
 
     def order(self, order: Mapping[str, Any] | None) -> None:
-        """Write the order of the samples in later lines, if it has changed.
+        """Write the order of samples for all later lines, if it differs from the last one.
 
-        None means that the order is unknown.
+        None stands for an unknown order.
         """
         row = OTHER_ORDER if order is None else {**order, "kind": "order"}
         if row != self._order:
@@ -289,7 +296,7 @@ class RecordWriter:
             self._order = row
 
     def steps(self, steps: Steps) -> None:
-        """Begin a line of steps, which `count` then updates."""
+        """Write a line of kind ``steps``, whose last steps `count` then updates."""
         row: dict[str, Any] = {"kind": "steps", "iteration": steps.iteration}
         row |= {"sample": steps.sample, "batch": steps.batch}
         if steps.batch is None:
@@ -299,7 +306,7 @@ class RecordWriter:
         self._append(_COUNTS.format(steps.done, steps.begun))
 
     def count(self, done: int, begun: int) -> None:
-        """Update the last step that has ended, and the last that has begun."""
+        """Overwrite ``done`` and ``begun`` (see `Steps`) in the newest line of kind ``steps``."""
         os.pwrite(self._file, _COUNTS.format(done, begun).encode(), self._counts)
 
     def start(
@@ -313,8 +320,9 @@ class RecordWriter:
         """Write that the run begins, or resumes after ``iteration`` steps and ``sample`` samples.
 
         If the run was loaded from another ``folder``, the steps recorded there are copied first. If
-        the steps before ``iteration`` have no record, a line tells only their numbers of steps and
-        samples, and the order of samples ``past``, None if unknown.
+        some earlier steps are not recorded anywhere, one line stands for all of them; it has only
+        their numbers of steps and samples, and the order ``past`` (None if unknown). ``facts`` are
+        added to the line about the start.
         """
         history = self._known.history()
         history.cut(iteration)
@@ -334,9 +342,10 @@ class RecordWriter:
         self.write("start", iteration=iteration, sample=sample, **facts)
 
     def _take_over(self, iteration: int, sample: int, folder: str) -> History:
-        """Copy the history up to step ``iteration`` from the record in another folder; return it.
+        """Copy the history up to step ``iteration`` from the record in ``folder``, and return it.
 
-        The history is empty if the folder does not have it, or if it has another number of samples.
+        If that record lacks the step, or has another number of samples than ``sample`` up to it,
+        the history is empty.
         """
         try:
             history = StepRecord(folder).history(iteration)

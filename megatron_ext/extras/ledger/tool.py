@@ -108,10 +108,10 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def _stages(totals: Sequence[Use]) -> Iterator[list[Use]]:
-    """Yield the uses of each stage together, as one group.
+    """Yield the `Use` objects of each stage as a list.
 
-    If there are too many stages to show, consecutive stages with the same sources and sample
-    length, which differ only in the weights of their mixtures, form one group.
+    If there are too many stages to show, consecutive stages that differ only in the weights of
+    their mixtures share one list.
     """
     by_stage: dict[tuple[int, int], list[Use]] = defaultdict(list)
     for use in totals:
@@ -222,7 +222,7 @@ def _reads_table(reads: Sequence[Read], *, with_lost: bool) -> Table:
 
 
 class Texts:
-    """The texts of documents, decoded by the tokenizer of the run's configuration.
+    """Decodes the tokens of documents with the tokenizer of the run's configuration.
 
     Args:
         characters: number of characters after which a text is cut; 0 for no limit.
@@ -239,7 +239,7 @@ class Texts:
         self._tokenizer: Tokenizer = build_tokenizer(settings)
 
     def of(self, documents: Documents, begin: int, length: int) -> str:
-        """Return the text of ``length`` tokens, from position ``begin`` of the file on."""
+        """Return ``length`` tokens, from token ``begin`` of the dataset's file on, as a text."""
         ids = documents.read(begin, length).tolist()
         valid = [i for i in ids if 0 <= i < self._tokenizer.vocab_size]
         text = self._tokenizer.detokenize(valid, skip_special_tokens=False)
@@ -357,7 +357,7 @@ def export(ledger: Ledger, path: Path, *, with_lost: bool) -> str:
 
 
 def _blocks(ledger: Ledger, *, with_lost: bool) -> Iterator[dict[str, Any]]:
-    """Yield columns of the exported table, for some samples at a time."""
+    """Yield the exported table in blocks of some samples: a dict from column name to values."""
     for steps in ledger.steps(with_lost=with_lost):
         if steps.order is None:
             continue

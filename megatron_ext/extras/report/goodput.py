@@ -72,7 +72,7 @@ class Goodput:
     """The account of a run's wall time.
 
     Attributes:
-        intervals: how each part of the time was spent, in order.
+        intervals: parts of the time in order, each divided into categories.
         launches: start and end time of each launch of the run.
     """
 
@@ -105,7 +105,7 @@ class Goodput:
         return sorted(lost, key=lambda entry: -entry[1])
 
     def sentence(self) -> str:
-        """Return a sentence with the goodput and its three largest losses."""
+        """Return a sentence with the goodput and the three other categories that took most time."""
         parts = [
             f"{CATEGORIES[name]} {show_seconds(value)} ({value / self.wall:.1%})"
             for name, value in self.losses()[:3]
@@ -127,7 +127,10 @@ def show_seconds(seconds: float) -> str:
 
 @lru_cache(1024)
 def _category_of(name: str, *, restarted: bool) -> str:
-    """Return the category of a phase, given its name in a row."""
+    """Return the category of a phase; ``name`` is the key of the phase in a row of kind "time".
+
+    If ``restarted`` is true, the phase "start" counts as "restart".
+    """
     phase = name.removeprefix(PREFIX)
     if phase == "start" and restarted:
         return "restart"
@@ -169,8 +172,8 @@ class _TimeRow:
 def account(rows: Sequence[Row], events: Sequence[Row] = ()) -> Goodput:
     """Return the account of a run from the rows of metrics.jsonl and the events of its faults.
 
-    Damaged rows are left out; their time becomes a gap. If no row records the end of the run,
-    because it is still running or its launcher was killed, it ends at its last row or event.
+    Damaged rows are left out; their time becomes a gap. A launch whose end no row records, because
+    it is still running or its launcher was killed, ends at its last row or event.
     """
     times = list(_checked(rows))
     kept = _kept_iterations(times)
@@ -217,8 +220,8 @@ def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[tuple[float, bool
 def _kept_iterations(times: Sequence[_TimeRow]) -> list[float]:
     """Return, for each row, the last iteration whose work was kept; ``math.inf`` if all of it was.
 
-    A restart makes the run repeat steps. If a later row begins at a lower iteration, the steps of
-    the row after that iteration were lost.
+    Restarts make a run repeat steps. If any later row begins after a lower iteration, the row's
+    steps after that iteration were lost.
     """
     kept = []
     lowest = math.inf
@@ -314,10 +317,13 @@ class _Launch:
         self._steps = row if done > 0 else self._steps
 
     def _gap(self, end: float, after: _TimeRow | None) -> None:
-        """Account for the time from the last row to ``end``, which may be due to a fault.
+        """Add intervals for a gap, the time without a row from the last row to ``end``.
+
+        If the gap contains a fault, it is divided into time before the fault, lost time and
+        restart.
 
         Args:
-            end: the time at which the gap ends, as a Unix time.
+            end: the time at which the gap ends, in seconds since the epoch.
             after: the row that follows the gap; None if it ends with the launch.
         """
         faults = [f for f in self._faults if self._cursor <= f.time <= end]
@@ -345,10 +351,14 @@ class _Launch:
     def _unreported(
         self, end: float, iteration: int, fault: _Fault, after: _TimeRow | None
     ) -> None:
-        """Add the time from the last row to a fault: steps that were kept, and lost steps.
+        """Add an interval from the last row to ``end``, the time of a fault: kept and lost steps.
 
         Steps that the restart restored from memory were kept, but no row has their seconds. They
-        are assumed to be like those of the previous row.
+        are assumed to be like the steps of the last row that has any. All other time was lost.
+
+        Args:
+            iteration: the last step before the interval.
+            after: the row that follows the gap; None if nothing follows.
         """
         length = end - self._cursor
         kept = after.before - iteration if after is not None else 0

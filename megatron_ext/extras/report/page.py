@@ -72,7 +72,12 @@ def write_report(run: RunFolder, output: Path | None = None) -> Goodput:
 
 
 def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> str:
-    """Return the page on a run at time ``now``; its links are relative to the folder ``beside``."""
+    """Return the HTML of the page on a run.
+
+    Args:
+        now: the time for which the run's state is told, in seconds since the epoch.
+        beside: the folder of the page, to which its links are relative.
+    """
     stories = fault_stories(folder)
     state = state_of(folder, now)
     noticed = noticed_table(folder)
@@ -108,7 +113,11 @@ def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> 
 
 
 def shares(goodput: Goodput) -> list[tuple[str, str, str, str, bool]]:
-    """Return, for each category, CSS class, words, seconds, share, and whether it is goodput."""
+    """Return a tuple for each category that took time, with what the page shows of it.
+
+    The tuple holds the category (a CSS class), its words, its seconds, its share of the wall time,
+    and whether it counts as goodput.
+    """
     wall = goodput.wall or 1.0
     return [
         (name, label, show_seconds(value), f"{value / wall:.1%}", name in PRODUCTIVE)
@@ -118,7 +127,10 @@ def shares(goodput: Goodput) -> list[tuple[str, str, str, str, bool]]:
 
 
 def curves(folder: RunFolder, stories: Sequence[FaultStory]) -> list[Markup]:
-    """Draw loss, gradient norm, learning rate and speed over the iterations, with marks."""
+    """Draw loss, gradient norm, learning rate and speed over the iterations.
+
+    Faults and other events are marked in each chart.
+    """
     train = folder.of_kind("train")
     evaluations = folder.of_kind("evaluation")
     if not train:
@@ -176,7 +188,7 @@ def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _fault_marks(stories: Sequence[FaultStory], *, by_time: bool = False) -> list[Mark]:
-    """Return marks for the newest faults, at their iterations or their times."""
+    """Return marks for the newest faults, at their iterations or, with ``by_time``, their times."""
     marks = []
     for story in stories[-MAX_MARKS:]:
         x = time_of(story.fault) if by_time else integer_of(story.fault, "iteration")
@@ -186,7 +198,7 @@ def _fault_marks(stories: Sequence[FaultStory], *, by_time: bool = False) -> lis
 
 
 def _marks(folder: RunFolder, stories: Sequence[FaultStory], last: float) -> list[Mark]:
-    """Return marks for faults, spikes and other events within the curves."""
+    """Return marks for faults, spikes and other events at iterations from 0 to ``last``."""
     marks = _fault_marks(stories)
     for event in folder.events_of("spike", "non_finite", "mismatch")[-MAX_MARKS:]:
         iteration = integer_of(event, "iteration")

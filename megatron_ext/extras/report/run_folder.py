@@ -48,9 +48,10 @@ _MAX_PICTURE = 1 << 20
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint in the folder; ``fault`` says what is wrong with its files, or is None.
+    """A checkpoint in a save folder.
 
-    ``size`` is in bytes; ``saved`` is in seconds since the epoch, None if unknown.
+    ``fault`` says what is wrong with its files, and is None if nothing is. ``size`` is in bytes.
+    ``saved`` is when it was saved, in seconds since the epoch; None if unknown.
     """
 
     iteration: int
@@ -61,7 +62,10 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class PostMortem:
-    """A folder with the post-mortem of a fault; ``picture`` is an SVG, if there is a small one."""
+    """The post-mortem of a fault, read from its folder.
+
+    ``picture`` is its SVG; None if there is none or it is too large.
+    """
 
     number: int
     name: str
@@ -95,9 +99,9 @@ class RunFolder:
 
     @property
     def start_facts(self) -> Row:
-        """Return what the ranks recorded about their settings and machine at their last start.
+        """Return the settings and machine that the ranks recorded when they last started.
 
-        A restart records only what has changed, which is added to the earlier facts.
+        A restart records only what has changed; this is merged with the earlier facts.
         """
         facts: Row = {}
         for row in self.of_kind(LAUNCHED):
@@ -130,7 +134,10 @@ def read_run_folder(path: Path) -> RunFolder:
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[Row]:
-    """Return the JSON objects with a ``kind`` in a file, and report its other lines."""
+    """Return the JSON objects in a file that have a ``kind``.
+
+    If there are other lines, or the file cannot be read, a sentence is added to ``problems``.
+    """
     rows = list[Row]()
     damaged = 0
     try:

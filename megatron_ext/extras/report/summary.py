@@ -152,7 +152,7 @@ def _validation(folder: RunFolder, name: str) -> str:
 
 
 def _fault_sentences(stories: Sequence[FaultStory]) -> list[str]:
-    """Return sentences on the number of faults, how they ended, and the last three of them."""
+    """Return a sentence on the number of faults, how many were survived, and the last three."""
     survived = sum(story.restart is not None for story in stories)
     lost = sum(integer_of(story.restart or {}, "steps_lost") or 0 for story in stories)
     if len(stories) == 1:
@@ -177,7 +177,7 @@ def is_finite(value: object) -> bool:
 def tiles(
     folder: RunFolder, goodput: Goodput, stories: Sequence[FaultStory]
 ) -> list[tuple[str, str]]:
-    """Return the figures at the top of the page, as pairs of name and figure."""
+    """Return the figures at the top of the page, as pairs of a label and a value in words."""
     train = folder.of_kind("train")
     figures = []
     if train:

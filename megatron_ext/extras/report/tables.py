@@ -95,7 +95,7 @@ def fault_stories(folder: RunFolder) -> list[FaultStory]:
 
 
 def _restart_of_rows(folder: RunFolder, fault: Row) -> Row | None:
-    """Return the restart after a fault, read from the metrics; None if there was none."""
+    """Return the restart after a fault as metrics.jsonl records it; None if there was none."""
     fault_time = time_of(fault)
     rows = folder.of_kind(LAUNCHED)
     started = next(
@@ -116,7 +116,7 @@ def _restart_of_rows(folder: RunFolder, fault: Row) -> Row | None:
 
 
 def fault_table(stories: Sequence[FaultStory]) -> Table:
-    """Return a table of faults: what, where, when each was detected, and its cost."""
+    """Return a table with a row for each fault: when, where and why it happened, and its cost."""
     columns = (
         "#", "time (UTC)", "iteration", "rank", "cause", "where", "seen after", "went on from",
         "steps lost", "first new step after",
@@ -151,7 +151,10 @@ def fault_table(stories: Sequence[FaultStory]) -> Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A post-mortem for the page; ``data`` is the address of an embedded SVG, or empty."""
+    """A post-mortem as the page shows it.
+
+    ``data`` is the ``data:`` address of its SVG, or "" if it is shown without a picture.
+    """
 
     title: str
     folder: str
@@ -162,7 +165,10 @@ class Picture:
 def pictures(
     stories: Sequence[FaultStory], limit: int = 10, max_bytes: int = 1_000_000
 ) -> list[Picture]:
-    """Return the newest post-mortems; leave out pictures that exceed ``max_bytes`` in total."""
+    """Return the newest post-mortems, at most ``limit``.
+
+    A post-mortem is returned without its picture if the pictures would exceed ``max_bytes`` in sum.
+    """
     chosen = list[Picture]()
     left = max_bytes
     for story in [s for s in stories if s.post_mortem is not None][-limit:]:
@@ -178,7 +184,7 @@ def pictures(
 
 
 def checkpoint_table(folder: RunFolder) -> Table:
-    """Return a table with a row for each checkpoint in the folder or in an event."""
+    """Return a table with a row for each checkpoint that exists or whose save was recorded."""
     columns = ("iteration", "saved (UTC)", "size", "written in", "steps waited", "how", "state")
     numeric = frozenset({"iteration", "size", "written in", "steps waited"})
     saves = {integer_of(e, "iteration"): e for e in folder.events_of(SAVED)}
@@ -233,10 +239,10 @@ def noticed_table(folder: RunFolder) -> Table:
 
 
 def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
-    """Return, by section, the flag, value and default of each setting that is not at its default.
+    """Return, by section, a list [flag, value, default] for each setting not at its default.
 
-    A run records this among its metrics: a later reader of the folder may not know the sections
-    that the program of the run adds.
+    A run stores this in metrics.jsonl, since the report may later be written by a program that does
+    not know all sections of the run's program.
     """
     return {
         name: [
@@ -252,9 +258,8 @@ def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
 def settings_tables(folder: RunFolder) -> list[tuple[str, Table]]:
     """Return, by section, a table of the settings that differ from their defaults.
 
-    They are taken from what the run recorded at its last start. If that is missing, they are taken
-    from its configuration file; the defaults of sections that not every program has are then
-    unknown.
+    They are what the run recorded when it last started or, if that is missing, the contents of its
+    configuration file. For the file, only defaults of sections that this package defines are known.
     """
     settings = folder.start_facts.get("settings")
     if not isinstance(settings, Mapping):
@@ -271,7 +276,11 @@ def settings_tables(folder: RunFolder) -> list[tuple[str, Table]]:
 
 
 def _from_file(section: str, values: Mapping[str, Any]) -> list[Sequence[str]]:
-    """Return the settings in a configuration file that differ from this version's defaults."""
+    """Return rows (flag, value, default) for settings of a section that differ from their defaults.
+
+    ``values`` come from a configuration file; the defaults are those of this version. If a default
+    is not known, the row says so.
+    """
     kind = engine_sections().get(section)
     if kind is None:
         return [(str(name), _setting(value), "not known here") for name, value in values.items()]

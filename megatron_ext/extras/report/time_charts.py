@@ -36,9 +36,10 @@ def share_bar(seconds: dict[str, float]) -> Markup:
 
 
 def time_chart(goodput: Goodput, marks: Sequence[Mark] = ()) -> Markup | None:
-    """Draw how the time was spent over the run, as stacked columns of equal wall time.
+    """Draw what the time was spent on over the run, as stacked columns of equal wall time.
 
-    The marks are at times in seconds since the epoch. Time between launches takes no space.
+    ``marks`` are placed at times in seconds since the epoch. Time between launches takes no space.
+    Return None for a run without any time.
     """
     wall = goodput.wall
     if wall <= 0:
@@ -79,12 +80,12 @@ def _columns(goodput: Goodput) -> list[dict[str, float]]:
 
 
 def _elapsed(goodput: Goodput, moment: float) -> float:
-    """Return the wall time that the run had used at a moment."""
+    """Return the wall time, in seconds, that the run's launches had used at time ``moment``."""
     return sum(min(max(moment - a, 0.0), b - a) for a, b in goodput.launches)
 
 
 def _stacked(columns: Sequence[dict[str, float]]) -> Iterator[Markup]:
-    """Yield a path for each category, which fills its part of the columns."""
+    """Yield an SVG path for each category: its part of every column, stacked on the others."""
     floors = [0.0] * len(columns)
     edges = [WIDTH * i / len(columns) for i in range(len(columns) + 1)]
     for name, label in CATEGORIES.items():

@@ -46,9 +46,10 @@ _SECONDS_FOR_GIT = 1.0
 
 
 class TimeRows:
-    """Adds a row of kind "time" for each report: the seconds of each phase since the last one.
+    """Appends a row of kind "time" to metrics.jsonl for each report of the run.
 
-    Each value is a mean over the ranks of this machine; without a board it is this rank's.
+    A row has the seconds spent in each phase since the last row: a mean over the ranks of this
+    machine, or this rank's own seconds if there is no board.
     """
 
     def __init__(self, folder: Path, recorder: Recorder, launch: Launch, resumed_at: int) -> None:
@@ -67,9 +68,9 @@ class TimeRows:
         recorder.listeners.append(self._on_event)
 
     def _on_event(self, name: str, _iteration: int, _detail: Any) -> None:
-        """When the first step begins, write a row for the time before it; ignore other events.
+        """Write a row for the time before the first step, when that step begins.
 
-        The function then removes itself from the recorder's listeners.
+        The recorder calls this at each event; after the first step has begun, it no longer does.
         """
         if name == "step":
             others = [one for one in self._recorder.listeners if one != self._on_event]
@@ -108,7 +109,10 @@ class TimeRows:
         return mean
 
     def _read(self) -> dict[int, Mapping[str, float]]:
-        """Return the seconds of each phase until now, by rank."""
+        """Return the seconds that each local rank has spent in each phase since its start, by rank.
+
+        Without a board, return this rank's under key 0.
+        """
         records = [] if self._board is None else self._board.read(num_events=1)
         by_rank: dict[int, Mapping[str, float]] = {}
         now = time.monotonic()
@@ -134,9 +138,9 @@ class TimeRows:
         append_row(self._path, row)
 
     def finish(self, reason: str) -> None:
-        """Write the last row, and a row that says why the run has ended without a fault.
+        """Write the last row of time, and a row on why the run has ended without a fault.
 
-        Write the report of the run as well, unless the launcher does so.
+        Then write the report of the run, unless the launcher will write it.
         """
         self.write(self._recorder.iteration or self._iteration)
         reports = not self.launch.ends_itself
@@ -241,7 +245,7 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
 
 @contextlib.contextmanager
 def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
-    """Yield the `End` of a launch; if the launcher is to write the report, write it on exit.
+    """Yield the `End` of a launch; on exit, write the report if the launcher is to write it.
 
     Nothing is written without a save folder.
     """
