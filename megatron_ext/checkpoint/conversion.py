@@ -284,7 +284,11 @@ def export_adapters(
 
     Args:
         lora: the adapter settings of the run that saved the checkpoint.
+        root: folder of checkpoints.
+        output: folder to write to.
+        layers: maps our adapters to the layers of the Hugging Face model.
         section: `CRITIC` for the second network, None for the model of the run.
+        step: iteration of the checkpoint; None for the latest.
         base_model: name or path of the Hugging Face model that the adapters belong to.
 
     Returns:

@@ -366,11 +366,11 @@ class CheckpointManager:
         common: dict[str, Any],
         notes: list[str],
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """Return the sharded state to fill from a checkpoint.
+        """Prepare the load of a checkpoint, after checking that it fits the model.
 
         Returns:
-            The state, without new weights that the checkpoint lacks; and these weights, by chunk
-            key and weight name (`leave_out_new`).
+            The sharded state to fill, without new weights that the checkpoint lacks; and these
+            weights, by chunk key and weight name (`leave_out_new`).
 
         Raises:
             CheckpointError: the checkpoint does not fit the model.

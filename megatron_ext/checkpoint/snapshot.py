@@ -243,11 +243,16 @@ class SnapshotFile:
         *,
         with_digest: bool = True,
     ) -> Snapshot:
-        """Copy the tensors of ``content``, then write the rest, and the header last.
+        """Write a snapshot to the file: tensors first, then the skeleton, and the header last.
 
-        The tensors may change as soon as this returns. ``facts`` are stored as `Snapshot.facts`.
-        The digest takes time; without it, a later reader cannot tell whether the snapshot is
-        intact.
+        The tensors may change as soon as this returns.
+
+        Args:
+            iteration: number of training steps of the state.
+            content: the state to write.
+            facts: stored as `Snapshot.facts`.
+            with_digest: whether to store a digest, which takes time to compute. Without it, a
+                reader cannot tell whether the content has changed since.
         """
         begin = _HEADER_BYTES + content.num_bytes
         end = begin + len(content.skeleton)

@@ -301,8 +301,9 @@ def _check_private(folder: Path) -> None:
 def _remove_stale(root: Path) -> None:
     """Remove the host folders in ``root`` that killed runs have left.
 
-    A folder is removed if it is old and no process has locked it. The folder of a torchrun agent
-    that still lives stays, since the agent may be about to restart its ranks.
+    A folder is removed if it has not changed for `_SECONDS_UNTIL_STALE` and no process has locked
+    it. The folder of a torchrun agent that is alive stays, since the agent may be about to restart
+    its ranks.
     """
     for folder in root.glob(f"{_PREFIX}*"):
         if _is_of_living_agent(folder):

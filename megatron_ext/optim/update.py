@@ -318,10 +318,12 @@ def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
 
 
 class ParameterGather:
-    """Switches the hooks of ``--overlap-param-gather`` off while parameters must be up to date.
+    """Removes the hooks of ``--overlap-param-gather``, and puts them back.
 
-    The hooks are also off in the first step. There is no update to gather yet, and a gather would
-    spread an error in one rank's initial or loaded weights to all ranks.
+    With the hooks, the forward pass of a training step gathers the updated parameters. Whatever
+    reads or changes parameters between steps, such as an evaluation or a snapshot, needs them
+    gathered before. The hooks are also off in the first step: there is no update to gather yet, and
+    a gather would spread an error in one rank's initial or loaded weights to all ranks.
     """
 
     def __init__(
