@@ -31,7 +31,7 @@ WORTH_SAYING = 1000
 class Range:
     """An interval from ``low`` to ``high``, which never contains NaN or infinity.
 
-    Both ends belong to it, unless ``above`` excludes ``low`` or ``below`` excludes ``high``.
+    Both ends are included, unless ``above`` excludes ``low`` or ``below`` excludes ``high``.
     """
 
     low: float
@@ -83,19 +83,19 @@ LONG_COUNT = Range(1, LARGEST_LONG)
 """Range of a flag that counts samples, from 1."""
 LONG_NATURAL = Range(0, LARGEST_LONG)
 SIZE = Range(1, 10**6)
-"""A width, a number of layers or experts, or a number of ranks that share them."""
+"""Range of a width, of a number of layers or experts, or of a number of ranks."""
 PROCESSES = Range(1, 1024)
 SHARE = Range(0, 1)
 BELOW_ONE = Range(0, 1, below=True)
-"""A probability below 1, or the decay of an average."""
+"""Range of a probability below 1, or of the decay of an average."""
 RATE = Range(0, WORTH_SAYING)
-"""A learning rate; far larger ones overflow single precision within a few steps."""
+"""Range of a learning rate; far larger ones overflow single precision within a few steps."""
 WEIGHT = Range(0, 1e6)
-"""The weight of a loss; gradients of far larger ones overflow single precision."""
+"""Range of a loss's weight; far larger weights make gradients overflow single precision."""
 FACTOR = Range(0, 1e6, above=True)
 FINITE = Range(-1e6, 1e6)
 NORM = Range(0, 1e30)
-"""A limit of a norm; a very large one has the effect of none."""
+"""Range of a limit on a norm; a very large limit has the effect of no limit."""
 
 
 IfChanged = Literal["refuse", "refuse_to_resume", "keep", "say", "allow"]
@@ -242,7 +242,7 @@ def flags_of(section: str, cls: type) -> tuple[Flag, ...]:
 def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
     """Return the flag that a field declares; the field's type ``hint`` gives the flag's type.
 
-    For example, ``list[int] | None`` makes a flag with integers as values that may also be None.
+    For example, ``list[int] | None`` declares a flag that takes integers and can also be None.
     """
     optional = type(None) in typing.get_args(hint)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:

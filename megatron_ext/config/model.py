@@ -203,15 +203,15 @@ class ModelConfig(Changeable):
     )
     variable_seq_lengths: bool = False
     blocks_dealt_by_cost: bool = False
-    """Whether the task's model has its own kinds of blocks.
+    """Whether the model consists of the task's own blocks instead of equal decoder layers.
 
-    They are divided among any number of stages by their cost, and the data decides the sequence
-    length.
+    Such blocks are divided among any number of stages by their cost, and the data decides the
+    sequence length.
     """
     unpadded_vocab_size: int | None = None
     """Entries of the vocabulary before padding; None for a model without a vocabulary."""
     document_masks: bool = False
-    """Whether attention stays within documents, for which every stage needs the token ids."""
+    """Whether attention stays within documents; if so, every stage needs the token ids."""
 
     @property
     def gated(self) -> bool:

@@ -261,7 +261,8 @@ class EmaConfig:
     def keeps_average(self, *, trains: bool) -> bool:
         """Return whether the run holds averaged weights.
 
-        A run that ``trains`` updates them; any other run only evaluates or samples with them.
+        A run that ``trains`` holds them if ``ema_decay`` is set and not 0; any other run only if it
+        evaluates or samples with them.
         """
         return bool(self.ema_decay) if trains else self.eval_ema or self.for_sampling
 

@@ -156,9 +156,9 @@ class CheckpointConfig(UsersOwn):
     """Whether to report a damaged checkpoint and load the next older one, as after a restart."""
 
     addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """For each flag whose value was an address of object storage: that address.
+    """Addresses of object storage that the user gave, by field.
 
-    The flag's value is now its staging folder.
+    The field itself then holds the local staging folder of its address.
     """
 
     @property

@@ -280,9 +280,10 @@ class Reading:
                 yield value
 
     def read_flag(self, word: str, name: str, values: list[str]) -> None:
-        """Store the values of the flag ``word``, or add a note or an error about it.
+        """Store the values of a flag, or add a note or an error about the flag.
 
-        ``name`` is the flag with two leading dashes and with dashes for underscores.
+        ``word`` is the flag as the user wrote it; ``name`` is the same flag with two leading dashes
+        and with dashes for underscores.
         """
         if name == "--print-config":
             self.print_config = True
@@ -305,10 +306,10 @@ class Reading:
             self.errors.append(_unknown(f"`{word}`", [f"`{x}`" for x in near]))
 
     def _answer(self, word: str, name: str, values: list[str], entry: Inapplicable) -> None:
-        """Add a note or an error about the flag ``word``, which the program lacks.
+        """Add a note or an error about a flag that the program lacks.
 
-        ``name`` is the flag with two leading dashes and with dashes for underscores; ``entry``
-        decides between note and error.
+        ``word`` is the flag as the user wrote it; ``name`` is the same flag with two leading dashes
+        and with dashes for underscores. ``entry`` decides between note and error.
         """
         default = entry.defaults.get(name.removeprefix("--"))
         if not entry.remedy:
@@ -353,10 +354,10 @@ class Reading:
         return f"`{word}`" if old is None else f"`{word}` (given as `{old}`)"
 
     def causes(self, errors: Iterable[str]) -> list[str]:
-        """Leave out ``errors`` about flags whose values could not be read, and return the others.
+        """Return ``errors`` without those about flags whose values could not be read.
 
-        The unreadable values have been reported already. If the user gave a flag by an old
-        spelling, a remaining error mentions that spelling too.
+        Unreadable values have been reported already. If the user gave a flag by an old spelling,
+        the errors about the flag mention that spelling too.
         """
         return [
             self._with_old_spellings(error)

@@ -92,7 +92,10 @@ class RunConfig:
         return [section for section in self.sections if isinstance(section, LayerSection)]
 
     def attention_sides(self) -> Sequence[Side] | None:
-        """Return the dimensions of attention's projections; None if no task's section sets them."""
+        """Return each output width of attention's projections as a `Side`.
+
+        Return None if no section of the task sets them.
+        """
         sides = (section.attention_sides(self) for section in self.layer_sections)
         return next((own for own in sides if own is not None), None)
 
@@ -212,7 +215,10 @@ class LayerSection(Changeable):
         return []
 
     def attention_sides(self, config: RunConfig) -> Sequence[Side] | None:
-        """Return the dimensions of attention's projections; None if this section sets none."""
+        """Return each output width of attention's projections as a `Side`.
+
+        None means that this section does not change them.
+        """
         return None
 
     def unused_fields(self) -> frozenset[str]:
@@ -367,7 +373,10 @@ def _fusions(run: RunConfig) -> dict[str, object]:
 
 
 def has_te_layers(run: RunConfig) -> bool:
-    """Return whether to build Transformer Engine's layers; a dry run needs it to be installed."""
+    """Return whether to build Transformer Engine's layers.
+
+    A dry run may plan with them where Transformer Engine is not installed; it then builds others.
+    """
     te = run.model.transformer_impl == TE_IMPL
     return te and (not run.planning.dry_run or find_spec("transformer_engine") is not None)
 

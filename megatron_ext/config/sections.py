@@ -45,7 +45,10 @@ OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedd
 
 
 def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None:
-    """Raise a ConfigError unless sections are frozen dataclasses of flags, with unused names."""
+    """Raise a ConfigError unless added sections are frozen dataclasses whose fields are flags.
+
+    No other section and not the parser itself may use the same name, fields or flags.
+    """
     errors: list[str] = []
     renamed = [name for name, entry in megatron_flags().items() if entry.instead]
     taken = dict.fromkeys([*OWN_FLAGS, *renamed], "the parser")
@@ -67,7 +70,10 @@ def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None
 
 
 def _names(name: str, kind: Any) -> list[str]:
-    """Return all names that a section uses: its own, its fields' and the spellings of its flags."""
+    """Return all names that a section uses.
+
+    They are the names of the section and of the fields, and the spellings of the flags.
+    """
     spelled = [(*flag.positive, *flag.negative) for flag in flags_of(name, kind)]
     return [name, *(field.name for field in dataclasses.fields(kind)), *chain(*spelled)]
 

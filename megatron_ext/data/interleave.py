@@ -33,7 +33,7 @@ BLOCK = 1024
 """Number of places that are scheduled together."""
 _BLOCKS_KEPT = 64
 _CYCLE = 16 * BLOCK
-"""Number of places in a cycle if the period of the weights is shorter."""
+"""Most places in a cycle that repeats a short period; a longer period is a cycle by itself."""
 
 Places = NDArray[np.uint16]
 

@@ -34,7 +34,7 @@ from megatron_ext.disk.writing import lock_path, open_descriptor, remove, why_no
 from megatron_ext.errors import DataError
 
 RANGE = 64
-"""Pages of one request if the objects fit into the cache; other requests are for fewer."""
+"""Pages that one request fetches if the objects fit into the cache; otherwise it fetches fewer."""
 _FITS = 0.8
 """Share of the cache that objects may fill. Beyond it, pages compete for the same slots."""
 _RECHECK = 300.0

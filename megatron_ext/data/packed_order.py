@@ -24,11 +24,11 @@ from megatron_ext.data.permutation import Ints, Words, derived, permute, unpermu
 SAMPLES = 1024
 FEWEST = 128
 TOKENS = 1 << 22
-"""Largest and smallest number of samples in a block; between the two, the number of its tokens."""
+"""A block has about `TOKENS` tokens, but at most `SAMPLES` and at least `FEWEST` samples."""
 BLOCKS = 8
 """Number of consecutive blocks whose samples are permuted together."""
 _BLOCK_ORDER, _SAMPLE_ORDER = 4, 5
-"""Purposes of keys: to permute the blocks of an epoch, and the samples of some blocks."""
+"""Purposes of keys: to permute an epoch's blocks, and to permute the samples of `BLOCKS` blocks."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ ATTEMPTS = 3
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 Advance = Callable[[int, int], None]
-"""A function that counts a finished piece of a part: its amount, such as bytes, and its items."""
+"""A function to call with a finished piece's amount (such as bytes) and number of items."""
 Work = Callable[[Any, Advance], None]
 """A function that does a part, given the result of `PartPool.part_of` and an `Advance` to call."""
 
@@ -240,7 +240,7 @@ class _Setup:
 
 _setup: _Setup
 _work: Work | None = None
-"""The work of this worker process."""
+"""The function with which this worker process does parts; None before its first part."""
 
 
 def begin_worker(parent: int) -> None:

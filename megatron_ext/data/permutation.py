@@ -27,7 +27,7 @@ Words = NDArray[np.uint64]
 _ROUNDS = 8
 """Rounds of the Feistel network; an even number, since the halves alternate."""
 _RANKED = 32
-"""The largest n that is permuted by ranks of keys."""
+"""The largest n for which [0, n) is permuted by ranks of keys instead of by a network."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """The odd integer next to 2^64 divided by the golden ratio, SplitMix64's increment."""
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -35,7 +35,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 """The multipliers of SplitMix64's finalizer."""
 _ONE = np.uint64(1)
 LARGEST = 1 << 62
-"""The largest allowed n."""
+"""The largest n for which [0, n) can be permuted."""
 
 
 def key_of(*parts: object) -> int:

@@ -32,9 +32,9 @@ T = TypeVar("T")
 PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Seconds before each retry."""
 SHORTEST, LONGEST = 2.0, 60.0
-"""Smallest time limit of a first attempt, and largest of any attempt, in seconds."""
+"""Seconds: the smallest time limit of a first attempt, and the largest of any attempt."""
 _PATIENCE = 8
-"""Time limit of a first attempt, in multiples of the usual duration."""
+"""Time limit of a first attempt, in multiples of the mean duration of earlier requests."""
 _CONCURRENT = 16
 """Number of simultaneous requests of a process."""
 _REFUSALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")

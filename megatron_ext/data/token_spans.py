@@ -26,7 +26,7 @@ from megatron_ext.disk.bus import cut_in_use, remember_size
 from megatron_ext.errors import DataError
 
 _SLOW = 20e-6
-"""Seconds per range above which a batch must have been read from a disk."""
+"""A batch that took more seconds than this per range counts as read from a disk."""
 
 
 class TokenSpan(ABC):

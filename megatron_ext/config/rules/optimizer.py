@@ -22,9 +22,10 @@ from megatron_ext.errors import FlagError, exclusive
 
 
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Return the section with a warm-up, if it has none.
+    """Return the section with ``lr_warmup_iters`` filled in if it is None.
 
-    The warm-up is the task's default if that is shorter than the decay, else a tenth of the decay.
+    It is 0 if ``--lr-warmup-fraction`` is given or the task has no default warm-up. Otherwise it is
+    the task's default, or a tenth of the decay if the decay is not longer than that default.
     """
     if optimizer.lr_warmup_iters is not None:
         return optimizer

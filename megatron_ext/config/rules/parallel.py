@@ -18,14 +18,17 @@ from megatron_ext.errors import FlagError, exclusive
 CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
 """Number of virtual chunks on each rank for each schedule; ``interleaved`` allows any number."""
 MOST_REPETITIONS = 10_000
-"""The most repetitions (``t*3``) in a layout, which megatron-core expands before any check."""
+"""The largest n in a repetition ``t*n`` of a pipeline layout.
+
+megatron-core expands repetitions before it checks anything, so a huge n would fill the memory.
+"""
 STAGES = "--pipeline-model-parallel-size"
 CUTS = (
     "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
 )
-"""Fields that cut the layers into stages, instead of ``--pipeline-model-parallel-layout``."""
+"""Fields that decide how layers are split into stages if no pipeline layout is given."""
 
 
 def stages_of(layout: str) -> list[str]:

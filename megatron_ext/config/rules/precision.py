@@ -28,10 +28,10 @@ OF_TE = (
 ).split()
 OF_BF16_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 UNIT = 16
-"""The number that must divide both sides of a rank's weight, for 8-bit matrix products."""
+"""Both dimensions of a rank's weight must be multiples of this for 8-bit matrix products."""
 UNIT_OF_MXFP8 = 32
 TOKENS = 8
-"""The number that must divide a rank's tokens, for Transformer Engine's 8-bit matrix products."""
+"""Transformer Engine's 8-bit products need a multiple of this number of tokens on a rank."""
 RECORDED_SCHEDULES = ("no-pipelining", "1f1b", "interleaved")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

@@ -41,7 +41,7 @@ PROGRAM = "pretrain_gpt.py"
 """The program of Megatron-LM that flags belong to, unless another is named."""
 
 FILES = "data layers losses mtp optimizer router schedules stages".split()
-"""The ``*`` of the files ``reproduce_*.py`` beside this one, which reproduce defects."""
+"""Last parts of the names of the files ``reproduce_*.py`` in this folder."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megatron_ext.extras.audit.stock_gpt import LENGTH, sequences, stock_gpt
 from megatron_ext.parallel.context import ParallelContext
 
 RAGGED = (20, 3, 29, 9)
-"""Numbers of targets in four sequences; all other targets are masked."""
+"""Number of targets in each of four sequences; the other positions are masked."""
 
 
 def _mask(targets: tuple[int, ...]) -> Tensor:

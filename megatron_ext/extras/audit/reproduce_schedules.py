@@ -24,7 +24,7 @@ from megatron_ext.parallel.context import ParallelContext
 LENGTH, BATCH, WIDTH, MICROBATCHES = 64, 2, 32, 8
 FACTORS = (0.5, 1.25, 1.5, 0.75)
 STEPS = 8
-"""Number of steps in which D16 is measured, since a step shows it only by chance, as most do."""
+"""Number of steps in which defect D16 is measured; most steps, but not all, show it."""
 
 
 class Factor(MegatronModule):  # type: ignore[misc]

@@ -32,7 +32,7 @@ SLOW = "slow rank"
 KINDS = (*STRIKES, SLOW)
 _SECONDS_OF_A_SLOW_PASS = 0.05
 _COMPUTED = {"F": "forward", "B": "backward", "W": "backward"}
-"""Words for computations, by the letter of the action; used for the end of an action."""
+"""Names of computations in "end of ...", by the letter of an action in the schedule."""
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ TOLD: dict[str, tuple[str, tuple[str, ...]]] = {
     "NaN gradient": ("non_finite", ()),
     "bit flip": ("mismatch", ()),
 }
-"""For each kind of fault: the kind of the event that reports it, and words for its cause.
+"""For each kind of fault, how the run must report it: the kind of event, and the cause.
 
-The cause in the event is one of these words.
+The cause in the event must contain one of the given words; without words any cause is right.
 """
 NAMES_NO_RANK = {"full disk", "failed fsync", "lost socket"}
 """Faults without a definite rank: a lost connection has two ends, and a save fails as a whole."""
