@@ -110,7 +110,7 @@ class VideoNetwork:
 
 
 class FlowNetwork(ABC):
-    """The network of a run, as flow matching trains and samples it.
+    """The interface through which flow matching builds, checks, trains and samples a network.
 
     Attributes:
         builder: the class that builds the network's micro-batches.

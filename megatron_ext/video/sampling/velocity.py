@@ -182,7 +182,8 @@ class ParallelVelocity:
 def _model_of(chunk: torch.nn.Module) -> Any:
     """Return the module inside the wrappers for data parallelism and 16-bit precision.
 
-    Raises ConfigError if it has no ``boundary_shape``.
+    Raises:
+        ConfigError: the module has no method ``boundary_shape``.
     """
     try:
         return get_attr_wrapped_model(chunk, "boundary_shape", return_model_obj=True)

@@ -1,6 +1,6 @@
 """Estimates the memory of ``--task streaming``: three networks, the cache, the passes of a step.
 
-`STREAMING_COST` puts the function `report` in place of the usual plan of a run.
+`STREAMING_COST` makes the planner call `report`, in place of the plan for other tasks.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def noised_clip(
 ) -> NoisedClip:
     """Add noise to a clip, for critic and teacher.
 
-    Noise and timesteps depend only on the seed, on the samples, number and exit step of the clip,
-    and on ``purpose``, the network that is trained.
+    Noise and timesteps depend only on the seed, on the clip's samples, index in the sequence and
+    exit step, and on ``purpose``, the network that the clip trains.
     """
     latents = clip.latents.detach()
     name = f"{purpose} chunk {clip.number}"

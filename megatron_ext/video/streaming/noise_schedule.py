@@ -98,7 +98,7 @@ class NoiseSchedule:
         return timesteps.clamp(streaming.min_timestep, streaming.max_timestep).float()
 
     def _step(self, timestep: float) -> int:
-        """Return the index in the table, 1 to 1000, of the timestep nearest to ``timestep``."""
+        """Return the table entry nearest to ``timestep``: 1 is the least noisy, 1000 the most."""
         return 1 + int((self._timesteps - timestep).abs().argmin())
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:

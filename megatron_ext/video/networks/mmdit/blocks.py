@@ -253,7 +253,7 @@ class SingleBlock(Part):
 
 
 class FinalLayer(Part):
-    """A modulated norm and a linear layer to one patch of p x p latents per token."""
+    """The last layer: a modulated norm, then a projection of each token to p x p latent pixels."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)

@@ -118,8 +118,9 @@ class MMDiTConfig(Changeable):
     """The flags of the MMDiT: a named size, changes to it, and how the network is computed.
 
     Attributes:
-        channels: latent channels of the data.
-        caption_width, pooled_caption_width: features of the data's text tokens and pooled text.
+        channels: number of channels of the dataset's latents.
+        caption_width, pooled_caption_width: number of features of the dataset's text tokens and
+            pooled text vectors.
         cond_embed: whether the model takes reference frames; True if a condition mode gives any.
     """
 

@@ -268,7 +268,10 @@ class MMDiTNetwork(ClipNetwork):
         return total + self._block_flops().recomputed(sum(self._recomputed(stage)))
 
     def sample_flops(self) -> float:
-        """Return the operations of one clip, forward and backward, without recomputation."""
+        """Return the floating-point operations of one clip, forward and backward.
+
+        Recomputation is not counted.
+        """
         return flops_of_clip(self.model, self.clip.num_text, self.clip.num_image)
 
     def traffic(self, stage: Stage) -> Volume:

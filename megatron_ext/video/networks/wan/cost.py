@@ -266,7 +266,10 @@ class DiTNetwork(StreamedCost):
         return total + block.recomputed(self._run_again(stage))
 
     def sample_flops(self) -> float:
-        """Return the operations of one clip, forward and backward, without recomputation."""
+        """Return the floating-point operations of one clip, forward and backward.
+
+        Recomputation is not counted.
+        """
         return FORWARD_AND_BACKWARD * flops_of_sample(
             self.model, self._attended(), num_text=self.clip.num_text, num_times=1
         )

@@ -49,10 +49,11 @@ def flops_of_pass(
     first_frame: int = 0,
     **others: Any,
 ) -> float:
-    """Return the operations of a forward pass without gradient, summed over model-parallel ranks.
+    """Return the floating-point operations of a forward pass, summed over model-parallel ranks.
 
-    Keys and values of the text are not counted if the cache holds them. ``model`` may be the chunk
-    of any rank; the other arguments are those of its `forward`.
+    Only the forward pass is counted, and without keys and values of the text if the cache holds
+    them. ``model`` may be the chunk of any rank; the other arguments are those of
+    `VideoDiT.forward`.
     """
     batch, frames, _, height, width = x.shape
     per_frame = height * width // model.sizes.patch_size**2
