@@ -126,7 +126,7 @@ def _start_of(pid: int) -> float:
 
 @dataclass
 class End:
-    """The exit code with which a launch or a rank ends; 1 unless it is set."""
+    """Holds the exit code with which a launch or a rank ends; 1 unless it is set."""
 
     exit_code: int = 1
 
@@ -158,10 +158,10 @@ def check_launcher() -> None:
 def refuse(error: MegatronExtError) -> int:
     """Print an error in the user's flags or files before the run starts; return the exit code.
 
-    All ranks read the same flags, so rank 0 prints at once, and its exit ends the other ranks. A
-    rank that is still running after `SECONDS_FOR_RANK_0` prints too, for example if only that rank
-    lacks a file. If this process is a rank that a launcher has started, it exits instead of
-    returning.
+    If a launcher has started this process as a rank, the process exits instead of returning. All
+    ranks read the same flags, so rank 0 prints at once, and its exit ends the other ranks. Another
+    rank prints only if it is still running after `SECONDS_FOR_RANK_0`, for example because a file
+    is missing on its node only.
     """
     text = "\n".join(f"error: {sentence}" for sentence in error.messages)
     if os.environ.get("RANK", "0") != "0":

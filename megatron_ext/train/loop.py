@@ -93,9 +93,9 @@ def train(run: Run) -> int | None:
 def callbacks_of(
     run: Run, early_stopping: EarlyStopping, settle: Callable[[], None]
 ) -> list[Callback]:
-    """Return the callbacks that a run's flags and task need, in their order.
+    """Return the callbacks that a run's flags and task need, in the order in which they are called.
 
-    ``settle`` waits for the last update and counts it.
+    ``settle`` is a function that waits for the last update and counts it.
     """
     training = run.config.training
     callbacks: list[Callback] = []

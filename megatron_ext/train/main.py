@@ -251,9 +251,10 @@ def _resized(
 
 
 def stored_config(words: Reading) -> dict[str, Any] | None:
-    """Return the configuration in the checkpoint to load; None without --use-checkpoint-args.
+    """Return the configuration stored in the checkpoint to load, by section and field.
 
-    ``words`` are the flags on the command line, as far as they can be read.
+    Return None without ``--use-checkpoint-args``, or if no checkpoint is named. ``words`` are the
+    flags on the command line, as far as they can be read.
     """
     flags = words.values.get("checkpoint", {})
     if not flags.get("use_checkpoint_args"):
@@ -271,8 +272,8 @@ def stored_config(words: Reading) -> dict[str, Any] | None:
 def splits_layers(words: Reading, stored: Mapping[str, Any] | None) -> bool:
     """Return whether the run uses tensor or context parallelism, as far as its flags can be read.
 
-    ``words`` are the flags. ``stored`` is the configuration in the checkpoint to load, from which
-    missing flags are taken.
+    ``words`` are the flags on the command line. Sizes that are not given there are taken from
+    ``stored``, the configuration in the checkpoint to load.
     """
     flags = words.values.get("parallel", {})
     sizes = {**(stored or {}).get("parallel", {}), **flags}

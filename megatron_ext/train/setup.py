@@ -303,7 +303,10 @@ def attach_data(run: Run, task: Task, assets: Any) -> None:
 def _evaluation_sources(
     run: Run, datasets: Datasets, source: Callable[..., BatchSource]
 ) -> tuple[list[BatchSource], list[BatchSource]]:
-    """Return two lists of batch sources: one for each validation set, and one for the test set."""
+    """Return the batch sources of the validation sets and of the test set, as two lists.
+
+    A list is empty if its split is not evaluated, or if no rank has a dataset for it.
+    """
     training = run.config.training
     several = datasets.valid
     valid = list[BatchSource]()

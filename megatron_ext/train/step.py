@@ -429,7 +429,7 @@ class StepRunner:
     def _count(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepCounts | None:
         """Set the scale of the auxiliary losses, and return the counts of the step's targets.
 
-        The counts are None on ranks without the last stage. All ranks call this together.
+        All ranks call this together; on ranks without the last stage, the result is None.
         """
         counts = None
         if batches is not None and self.context.is_last_stage:
@@ -486,7 +486,10 @@ def _one_or_list(items: list[Any]) -> Any:
 
 
 def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCounts:
-    """Count the targets of a step over all micro-batches, data- and context-parallel ranks."""
+    """Count the targets of a step, summed over all micro-batches, data- and context-parallel ranks.
+
+    All data- and context-parallel ranks of the last stage call this together.
+    """
 
     def counted(batch: Batch) -> Tensor:
         weights = (batch.loss_weights, *batch.mtp_loss_weights)

@@ -101,7 +101,7 @@ class Supervision:
         return nullcontext()
 
     def stores(self, context: ParallelContext) -> Sequence[Any]:
-        """Return the places where the run keeps snapshots; all ranks call this together."""
+        """Return the places where the run keeps snapshots (here none); all ranks call this."""
         return []
 
     def recoveries(self, stores: Sequence[Any], context: ParallelContext) -> Sequence[Any]:

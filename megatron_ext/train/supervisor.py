@@ -167,10 +167,10 @@ class Supervisor:
         return len(self._children) < before
 
     def _ended(self, rank: int, status: int) -> None:
-        """Record a rank's exit, and end all ranks if it failed by itself.
+        """Record how a rank has exited, and end all ranks if it failed by itself.
 
-        If the rank only gave up waiting for another one, all ranks are ended a little later. Until
-        then, the rank that caused the failure can report it.
+        If it only gave up waiting for another rank, all ranks are ended a little later, so that the
+        rank that caused the failure can still report it.
         """
         if status in FOLLOWS and self._code == 0:
             self._code = status

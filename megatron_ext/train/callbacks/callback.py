@@ -21,7 +21,7 @@ Losses = Sequence[Mapping[str, float]]
 
 @dataclass
 class Decision:
-    """The consequences of a step, which callbacks set in `Callback.decide`.
+    """The outcome of a step, which callbacks set in `Callback.decide`.
 
     Attributes:
         save: whether to save a checkpoint of this iteration. The last iteration is always saved.
@@ -80,7 +80,7 @@ def due(iteration: int, interval: int | None) -> bool:
 
 
 def overridden(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]:
-    """Return the method ``name`` of each callback whose class overrides it."""
+    """Return the bound method ``name`` of each callback whose class overrides it."""
     default = getattr(Callback, name)
     return [getattr(each, name) for each in callbacks if getattr(type(each), name) is not default]
 

@@ -77,9 +77,10 @@ class EarlyStopping(Callback):
             self.judge(losses, decision)
 
     def judge(self, losses: Losses, decision: Decision) -> bool:
-        """Count an evaluation, update ``decision``, and return whether the loss is among the best.
+        """Count an evaluation, and return whether the loss is among the best.
 
-        All ranks call this together; the loss of the reporting rank decides.
+        ``decision`` is updated: it requests a save if the loss is among the best, and a stop if the
+        patience is exhausted. All ranks call this together; the loss of the reporting rank decides.
         """
         config = self.run.config
         progress = self.run.progress
@@ -186,10 +187,11 @@ def evaluate_at_end(run: Run) -> None:
 
 
 def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str, float]]:
-    """Evaluate and report the validation or test split, also with averaged weights (--eval-ema).
+    """Evaluate the validation or test split, and report the losses.
 
-    Return a dict of losses by name for each set of the split, computed with the current weights;
-    the dicts are empty on ranks without the last pipeline stage.
+    With ``--eval-ema`` the averaged weights are evaluated and reported as well. Return, for each
+    set of the split, the losses of the current weights by name; the dicts are empty on ranks
+    without the last pipeline stage.
     """
     sources = run.valid_sources if name == "validation" else run.test_sources
     with run.context.recorder.phase("evaluate"), run.parameter_gather.paused():
@@ -207,9 +209,9 @@ def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str
 def _evaluate_sources(
     run: Run, name: str, sources: list[BatchSource], *, final: bool, mark: str = ""
 ) -> list[dict[str, float]]:
-    """Evaluate and report each set of the split ``name``; return the losses of each set by name.
+    """Evaluate and report each set of the split ``name``; return each set's losses by name.
 
-    ``mark`` is a suffix of the reported name of the split, such as `AVERAGED`.
+    ``mark`` is appended to the split's name in the report; it is `AVERAGED` for averaged weights.
     """
     all_losses = []
     process = run.task.process_non_loss_data

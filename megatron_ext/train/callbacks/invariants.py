@@ -70,7 +70,7 @@ def check_replicas(
 
 
 def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
-    """Compare amax histories of the delayed fp8 recipe on all ranks that hold the same layer."""
+    """Compare amax histories of delayed fp8 scaling between ranks with parts of the same layer."""
     from megatron_ext.layers.fp8.scaling import DelayedScaling
 
     scalings = [

@@ -166,7 +166,7 @@ def number(value: object) -> float:
 
 
 def launch_time(row: Mapping[str, Any]) -> float:
-    """Return the start time of the launch that wrote a row; NaN if the row has none."""
+    """Return when the launch that wrote ``row`` started; NaN if the row does not say."""
     try:
         return number(row.get("launched_at"))
     except ValueError:
@@ -306,9 +306,10 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
 
 
 def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
-    """Plot ``values`` over ``steps``; smooth the curve if it is long and ``style`` names no colour.
+    """Plot ``values`` over ``steps`` with the line ``style`` of matplotlib.
 
-    A smoothed curve is drawn over a faint line of the values themselves.
+    A long curve whose ``style`` names no colour is smoothed, and drawn over a faint line of the
+    values themselves.
     """
     if len(values) < SMOOTHED_FROM or style.get("color"):
         marker = "." if len(values) < 60 else ""

@@ -130,8 +130,8 @@ class EvaluationRecord:
     def common(self) -> dict[str, float]:
         """Return the first loss under the name that common fine-tuning tools use, ``val/loss``.
 
-        The name ends with the part of `split` after "validation", if any. For a test split return
-        {}.
+        If `split` continues after "validation", as in "validation set 1", so does this name. Return
+        {} for a test split.
         """
         which = self.split.removeprefix("validation")
         if which == self.split or not self.losses:
@@ -140,9 +140,9 @@ class EvaluationRecord:
 
 
 class Reporter(Protocol):
-    """A sink of reports, such as a file or a server; `close` is its last call.
+    """A sink of reports, such as a file or a server; `close` is the last method that is called.
 
-    A reporter whose ``follows_steps`` is true gets records of single steps, at its own interval.
+    If ``follows_steps`` is true, the sink gets records of single steps at its own interval.
     """
 
     def on_iteration(self, record: IterationRecord) -> None: ...

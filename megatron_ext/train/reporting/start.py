@@ -140,10 +140,10 @@ def parameters_line(total: int, trained: int, largest: int) -> str:
 
 
 def _optimizer(optimizer: MegatronOptimizer | None) -> str:
-    """Return the package and class of the optimizer, such as "torch AdamW" or "Triton AdamW".
+    """Return the optimizer's package and class, such as "torch AdamW" or "Triton AdamW".
 
-    With Muon, return for example "Muon and torch AdamW", since AdamW updates the weights that are
-    no matrices. If this package defines the class, name its first base class from another package.
+    Muon updates only matrices and AdamW the other weights, so both are named: "Muon and torch
+    AdamW". For a class defined in this package, return its first base class from another package.
     """
     if optimizer is None:
         return "none"
