@@ -180,7 +180,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_to_gathered(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attend from this rank's queries to the gathered keys; return ``[s/cp, b, n, d]``."""
+        """Attend from this rank's queries to the keys of all ranks; return ``[s/cp, b, n, d]``.
+
+        The keys and values of all context-parallel ranks are gathered first.
+        """
         from megatron_ext.layers.context_parallel import gather_sequence, slices_of
 
         sizes = [key.size(-1), value.size(-1)]
@@ -204,7 +207,14 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_with_traded_heads(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attend while ranks split the heads, not the sequence; return ``[s/cp, b, n, d]``."""
+        """Attend with ``--cp-comm-type a2a``; return this rank's part ``[s/cp, b, n, d]``.
+
+        An all-to-all before attention gives each context-parallel rank some of the heads for the
+        whole sequence; another one afterwards undoes this.
+
+        Raises:
+            ConfigError: the number of heads is not divisible by the number of ranks.
+        """
         from megatron_ext.layers.context_parallel import (
             gather_sequence,
             heads_to_sequence,
@@ -362,7 +372,11 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         return context.view(batch, heads, q_len, -1).permute(2, 0, 1, 3)
 
     def _drop(self, probabilities: Tensor, first_query: int) -> Tensor:
-        """Apply dropout to the attention probabilities ``[b, n, q, k]``."""
+        """Apply dropout to the attention probabilities ``[b, n, q, k]``.
+
+        ``first_query`` is the position of the first query in the sequence;
+        ``--deterministic-dropout`` needs it.
+        """
         if not self.deterministic:
             with _random_state(self.config, self.dropout):
                 return F.dropout(probabilities, self.dropout, training=True)
@@ -385,8 +399,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
 def _random_state(transformer_config: TransformerConfig, dropout: float) -> Any:
     """Return a context in which tensor-parallel ranks draw different dropout masks.
 
-    It does nothing without dropout. It also does nothing with sequence parallelism, since
-    megatron-core's blocks have already entered such a context.
+    The context changes nothing without dropout. Under sequence parallelism it changes nothing
+    either, since megatron-core's blocks have already entered such a context.
     """
     if dropout > 0 and not transformer_config.sequence_parallel:
         return tensor_parallel.get_cuda_rng_tracker().fork()

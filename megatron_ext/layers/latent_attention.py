@@ -190,10 +190,11 @@ class LatentAttention(Attention):  # type: ignore[misc]
         return self._heads(*self._small_vectors(hidden_states))
 
     def _small_vectors(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the query input, the key-value latent, and the rotary part that all keys share.
+        """Return the vectors from which heads are computed: c_q, N(c_kv) and k_r.
 
-        The first two cover this rank's part of the sequence under sequence parallelism, ``[s/tp, b,
-        ...]``. The shared part, not yet rotated, covers the sequence of all tensor-parallel ranks.
+        See the equations of this module. Under sequence parallelism, the first two cover this
+        rank's part of the sequence, ``[s/tp, b, ...]``. The third, k_r before rotation, covers the
+        sequence of all tensor-parallel ranks.
         """
         config = self.config
         query_input = hidden
@@ -261,7 +262,7 @@ def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> Ro
 
 
 def _shared_out(gradient: Tensor, count: int) -> Tensor:
-    """Divide a gradient by ``count``, the number of ranks that hold it and will sum it."""
+    """Return ``gradient / count``, for a gradient that ``count`` ranks hold and will sum."""
     return gradient / count
 
 

@@ -47,11 +47,9 @@ class GroupRanking:
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and indices of each token's experts, both ``[tokens, topk]``.
 
-        A token's experts come from its ``group_topk`` best groups (DeepSeek-V2, arXiv:2405.04434,
-        section 2.2.2).
-
-        Args:
-            scores: scores of all experts, ``[tokens, e]``.
+        The e experts form ``num_groups`` groups. A token's experts are chosen from its
+        ``group_topk`` best groups (DeepSeek-V2, arXiv:2405.04434, section 2.2.2). ``scores`` are
+        the scores of all experts, ``[tokens, e]``.
         """
         grouped = scores.view(len(scores), num_groups, -1)
         ranks = grouped.topk(self.count, dim=-1).values.sum(-1)

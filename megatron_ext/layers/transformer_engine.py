@@ -28,6 +28,7 @@ def recipe_error(
 
     Args:
         recipe: a value of ``--fp8-recipe`` for Transformer Engine's layers.
+        capability: the GPU's compute capability, such as (9, 0).
         cuda: the CUDA version with which torch was built; None if unknown.
     """
     first = FIRST.get(recipe)

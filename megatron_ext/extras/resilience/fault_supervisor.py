@@ -53,12 +53,12 @@ class Fault:
     """An unexpected end of a run's ranks, or a hang.
 
     Attributes:
-        rank: the rank that failed first.
+        rank: the rank that failed first; -1 if unknown.
         cause: such as "SIGKILL", "exception" or "hang".
         iteration: the newest step of any rank; None if unknown.
-        where: the last action of the rank, as text.
-        seen_after: seconds from the fault to its detection, at most; for a hang, the seconds of
-            silence.
+        where: the last action of the rank, as text; None if unknown.
+        seen_after: upper bound of the seconds from the fault to its detection; for a hang, the
+            seconds of silence before it was detected.
         time: when the fault was detected, in seconds of CLOCK_MONOTONIC.
     """
 
@@ -73,7 +73,11 @@ class Fault:
 def append_fault(
     save: str | None, fault: Fault, *, generation: int, postmortem: Path | None
 ) -> None:
-    """Add a fault to the log in the save folder, with the name of its post-mortem's folder."""
+    """Add a fault to the log in the folder ``save``, with the name of its post-mortem's folder.
+
+    ``generation`` counts the starts of the run's ranks, from 0. Nothing is written if ``save`` is
+    None.
+    """
     append_event(
         save,
         "fault",

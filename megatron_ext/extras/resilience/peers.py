@@ -118,8 +118,8 @@ class CopyOverGroup:
 class CopyThread:
     """A thread that copies snapshots one after the other.
 
-    It is a daemon thread, so it ends with the process: after a neighbour has died it waits for
-    ever.
+    It is a daemon thread, so that the process can end even if a neighbour has died and the thread
+    waits for it forever.
     """
 
     def __init__(self, copy: Callable[[Snapshot], None]) -> None:

@@ -143,7 +143,11 @@ Layouts = tuple[Tensor | None, Tensor | None]
 
 
 class Pass(NamedTuple):
-    """A matrix ``[m, k]`` in 8 bits with its computed scale; see `Quantized` and `Layouts`."""
+    """A matrix ``[m, k]`` in 8 bits, together with the scale that was computed for it.
+
+    ``rows`` is the matrix and ``columns`` its transpose, None if not requested. ``inverse`` is the
+    reciprocal of the scale.
+    """
 
     scale: Tensor
     inverse: Tensor
