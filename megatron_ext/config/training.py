@@ -150,8 +150,8 @@ class TrainingConfig(Changeable):
     def microbatches(self, batch: int, replicas: int) -> int | None:
         """Return how many micro-batches each of ``replicas`` gets in a step of ``batch`` samples.
 
-        Return None if the number would be 0 or not whole; with ``--decrease-batch-size-if-needed``
-        it is rounded down.
+        The result is None if the number would be 0 or not whole. With
+        ``--decrease-batch-size-if-needed``, a number that is not whole is rounded down instead.
         """
         number, rest = divmod(batch, (self.micro_batch_size or 1) * replicas)
         return number if number and (not rest or self.decrease_batch_size_if_needed) else None

@@ -30,7 +30,7 @@ _SLOW = 20e-6
 
 
 class TokenSpan(ABC):
-    """A range of tokens that is read as a circle.
+    """A range of tokens that is read as a circle: its first token follows its last.
 
     Args:
         name: the dataset's prefix.

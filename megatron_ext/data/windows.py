@@ -26,7 +26,7 @@ PARTS = 3
 class Rest:
     """The parts of a group that were not yet read when the sample length changed.
 
-    They are a range of the group's tokens, in the permuted order of its parts.
+    If a group's parts are joined in their permuted order, these parts are a range of its tokens.
 
     Attributes:
         first_window: number of the group's first window, counted through all epochs.
@@ -138,7 +138,7 @@ class Source:
         return int(derived(_words(self.key), _ints(self._phases), PARTS)[0])
 
     def rest_pieces(self, phase: Phase, number: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the pieces of sample ``number`` of a phase; it must be made of left-over parts.
+        """Yield the pieces of sample ``number`` of a phase, a sample made of left-over parts.
 
         A piece is (position in the sample, window, first token in the window, number of tokens).
         """

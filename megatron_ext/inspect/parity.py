@@ -69,7 +69,7 @@ class Recording:
 
     Attributes:
         folder: folder with the gradients of each step.
-        rows: one for each step, with ``grad_norm`` and every loss by name.
+        rows: the metrics of each step, with ``grad_norm`` and every loss by name.
         failure: why the run failed; None if it succeeded.
         core: the release of megatron-core, if several are compared.
     """

@@ -374,7 +374,7 @@ def _errors_between_layers(
 ) -> Iterator[FlagError]:
     """Yield an error for each setting outside the layers that CUDA graphs exclude.
 
-    These concern dropout, the pipeline schedule, communication, and giving memory back.
+    Such settings concern dropout, the pipeline schedule, communication, and the release of memory.
     """
     if model.deterministic_dropout:
         yield _no_graphs(

@@ -34,10 +34,10 @@ class EndlessError(Exception):
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise an `EndlessError` if the block, in the main thread, takes longer than ``seconds``.
+    """Limit the time of a block of code, which must run in the main thread.
 
     Raises:
-        EndlessError: the time is up.
+        EndlessError: the block takes longer than ``seconds``.
     """
 
     def stop(_signal: int, _frame: object) -> None:

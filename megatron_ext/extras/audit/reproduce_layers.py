@@ -276,7 +276,12 @@ PIECES: dict[str, Any] = {
 
 
 def _recomputed(context: ParallelContext) -> tuple[float, list[str]]:
-    """Return the number of forward passes of a recomputed MLP, and clauses about errors."""
+    """Run steps with recomputed layers.
+
+    Returns:
+        The number of forward passes of a recomputed MLP with biases, and a clause for each step
+        that fails or has a wrong gradient.
+    """
     clauses = []
     models: dict[str, dict[str, Any]] = {
         "3 layers": {"num_layers": 3},

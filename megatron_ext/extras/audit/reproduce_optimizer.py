@@ -154,10 +154,10 @@ def _rate_or_error(context: ParallelContext, **resume: Any) -> tuple[float, str]
 
 
 def both_rates(**resume: Any) -> tuple[float, str]:
-    """Return the learning rate of a resumed run, and a clause that compares two such runs.
+    """Resume a run with sharded optimizer state, and one in which every rank holds all of it.
 
-    The rate is that of the run with sharded optimizer state; the other run does not shard it.
-    ``resume`` are arguments of `resumed_rate`.
+    ``resume`` are arguments of `resumed_rate`. Return the learning rate of the run with sharded
+    state, and a clause that compares the rates of both runs.
     """
     results = {
         shard: on_ranks(partial(_rate_or_error, shard=shard, **resume))[0]

@@ -41,15 +41,15 @@ class Fault:
 
     Attributes:
         kind: one of `KINDS`.
-        iteration: the first step in which it may happen, counted from 1. It happens at the first
-            event ``at`` from that step on.
-        rank: the rank that it strikes; None draws one with ``seed``.
-        at: the event at which it happens. This is the name of an event of the recorder, such as
-            "data", "update" or "save"; or an action of the schedule, such as "forward" (of any
-            micro-batch), "forward of micro-batch 1" or "end of backward"; or "start", before the
-            model is built, with ``iteration`` 0.
-        seconds: delay from that event to the fault.
-        generation: how often the run has been restarted when it happens; None for any number.
+        iteration: the first step in which the fault may happen, counted from 1. The fault happens
+            at the first event ``at`` from that step on.
+        rank: the rank to strike; None draws one with ``seed``.
+        at: the name of the event at which the fault happens: an event of the recorder, such as
+            "data", "update" or "save"; or an action of the pipeline schedule, such as "forward" (of
+            any micro-batch), "forward of micro-batch 1" or "end of backward"; or "start", before
+            the model is built, with ``iteration`` 0.
+        seconds: delay from the event to the fault.
+        generation: how many restarts of the run must precede the fault; None for any number.
         amount: strength of the fault; for a slow rank, the seconds added to each forward pass.
         steps: for how many steps a rank stays slow, or a disk stays full.
     """

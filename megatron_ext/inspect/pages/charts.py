@@ -58,7 +58,10 @@ class Axis:
 
     @classmethod
     def over(cls, low: float, high: float, *, count: int = 5, whole: bool = False) -> Axis:
-        """Return an axis that covers a range with about ``count`` ticks at round numbers."""
+        """Return an axis from ``low`` to ``high`` with about ``count`` ticks at round numbers.
+
+        ``whole`` allows ticks only at integers. An empty range is widened.
+        """
         if not low < high:
             margin = abs(low) * 0.05 or 1.0
             low = low - margin
