@@ -143,7 +143,7 @@ def _overlaps(name: str, what: str) -> Any:
 
 @dataclass(frozen=True)
 class TransformerEngineConfig(Changeable):
-    """Overlap of matrix products with TP communication, and sizes of hierarchical CP groups."""
+    """Flags that overlap matrix products with TP communication, or size hierarchical CP groups."""
 
     tp_comm_overlap: bool = flag(
         False, "overlap products with tensor-parallel communication, in Transformer Engine's layers"

@@ -375,7 +375,7 @@ def _fusions(run: RunConfig) -> dict[str, object]:
 def has_te_layers(run: RunConfig) -> bool:
     """Return whether to build Transformer Engine's layers.
 
-    In a dry run they may be chosen without being installed; other layers are built then.
+    They are built if the run uses them; in a dry run, only if Transformer Engine is installed too.
     """
     te = run.model.transformer_impl == TE_IMPL
     return te and (not run.planning.dry_run or find_spec("transformer_engine") is not None)

@@ -80,8 +80,8 @@ class BlockCache:
     def _open(self, folder: Path, limit: int) -> None:
         """Open the files of the cache; create them anew if they cannot be reused.
 
-        They can be reused if they have the size that follows from ``limit`` and were made on this
-        machine since it was last started.
+        Files can be reused if they have the size that follows from ``limit`` and were made on this
+        machine since the machine was last started.
         """
         table = folder / "table"
         pages = folder / "pages"

@@ -89,8 +89,8 @@ def _meets(
 def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
     """Return which samples made of left-over parts hold any of the tokens ``begin`` to ``end`` - 1.
 
-    These parts of windows were left over when the sample length changed. The samples made of them
-    come first in a phase, and are numbered within it.
+    Left-over parts are parts of windows that were not yet read when the sample length changed. The
+    samples made of them come first in a phase; numbers count the samples of the phase.
     """
     source = order.sources[taken.source]
     phase = taken.phase

@@ -311,9 +311,9 @@ class RemoteSpan(TokenSpan):
         return tokens
 
     def _cut(self, begins: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-        """Split each range that wraps around the circle in two.
+        """Split each token range that goes past the end of the span in two.
 
-        Return the first tokens and the lengths of all resulting ranges.
+        Return the first tokens and the lengths of all resulting ranges, in order.
         """
         over = np.flatnonzero(begins + lengths > self.tokens)
         rest = begins[over] + lengths[over] - self.tokens

@@ -124,7 +124,7 @@ def _ranks(values: Words, sizes: Words, keys: Words) -> Words:
 
 
 def _values_of_ranks(ranks: Words, sizes: Words, keys: Words) -> Words:
-    """Return the value that has each rank (see `_ranks`) among the values below its size."""
+    """Return, for each of ``ranks``, the value that has this rank: the inverse of `_ranks`."""
     weights, is_inside = _weights(sizes, keys)
     order = np.lexsort((weights, ~is_inside), axis=1)
     values = np.take_along_axis(order, ranks.astype(np.int64)[:, None], axis=1)[:, 0]

@@ -71,7 +71,7 @@ class TokenSpan(ABC):
     def gather_ranges(self, begins: Ints, lengths: Ints) -> Array:
         """Return the tokens of ranges of different lengths ``[m]``, one after another.
 
-        Each range begins within the circle and may wrap around its end.
+        Each range begins within the span; one that reaches the end continues at the beginning.
         """
         ranges = zip(begins.tolist(), lengths.tolist(), strict=True)
         parts = [self.gather(np.array([begin]), length)[0] for begin, length in ranges]

@@ -26,7 +26,7 @@ PARTS = 3
 class Rest:
     """The parts of a group that were not yet read when the sample length changed.
 
-    If a group's parts are joined in their permuted order, these parts are a range of its tokens.
+    They are described as a range of the group's tokens, with the parts in their permuted order.
 
     Attributes:
         first_window: number of the group's first window, counted through all epochs.

@@ -50,8 +50,8 @@ class Rule:
         error: the size of the error with these flags.
         advice: what the user should do.
         only: the releases that have the defect in this form, separated by spaces; empty for all.
-        depends: a further condition, which flags do not show: whether the defect occurs then
-            depends on it. Empty if there is none.
+        depends: a further condition for the defect, which the flags do not show; "" if there is
+            none.
     """
 
     all_of: tuple[Condition, ...]

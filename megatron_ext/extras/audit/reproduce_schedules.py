@@ -134,7 +134,7 @@ def deallocated_outputs() -> Reproduced:
 
 
 def neither() -> Reproduced:
-    """Measure the gradients with neither D15's nor D16's options; they are right."""
+    """Measure the correct gradients, without the options that trigger defects D15 and D16."""
     return _worst(
         "Worst gradient of a chain of four virtual chunks on two stages with overlapped messages",
         steps=STEPS,

@@ -81,7 +81,7 @@ class Extra:
     """An optional package.
 
     Attributes:
-        distribution: the name under which it is installed.
+        distribution: the name under which the package is installed.
         module: the module whose import proves that the package works.
         minimum: the package's name in this project's requirements, if they limit its version.
     """
