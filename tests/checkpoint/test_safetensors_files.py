@@ -71,7 +71,13 @@ def test_each_tensor_lies_in_the_file_that_the_index_names(tmp_path: Path) -> No
     index.write_text(json.dumps({"weight_map": files}))
     with TensorFolder(tmp_path) as folder:
         assert float(folder.tensor("b")[0]) == ord("b")
-    for wrong in ({**files, "b": "a.safetensors"}, {**files, "c": "a.safetensors"}):
+    # The last index opens the file that holds `b`, too, but names another one for it.
+    save_file({"b": torch.ones(2), "d": torch.ones(2)}, tmp_path / "b.safetensors")
+    for wrong in (
+        {**files, "b": "a.safetensors"},
+        {**files, "c": "a.safetensors"},
+        {**files, "b": "a.safetensors", "d": "b.safetensors"},
+    ):
         index.write_text(json.dumps({"weight_map": wrong}))
         with pytest.raises(CheckpointError, match=r"a.safetensors does not hold `[bc]`, which"):
             TensorFolder(tmp_path)
