@@ -88,7 +88,7 @@ class Interleave:
         return sources, numbered(sources, self.counts(start))
 
     def place_of(self, source: int, number: int) -> int:
-        """Return the place of sample ``number`` of a source; samples are numbered from 0."""
+        """Return the place in the mixture of a source's sample ``number``, both counted from 0."""
         share = self._shares[source]
         first = number * self.period // share
         sources, numbers = self.places(first, -(-(number + 1) * self.period // share))

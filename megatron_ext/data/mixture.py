@@ -28,7 +28,8 @@ class Planned:
     Attributes:
         weights: weight of each source by name.
         seq_length: tokens of a sample.
-        samples, tokens: length of the stage; without both it lasts to the end of the run.
+        samples, tokens: length of the stage in one of these units; if both are None, the stage
+            lasts to the end of the run.
         ramp: whether the weights change linearly, from the previous stage's weights to these.
     """
 

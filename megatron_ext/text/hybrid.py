@@ -68,9 +68,9 @@ class Pattern:
         return [pair for stage in self.stages for pair in stage]
 
     def layout(self) -> str | None:
-        """Return the value of ``--pipeline-model-parallel-layout`` with the same stages.
+        """Return the ``--pipeline-model-parallel-layout`` that cuts the GPT as the pattern does.
 
-        Return None if the pattern has no ``|``.
+        Return None if the pattern has no ``|`` and so does not cut the GPT into pipeline stages.
         """
         if len(self.stages) == 1:
             return None

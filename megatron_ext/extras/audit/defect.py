@@ -69,7 +69,10 @@ class Rule:
         return holds(*(lambda c=condition: bool(c(flags)) for condition in self.all_of))
 
     def size(self, flags: Flags) -> str:
-        """Return the rule's sentence about the size of the error with these flags."""
+        """Return a sentence on what goes wrong with these flags.
+
+        It says how far a result is from the right one, or how the run fails.
+        """
         return self.error if isinstance(self.error, str) else self.error(flags)
 
 

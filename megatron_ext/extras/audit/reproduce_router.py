@@ -246,7 +246,10 @@ def padding_of_the_expert_bias() -> Reproduced:
 
 
 def _counted_in_16_bits(context: ParallelContext) -> list[tuple[float, float]]:
-    """Return, for each expert, its token count after a step in bf16, and the right count."""
+    """Return, for each expert, what its token counter shows after a step, and the true count.
+
+    The counter is stored in bf16, which rounds large counts.
+    """
     router = stock_router(context, bf16=True, params_dtype=torch.bfloat16, **BIAS)
     generator = torch.Generator().manual_seed(6)
     with torch.no_grad():

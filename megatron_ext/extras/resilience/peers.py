@@ -58,7 +58,10 @@ class CopyOnMachine:
         self._target = copy_files(folder, rank)
 
     def __call__(self, snapshot: Snapshot) -> None:
-        """Copy a snapshot; meanwhile this rank may take others."""
+        """Write a copy of this rank's snapshot to the neighbour's file.
+
+        This runs in a thread, so that the rank can take its next snapshot meanwhile.
+        """
         raw = snapshot.raw
         self._target.turn().write_raw(raw.numel(), pieces_of(raw))
 

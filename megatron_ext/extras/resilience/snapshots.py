@@ -86,9 +86,12 @@ class Snapshots(Callback):
     def on_train_start(self) -> None:
         """Reserve the memory for all snapshots, and print its size; called before the first step.
 
-        If the run has resumed with another number of replicas, it takes its first snapshots now,
-        since it discards the ones that it resumed from. Snapshots of later steps are discarded as
-        well: they belong to another run, or some ranks lack them.
+        Then discard all snapshots from which a restart of this run must not resume:
+
+        - those of steps after the one at which this run starts, since they belong to another run,
+          or some ranks lack them;
+        - those taken in another parallel layout, such as with another number of replicas. If this
+          run has resumed from such snapshots, it takes new ones before it discards them.
         """
         for store in self.run.stores:
             state = self.state()

@@ -9,7 +9,7 @@ from megatron_ext.config.flags import flag
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """The flag that builds a GPT as megatron-core's HybridModel, with Megatron-LM's name."""
+    """Megatron-LM's flag for a GPT that is built as megatron-core's HybridModel."""
 
     hybrid_layer_pattern: str | None = flag(
         None,

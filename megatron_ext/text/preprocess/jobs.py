@@ -63,8 +63,8 @@ class Job:
 
     Attributes:
         folder: the work directory.
-        key: the random key of the plan in ``folder``, by which the parts of earlier plans are told
-            apart.
+        key: the random key of the plan in ``folder``. The marker of a finished part has it in its
+            name, so that a marker of an earlier plan is not mistaken for one of this plan.
         parts: the parts of the input; a part is named by its index.
         fast: whether the encoder uses gigatoken, the fast engine.
     """

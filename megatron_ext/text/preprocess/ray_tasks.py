@@ -30,10 +30,15 @@ Each try takes 40 seconds; the default is 20."""
 
 
 class RayTasks:
-    """Tasks of Ray, on the cluster that `RAY_ADDRESS` names or that runs on this machine.
+    """Encodes the parts of a job in Ray tasks, up to `--workers` at a time.
 
-    If there is no cluster, start Ray on this machine until the run ends. Raise a ConfigError
-    if Ray is not installed, or if the cluster of `RAY_ADDRESS` is not found.
+    The tasks run on the Ray cluster at the address in `RAY_ADDRESS`. If this is not set, they run
+    on the cluster to which this machine belongs. If there is no such cluster, or if `RAY_ADDRESS`
+    is "local", Ray is started on this machine and stopped when the run ends. If this process is
+    connected to Ray already, that connection is used instead.
+
+    Raises:
+        ConfigError: Ray is not installed, or the cluster cannot be used.
     """
 
     def __init__(self, job: Job, _todo: Sequence[int], say: Say) -> None:

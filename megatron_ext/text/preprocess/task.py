@@ -85,9 +85,15 @@ def job_of(folder: Path, saved: dict[str, Any]) -> Job:
 
 
 def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
-    """Encode the parts with the given numbers, unless they are finished.
+    """Encode those of the parts ``numbers`` that are not finished.
 
-    Raise a DataError if there are no parts with these numbers.
+    Args:
+        folder: the work directory.
+        saved: the content of ``job.json`` in it, which the run's coordinating process wrote.
+
+    Raises:
+        DataError: a number is too large, the folder now has another plan than this job's, or the
+            input cannot be used.
     """
     job = job_of(folder, saved)
     if max(numbers, default=0) >= len(job.parts):

@@ -166,7 +166,10 @@ class FlowNetwork(ABC):
 
     @property
     def sequence_multiple(self) -> int:
-        """Return a number that must divide the number of text and image tokens together."""
+        """Return a number of which each clip's total of text and image tokens is a multiple.
+
+        Text tokens are padded to reach such a total.
+        """
         return 1
 
     def padded_text(self, num_text: int, num_image: int) -> int:

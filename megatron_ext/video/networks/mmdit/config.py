@@ -172,7 +172,8 @@ class MMDiTConfig(Changeable):
     def sizes(self, model: ModelConfig) -> MMDiTSizes:
         """Return the sizes of the MMDiT.
 
-        Other flags and the widths of the data override sizes that ``--mmdit-size`` sets.
+        They are those that ``--mmdit-size`` names, except where another flag sets a size, or the
+        dataset does: its latent channels, and the widths of its text tokens and text vectors.
         """
         given = {
             **{name: getattr(self, name) for name in _OF_SIZES},
