@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from megatron_ext.disk.events import append_event
 from megatron_ext.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -142,19 +143,13 @@ class Saves:
             write(waits=True)
             self._tell_success(iteration, time.perf_counter() - started)
 
-    def _log(self, kind: str, **facts: Any) -> None:
-        """Append a row to the log of events, see `disk.events`."""
-        from megatron_ext.disk.events import append_event
-
-        append_event(self._folder, kind, **facts)
-
     def _tell_failure(self, iteration: int, sentence: str) -> None:
         if self._rank != 0:
             return
         if self._tolerant:
             count = f"{self.num_failed} failed so far"
             print(f"note: {sentence} Training goes on ({count}).", flush=True)
-        self._log("save_failed", iteration=iteration, rank=0, reason=sentence)
+        append_event(self._folder, "save_failed", iteration=iteration, rank=0, reason=sentence)
 
     def _tell_success(self, iteration: int, stall: float, seconds: float | None = None) -> None:
         """Append a finished save to the log of events, if the run tolerates failed saves.
@@ -164,7 +159,8 @@ class Saves:
             seconds: seconds until a background save ended; None for a save in the foreground.
         """
         if self._rank == 0 and self._tolerant:
-            self._log(
+            append_event(
+                self._folder,
                 "saved",
                 iteration=iteration,
                 asynchronous=seconds is not None,
