@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from megatron_ext import limits
 
@@ -341,7 +341,9 @@ def _follow(parent: int, _worker: int) -> None:
     sys.excepthook = _unless_parent_ended
 
 
-def _unless_parent_ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _unless_parent_ended(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print an uncaught error of a data loader's worker, unless it shows that the parent has ended.
 
     A ConnectionError or EOFError shows this: the parent ended while a thread of the worker was

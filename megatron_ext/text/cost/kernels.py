@@ -6,8 +6,6 @@ each function is one kernel, which reads its inputs and writes its outputs once.
 sums with those of a traced layer.
 """
 
-from dataclasses import dataclass
-
 from megatron_ext.planning.kernels import Phase, Work, cast_of
 from megatron_ext.planning.stages import FP32, Stage
 from megatron_ext.text.cost.flops import GptFlops
@@ -54,134 +52,129 @@ ROW_PLUMBING = 2 + 4 + 4 + 8
 """Bytes per element of the embedded tokens to cast their gradient and add it to the buffer."""
 
 
-@dataclass(frozen=True)
-class GptKernels:
-    """Counts of the kernels of one micro-batch on one rank."""
+def other_work(network: GptFlops, stage: Stage) -> list[Work]:
+    """Return a stage's kernels of one micro-batch.
 
-    network: GptFlops
+    The operations of the layers' matrix products are left out; `Network.products` has them.
+    """
+    x = network.sizes
+    count = network.num_microbatches
+    fp8 = network.config.fp8
+    work: list[Work] = []
+    for number in stage.layers:
+        joins = network.joins_activation(number)
+        work += layer_work(network, x.experts[number], joins=joins)
+        if x.in_8_bits(fp8, number):
+            # Inputs and output gradients of four layers; once in a step their weights.
+            casts = 4 * cast_of(fp8.fp8_recipe)[1]
+            work.append(Work("casts", Phase.FORWARD, kernels=casts * (1 + 1 / count)))
+            work.append(Work("casts", Phase.INPUT, kernels=casts))
+    for _ in range(stage.depths):
+        work += [*layer_work(network, x.experts[-1]), *_norms(network, 3)]
+    if stage.final_norm:
+        work += _norms(network, 1)
+    if stage.embedding:
+        embedded = 2 * network.residual
+        work.append(Work("pointwise", Phase.FORWARD, num_bytes=embedded, kernels=2))
+    if (stage.embedding or stage.depths) and network.trains:
+        moved = ZEROING * network.table / count + ROW_PLUMBING * x.tokens * x.h
+        work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=8))
+    return work + (_head_work(network, stage) if stage.head else [])
 
-    def other_work(self, stage: Stage) -> list[Work]:
-        """Return a stage's kernels of one micro-batch.
 
-        The operations of the layers' matrix products are left out; `Network.products` has them.
-        """
-        x = self.network.sizes
-        count = self.network.num_microbatches
-        fp8 = self.network.config.fp8
-        work: list[Work] = []
-        for number in stage.layers:
-            joins = self.network.joins_activation(number)
-            work += self.layer_work(self.network.sizes.experts[number], joins=joins)
-            if self.network.sizes.in_8_bits(fp8, number):
-                # Inputs and output gradients of four layers; once in a step their weights.
-                casts = 4 * cast_of(fp8.fp8_recipe)[1]
-                work.append(Work("casts", Phase.FORWARD, kernels=casts * (1 + 1 / count)))
-                work.append(Work("casts", Phase.INPUT, kernels=casts))
-        for _ in range(stage.depths):
-            work += [*self.layer_work(self.network.sizes.experts[-1]), *self._norms(3)]
-        if stage.final_norm:
-            work += self._norms(1)
-        if stage.embedding:
-            embedded = 2 * self.network.residual
-            work.append(Work("pointwise", Phase.FORWARD, num_bytes=embedded, kernels=2))
-        if (stage.embedding or stage.depths) and self.network.trains:
-            moved = ZEROING * self.network.table / count + ROW_PLUMBING * x.tokens * x.h
-            work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=8))
-        return work + (self._head_work(stage) if stage.head else [])
+def layer_work(network: GptFlops, experts: bool, *, joins: bool = False) -> list[Work]:
+    """Return the kernels of one layer, one `Work` for each class and phase.
 
-    def layer_work(self, experts: bool, *, joins: bool = False) -> list[Work]:
-        """Return the kernels of one layer, one `Work` for each class and phase.
+    Only pointwise kernels get a number of bytes; the other classes have 0.
 
-        Only pointwise kernels get a number of bytes; the other classes have 0.
+    Args:
+        experts: whether the layer has experts.
+        joins: whether the kernel that casts to 8 bits also computes the activation. If so, the
+            bytes of the activation are left out.
+    """
+    x = network.sizes
+    model = network.config.model
+    r = network.residual
+    qkv = x.tokens * x.projected // x.tp * x.width
+    f = x.tokens * x.f // x.tp * x.width
+    routed = 0
+    if experts:
+        routed = network.routed * x.h * x.width
+        f = network.routed * network.expert_width * x.width
+    wide = 2 * f if model.gated else f
+    # Forward, a norm moves 2 tensors, the sum with the norm after it 4, the other sum 3. Going
+    # back, each norm reads 3, one of them the gradient of the residual, and writes 1. Experts
+    # sort tokens there and back.
+    forward = (2 + 4 + 3) * r + 2 * qkv + 4 * routed
+    backward = (4 + 4) * r + 2 * qkv + 4 * routed
+    if not joins:
+        forward = forward + wide + f
+        backward = backward + 2 * wide + f
+    moved = {("pointwise", Phase.FORWARD): forward, ("pointwise", Phase.INPUT): backward}
+    graphed = network.config.cuda_graphs.cuda_graph_impl == "local"
+    return [
+        Work(*which, num_bytes=moved.get(which, 0), kernels=count, graphed=graphed)
+        for which, count in LAYER_KERNELS.items()
+    ]
 
-        Args:
-            experts: whether the layer has experts.
-            joins: whether the kernel that casts to 8 bits also computes the activation. If so, the
-                bytes of the activation are left out.
-        """
-        x = self.network.sizes
-        model = self.network.config.model
-        r = self.network.residual
-        qkv = x.tokens * x.projected // x.tp * x.width
-        f = x.tokens * x.f // x.tp * x.width
-        routed = 0
-        if experts:
-            routed = self.network.routed * x.h * x.width
-            f = self.network.routed * self.network.expert_width * x.width
-        wide = 2 * f if model.gated else f
-        # Forward, a norm moves 2 tensors, the sum with the norm after it 4, the other sum 3. Going
-        # back, each norm reads 3, one of them the gradient of the residual, and writes 1. Experts
-        # sort tokens there and back.
-        forward = (2 + 4 + 3) * r + 2 * qkv + 4 * routed
-        backward = (4 + 4) * r + 2 * qkv + 4 * routed
-        if not joins:
-            forward = forward + wide + f
-            backward = backward + 2 * wide + f
-        moved = {("pointwise", Phase.FORWARD): forward, ("pointwise", Phase.INPUT): backward}
-        graphed = self.network.config.cuda_graphs.cuda_graph_impl == "local"
-        return [
-            Work(*which, num_bytes=moved.get(which, 0), kernels=count, graphed=graphed)
-            for which, count in LAYER_KERNELS.items()
-        ]
 
-    def _norms(self, count: int) -> list[Work]:
-        """Return the kernels of ``count`` norms of the residual stream.
+def _norms(network: GptFlops, count: int) -> list[Work]:
+    """Return the kernels of ``count`` norms of the residual stream.
 
-        Each norm moves 2 tensors in the forward pass and 3 in the backward pass.
-        """
-        residual = self.network.residual
-        return [
-            Work("pointwise", phase, num_bytes=count * tensors * residual, kernels=2 * count)
-            for phase, tensors in ((Phase.FORWARD, 2), (Phase.INPUT, 3))
-        ]
+    Each norm moves 2 tensors in the forward pass and 3 in the backward pass.
+    """
+    return [
+        Work("pointwise", phase, num_bytes=count * tensors * network.residual, kernels=2 * count)
+        for phase, tensors in ((Phase.FORWARD, 2), (Phase.INPUT, 3))
+    ]
 
-    def _overwrites_head(self, stage: Stage) -> bool:
-        """Return whether the output layer's first weight gradient of a step overwrites the buffer.
 
-        Return False where every gradient is added to the gradient buffer. This is so with CUDA
-        graphs, with sharded gradients, and on a stage whose embedding shares the layer's weight.
-        """
-        tied = not self.network.config.model.untie_embeddings_and_output_weights
-        graphed = self.network.config.cuda_graphs.cuda_graph_impl == "local"
-        adds = graphed or self.network.config.optimizer.shards_gradients
-        return not adds and not (tied and (stage.embedding or stage.depths))
+def _overwrites_head(network: GptFlops, stage: Stage) -> bool:
+    """Return whether the output layer's first weight gradient of a step overwrites the buffer.
 
-    def _head_work(self, stage: Stage) -> list[Work]:
-        """Return the kernels of the output layer and the loss.
+    Return False where every gradient is added to the gradient buffer. This is so with CUDA
+    graphs, with sharded gradients, and on a stage whose embedding shares the layer's weight.
+    """
+    tied = not network.config.model.untie_embeddings_and_output_weights
+    graphed = network.config.cuda_graphs.cuda_graph_impl == "local"
+    adds = graphed or network.config.optimizer.shards_gradients
+    return not adds and not (tied and (stage.embedding or stage.depths))
 
-        The chunked cross-entropy computes the gradients in its forward pass, block by block, and
-        sums the weight gradient in float32. Per element of the weight, the first block writes 4
-        bytes, and each other block reads and writes 8. From this sum, 2 bytes per block are
-        subtracted, because the assumed rate of matrix products already includes them.
-        """
-        x = self.network.sizes
-        losses = 1 + self.network.sizes.depths
-        chunked = self.network.config.loss.cross_entropy_impl == "chunked"
-        counted = self.network.logits_flops()
-        blocks = -(-x.tokens // self.network.loss_rows) if chunked else 1
-        count = losses * blocks
-        summed = 0
-        if chunked and self.network.trains:
-            summed = self.network.table * (8 * blocks - 4 - 2 * blocks)
-        inputs, weights = (Phase.FORWARD,) * 2 if chunked else (Phase.INPUT, Phase.WEIGHT)
-        per_logit = (LOGIT if chunked else EAGER_LOGIT) * x.width / 2
-        logits = losses * x.tokens * x.v // x.tp
-        work = [
-            Work("head", Phase.FORWARD, counted.head, 0.0, count, x.width),
-            Work("head", inputs, counted.head, 0.0, count, x.width),
-            Work("head", weights, counted.head_weights, losses * summed, count, x.width),
-            Work(
-                "logits",
-                Phase.FORWARD,
-                0.0,
-                per_logit * logits,
-                count * (PASSES + VECTOR_KERNELS) + LOSS_KERNELS,
-            ),
-        ]
-        if self.network.trains:
-            first = -FP32 if self._overwrites_head(stage) else ZEROING
-            moved = (
-                HEAD_PLUMBING * losses + first / self.network.num_microbatches
-            ) * self.network.table
-            work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=5 * losses))
-        return work
+
+def _head_work(network: GptFlops, stage: Stage) -> list[Work]:
+    """Return the kernels of the output layer and the loss.
+
+    The chunked cross-entropy computes the gradients in its forward pass, block by block, and
+    sums the weight gradient in float32. Per element of the weight, the first block writes 4
+    bytes, and each other block reads and writes 8. From this sum, 2 bytes per block are
+    subtracted, because the assumed rate of matrix products already includes them.
+    """
+    x = network.sizes
+    losses = 1 + x.depths
+    chunked = network.config.loss.cross_entropy_impl == "chunked"
+    counted = network.logits_flops()
+    blocks = -(-x.tokens // network.loss_rows) if chunked else 1
+    count = losses * blocks
+    summed = 0
+    if chunked and network.trains:
+        summed = network.table * (8 * blocks - 4 - 2 * blocks)
+    inputs, weights = (Phase.FORWARD,) * 2 if chunked else (Phase.INPUT, Phase.WEIGHT)
+    per_logit = (LOGIT if chunked else EAGER_LOGIT) * x.width / 2
+    logits = losses * x.tokens * x.v // x.tp
+    work = [
+        Work("head", Phase.FORWARD, counted.head, 0.0, count, x.width),
+        Work("head", inputs, counted.head, 0.0, count, x.width),
+        Work("head", weights, counted.head_weights, losses * summed, count, x.width),
+        Work(
+            "logits",
+            Phase.FORWARD,
+            0.0,
+            per_logit * logits,
+            count * (PASSES + VECTOR_KERNELS) + LOSS_KERNELS,
+        ),
+    ]
+    if network.trains:
+        first = -FP32 if _overwrites_head(network, stage) else ZEROING
+        moved = (HEAD_PLUMBING * losses + first / network.num_microbatches) * network.table
+        work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=5 * losses))
+    return work

@@ -276,9 +276,9 @@ class GptNetwork(Parameters, Activations, GptFlops):
         return fp8_bytes(fp8, [w for w in self.weights(stage) if w.name.startswith(names)])
 
     def other_work(self, stage: Stage) -> list[Work]:
-        from megatron_ext.text.cost.kernels import GptKernels
+        from megatron_ext.text.cost import kernels
 
-        return GptKernels(self).other_work(stage)
+        return kernels.other_work(self, stage)
 
     def layer(self) -> LayerBytes:
         return self.layer_bytes(self.sizes.layers - 1)

@@ -12,7 +12,7 @@ from megatron_ext.planning.network import ring
 from megatron_ext.planning.stages import Stage, in_order
 from megatron_ext.text.config.attention import AttentionConfig
 from megatron_ext.text.cost.flops import _keys_in_window, flops_per_sample
-from megatron_ext.text.cost.kernels import GptKernels
+from megatron_ext.text.cost.kernels import layer_work
 from megatron_ext.text.cost.network import GptNetwork
 from tests.planning.measure import configuration
 from tests.text.cost import layouts
@@ -402,7 +402,7 @@ def test_a_depth_has_three_norms_and_reads_the_embedding() -> None:
         network = llama_network(one)
         layer = sum(
             work.num_bytes
-            for work in GptKernels(network).layer_work(False)
+            for work in layer_work(network, False)
             if (work.kind, work.phase) == ("pointwise", phase)
         )
         for fewer, more in ((none, one), (one, two)):

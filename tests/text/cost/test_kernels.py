@@ -14,7 +14,7 @@ from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entro
 from megatron_ext.losses.logit_blocks import fused_rows
 from megatron_ext.planning.hardware import Rates
 from megatron_ext.planning.kernels import Work
-from megatron_ext.text.cost.kernels import LAYER_KERNELS, LOGIT, GptKernels
+from megatron_ext.text.cost.kernels import LAYER_KERNELS, LOGIT, layer_work
 from megatron_ext.text.cost.network import GptNetwork
 from tests.ranks import ParallelContext, ranks
 from tests.training_runs import config_of
@@ -37,7 +37,7 @@ def test_pointwise_bytes_are_those_of_a_traced_layer(context: ParallelContext) -
         f"--hidden-size {h} --num-attention-heads 4 --num-query-groups 1 "
         f"--ffn-hidden-size {7 * h // 2} --kv-channels 128"
     )
-    planned = num_bytes(GptKernels(network("tiny", s, more)).layer_work(experts=False), "pointwise")
+    planned = num_bytes(layer_work(network("tiny", s, more), experts=False), "pointwise")
     step = gpt_step(context, LLAMA, torch.randn(s, 1, h, dtype=DTYPE))
     # Attention on a CPU gives gradients in another layout, which is copied.
     traced = [x for x in compiled_traffic(step).kernels if x.name != "copy_"]
