@@ -127,9 +127,9 @@ def callbacks_of(
 
 
 def _has_lost_a_save(run: Run) -> bool:
-    """Return whether a run that resumes from a snapshot lacks a checkpoint that was due before it.
+    """Return whether a checkpoint is missing that was due before the snapshot the run resumes from.
 
-    This happens if a fault interrupted the save.
+    A checkpoint is missing if a fault interrupted the save.
     """
     interval = run.config.checkpoint.save_interval
     return interval is not None and run.saved_at // interval < run.progress.iteration // interval
@@ -177,12 +177,13 @@ class Sums:
     """Losses, samples, tokens, work and time of several steps.
 
     Attributes:
-        losses: for each loss ``[2]``: the sum of its means per step, and the number of steps. Only
-            steps that updated the parameters, and had targets for this loss, are included.
+        losses: a tensor ``[2]`` for each loss, by name: the sum of the loss over steps (for each
+            step its mean), and the number of these steps. Only steps that updated the parameters
+            and had targets for this loss are included.
         skipped: steps without an update.
         nans: skipped steps whose loss was not finite.
-        seconds: time of the steps, without ``pause``; 0 until `ended` sets it.
-        pause: seconds since ``start`` that were not spent on steps but, say, on evaluations.
+        seconds: time of the steps, without ``pause``; 0 except in the copy that `ended` returns.
+        pause: seconds since ``start`` that were spent on other things, such as evaluations.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -208,11 +209,11 @@ class Sums:
             self.losses[name] = self.losses.get(name, torch.zeros_like(counted)) + counted
 
     def ended(self) -> Sums:
-        """Return a copy of these sums whose time ends now."""
+        """Return a copy with ``seconds`` set: the time since ``start``, without ``pause``."""
         return replace(self, seconds=time.perf_counter() - self.start - self.pause)
 
     def with_steps_of(self, other: Sums) -> Sums:
-        """Return the sums over these steps and those of ``other`` together."""
+        """Return the sums over the steps of this object and of ``other``."""
         names = ("steps", "skipped", "nans", "samples", "tokens", "flops", "seconds")
         both = {name: getattr(self, name) + getattr(other, name) for name in names}
         losses = dict(other.losses)
@@ -247,7 +248,7 @@ class IntervalMetrics:
 
     @property
     def _tracks(self) -> bool:
-        """Return whether TensorBoard or Weights & Biases is used, with an interval of its own."""
+        """Return whether the run has TensorBoard or Weights & Biases, which get single steps."""
         logging = self._run.config.logging
         return bool(logging.tensorboard_dir or logging.wandb_project)
 
@@ -276,7 +277,8 @@ class IntervalMetrics:
     def _loss_is_not_finite(self, result: StepResult) -> bool:
         """Return whether a loss of a skipped step is not finite; all ranks call this together.
 
-        Only the last pipeline stage has losses, but rank 0 counts such steps in checkpoints.
+        All pipeline stages get the result, since only the last stage has losses, but rank 0 stores
+        the count of steps with such a loss in checkpoints.
         """
         here = any(not math.isfinite(float(loss)) for loss in result.losses.values())
         anywhere = torch.tensor(here, dtype=torch.int32, device=self._run.device)
@@ -285,7 +287,7 @@ class IntervalMetrics:
         return bool(anywhere)
 
     def pause(self, seconds: float) -> None:
-        """Exclude seconds that were not spent on steps from the step time."""
+        """Exclude ``seconds``, which were not spent on steps, from the measured step time."""
         self._since_report.pause += seconds
         self._since_track.pause += seconds
 
@@ -314,7 +316,7 @@ class IntervalMetrics:
 
         As in Megatron-LM, the first step of a run is reported alone, and then included once more in
         the printed line of the second report. ``own`` is the record of the last step alone, for
-        sinks with an interval of their own; None if it is not due.
+        TensorBoard and Weights & Biases; None if their interval does not end at this step.
         """
         sums = self._since_report.ended()
         first = self._first

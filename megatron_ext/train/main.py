@@ -69,7 +69,7 @@ LOGGED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
 }
-"""Messages for programmers that megatron-core logs as warnings, by logger."""
+"""Warnings of megatron-core that concern only programmers: a part of the text, by logger name."""
 ON_A_CPU = (
     # This warning is about the order of GPU kernels.
     "When using async grad allreduce it is recommended to set the environment variable",
@@ -87,7 +87,10 @@ _FILTERS = {name: partial(_lacks, message) for name, message in LOGGED.items()}
 
 
 def silence_known_warnings(device: str) -> None:
-    """Silence known warnings of ``device`` (cuda or cpu), in this process and in later forks."""
+    """Silence known warnings of runs on ``device`` (cuda or cpu).
+
+    This has an effect in this process, and in processes that are forked from it later.
+    """
     for message in EVERYWHERE + (ON_A_CPU if device == "cpu" else ()):
         warnings.filterwarnings("ignore", message=message)
     for name, silenced in _FILTERS.items():
@@ -132,7 +135,7 @@ def main(
         work: called with the run instead of training and evaluation.
         defaults: values by field that replace the task's default values of flags.
         elsewhere: explains flags of other programs in error messages.
-        notes: sentences to print before those about the flags.
+        notes: sentences to print before the notes on the flags.
 
     Returns:
         The exit code of the program: 2 after a user error, which has been printed; 1 if
@@ -225,14 +228,17 @@ def main(
 
 
 def _tell_loss(config: RunConfig, code: int) -> None:
-    """If a signal ended the run with exit ``code``, print what the run has lost."""
+    """If ``code`` is the exit code of a run that a signal ended, print what work is lost."""
     sentence = loss_at_end(code, config)
     if sentence is not None:
         say_to_stderr(sentence)
 
 
 def _tell_interruption(code: int) -> None:
-    """Print "interrupted" if ``code`` says so. A run without training has no work to lose."""
+    """Print "interrupted" if ``code`` is `EXIT_CODE_INTERRUPTED`.
+
+    This is for a run without training, which has no progress to lose.
+    """
     if code == EXIT_CODE_INTERRUPTED:
         say_to_stderr("interrupted")
 
@@ -240,9 +246,10 @@ def _tell_interruption(code: int) -> None:
 def _resized(
     config: RunConfig, task: Task, parse: Callable[..., ParsedArgs], world_size: int
 ) -> RunConfig:
-    """Return ``config`` if it is for ``world_size`` ranks, else the configuration for that number.
+    """Return the configuration of the run on ``world_size`` ranks.
 
-    For another number of ranks, ``parse`` parses the flags again, and the task checks its data.
+    This is ``config`` if it has that number of ranks. Otherwise ``parse`` parses the flags again
+    for ``world_size`` ranks, and the task checks its data again.
     """
     if world_size == config.parallel.world_size:
         return config
@@ -253,8 +260,8 @@ def _resized(
 def stored_config(words: Reading) -> dict[str, Any] | None:
     """Return the configuration stored in the checkpoint to load, by section and field.
 
-    Return None without ``--use-checkpoint-args``, or if no checkpoint is named. ``words`` are the
-    flags on the command line, as far as they can be read.
+    Return None without ``--use-checkpoint-args``, or if no checkpoint is named. ``words`` holds the
+    flags on the command line that could be parsed.
     """
     flags = words.values.get("checkpoint", {})
     if not flags.get("use_checkpoint_args"):
@@ -270,10 +277,10 @@ def stored_config(words: Reading) -> dict[str, Any] | None:
 
 
 def splits_layers(words: Reading, stored: Mapping[str, Any] | None) -> bool:
-    """Return whether the run uses tensor or context parallelism, as far as its flags can be read.
+    """Return whether the run uses tensor or context parallelism, before its flags are checked.
 
-    ``words`` are the flags on the command line. Sizes that are not given there are taken from
-    ``stored``, the configuration in the checkpoint to load.
+    ``words`` holds the flags on the command line that could be parsed. Sizes that are not given
+    there are taken from ``stored``, the configuration in the checkpoint to load.
     """
     flags = words.values.get("parallel", {})
     sizes = {**(stored or {}).get("parallel", {}), **flags}
@@ -299,8 +306,8 @@ def pretrain(
         assets: what `Task.preflight` returned.
         prepare: called with the `Run` before training, for example to attach an observer.
         work: called with the `Run` instead of training and evaluation.
-        launched: the launch of the run, from whose start the run records how its time is spent;
-            None to record nothing.
+        launched: the launch of the run. If it is given, the run records how all time since the
+            launch began is spent; None to record nothing.
         exit_signal: the exit signal that the program already watches; None to watch it from now on.
         transformer_config: the result of `check_core` for ``config``; None to build it here.
     """

@@ -112,9 +112,9 @@ class Run:
         saved_at: iteration of the newest save, or of the checkpoint that the run has loaded.
         seq_length: tokens of a sample in the next training step; None if the task has no such
             length.
-        flops_of_samples: operations of a training step on one sample, by its length; a cache.
-        best_before: the list of best checkpoints without the one that the next save adds; None if
-            the next save adds none.
+        flops_of_samples: cache of the FLOPs of a training step on one sample, by sample length.
+        best_before: if the next checkpoint is one of the best, the list of best checkpoints before
+            it was added, to restore if its save fails; otherwise None.
     """
 
     config: RunConfig
@@ -150,7 +150,7 @@ class Run:
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Return the samples of an evaluation step: the global batch size at the end of ramp-up."""
+        """Return the samples per evaluation step: the global batch size at the end of ramp-up."""
         return self.config.training.batch_sizes[1]
 
     def evaluation_samples(self, source: BatchSource) -> int:
@@ -173,9 +173,9 @@ class Run:
     def save(self, superseded: Collection[int] = (), *, is_last: bool = False) -> bool:
         """Save a checkpoint if ``--save`` is given; ``superseded`` checkpoints may be deleted.
 
-        Return whether the save worked, or was not asked for. If it failed, a run that tolerates
-        failed saves gets False, except for its last save (``is_last``); otherwise a CheckpointError
-        is raised.
+        Return True if the save worked, or if there is nothing to save. If it failed, return False
+        in a run that tolerates failed saves, except for the last save of the run (``is_last``);
+        otherwise raise a CheckpointError.
         """
         if self.config.checkpoint.save is None or self.optimizer is None:
             return True
@@ -229,7 +229,7 @@ class Run:
 def count_parameters(
     chunks: Sequence[DistributedDataParallel], context: ParallelContext
 ) -> tuple[int, int, int]:
-    """Return the numbers of all and of trained parameters, and the largest number on a rank.
+    """Return three numbers: all parameters, trained ones, and the most on one rank.
 
     All ranks call this together.
     """

@@ -197,7 +197,8 @@ def _checkpoints(
 ) -> CheckpointManager:
     """Return the run's checkpoint manager.
 
-    Its module is imported here, so that a run without checkpoints does not import it.
+    Its module is imported within this function, for the sake of runs without checkpoints, which do
+    not need it.
     """
     from megatron_ext.checkpoint.adapters import FrozenBase
     from megatron_ext.checkpoint.manager import CheckpointManager
@@ -241,7 +242,7 @@ def _continue_schedules(
 ) -> None:
     """Let each learning-rate schedule continue from the rate of a loaded checkpoint.
 
-    If the flags change the lengths of the schedule, rank 0 prints a note on the model's schedule.
+    If the flags change the lengths of the schedules, rank 0 prints one note, on the model's.
     """
     progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
     consumed = progress.consumed_train_samples

@@ -48,8 +48,8 @@ class StepResult:
         losses: mean of each reported loss over the step's targets; only on the last stage.
         counts: for each loss, the sum of its targets' weights.
         model_update: update of the run's model; None if the step trained only other networks.
-        flops: floating-point operations on all ranks, if the step counts them; None uses
-            `Task.step_stats`.
+        flops: floating-point operations on all ranks, if the step counts them; if None,
+            `Task.step_stats` gives the number.
     """
 
     losses: dict[str, Tensor]
@@ -85,7 +85,8 @@ class StepLosses:
             last stage.
         totals: ``[sum, count]`` of each loss over all micro-batches, data- and context-parallel
             ranks.
-        gradient_scale: remaining factor for the gradients, float32 ``[]``; None for 1.
+        gradient_scale: factor by which the gradients must still be multiplied, float32 ``[]``;
+            None for 1.
     """
 
     reports: list[Report]
@@ -481,7 +482,7 @@ _NO_BATCH = Batch(*(None,) * 4)  # type: ignore[arg-type]
 
 
 def _one_or_list(items: list[Any]) -> Any:
-    """Return the only item of a list, or a longer list itself, as megatron-core expects."""
+    """Return the only item of a list, or the list if it is longer, as megatron-core expects."""
     return items[0] if len(items) == 1 else items
 
 

@@ -33,7 +33,7 @@ FLAGS = {
         "non_persistent_local_ckpt_dir",
     },
 }
-"""The flags of the add-on: fields by section; None means all fields of the section."""
+"""The flags of the add-on ``resilience``: fields by section; None means all fields of a section."""
 
 Configure = Callable[[int], RunConfig]
 """A function that takes a number of ranks, and returns the configuration of a run on them."""
@@ -109,7 +109,10 @@ class Supervision:
         return []
 
     def callbacks(self, run: Any, settle: Callable[[], None]) -> Sequence[Any]:
-        """Return the callbacks that the flags require; ``settle`` waits for the last update."""
+        """Return the callbacks that this supervision needs in the training loop (here none).
+
+        ``settle`` is a function that waits for the last update.
+        """
         return []
 
 

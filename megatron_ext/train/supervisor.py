@@ -25,12 +25,12 @@ from megatron_ext.train.exit_signal import ExitSignal
 GRACE_SECONDS = 3.0
 """Seconds between asking the ranks to exit and killing them."""
 SECONDS_BETWEEN_POLLS = 0.02
-"""Seconds until the end of a rank is noticed."""
+"""Seconds between two checks whether a rank has ended."""
 _SECONDS_FOR_THE_CAUSE = 2.0
-"""Seconds after a rank gave up waiting in which the rank that caused it may report an error."""
+"""Seconds to wait, after a rank gave up waiting for another, for that other to report an error."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_FOR_THE_OTHERS = 60.0
-"""Seconds after the first rank has saved and exited, as requested, until the others are killed."""
+"""Seconds until ranks are killed that still run after the first has saved and exited as asked."""
 
 
 class SignalForwarder:
@@ -153,7 +153,7 @@ class Supervisor:
         return self._code
 
     def _reap(self) -> bool:
-        """Record the exit of each rank that has ended; return whether there was one."""
+        """Record the exit of each rank that has ended; return whether any rank has."""
         before = len(self._children)
         for pid in list(self._children):
             try:

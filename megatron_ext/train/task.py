@@ -39,7 +39,10 @@ def later(place: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three splits; each is None if it has no samples or this rank reads no data."""
+    """The datasets of the three splits: training, validation and test.
+
+    A split is None if it has no samples, or if this rank reads no data.
+    """
 
     train: Dataset[Any] | None
     valid: Dataset[Any] | list[Dataset[Any]] | None
@@ -68,7 +71,7 @@ OF_STEP_RUNNER = Inapplicable(
     remedy="leave it out",
     says="looks into the steps of one network, but this task takes steps of its own",
 )
-"""The entry of the flags that only `step.StepRunner` supports, not a task's own ``step_runner``."""
+"""Flags that only `step.StepRunner` supports: tasks with their own ``step_runner`` refuse them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -115,8 +118,8 @@ class Task(TaskFlags):
             that it implements, separated by spaces. The flags listed for any function, and
             `STEP_FLAGS`, are refused unless this task's own forward step or model chunk implements
             them.
-        step_advice: the remedy, besides leaving the flag out, in the error about a flag that is
-            refused for this reason.
+        step_advice: the remedy, besides leaving the flag out, in the error about a flag that
+            forward step and model chunk do not implement.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
             the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
             ``process_non_loss_data_func``. ``collected`` holds the result of the loss function with
@@ -203,7 +206,7 @@ class TaskChoice:
 
     @property
     def inapplicable(self) -> tuple[Inapplicable, ...]:
-        """Return the entries on inapplicable flags that all tasks have in common."""
+        """Return an entry for each group of flags that applies to none of the tasks."""
         first, *others = (task.inapplicable for task in self.tasks)
         return tuple(entry for entry in first if all(entry in other for other in others))
 

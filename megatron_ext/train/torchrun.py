@@ -87,7 +87,7 @@ def _passing_signals_on() -> list[str]:
 
 @contextmanager
 def _ended_ranks(folder: Path | None) -> Iterator[set[int]]:
-    """Yield an empty set; if a signal ends torch's agent here, add the ranks' exit codes.
+    """Yield an empty set, to which the ranks' exit codes are added if a signal ends torch's agent.
 
     The codes are read from ``folder``, once all ranks have ended. Until then the context ignores
     signals, and kills ranks that take too long; torch itself stops waiting after several signals.

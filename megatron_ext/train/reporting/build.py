@@ -35,7 +35,7 @@ from megatron_ext.train.reporting.start import write_configuration
 
 
 def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[str, float]:
-    """Return the scalars of an iteration's report by tag, under Megatron-LM's names."""
+    """Return the scalars of an iteration's report, keyed by Megatron-LM's tags."""
     scalars = {
         "learning-rate": record.learning_rate,
         "batch-size": float(record.global_batch_size),
@@ -59,7 +59,7 @@ def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[st
 
 
 def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[str, float]:
-    """Return the scalars of an evaluation's report by tag, under Megatron-LM's names."""
+    """Return the scalars of an evaluation's report, keyed by Megatron-LM's tags."""
     scalars = {}
     for name, value in record.losses.items():
         scalars[f"{name} {record.split}"] = value
@@ -80,7 +80,10 @@ def _imported(module: str, given: str, called: str) -> Any:
 
 
 class TensorBoard:
-    """Writes steps to event files, with Megatron-LM's tags by iteration and by consumed samples."""
+    """Writes scalars to event files, under Megatron-LM's tags and those of fine-tuning tools.
+
+    As in Megatron-LM, each scalar has one tag by iteration and one by consumed samples.
+    """
 
     follows_steps = True
 
@@ -178,10 +181,10 @@ def _report_of(save: str | None) -> Any:
 
 @contextmanager
 def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
-    """Yield the `End` of a launch; on exit, the add-on ``report`` writes the page about the run.
+    """Yield an `End`, in which the caller sets the exit code; on exit, write a page on the run.
 
-    Nothing is written if the run has no save folder, if the add-on is not installed, or if the
-    reporting rank writes the page (`Launch.ends_itself`).
+    The add-on ``report`` writes the page. It writes nothing if the run has no save folder, or if
+    the reporting rank writes the page (`Launch.ends_itself`). Without the add-on there is no page.
     """
     report = _report_of(save)
     if report is None:
@@ -208,8 +211,8 @@ class Reporters:
     def on_iteration(self, record: IterationRecord, own: IterationRecord | None = None) -> None:
         """Send a report on the steps since the last report to all sinks.
 
-        Sinks with an interval of their own get ``own``, the record of the last step alone, unless
-        it is None. All others get ``record``.
+        ``own`` is the record of the last step alone. If it is given, sinks with an interval of
+        their own get it instead of ``record``.
         """
         for sink in self.sinks:
             with self._going_on(sink):

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 CONFIGURATION_FILE = "config.yaml"
 TIME, LAUNCHED, ENDED = "time", "launched", "ended"
-"""Kinds of rows: the seconds of an interval, a start of the ranks, and the end of a launch."""
+"""Kinds of rows about the use of time: one for an interval of steps, one for a start of the ranks,
+and one for the end of a launch."""
 OF_TIME = (TIME, LAUNCHED, ENDED)
 SAME_LAUNCH = 1.0
-"""Seconds by which the ranks of one launch may differ about the time when it began."""
+"""Rows whose launches began within this number of seconds are taken to be of the same launch."""
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
@@ -118,7 +119,9 @@ _NOT_FINITE = {word: float(word) for word in ("NaN", "Infinity", "-Infinity")}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a `MetricsFile`, if any, up to the first line that is not a valid row.
+    """Return the rows of a `MetricsFile` up to the first line that is not a valid row.
+
+    Return [] if the file does not exist.
 
     Raises:
         UnreadableFile: the file cannot be read, or is no regular file.
@@ -138,7 +141,7 @@ def _is_row(row: Mapping[str, Any]) -> bool:
 
 
 def with_numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with its words for non-finite numbers, such as "NaN", turned into numbers."""
+    """Return a row in which words that stand for non-finite numbers, such as "NaN", are floats."""
     words = [k for k, v in row.items() if isinstance(v, str) and v in _NOT_FINITE]
     return row | {name: _NOT_FINITE[row[name]] for name in words} if words else row
 
@@ -322,8 +325,8 @@ def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> No
 def smoothed(values: list[float]) -> list[float]:
     """Return the bias-corrected exponential moving average of ``values``, one mean for each value.
 
-    The time constant is ``len(values) / 50``, but at least 2. A non-finite value repeats the last
-    mean.
+    The time constant is ``len(values) / 50``, but at least 2. For a non-finite value the previous
+    mean is repeated.
     """
     keep = 1 - 1 / max(2.0, len(values) / 50)
     mean = 0.0

@@ -82,7 +82,7 @@ class IterationRecord:
 
     @property
     def tflops_per_device(self) -> float:
-        """Return the TFLOP/s (10^12 floating-point operations per second) of one device."""
+        """Return the mean TFLOP/s (10^12 floating-point operations per second) of a device."""
         return self.flops / self.seconds / self.world_size / 1e12
 
     @property
@@ -92,7 +92,7 @@ class IterationRecord:
 
 
 FINISHED = "finished"
-"""Reason of a run that has completed all its steps."""
+"""The reason for the end of a run that has completed all its steps."""
 AVERAGED = " ema"
 """Suffix of the name of a split that was evaluated with the averaged weights."""
 LANGUAGE_LOSS = "lm loss"
@@ -109,7 +109,7 @@ class EvaluationRecord:
         consumed_samples: training samples used so far.
         final: whether the evaluation follows the last step.
         perplexity: whether `LANGUAGE_LOSS` is a cross-entropy, which has a perplexity.
-        title: the beginning of the line, which says what the values are.
+        title: words at the beginning of the log line that say what the values are.
     """
 
     split: str
@@ -130,8 +130,8 @@ class EvaluationRecord:
     def common(self) -> dict[str, float]:
         """Return the first loss under the name that common fine-tuning tools use, ``val/loss``.
 
-        If `split` continues after "validation", as in "validation set 1", so does this name. Return
-        {} for a test split.
+        Words after "validation" in `split`, such as " set 1", are appended to the name. Return {}
+        for a test split.
         """
         which = self.split.removeprefix("validation")
         if which == self.split or not self.losses:

@@ -95,7 +95,7 @@ def _as_flag(section: Any, field: str) -> str:
 def _listed(title: str, flags: dict[str, list[str]]) -> list[str]:
     """Return a title line, and lines with the flags of each section; [] if there are no flags.
 
-    ``flags`` holds a list of flags by the name of its section.
+    ``flags`` holds the flags of each section, by the section's name.
     """
     wrapper = textwrap.TextWrapper(_WIDTH, initial_indent=">   ", subsequent_indent=">     ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
@@ -134,7 +134,7 @@ def implementation_line(
 
 
 def parameters_line(total: int, trained: int, largest: int) -> str:
-    """Return a line with the number of parameters: in all, trained, and at most on one rank."""
+    """Return a line with three numbers: all parameters, trained ones, and the most on one rank."""
     share = "" if trained == total else f", {trained:,} of them trained"
     return f"parameters: {total:,}{share}; at most {largest:,} on one rank"
 
