@@ -30,7 +30,7 @@ from megatron_ext.video.model.tokens import LatentShape, tokens_per_frame
 _REDUCTIONS = {"per_token": "token", "per_sample": "sample"}
 
 QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
-"""Names in the log of the quarters of times [0, 1], the same for clips of all sizes."""
+"""Names in the log of the losses at times [0, 1/4), [1/4, 1/2), [1/2, 3/4) and [3/4, 1]."""
 
 
 def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> float:
@@ -62,7 +62,7 @@ def shift(times: Tensor, factor: float) -> Tensor:
 
 
 def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
-    """Return training times in [0, 1] for standard normal numbers, one for each, in float32.
+    """Return a training time in [0, 1] for each of the standard normal ``normals``, in float32.
 
     The times are shifted by `shift` with ``factor``.
     """
@@ -127,9 +127,9 @@ class FlowTargets:
         weights: weights of the tokens in the loss from `token_weights`, ``[b, n]`` float32.
         times: t, ``[b]`` for each clip or ``[b, n]`` for each token.
         modes: condition modes as indices into `MODES`, ``[b]``.
-        usual_weight: mean over the context-parallel ranks of the sum of each rank's ``weights``,
-            since ranks hold unequal numbers of image tokens. `share_of_step` computes the factor on
-            the loss from it. None takes the sum of this rank's ``weights`` instead.
+        usual_weight: the sum of ``weights``, averaged over the context-parallel ranks; needed if
+            these ranks hold unequal numbers of image tokens. `share_of_step` divides by it. None
+            makes `share_of_step` take the sum of this rank's ``weights`` instead.
     """
 
     velocity: Tensor

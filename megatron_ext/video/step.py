@@ -1,4 +1,4 @@
-"""Micro-batches of flow matching, built from clips in the form that all video networks take."""
+"""Micro-batches of flow matching: the parts that all video networks build in the same way."""
 
 from __future__ import annotations
 

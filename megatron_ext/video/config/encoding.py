@@ -116,7 +116,7 @@ WINDOWS = ("first", "uniform", "all", "scenes")
 UNIFORM_WINDOWS = 4
 """The default number of windows of a clip (--video-window-count)."""
 SCENE_THRESHOLD = 0.3
-"""The change between frames, from 0 to 1, that begins a scene by default."""
+"""The default threshold for scenes: a change from the frame before, from 0 (none) to 1."""
 
 WHITE = "white"
 _COLOURS = {WHITE: (255, 255, 255), "black": (0, 0, 0), "grey": (128, 128, 128)}
@@ -252,8 +252,8 @@ class EncodeConfig:
     def _check_windows(self) -> None:
         """Raise ConfigError for an unknown ``--video-windows``, or for a flag without effect.
 
-        The other flags of windows have an effect only with certain values of ``--video-windows``.
-        The flag ``--temporal-crop`` has an effect only without ``--video-windows``.
+        A flag such as ``--video-window-stride`` has an effect only with certain values of
+        ``--video-windows``, and ``--temporal-crop`` only without ``--video-windows``.
         """
         windows = self.video_windows
         if windows not in (None, *WINDOWS):

@@ -59,9 +59,10 @@ VIDEO_DEFAULTS: Mapping[str, Any] = {
     "log_interval": 10,
     "usual_save_interval": 1000,
 }
-"""Defaults of pretrain_video.py that differ from Megatron-LM's: a learning rate with linear warm-up
-that then is constant, and a very small epsilon of Adam, which is stable with normed queries and
-keys (arXiv:2403.03206)."""
+"""Defaults of pretrain_video.py that differ from Megatron-LM's.
+
+The learning rate is constant after a linear warm-up. Adam's epsilon is very small, which is stable
+with normed queries and keys (arXiv:2403.03206)."""
 
 STREAMING_DEFAULTS: Mapping[str, Any] = {
     **VIDEO_DEFAULTS,
@@ -124,13 +125,12 @@ UNUSED_IN_STREAMING = (
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 
 SHAPE_FLAGS = ("hidden_size", "num_attention_heads")
-"""Flags of the engine for sizes that a network's named size decides; such networks refuse them."""
+"""The engine's flags for sizes that are part of a network's named size, and so are refused."""
 QK_NORMS = "the norms of its queries and keys never decay"
 """The reason why ``--apply-wd-to-qk-layernorm`` is refused, for messages."""
 
 STREAMING_START = 200
-"""The default in streaming of ``--ema-start``, the first step that is averaged; it is LongLive's.
-"""
+"""LongLive's first step with averaged weights, the default of ``--ema-start`` in streaming."""
 
 
 def resolve_flow(config: RunConfig) -> RunConfig:
@@ -370,9 +370,10 @@ def _unknown_to_network(config: RunConfig) -> list[FlagError]:
 
 
 def _streaming_or(field: str) -> str:
-    """Return text for a message: ``--task streaming`` and the networks for which a flag has effect.
+    """Return, as text for a message, where a flag of streaming has an effect.
 
-    ``field`` is the configuration field of the flag, which belongs to the flags of streaming.
+    It has an effect with ``--task streaming``, and in flow matching with some networks, which are
+    named. ``field`` is the configuration field of the flag.
     """
     names = [
         name for name in NETWORKS if field in network_named(name).streaming_flags.get(name, ())

@@ -58,10 +58,10 @@ def samples_in(archive: Path) -> Iterator[tuple[Member | None, dict[str, Any], l
 def _file_of(
     member: tarfile.TarInfo, members: Mapping[str, tarfile.TarInfo]
 ) -> tarfile.TarInfo | None:
-    """Return the file that a tar member is, or to which it links.
+    """Return the file that ``member`` is, or to which it leads as a link.
 
-    ``members`` has all members by name. Return None for anything else, such as a folder or a link
-    that leads to no file in the archive.
+    ``members`` has all members of the archive by name. Return None for a member that is neither a
+    file nor such a link, for example a folder, or a link that leads to no file in the archive.
     """
     for _ in range(_MOST_LINKS):
         if member.isfile():

@@ -198,7 +198,8 @@ def _text_of(clip: Path, name: str) -> Path | None:
 def _clips_of(archive: Path, unused: Counter[str]) -> Iterator[Clip]:
     """Yield the clips of a tar file.
 
-    Add to ``unused`` how often each column, and each suffix of a member, is not used.
+    ``unused`` counts the columns and the members that are not used, by the name of the column or
+    the suffix of the member; the counts of this file are added to it.
     """
     for member, row, others in archives.samples_in(archive):
         if member is not None:

@@ -103,7 +103,7 @@ def codec_from_manifest(
 
 
 OVERLAP = 9
-"""The number of latent frames before a part that a VAE without a cache decodes again."""
+"""How many of the latent frames before a part are decoded again, for a VAE without a cache."""
 
 BlockDecoder = Callable[[Tensor], Tensor]
 """A function from the next latents ``[b, c, t, h, w]`` of b videos to pixels ``[b, 3, f, H, W]``.

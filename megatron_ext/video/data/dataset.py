@@ -73,7 +73,7 @@ class VideoClips(Dataset[VideoSample], ABC):
 
     @abstractmethod
     def _sample(self, number: int) -> VideoSample:
-        """Return the clip of this number, which must be in range."""
+        """Return the clip ``number``, which must be from 0 to the number of clips - 1."""
 
     @abstractmethod
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
@@ -306,8 +306,8 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
 def open_online(options: VideoPreprocessOptions, *, flag: str, tell: bool) -> OnlineVideos:
     """Open a list of clips to be encoded on access, with the same buckets as in preprocessing.
 
-    Read the header of every clip, and write nothing. ``flag`` is the flag that gives the list, for
-    errors. With ``tell`` print how many clips are left out, and why.
+    Read the header of every clip, and write nothing. ``flag`` is the name of the flag that gives
+    the list, for error messages. With ``tell`` print how many clips are left out, and why.
     """
     codec = build_codec(options.codec, seed=options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)

@@ -52,8 +52,8 @@ class PlannedClip:
         bucket: bucket of the sample.
         window: (index of the window in the clip, first frame of the window), for a sample that is
             one of the clip's windows. Frames are counted at the frame rate of the sample, not of
-            the file. If it is None, ``--temporal-crop`` decides where in the clip the sample
-            begins.
+            the file. Without windows it is None, and ``--temporal-crop`` decides where in the clip
+            the sample begins.
     """
 
     number: int
@@ -191,7 +191,10 @@ def reference_names(lengths: Sequence[int]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A clip that is left out; for a file that cannot be read, ``detail`` is the error message."""
+    """A clip that is left out, and why.
+
+    ``detail`` is the error message if the file could not be read, else "".
+    """
 
     number: int
     path: str
@@ -371,7 +374,8 @@ def _probe(config: EncodeConfig, clip: Clip) -> _Probed | Dropped:
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
     """Return a line for each reason why clips were dropped, the most frequent reason first.
 
-    A line gives the number of clips dropped for this reason, out of ``total``, and the first one.
+    A line gives the number of clips dropped for this reason, out of ``total``, and the path or the
+    error message of the first of them.
     """
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [
@@ -415,6 +419,5 @@ def rate_report(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[st
 
 
 _SAME_SPEED = 0.01
-"""The relative difference up to which the rates of a row and of its file are taken as equal.
-
-A row often says 30 for a file of 29.97."""
+"""The relative difference up to which two frame rates of a clip, from its row in the list and from
+its file, are taken as equal. A row often says 30 for a file of 29.97."""

@@ -70,8 +70,8 @@ def _size(budget: int, ratio: float) -> tuple[int, int]:
 def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
     """Return the (height, width) among `sizes` that best fits the aspect ratio of a frame.
 
-    ``height`` and ``width`` are the size of the frame. The difference between two aspect ratios is
-    that of their logarithms.
+    ``height`` and ``width`` are the size of the frame. Aspect ratios are compared by logarithm:
+    the best fit has the smallest factor between its ratio and that of the frame.
     """
     log_ratio = math.log(height / width)
     return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - log_ratio))
@@ -198,9 +198,9 @@ def _whole(value: Any) -> int:
 
 
 SMALLEST_SHARE = 0.8
-"""The least number of pixels of a clip that may enter a resolution, as a share of the resolution.
+"""A clip enters a resolution if it has at least this share of the resolution's number of pixels.
 
-A clip with a larger share, but less than 1, is enlarged."""
+A clip with fewer pixels than the resolution is enlarged."""
 
 
 class Drop(str, Enum):
@@ -233,19 +233,18 @@ class ClipShape:
 
 
 _SAME_RATE = 1.01
-"""The factor by which a clip's rate may exceed the cap; headers often say 24.02 for 24."""
+"""The factor by which a clip's rate may exceed ``fps_cap``; headers often say 24.02 for 24."""
 
 
 def subsampling(
     fps: float, fps_cap: float, video_fps: float | None = None
 ) -> tuple[int | float, int | float]:
-    """Return (interval of the kept frames, frame rate of the kept frames).
+    """Return (interval of the kept frames, frame rate of the kept frames) for a clip.
 
-    ``fps`` is the frame rate of the clip, whose frames are the unit of the interval. Without
-    ``video_fps`` the rule is Open-Sora's: keep every n-th frame, where n is
-    ``ceil(fps / fps_cap)``; the rate is ``floor(fps / n)``. With ``video_fps`` the rate is
-    ``video_fps``, and the interval may be a fraction. For an image, which has 0 frames per second,
-    the result is ``(1, 0)``.
+    The interval is in frames of the clip, whose frame rate is ``fps``. Without ``video_fps`` the
+    rule is Open-Sora's: keep every n-th frame, where n is ``ceil(fps / fps_cap)``; the rate of the
+    kept frames is ``floor(fps / n)``. With ``video_fps`` it is ``video_fps``, and the interval may
+    be a fraction. For an image, which has 0 frames per second, the result is ``(1, 0)``.
     """
     if video_fps is not None and fps:
         return fps / video_fps, int(video_fps) if video_fps == int(video_fps) else video_fps

@@ -166,10 +166,10 @@ _ENTRIES = {
     "fps": ("a number above 0", lambda x: _NUMBER[1](x) and x > 0),
     "fingerprint": _TEXT,
 }
-"""The required entries of a manifest.
+"""The required entries of a manifest, by name, with what their values must be.
 
-The value of an entry is described by a dict, by a list with one item for all its items, or by
-(description, check)."""
+A pair (description, check) stands for a single value, which ``check`` must accept. A dict stands
+for a mapping with these entries, and a list of one item for a list whose items are all like it."""
 _SIZES = {
     ("text_encoder", HASHED): {"width": _SIZE, "pooled_width": _SIZE},
     ("codec", PATCH): {
@@ -177,7 +177,7 @@ _SIZES = {
         **dict.fromkeys(("codec_shift", "codec_scale"), _NUMBER),
     },
 }
-"""Required entries of a codec or text encoder that has no model folder with its sizes."""
+"""Further required entries if codec or text encoder have no model folder, which gives the sizes."""
 
 
 def _faults(value: Any, expected: Any, name: str) -> Iterator[tuple[str, str | None]]:

@@ -254,10 +254,10 @@ class _Samples:
             self.markers[name] = marker
 
     def has_shard(self, name: str, entries: Sequence[Entry]) -> bool:
-        """Tell whether a shard is finished and has exactly the samples of ``entries``.
+        """Tell whether a shard is finished and was made from exactly ``entries``, in this order.
 
-        A damaged clip has an entry, but no sample. The clips that the shard has recorded as damaged
-        must be exactly the damaged clips of ``entries``.
+        A damaged clip has an entry, but no sample. The shard must have the samples of the other
+        entries, and must have recorded exactly the damaged clips of ``entries`` as damaged.
         """
         marker = self.markers.get(name)
         whole = [entry.key for entry in entries if entry.key not in self._damaged]
@@ -560,10 +560,7 @@ class _Todo:
             self._join(part.shard)
 
     def unfinished(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of the part ``numbers`` whose parts are not on disk yet.
-
-        A part's number is its index in ``parts``.
-        """
+        """Return which of the parts ``numbers`` (indices into ``parts``) are not on disk yet."""
         return [x for x in numbers if not (self.folder / f"{self.parts[x].name}.json").exists()]
 
     def _join(self, name: str) -> None:

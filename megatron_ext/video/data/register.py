@@ -71,7 +71,7 @@ class Register:
         return _hash(self.options)
 
     def shards(self) -> dict[str, list[Entry]]:
-        """Return the entries of each shard, by the shard's name; leave out those without a shard.
+        """Return the entries of each shard, by the shard's name; leave out entries without a shard.
 
         Both shards and entries are in the order of the dataset's samples.
         """

@@ -26,7 +26,7 @@ class Members:
     Attributes:
         clips: numbers of the clips of the first epoch.
         shares: for each dataset of a blend, (numbers of its clips in this bucket, how many clips an
-            epoch takes from them). An epoch that takes more clips than there are repeats some.
+            epoch takes from them). If an epoch takes more clips than there are, it repeats some.
             Empty if each epoch takes all ``clips`` once.
     """
 
@@ -117,7 +117,7 @@ class BucketSteps:
         self._order = list[tuple[Bucket, list[int]]]()
 
     def _unit(self, members: Members) -> int:
-        """Return the number of clips of a unit: of a step or, with ``mixed``, of a micro-batch."""
+        """Return the number of clips of a unit: a step or, with ``mixed``, a micro-batch."""
         return members.micro_batch_size * (1 if self.mixed else self._per_step)
 
     def _share(self, count: int, size: int) -> int:
@@ -211,7 +211,7 @@ class Geometry:
 
 
 class VideoPlan:
-    """The micro-batches of each step, counted from the beginning of the run.
+    """The micro-batches of each step of a run; steps are counted from the beginning of the run.
 
     Args:
         geometries: the size of the token sequences, by bucket.
@@ -237,7 +237,7 @@ class VideoPlan:
     def microbatches(
         self, step: int, rank: int, first_sample: int
     ) -> list[tuple[Bucket, list[int], range]]:
-        """Return the clips of each micro-batch of a data-parallel rank.
+        """Return the clips of each micro-batch of a data-parallel rank in a step.
 
         Each micro-batch is (bucket, numbers of its clips in the dataset, numbers of its samples in
         the run). ``first_sample`` is the number of the first sample of the step.

@@ -232,8 +232,8 @@ def build_video_datasets(
 def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     """Open and check the data; return (configuration completed by the data, None).
 
-    The second result is for what the data of a task needs, such as a tokenizer; video needs none.
-    Data that is damaged or does not fit the flags raises ConfigError or DataError.
+    None stands for the task's assets, such as a tokenizer, since video needs none. Data that is
+    damaged or does not fit the flags raises ConfigError or DataError.
     """
     video = config.section(VideoConfig)
     if video.dry_run_shape is not None:

@@ -21,11 +21,11 @@ _SIDE = 8
 _BANDS = 24
 _BITS_OF_BAND = 16
 _CLOSE = 0.05
-"""The largest distance between mean colours of near duplicates.
+"""The largest distance between the mean colours of near duplicates, channel by channel.
 
-It is a share of the range that mean colours have over all clips."""
+The unit is the difference between the largest and the smallest mean of all clips."""
 _FLAT = 1e-3
-"""The largest standard deviation of a flat clip, relative to that of all clips."""
+"""The largest standard deviation of a flat clip's picture, relative to the RMS over all clips."""
 
 
 class NearDuplicates:
@@ -46,11 +46,11 @@ class NearDuplicates:
         self._means.append(shown.mean(dim=(1, 2, 3)).numpy())
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield (first clip of the group, duplicate), as clip numbers, for each near duplicate.
+        """Yield (number of the clip that is duplicated, number of the duplicate).
 
-        A group holds all clips that are linked by pairs of near duplicates; each clip but its first
-        is yielded. Flat clips, almost of a single colour, are left out, since they have no other
-        content to compare.
+        Clips that are linked by pairs of near duplicates form a group. Each clip of a group except
+        the first is yielded as a duplicate of the first. Flat clips, which have almost a single
+        colour, are left out, since they have no other content to compare.
         """
         if len(self._numbers) < 2:
             return

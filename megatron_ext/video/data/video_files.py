@@ -166,16 +166,17 @@ def scene_times(path: ClipFile, threshold: float) -> list[float]:
 
 _SCENE_WIDTH = 320
 _SEEK_AFTER = 4.0
-"""The time of a wanted frame, in seconds, from which on a seek is tried.
+"""A seek is tried only for a frame later than this time in seconds.
 
-Up to this time, the video is decoded from the start."""
+For an earlier frame, the video is decoded from the start."""
 _SEEK_BEFORE = (1.0, 8.0)
-"""The seconds before a wanted frame to which to seek.
+"""How many seconds before a wanted frame a seek aims; the second number is a second try.
 
-The second number is tried if the first leads to a frame after the wanted one. Seeking in recorded
-broadcasts is imprecise."""
+It is needed if the first seek leads to a frame after the wanted one, which happens in recorded
+broadcasts."""
 _LATEST = Fraction(1, 2)
-"""The seconds by which decoding times may decrease; cheap recorders write some out of order."""
+"""The largest decrease of decoding times that is accepted, in seconds; cheap recorders write some
+times out of order."""
 _FILTERED_BEFORE = 0.25
 """The least number of seconds to decode before a wanted frame, since filters use earlier frames."""
 

@@ -113,7 +113,7 @@ class QKNorm(Part):
 
     @property
     def spec(self) -> Norm:
-        """Return the settings that both norms have, as a `NormSpec`."""
+        """Return the settings of the two norms, which are the same for queries and keys."""
         return spec_of(self.q_layernorm)
 
 

@@ -327,7 +327,8 @@ class TextMemo:
         """Prepare for a forward pass with ``text``, ``[b, l, text_width]``.
 
         Return True if the store holds the keys and values of this text. Otherwise clear the store
-        and return False; the blocks must then put theirs into `key_values` during the pass.
+        and return False; during the pass, each block must then put the keys and values that it
+        computes into `key_values`.
         """
         if self.is_filled and self._is_of(text):
             return True

@@ -23,7 +23,7 @@ class Blueprint(NamedTuple):
     Attributes:
         config: megatron-core's configuration, with the values of ``sizes.transformer_fields()``.
         sizes: sizes of the whole model, a `config.sizes.Sizes`.
-        options: settings of the network that change no shape of a parameter.
+        options: settings of the network that do not change the shape of any parameter.
     """
 
     config: TransformerConfig

@@ -73,9 +73,9 @@ def position_ids(shape: LatentShape, patch_size: int, device: torch.device | Non
 
 @dataclass(frozen=True)
 class TokenRange:
-    """The tokens ``start`` to ``end`` of a sequence of text tokens followed by image tokens.
+    """The tokens ``start`` to ``end - 1`` of a sequence of text tokens followed by image tokens.
 
-    ``num_text`` and ``num_image`` are the numbers of tokens in the whole sequence.
+    ``num_text`` and ``num_image`` are the numbers of text and image tokens in the whole sequence.
     """
 
     num_text: int

@@ -78,7 +78,7 @@ def named_by(names: Iterable[str]) -> str:
 
 
 def without_pooled() -> str:
-    """Return `named_by` of all networks that need no pooled text vector."""
+    """Return text for a message that names all networks that need no pooled text vector."""
     return named_by(name for name in NETWORKS if not network_named(name).takes_pooled)
 
 

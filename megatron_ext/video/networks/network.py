@@ -1,8 +1,8 @@
 """The interface of a video network, through which the rest of the package uses the network.
 
-Each network has a folder, whose ``__init__.py`` holds ``NETWORK``, a `VideoNetwork`. It is loaded
-together with the program's flags, so it imports little. `NETWORK` names the other parts of the
-network as strings ``module:name``, and each is imported when a run needs it:
+Each network has a folder, whose ``__init__.py`` holds ``NETWORK``, a `VideoNetwork`. This file is
+loaded together with the program's flags, so it imports little. `NETWORK` names the other parts of
+the network as strings ``module:name``, and each part is imported when a run needs it:
 
 - a `FlowNetwork`,
 - a `StreamedNetwork`, for a causal network that streaming can train,
@@ -42,11 +42,10 @@ from megatron_ext.video.sampling.velocity import ParallelVelocity
 from megatron_ext.video.step import FlowBatchBuilder, FlowMicrobatch
 
 STREAMING = "streaming"
-"""The name for the networks of ``--task streaming``; other networks have a value of
-``--video-model``."""
+"""The kind of the networks of ``--task streaming``; other kinds are values of ``--video-model``."""
 
 Sections = Mapping[str, Mapping[str, Any]]
-"""Values of flags: a mapping by name of the section, of mappings by field."""
+"""Values of flags by section and field: ``{section: {field: value}}``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,9 +165,9 @@ class FlowNetwork(ABC):
 
     @property
     def sequence_multiple(self) -> int:
-        """Return a number of which each clip's total of text and image tokens is a multiple.
+        """Return a number that must divide each clip's total number of text and image tokens.
 
-        Text tokens are padded to reach such a total.
+        The text is padded so that it does.
         """
         return 1
 
@@ -307,7 +306,8 @@ class Conversion(ABC):
             entry: key in a torch.save file; None takes the file's only dictionary of tensors.
 
         Raises:
-            CheckpointError: the weights cannot be converted, or a folder not read or written.
+            CheckpointError: the weights cannot be converted, or a folder cannot be read or
+                written.
         """
 
     @abstractmethod
@@ -334,7 +334,8 @@ class Conversion(ABC):
             naming: one of `namings`; None takes the first.
 
         Raises:
-            CheckpointError: the weights cannot be converted, or a folder not read or written.
+            CheckpointError: the weights cannot be converted, or a folder cannot be read or
+                written.
         """
 
     @abstractmethod

@@ -29,9 +29,9 @@ _FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_
 """Options by which a file can be played while it is written, without an index in memory."""
 _FRAGMENT = 2  # seconds
 _HD = (1280, 720)
-"""A width and a height; players show video of at least one of them in BT.709.
+"""(Width, height); a video at least as wide or as high is written in BT.709, others in BT.601.
 
-They assume BT.601 for smaller video without a tag."""
+These are the colour spaces that players assume for a video that does not state its own."""
 _BT709, _BT601, _LIMITED = 1, 6, 1
 """The numbers of two colour matrices in ITU-T H.273, and of the range 16 to 235 in FFmpeg."""
 
@@ -149,8 +149,8 @@ def write_clips(
     """Write P clips, their contact sheet and a list of them into a folder.
 
     The files are ``sample_000.mp4`` and so on, `CONTACT_SHEET` and `LIST`. They are written into a
-    temporary folder, which then replaces the folder, so that the folder is never incomplete.
-    Earlier samples in the folder are lost.
+    temporary folder, which then replaces ``folder``, so that ``folder`` is never incomplete.
+    Earlier samples in ``folder`` are lost.
 
     Args:
         pixels: P clips ``[3, f, H, W]``, all finite; they are clamped to [-1, 1].

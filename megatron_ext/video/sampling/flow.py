@@ -22,7 +22,7 @@ from megatron_ext.video.loss import shift, shift_factor
 from megatron_ext.video.model.tokens import LatentShape, pack, tokens_per_frame, unpack
 
 OSCILLATION_START = 10
-"""The step, from 0, from which on odd steps have scales of 1 with ``--sample-oscillation``."""
+"""With ``--sample-oscillation``, guidance scales are 1 in odd steps from this step on (from 0)."""
 
 
 def _has_unit_scales(sampling: SampleConfig, step: int) -> bool:
@@ -61,10 +61,11 @@ def guided(c: Tensor, u: Tensor, u2: Tensor, text: float, image: Tensor | float)
 
 
 Velocity = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``velocity(x, t, text, pooled, cond)`` returns the velocity of tokens ``x``, in their shape.
+"""A function ``velocity(x, t, text, pooled, cond)`` that returns a tensor in the shape of ``x``.
 
-The arguments are in this order: noised tokens ``[b, n, c*p*p]`` float32, times ``[b]`` float32,
-text ``[b, l, d]``, pooled text ``[b, e]`` and conditions ``[b, n, (1+c)*p*p]``."""
+``x`` are noised tokens ``[b, n, c*p*p]`` float32, ``t`` times ``[b]`` float32, ``text`` token
+embeddings ``[b, l, d]``, ``pooled`` text ``[b, e]`` and ``cond`` conditions
+``[b, n, (1+c)*p*p]``."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class RequestGroup:
 
     Attributes:
         numbers: index of each request among all requests.
-        shape, sampling: the clip size and the sampling flags, with the group's size and steps.
+        shape: size of the clips of this group.
+        sampling: flags of sampling, with the number of steps of this group.
         draws: for each request (seed, number), from which its noise is drawn.
     """
 
@@ -89,8 +90,8 @@ def groups_of(
     """Group the requests that can be sampled together.
 
     A request that lacks a size, steps or a seed gets those of ``shape`` and ``sampling``. Noise is
-    drawn from a seed and a number: the request's index, or 0 if the request has its own seed, so
-    that its clip does not depend on its position in the file.
+    drawn from a seed and a number. The number is the request's index, or 0 if the request has its
+    own seed, so that the clip then does not depend on the request's position in the file.
     """
     groups = dict[tuple[Any, int], RequestGroup]()
     for number, request in enumerate(requests):

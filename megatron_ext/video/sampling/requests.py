@@ -63,8 +63,8 @@ class ClipRequest:
         mode: one of `MODES`.
         motion: motion score to add to the caption; None adds none.
         negative_prompt: caption from which guidance leads away; None: ``--sample-negative-prompt``.
-        seed: seed of the noise; the clip then does not depend on the request's number. If None, the
-            noise depends on ``--sample-seed`` and on the request's number.
+        seed: seed of the noise. If it is given, the clip does not depend on the request's number;
+            if None, the noise depends on ``--sample-seed`` and on the request's number.
         steps: number of steps of Euler's method; None: ``--sample-steps``.
         size: height and width in pixels; None: the size that the flags set.
 

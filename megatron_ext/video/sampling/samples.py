@@ -41,9 +41,10 @@ def velocity_of(run: Run) -> ParallelVelocity:
 
 
 def report_average_start(run: Run) -> None:
-    """Log which share of the averaged weights (EMA) is still the weights that they started from.
+    """Log how much weight the averaged weights (EMA) still give to the initial weights.
 
-    Without averaged weights, or if the share is below 0.1%, nothing is logged.
+    Without averaged weights, or if the share of the initial weights is below 0.1%, nothing is
+    logged.
     """
     note = run.progress.average_note
     if note is not None:

@@ -153,13 +153,13 @@ class ParallelVelocity:
             return collect_outputs(self.engine, [inputs], shape)
 
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
-        """Join the outputs of the last stage's context-parallel ranks; return it on all ranks.
+        """Return the outputs of the last stage's context-parallel ranks, joined, on all ranks.
 
         Each rank fills in its own tokens and zeros elsewhere, so the sum over the ranks is exact.
         The result has the shape of the input tokens ``x``.
 
         Raises:
-            DataError: an output has not the shape of this rank's tokens.
+            DataError: an output does not have the shape of this rank's tokens.
         """
         groups = self.context.pgs
         context = self.context

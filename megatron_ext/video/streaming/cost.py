@@ -50,8 +50,8 @@ class StreamingMemory:
     Attributes:
         networks: the memory of generator, critic and teacher, in this order.
         cache: bytes of the generator's cache: keys and values of frames and text.
-        passes: for each kind of pass, by its description, the peak bytes of activations, which are
-            held besides state and cache; passes run one at a time.
+        passes: the peak bytes of activations of each kind of pass, by a description of the pass.
+            They are held besides state and cache; passes run one at a time.
     """
 
     networks: tuple[NetworkMemory, ...]

@@ -84,7 +84,8 @@ class LongVideoWriter:
         num_frames: number of decoded frames that each video will have when it is finished.
 
     Attributes:
-        num_frames: number of decoded frames of each video that have been written so far.
+        num_frames: number of decoded frames of each video that have been written so far, unlike the
+            argument of the same name.
 
     Raises:
         ConfigError: PyAV is not installed.

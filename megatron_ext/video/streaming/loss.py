@@ -67,8 +67,8 @@ def noised_clip(
 ) -> NoisedClip:
     """Add noise to a clip, for critic and teacher.
 
-    Noise and timesteps depend only on the seed, on the clip's samples, index in the sequence and
-    exit step, and on ``purpose``, the network that the clip trains.
+    Noise and timesteps depend only on the seed, on ``purpose`` (the network that the clip trains),
+    and on the clip's samples, its index in the sequence and its exit step.
     """
     latents = clip.latents.detach()
     name = f"{purpose} chunk {clip.number}"
@@ -108,8 +108,8 @@ class Scores:
         teacher under the prompt and the negative prompt.
 
         Args:
-            noised: gives the timesteps and noise levels.
-            x: noised latents.
+            noised: the noised clip, from which only timesteps and noise levels are used.
+            x: noised latents ``[b, t, c, h, w]``, which may need a gradient.
             entering: a copy of ``x`` as input of the networks, so that a hook on it receives only
                 the gradient through the networks; None uses ``x`` itself.
         """
@@ -275,7 +275,10 @@ def _guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
 
 @torch.no_grad()
 def _distance(latents: Tensor, real: Tensor) -> Tensor:
-    """Return mean|latents - real| of each sample, ``[b, 1, 1, 1, 1]``, with infinity for 0."""
+    """Return mean|latents - real| of each sample as a divisor, ``[b, 1, 1, 1, 1]``.
+
+    A mean of 0 is replaced by infinity, so that a quotient with it is 0.
+    """
     distance = (latents.double() - real).abs().flatten(1).mean(dim=1)
     return torch.where(distance == 0, torch.inf, distance).view(-1, *[1] * (latents.dim() - 1))
 

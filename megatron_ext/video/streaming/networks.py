@@ -43,7 +43,8 @@ class TrainedNetwork:
     Attributes:
         chunks: a list with one item: the network, wrapped for data parallelism.
         clip_grad: largest global norm of the gradient; 0 for no clipping.
-        base: frozen weights under the adapters if checkpoints hold only adapters, else None.
+        base: identity of the frozen weights under the adapters, if checkpoints hold only the
+            adapters; else None.
     """
 
     chunks: list[DistributedDataParallel]

@@ -56,13 +56,13 @@ class NoiseSchedule:
     def context_sigma(self, *, recached: bool = False) -> float:
         """Return the noise level of the past frames to which the generator attends.
 
-        ``--context-noise`` is the timestep of these frames, and their level is that of the nearest
-        table entry. In two cases the level is 0 instead:
+        It is the level of the table entry nearest to the timestep ``--context-noise``. In two cases
+        it is 0 instead:
 
-        - without ``context_noise_from_table``, if the timestep is 0, where the table has 0.5% with
-          the default shift,
-        - with ``context_noise_from_table``, for frames that are ``recached``, that is, encoded
-          again under another prompt or for a lost cache, as in LongLive.
+        - without ``context_noise_from_table``, if the timestep is 0; the lowest level in the table
+          is above 0 (0.5% with the default shift),
+        - with ``context_noise_from_table``, if the frames are ``recached``: encoded again under
+          another prompt or for a lost cache, as in LongLive.
         """
         noise = self.streaming.context_noise
         from_table = self.streaming.context_noise_from_table
@@ -98,7 +98,7 @@ class NoiseSchedule:
         return timesteps.clamp(streaming.min_timestep, streaming.max_timestep).float()
 
     def _step(self, timestep: float) -> int:
-        """Return the table entry nearest to ``timestep``: 1 is the least noisy, 1000 the most."""
+        """Return the number of the table entry nearest to ``timestep``: 1 has the least noise."""
         return 1 + int((self._timesteps - timestep).abs().argmin())
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:

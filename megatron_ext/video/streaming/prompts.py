@@ -146,8 +146,8 @@ class VideoPrompt:
     """The first caption of a long video, and its switches to other captions.
 
     Attributes:
-        seed: seed of the noise; the video then does not depend on the prompt's number. If None,
-            the noise depends on ``--sample-seed`` and on the prompt's number.
+        seed: seed of the noise. If it is given, the video does not depend on the prompt's number;
+            if None, the noise depends on ``--sample-seed`` and on the prompt's number.
         start: path of an image, video or folder of images that gives the first block, or None.
 
     Raises:

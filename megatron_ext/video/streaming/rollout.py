@@ -45,7 +45,7 @@ class ExitStep:
     Attributes:
         x: noised latents, ``[b, block, c, h, w]``, with the same timestep for all frames.
         text: embeddings of the prompt, ``[b, l, d]``.
-        first_frame: index in the video of the block's first frame.
+        first_frame: index of the block's first frame in the video.
     """
 
     x: Tensor
@@ -200,10 +200,10 @@ class StreamClip:
         text: embeddings of the current prompt, ``[b, l, d]``; the losses use it for all frames.
         blocks: exit steps to run again with gradient; empty for the critic or without
             ``two_phase``.
-        samples: indices in the run of the clip's samples.
-        sequence: index in the run of the clip's sequence.
-        number: index in the sequence of this clip.
-        first_new: index in the sequence of the clip's first new frame.
+        samples: indices of the clip's samples, counted over the run.
+        sequence: index of the clip's sequence, counted over the run.
+        number: index of this clip in the sequence.
+        first_new: index of the clip's first new frame in the sequence.
         end: number of frames of the sequence up to and including this clip.
         exit_step: denoising step, from 0, at which all new blocks end; None if blocks may differ.
     """

@@ -57,8 +57,8 @@ class SequenceState:
     Random choices depend only on the seed and on the indices of sequence, clip and samples.
 
     Attributes:
-        sequence: index of the sequence in the run.
-        consumed_samples: index in the run of the sequence's first sample on replica 0.
+        sequence: index of the sequence, counted over the run.
+        consumed_samples: index of the sequence's first sample on replica 0, counted over the run.
         chunk: count of the clips generated so far (checkpoints call a clip a chunk).
         current_length: number of frames so far, including given ones.
         max_length: number of frames that the sequence may not exceed.

@@ -179,10 +179,10 @@ class StreamingState:
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
-        """Return sharded objects for ``stands``, the sequence's state, and this rank's ``cache``.
+        """Return the sharded objects of a checkpoint: the sequence's state and this rank's cache.
 
-        The first rank of each replica writes the state, and every rank writes its own cache. To
-        load, pass None for both.
+        ``stands`` is the state, which the first rank of each replica writes; every rank writes its
+        own ``cache``. Both are None for loading.
         """
         groups = self._context.pgs
         sizes = groups.dp.size(), groups.cp.size(), groups.tp.size()

@@ -184,7 +184,7 @@ class ParallelTeacher(torch.nn.Module):
 
 
 def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks of a group, joined along the first dimension."""
+    """Return the tensors ``part`` of all ranks of a group, joined along the first dimension."""
     if group.size() == 1:
         return part
     whole = part.new_empty(group.size() * part.size(0), *part.shape[1:])

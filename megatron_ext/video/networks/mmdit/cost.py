@@ -63,7 +63,7 @@ class MMDiTNetwork(ClipNetwork):
     def of(cls, config: RunConfig, clip: Clip) -> MMDiTNetwork:
         """Return the cost formulas for the MMDiT of ``config``, on the clips of one bucket.
 
-        ``config`` must be resolved.
+        The section ``model`` of ``config`` must be filled in from the network's flags.
         """
         ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
         return cls(config, ranks, config.section(MMDiTConfig).sizes(config.model), clip)

@@ -175,7 +175,7 @@ class MMDiTFlow(FlowNetwork):
     def options(self) -> MMDiTOptions:
         """Return the options that the flags set.
 
-        If the number of double (or single) blocks to recompute is not given, all of them are.
+        If no number of double (or single) blocks to recompute is given, all are recomputed.
         """
         mmdit = self.config.section(MMDiTConfig)
         sizes = self.sizes

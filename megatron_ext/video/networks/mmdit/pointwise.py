@@ -17,10 +17,10 @@ from megatron_ext.video.model.attention import rotate
 from megatron_ext.video.model.linear import modulated
 
 Pair = tuple[Tensor, Tensor]
-"""A tensor of the text, and one of the image."""
+"""Two tensors: one for the text tokens and one for the image tokens."""
 
 _MODULATED: Norm = ("LayerNorm", EPSILON, True)
-"""The kind of norm that modulation is: its weight is a sample's scale, its bias the shift."""
+"""Modulation as a norm for the kernels of norms: the scale is its weight, the shift its bias."""
 
 
 def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
@@ -92,9 +92,9 @@ def _streams_gradients(
     num_text: int,
     *rest: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of those arguments of `_modulated_streams` that ``plan[1]`` selects.
+    """Return the gradients of some arguments of `_modulated_streams`.
 
-    ``plan[1]`` has the positions of the arguments. ``of_hidden`` is the gradient that reaches
+    ``plan[1]`` holds the positions of these arguments. ``of_hidden`` is the gradient that reaches
     ``hidden`` through the residual connection; ``of_txt`` and ``of_img`` are the gradients of the
     modulated text and image. ``rest`` holds shift and scale of text, shift and scale of image, then
     two norm statistics of text and two of image.
@@ -170,7 +170,7 @@ def _split(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return normed queries, normed keys and values from a projection ``[s, b, n * 3 * d]``.
 
-    ``bias`` is added first.
+    ``bias``, unless it is None, is added to ``qkv`` first.
     """
     if bias is not None:
         qkv = qkv + bias

@@ -30,7 +30,7 @@ class AttentionPlan:
     """The key frames to which each block of new frames attends.
 
     Attributes:
-        past: numbers in the video of the cached frames. Key frames are the cached frames in this
+        past: numbers of the cached frames in the video. Key frames are the cached frames in this
             order, followed by the new frames.
         blocks: for each block, (its slice of the new frames, slices of the key frames to which it
             attends).

@@ -71,7 +71,7 @@ SIZES = {
 
 BIDIRECTIONAL = "video-dit"
 CAUSAL = "causal-video-dit"
-"""Names of Wan's network in ``--video-model``, with bidirectional and with causal attention."""
+"""Values of ``--video-model`` for Wan's network with bidirectional and with causal attention."""
 
 
 def is_causal(config: RunConfig) -> bool:

@@ -66,7 +66,7 @@ class DiTNetwork(StreamedCost):
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
         """Return the cost formulas for the video DiT of ``config``, on the clips of one bucket.
 
-        ``config`` must be resolved.
+        The section ``model`` of ``config`` must be filled in from the network's flags.
         """
         plan = AttentionPlan.bidirectional(clip.frames)
         dit = config.section(VideoDiTConfig)

@@ -51,9 +51,8 @@ def flops_of_pass(
 ) -> float:
     """Return the floating-point operations of a forward pass, summed over model-parallel ranks.
 
-    Only the forward pass is counted, and without keys and values of the text if the cache holds
-    them. ``model`` may be the chunk of any rank; the other arguments are those of
-    `VideoDiT.forward`.
+    The embedding of the text and its keys and values are not counted if the cache holds them.
+    ``model`` may be the chunk of any rank; the other arguments are those of `VideoDiT.forward`.
     """
     batch, frames, _, height, width = x.shape
     per_frame = height * width // model.sizes.patch_size**2

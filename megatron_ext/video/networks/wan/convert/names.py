@@ -60,7 +60,7 @@ BLOCK_MODULES = {
     "linear_fc1": ("ffn.net.0.proj", "ffn.0"),
     "linear_fc2": ("ffn.net.2", "ffn.2"),
 }
-"""Modules of a block in order, as in `MODULES`; parts of fused modules are listed in braces."""
+"""Modules of a block in order, as in `MODULES`; ``{q,k,v}`` stands for modules that ours fuses."""
 _TABLE = "modulation.weight"
 _NAMES = {
     f"blocks.{_TABLE}": ("scale_shift_table", "modulation"),
@@ -71,8 +71,9 @@ _NAMES = {
     for ours, (diffusers, original) in modules.items()
     for kind in ("weight", "bias")
 }
-"""Our names of parameters, each with its two names in Wan; those in blocks lack the block's number.
-"""
+"""Our names of parameters, each with (diffusers' name, name in the original repository).
+
+The names of parameters in blocks lack the block's number."""
 
 
 def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:

@@ -134,7 +134,7 @@ def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
     """Return the tensors, by name, that a file of torch.save holds under the key ``entry``.
 
     If ``entry`` is None, the whole file is taken if it is a dictionary of tensors, else the only
-    key that holds one. CheckpointError is raised if there is none, or a choice.
+    key that holds one. CheckpointError is raised if no key or several keys hold one.
     """
     # No code that the file may hold is run. One from before torch 1.6 is no archive, and cannot be
     # mapped.
