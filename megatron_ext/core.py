@@ -41,7 +41,15 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 def backward_step(
     entering: Tensor | None, output: Tensor, gradient: Tensor | None, config: TransformerConfig
 ) -> Any:
-    """Run the backward pass of a micro-batch through a chunk; return the gradient of its input."""
+    """Run the backward pass of a micro-batch through a chunk.
+
+    Return the gradient of the chunk's input.
+
+    Args:
+        entering: the chunk's input; None for the first chunk of the model.
+        output: the chunk's output; the loss for the last chunk.
+        gradient: the gradient of ``output``; None for the last chunk.
+    """
     kind = [ModelType.encoder_or_decoder] if takes(schedules.backward_step, "model_type") else []
     return schedules.backward_step(entering, output, gradient, *kind, config)
 

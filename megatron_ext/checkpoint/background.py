@@ -223,12 +223,12 @@ class BackgroundSaves:
         first wait for an earlier save to end.
 
         Args:
-            iteration: number of the training steps done, which names the checkpoint.
+            iteration: number of training steps done, which gives the checkpoint its name.
             state: called once; returns the sharded and the common state to save, in one mapping.
             progress: counters of the run, as values for JSON.
             run_config: the resolved configuration, as sections of plain values.
             best: the checkpoints with the lowest validation losses, lowest first; they are kept.
-            superseded: iterations whose checkpoints are removed afterwards.
+            superseded: iterations whose checkpoints are removed once the new one is complete.
 
         Raises:
             CheckpointError: the save cannot begin on some rank; raised on all ranks.
@@ -272,7 +272,9 @@ class BackgroundSaves:
         """Copy this rank's part of a checkpoint to a free slot in host memory.
 
         Args:
-            counters: the pickled pair of the run's counters and configuration.
+            iteration: number of training steps done.
+            prepared: the plan and the values of this rank's part.
+            counters: the pickled pair (counters of the run, configuration of the run).
 
         Returns:
             (slot, ""); (None, "") if no slot is free now; or (None, reason) if copying failed.

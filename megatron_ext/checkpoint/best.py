@@ -23,9 +23,10 @@ class BestCheckpoint:
 def with_candidate(
     best: Sequence[BestCheckpoint], new: BestCheckpoint, keep: int
 ) -> tuple[list[BestCheckpoint], list[BestCheckpoint]]:
-    """Add the checkpoint ``new`` to the list ``best``, cut to the ``keep`` lowest losses.
+    """Return ``best`` with the checkpoint ``new``, reduced to the ``keep`` lowest losses.
 
-    Return the new list, lowest loss first, and the checkpoints that drop out of ``best``.
+    The result is (the new list, lowest loss first; the checkpoints of ``best`` that drop out).
+    ``best`` itself does not change.
     """
     others = [entry for entry in best if entry.iteration != new.iteration]
     ranked = sorted([*others, new], key=lambda entry: entry.loss)

@@ -55,7 +55,10 @@ def is_new_branch(value: object) -> bool:
 
 
 def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
-    """Return whether the saving run had this run's tensor, pipeline and expert parallel sizes."""
+    """Return whether a checkpoint has the tensor, pipeline and expert parallel sizes of ``layout``.
+
+    ``arguments`` are the flags of the run that saved the checkpoint.
+    """
     return all(
         getattr(arguments, f"{axis}_model_parallel_size", 1)
         == getattr(layout, f"{axis}_model_parallel_size")
@@ -154,7 +157,7 @@ def check_optimizer(
 _OF_A_BLOCK = re.compile(r"((?:.*\.)?(?:\w*blocks|layers))\.(\d+)\.")
 _CRITIC = f"{CRITIC}."
 _HEADS = "mtp."
-"""Prefix of the weights of multi-token prediction; a run may have fewer than its checkpoint."""
+"""Name prefix of multi-token-prediction layers; a run may have fewer than its checkpoint has."""
 
 
 def weights_in(state: dict[str, Any]) -> set[str]:
@@ -163,19 +166,19 @@ def weights_in(state: dict[str, Any]) -> set[str]:
 
 
 def check_unexpected(path: Path, expected: Collection[str], strictness: str = "") -> list[str]:
-    """Check whether a checkpoint has weights that a network does not use.
+    """Check whether a checkpoint has weights of a network that the run's network does not have.
 
-    Only weights of this network are compared. Optimizer state, random states, averaged weights and
-    weights of other networks are ignored.
+    A checkpoint may hold two networks, and only one is checked. Optimizer state, random states and
+    averaged weights are ignored.
 
     Args:
         path: folder of the checkpoint.
-        expected: names of the network's weights on all ranks. For the second network of a run, all
-            names begin with `CRITIC`.
+        expected: names of the run's weights of the network, from all ranks. If they begin with
+            `CRITIC`, the second network of the checkpoint is checked, otherwise the first.
         strictness: ``--dist-ckpt-strictness``; its lenient values skip the check.
 
     Returns:
-        One log message if weights are left out; an empty list if none are.
+        One log message if some weights of the checkpoint are not loaded; otherwise an empty list.
 
     Raises:
         CheckpointError: the checkpoint has whole blocks (layers) that the network lacks.
@@ -363,8 +366,10 @@ def check_changes(
         path: folder of the checkpoint.
         config: the run's configuration.
         stored: values of the checkpoint's flags, by section and field.
-        weights_only: whether the run only starts from the checkpoint's weights, without resuming.
-        with_optimizer: whether the run resumes with the checkpoint's optimizer state.
+        weights_only: whether the run only starts from the checkpoint's weights, without resuming;
+            more flags may then differ.
+        with_optimizer: whether the run resumes with the checkpoint's optimizer state; flags of the
+            optimizer and of the learning rate are then compared, too.
     """
     stored = in_present_sections(stored, [type(section) for section in config.sections])
     changes = _changes(config.by_name(), config.to_dict(), stored)

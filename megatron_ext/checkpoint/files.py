@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_NUMBER_BYTES = 1000
 _FOLDER = re.compile(r"iter_(\d{7,})(\.replaced)?$")
 Files = dict[str, dict[str, Any]]
-"""Size and digest of files by name."""
+"""File name -> ``{"bytes": size in bytes, "blake2b": checksum}``."""
 
 
 def folder_of(root: Path, iteration: int) -> Path:

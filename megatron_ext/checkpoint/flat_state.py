@@ -28,9 +28,9 @@ from megatron_ext.parallel.context import ParallelContext
 FLAT = "flat"
 """The value of megatron-core's ``distrib_optim_sharding_type`` for this format."""
 PLACE = "place"
-"""The key under which the metadata of a state holds a rank's `Place`."""
+"""Key of a rank's `Place` in the ``metadata`` that megatron-core's sharding functions take."""
 RECORDS = "records"
-"""The key of everything but tensors in an optimizer's state."""
+"""Key in an optimizer's state of all that is not a tensor, such as settings and step counts."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _SECONDS_FOR_THE_FOLDER = 5.0
-"""Seconds until every machine sees a folder that rank 0 has made."""
+"""Time limit until a machine sees a folder that rank 0 has made on a shared file system."""
 _NICENESS = 5
 """Added to the helpers' niceness, so that ranks on the same processors come first."""
 
@@ -55,8 +55,8 @@ class Job:
     Attributes:
         snapshot: file with the rank's part of the checkpoint.
         root: the save folder.
-        seconds: how long rank 0's helper waits for other ranks' results. The time starts anew as
-            long as the files of the checkpoint grow.
+        seconds: how long rank 0's helper waits for other ranks' results. The wait restarts
+            whenever the files of the checkpoint have grown.
         best: the checkpoints with the lowest validation losses, lowest first.
         superseded: iterations whose checkpoints should be removed.
     """
@@ -184,10 +184,10 @@ class _ValuePlanner(DefaultSavePlanner):
 
 
 def _compact(value: Tensor) -> Tensor:
-    """Return a tensor of the same values whose storage holds nothing else.
+    """Return a tensor of the same values whose storage holds only these values.
 
     torch saves the whole storage of a tensor, and the storage of ``value`` may be a whole snapshot.
-    The result shares memory with a contiguous ``value``; any other is copied.
+    If ``value`` is contiguous, the result shares its memory; otherwise the result is a copy.
     """
     if not value.numel():
         return value.clone()

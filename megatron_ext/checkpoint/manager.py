@@ -369,8 +369,8 @@ class CheckpointManager:
         """Prepare the load of a checkpoint, after checking that it fits the model.
 
         Returns:
-            The sharded state to fill, without new weights that the checkpoint lacks; and these
-            weights, by chunk key and weight name (`leave_out_new`).
+            (the sharded state to fill; the model's weights that were left out of it because the
+            checkpoint lacks them, by chunk key and weight name, see `leave_out_new`).
 
         Raises:
             CheckpointError: the checkpoint does not fit the model.

@@ -66,8 +66,8 @@ def _adams(optimizer: MegatronOptimizer) -> list[Any]:
 def step_count(optimizer: MegatronOptimizer) -> float | None:
     """Return the number of updates so far, None before the first; all ranks call this together.
 
-    A pipeline stage may train no parameter, for example without adapters. It then needs the count
-    of another rank.
+    A pipeline stage may train no parameter, for example if a LoRA run has no adapter on it. Such a
+    stage has no count of its own, and takes that of another rank.
     """
     entries = [entry for adam in _adams(optimizer) for entry in adam.state.values()]
     own = next((float(entry["step"]) for entry in entries if "step" in entry), None)
@@ -133,11 +133,12 @@ _NOTHING: Any = "no parameter"
 
 
 def leave_out_nothing(state: dict[Any, Any]) -> None:
-    """Remove, in place, what optimizers without parameters add to a state.
+    """Remove from ``state``, in place, the entries that only optimizers without parameters have.
 
-    On ranks with parameters, the state has no such entries: empty ones, and the step count that
-    `counted` adds. The list of fp32 weights per parameter group becomes a mapping from group index
-    to weights, without the groups that are empty on this pipeline stage.
+    These are empty entries and the step count that `counted` adds. Ranks whose optimizers have
+    parameters lack these entries, and all ranks must save the same ones. Also replace the list of
+    fp32 weights per parameter group by a mapping from group index to weights, which leaves out
+    groups that are empty on this pipeline stage.
     """
     for part in (state, *_numbered(state)):
         inner = part.get("optimizer", part)
@@ -168,7 +169,7 @@ def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> li
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Load the state of an optimizer, or of a chain of them.
 
-    The checkpoint may have been saved with another expert-parallel size, and so by another number
+    The checkpoint may have been saved with another expert-parallel size, and so with another number
     of optimizers in the chain.
     """
     parts = parts_of(optimizer)

@@ -112,7 +112,7 @@ class Machine:
         raise Refused("it sets a state")
 
     def stored(self, key: Any) -> Any:
-        """Return the tensor storage ``key``, saved beside the pickle.
+        """Return the tensor storage that was saved beside the pickle under ``key``.
 
         The base class refuses every key.
         """
@@ -299,14 +299,15 @@ class Machine:
                 raise Refused(f"it has an instruction ({code:#04x}) that no checkpoint has")
 
     def _size(self, code: int, shorter: tuple[int, int], position: int) -> tuple[int, int]:
-        """Return the length of a text or of bytes, and the position where they begin.
+        """Return the length in bytes of a string in the pickle, and the position where it begins.
 
-        The length is stored at ``position``, before them.
+        The pickle stores the length at ``position``, and the string right after the length.
 
         Args:
-            code: the instruction, which tells the width of the length.
-            shorter: the instruction with a length of 1 byte, and the one with 4 bytes. Any other
-                has 8.
+            code: the instruction that loads the string. It determines whether the length itself
+                takes 1, 4 or 8 bytes.
+            shorter: the instructions with a length of 1 byte and of 4 bytes. All others have a
+                length of 8 bytes.
         """
         if code == shorter[0]:
             return self._content[position], position + 1

@@ -86,7 +86,7 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
 
 
 def write_manifest(folder: Path, listed: files.Files) -> None:
-    """Write the list of a checkpoint's files, which must be complete by now."""
+    """Write the manifest of a checkpoint; the files ``listed`` must already be in ``folder``."""
     content = {"version": files.VERSION, "files": dict(sorted(listed.items()))}
     files.write_durably(folder / files.MANIFEST, json.dumps(content, indent=1))
 

@@ -345,7 +345,8 @@ class RemoteFolder:
     def _drop_unless_same(self, iteration: int, is_there: bool) -> None:
         """Remove a checkpoint from the staging folder unless its manifest equals the remote one.
 
-        ``is_there`` says whether the object store has a complete checkpoint of this iteration.
+        ``is_there`` says whether the object store has a complete checkpoint of this iteration; if
+        it has none, the local one is removed, too.
         """
         folder = folder_of(self.root, iteration)
         own = folder / MANIFEST

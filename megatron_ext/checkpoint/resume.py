@@ -78,8 +78,9 @@ class SnapshotRecovery(Protocol):
     def publish(self, chosen: Any, save: str | None) -> CheckpointRef:
         """Write snapshots as a temporary checkpoint that loads with any number of replicas.
 
-        It is for a run that has resumed with another number of replicas. ``save`` is the run's save
-        folder, where the checkpoint may be written.
+        A run that resumes with another number of replicas needs it, since snapshots themselves load
+        only with the same number. ``save`` is the run's save folder, where the checkpoint may be
+        written.
         """
 
     def remove_temporary(self, checkpoint: CheckpointRef) -> None:

@@ -21,7 +21,7 @@ RUN_VARIABLE = "MEGATRON_EXT_RUN_ID"
 """Environment variable: the name that a launcher gives to a run and its restarts."""
 RECORD = ".run.json"
 _ANY = "none"
-"""The run id that torchrun gives to a run whose user names none."""
+"""The run id that torchrun uses if the user gives none."""
 
 
 def run_id() -> str:

@@ -189,7 +189,7 @@ def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
     Args:
         place: the file or folder, for the message.
         name: name of the tensor, for the message.
-        kind: the dtype in the words of the message.
+        kind: the dtype as the message should call it.
         dtype: the dtype to check, by its name in torch.
     """
     if dtype not in DTYPES.values():

@@ -52,7 +52,7 @@ _ALIGNMENT = 64
 _BLOCK_WORDS = 1 << 15
 """Number of 8-byte words that are summed into one number of the digest."""
 _ROOM_FOR_GROWTH = 1 << 16
-"""Bytes of a file beyond its content, since the size of pickled values changes."""
+"""Spare bytes at the end of a file, since the pickled values of the next snapshot may be larger."""
 
 
 @dataclass(frozen=True)

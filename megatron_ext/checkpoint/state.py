@@ -296,7 +296,11 @@ class ExtraState(Protocol):
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Return the state to fill from a checkpoint; raise an error if it does not fit."""
+        """Return the sharded state to fill from the checkpoint in the folder ``path``.
+
+        The other parameters are those of `state_to_save`. Raise an error if the checkpoint does not
+        fit this run.
+        """
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
         """Apply the state of `state_to_load` once it has been filled from a checkpoint.
@@ -321,7 +325,7 @@ class LoadedCheckpoint:
 
 
 NEW_AVERAGE = {"average_updates": 0, "average_start": 1.0}
-"""Counters in `LoadedCheckpoint.progress` of averages that start from the loaded weights."""
+"""The averaging counters in `LoadedCheckpoint.progress` if averages start from loaded weights."""
 
 
 def holds_averages(path: Path) -> bool:

@@ -99,7 +99,7 @@ def bytes_of(plan: SavePlan) -> int:
 
 
 def file_writer(folder: str | Path) -> FileSystemWriter:
-    """Return a writer of one file per rank."""
+    """Return torch's storage writer for a checkpoint folder, which writes one file per rank."""
     return DiskWriter(folder)
 
 
@@ -176,7 +176,12 @@ def save_strategy(
     replicas: ProcessGroup,
     writer: Callable[[str | Path], StorageWriter] = file_writer,
 ) -> Any:
-    """Return the checkpoint writer; ``--ckpt-fully-parallel-save`` lets replicas share the work."""
+    """Return megatron-core's strategy for saving sharded state.
+
+    With ``--ckpt-fully-parallel-save``, the ranks of the process group ``replicas``, which hold
+    the same weights, share the writing of them. ``writer`` is the argument of
+    `InProcessSaveStrategy`.
+    """
     strategy = InProcessSaveStrategy(writer)
     shared = config.ckpt_fully_parallel_save
     return FullyParallelSaveStrategyWrapper(strategy, replicas) if shared else strategy
@@ -289,9 +294,9 @@ def one_line(error: BaseException, folder: Path | None = None) -> str:
 def naming_disk(folder: Path, needed: int | None = None) -> Iterator[None]:
     """Within the context, turn a write error that a full disk caused into a CheckpointError.
 
-    Errors from other limits, such as a quota, are turned into one, too. Use it in the process that
-    writes: it looks at the disk at once, before cleaning up frees space. torch's own error would
-    not mention the disk.
+    Errors from other limits, such as a quota, are turned into one, too. torch's own error would not
+    mention the disk. The process that writes must use this context: the free space of the disk has
+    to be read before a cleanup changes it.
 
     Args:
         folder: folder that is written to; the error names its disk.
@@ -324,8 +329,16 @@ def _load_state(
 ) -> tuple[dict[str, Any], set[str], set[str]]:
     """Load all state like `dist_checkpointing.load`, without running code that files contain.
 
-    It works with every supported release of megatron-core. Return the filled state, the names that
-    are only in the checkpoint, and the names that are only in the run.
+    This works with every supported release of megatron-core.
+
+    Args:
+        state: the sharded state to fill.
+        path: folder of the checkpoint.
+        strategy: megatron-core's strategy for loading sharded state.
+        strict: how to treat names that only the checkpoint or only the run has.
+
+    Returns:
+        (the filled state, names only in the checkpoint, names only in the run).
     """
     force_all_tensors_to_non_fp8(state)
     requested, own, factories = load_preprocess(state)

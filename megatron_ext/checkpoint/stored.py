@@ -306,7 +306,10 @@ def refusal(root: Path, iteration: int, fault: str) -> str:
 
 
 def read_run_config(root: Path, step: int | None = None) -> dict[str, Any]:
-    """Read the stored configuration of a run, for ``--use-checkpoint-args``."""
+    """Read the flags stored in a checkpoint of ``root``, by section and field.
+
+    This is for ``--use-checkpoint-args``. A ``step`` of None stands for the latest checkpoint.
+    """
     if not root.is_dir():
         raise CheckpointError.about(
             "--load", root, "is no folder", f"give one that holds {TRACKER}"

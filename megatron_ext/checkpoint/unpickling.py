@@ -42,12 +42,12 @@ from megatron_ext.errors import CheckpointError
 _MAX_INDEX_BYTES = 4 << 30
 """Size limit of an index of shards; 400,000 shards take 0.1 GB."""
 COMMON_STATE = "common_state"
-"""Name of the common state among the shards."""
+"""Name among the shards of the object with the common state, as newer megatron-core saves it."""
 _OBJECT = f"{COMMON_STATE}/shard_0_1"
 _OF_NEWER_FLAGS = ("CudaGraphModule", "InferenceCudaGraphScope")
 """Enumerations in stock checkpoints' flags that older releases of megatron-core lack."""
 _OLD_PICKLES = 5
-"""Number of pickles at the start of a torch.save file in the old format, without an archive."""
+"""Number of pickles that begin a file in ``torch.save``'s old format, which is no zip archive."""
 _NUMBERS = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248]|c(8|16))")
 _FOREIGN = re.compile(r"GLOBAL (\S+) w")
 """Matches the name of the class that torch's restricted reader refuses, in its error."""

@@ -262,9 +262,13 @@ def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
 
 
 def must_divide(name: str, value: int | None, by: str, size: int) -> Iterator[FlagError]:
-    """Yield an error if the flag ``name`` is no multiple of the flag ``by``.
+    """Yield an error if the value of one flag is no multiple of the value of another flag.
 
-    Their values are ``value`` and ``size``; without a ``value`` there is no error.
+    Args:
+        name: the flag to check.
+        value: its value; None or 0 yields no error.
+        by: the flag that must divide it.
+        size: the value of ``by``.
     """
     if value and size >= 1 and value % size:
         use = -(-value // size) * size
@@ -332,9 +336,9 @@ def if_changed(section: type) -> dict[str, IfChanged]:
 
 
 def from_checkpoint(section: type) -> dict[str, bool]:
-    """Return, by field, whether its value may be read from a checkpoint's configuration.
+    """Return for each field's name whether its value may be read from a checkpoint's configuration.
 
-    The documentation of `flag` says which values may not be.
+    `flag` explains which values may not be read from there.
     """
     usual: bool = getattr(section, "FROM_CHECKPOINT", True)
     by_field = {}

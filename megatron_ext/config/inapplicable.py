@@ -19,7 +19,7 @@ from megatron_ext.disk.reading import read_yaml
 from megatron_ext.errors import FlagError
 
 Values = Mapping[str, Any]
-"""The values of all fields of a configuration by name, and its device."""
+"""The values of all fields of a configuration by field name, and the device under "device"."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ ACTIVATIONS = {
 def padded_size(vocab_size: int, divisible_by: int, ranks: int) -> int:
     """Return the number of entries of a vocabulary after padding.
 
-    It is the next multiple of ``divisible_by * ranks``.
+    This is ``vocab_size`` rounded up to a multiple of ``divisible_by * ranks``, where ``ranks`` is
+    the tensor-parallel size.
     """
     multiple = divisible_by * ranks
     return -(-vocab_size // multiple) * multiple

@@ -52,7 +52,7 @@ def user_cache() -> Path:
 class CheckpointConfig(UsersOwn):
     """Flags of checkpoints; names and meanings are Megatron-LM's.
 
-    Other than there, optimizer state can be loaded in any parallel layout.
+    Unlike in Megatron-LM, optimizer state can be loaded in any parallel layout.
     """
 
     save: str | None = flag(

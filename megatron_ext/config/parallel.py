@@ -90,9 +90,9 @@ class ParallelConfig(Changeable):
 
     @property
     def counted_ends(self) -> int:
-        """Return 0, 1 or 2: how many layers the embedding and the loss count as together.
+        """Return how many of embedding and loss count as a layer each in the division into stages.
 
-        The count matters when the layers are divided among pipeline stages.
+        The result is 0, 1 or 2; the two ``--account-for-…-in-pipeline-split`` flags set it.
         """
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         return sum(ends)

@@ -14,7 +14,7 @@ from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, f
 TE_RECIPES = ("blockwise", "mxfp8", "custom")
 TORCH_RECIPES = ("rowwise",)
 SCALE = Range(0, 2.0**64, above=True)
-"""A loss scale."""
+"""Range of a loss scale."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _overlaps(name: str, what: str) -> Any:
     """Declare a flag that is on by default, but has an effect only with ``--tp-comm-overlap``.
 
     Args:
-        name: the part of its negative spelling, ``--disable-tp-comm-<name>``.
+        name: the end of the spelling that switches it off, ``--disable-tp-comm-<name>``.
         what: the communication that is overlapped, for the help text.
     """
     help_text = f"with --tp-comm-overlap, overlap {what}"
@@ -143,7 +143,7 @@ def _overlaps(name: str, what: str) -> Any:
 
 @dataclass(frozen=True)
 class TransformerEngineConfig(Changeable):
-    """Flags that overlap matrix products with TP communication, or size hierarchical CP groups."""
+    """Flags for overlap of matrix products and TP communication, and for hierarchical CP groups."""
 
     tp_comm_overlap: bool = flag(
         False, "overlap products with tensor-parallel communication, in Transformer Engine's layers"

@@ -34,7 +34,7 @@ from megatron_ext.errors import ConfigError
 
 Section = TypeVar("Section")
 Side = tuple[str, "int | None", int]
-"""A side of a weight matrix: its name, its width, and the number of ranks that share it."""
+"""A dimension of a weight matrix: name, total width, and number of ranks that divide the width."""
 
 _OF_WRONG_TYPES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 """Classes of errors that checks raise for a value whose type is not the flag's."""
@@ -222,7 +222,7 @@ class LayerSection(Changeable):
         return None
 
     def unused_fields(self) -> frozenset[str]:
-        """Return the names of this section's fields that have no effect beside its other values.
+        """Return the names of this section's fields that have no effect, given its other values.
 
         When a checkpoint is loaded, these fields may differ from the checkpoint's.
         """

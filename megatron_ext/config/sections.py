@@ -47,7 +47,8 @@ OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedd
 def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None:
     """Raise a ConfigError unless added sections are frozen dataclasses whose fields are flags.
 
-    No other section and not the parser itself may use the same name, fields or flags.
+    Names of sections, names of fields and flags must also be unique: neither another section nor
+    the parser may use them already. ``engine`` has the classes of the engine's sections, by name.
     """
     errors: list[str] = []
     renamed = [name for name, entry in megatron_flags().items() if entry.instead]
@@ -259,7 +260,7 @@ def lacking_flags(program: Program) -> dict[str, Flag]:
 
 
 def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:
-    """Map each spelling to its flag, with False for a spelling that sets False, else with True."""
+    """Map each spelling to (its flag, False if the spelling sets a boolean to False, else True)."""
     table: dict[str, tuple[Flag, bool]] = {}
     for each in flags:
         table.update({canonical(name): (each, False) for name in each.negative})

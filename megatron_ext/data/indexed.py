@@ -86,7 +86,8 @@ class Index:
         lengths: i32 [Q], tokens of each sequence.
         offsets: i64 [Q], first byte of each sequence in `.bin`.
         documents: i64 [D + 1], index of each document's first sequence, then Q.
-        modes: i8 [Q], mode of each sequence; None in a dataset that is not multimodal.
+        modes: i8 [Q], mode (Megatron's number of a modality) of each sequence; None in a dataset
+            that is not multimodal.
     """
 
     dtype: np.dtype[Any]

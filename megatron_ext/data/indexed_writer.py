@@ -34,11 +34,15 @@ def write_index(
 ) -> None:
     """Write one `.idx` in chunks, so that memory does not grow with the dataset.
 
-    With ``durable``, wait until the file would survive a power loss.
+    ``lengths``, ``document_lengths`` and ``modes`` are functions. Each call of one returns an array
+    in chunks, from the beginning.
 
-    ``lengths`` returns the tokens of each sequence, ``document_lengths`` the sequences of each
-    document, and ``modes`` the mode of each sequence (multimodal datasets only). Each call returns
-    all chunks of the array from the beginning.
+    Args:
+        dtype: dtype of the tokens in `.bin`.
+        lengths: returns the number of tokens of each sequence.
+        document_lengths: returns the number of sequences of each document.
+        modes: returns the mode of each sequence; None if the dataset is not multimodal.
+        durable: whether to wait until the file would survive a power loss.
     """
     code = indexed.CODE_OF_DTYPE[dtype.name]
     sequences = sum(len(piece) for piece in lengths())
@@ -122,8 +126,8 @@ def _kernel_copy(source: int, target: int, position: int, count: int) -> int:
 def publish(pairs: Sequence[tuple[Path, Path]]) -> None:
     """Rename finished temporary files to their final names, all `.idx` files last.
 
-    An old `.idx` is removed before its `.bin` is replaced, so that an old index is never paired
-    with new tokens.
+    ``pairs`` has the (temporary path, final path) of each file. An old `.idx` is removed before its
+    `.bin` is replaced, so that an old index is never paired with new tokens.
 
     Raises:
         DataError: a folder has a final file's name; no file is changed then.

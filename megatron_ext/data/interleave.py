@@ -10,10 +10,10 @@ the earliest deadline finds it. Weights are exact fractions, so nothing is round
 is.
 
 Any place can be looked up without computing all places before it. Take two such schedules that
-start from different counts, each within one of its quota. They agree as soon as every sample that
-was waiting at their start has met its deadline: after 2 / w places, with w the smallest weight.
-Hence the schedule may start 2 / w places before the requested place, from any counts that meet all
-deadlines.
+start with different counts, all within one sample of n * w_i. They agree as soon as every sample
+that was waiting at their start has met its deadline: after 2 / w places, with w the smallest
+weight. Hence the schedule may start 2 / w places before the requested place, from any counts that
+meet all deadlines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK = 1024
 """Number of places that are scheduled together."""
 _BLOCKS_KEPT = 64
 _CYCLE = 16 * BLOCK
-"""Most places in a cycle that repeats a short period; a longer period is a cycle by itself."""
+"""Most places in a cycle: as many periods of the schedule as fit, or one if none fits."""
 
 Places = NDArray[np.uint16]
 

@@ -193,7 +193,8 @@ def build_source(
         mask_documents_at: the end-of-document id that attention may not cross; None lets attention
             cross documents.
         cyclic: shuffle anew in each epoch; otherwise take the samples in order.
-        data_sharding: with ``cyclic``, let each replica shuffle its own shard.
+        data_sharding: with ``cyclic``, let each replica shuffle its own shard; otherwise all
+            replicas share one permutation of the split.
         full_epoch: repeat the whole split in order without end (full validation).
         as_mappings: return micro-batches with the dataset's own keys, see `MappingLoader`.
     """

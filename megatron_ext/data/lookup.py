@@ -80,7 +80,8 @@ def _meets(
 ) -> NDArray[np.bool_]:
     """Return which token ranges overlap the range from ``begin`` to ``end`` - 1, bool ``[m]``.
 
-    The ranges begin at ``begins`` in the source's circle, and may wrap around its end.
+    The ranges begin at the source's tokens ``begins``, ``[m]``. A range that goes past the source's
+    last token continues with the first one.
     """
     tokens = order.sources[source].tokens
     return ((begin - begins) % tokens < lengths) | ((begins - begin) % tokens < end - begin)
@@ -153,8 +154,8 @@ def _windows(
 ) -> tuple[Ints, Ints]:
     """Return the windows that hold any token from ``begin`` to ``end`` - 1, and their first tokens.
 
-    Only windows ``low`` to ``high`` - 1 are searched; their numbers go on from epoch to epoch. A
-    window's first token may lie past the end of the circle.
+    Only windows ``low`` to ``high`` - 1 are searched, counted through all epochs in the order in
+    which the source is read. First tokens are not reduced modulo the length of the source.
     """
     count = order.sources[source].windows
     epochs = np.arange(low // count, (high - 1) // count + 1, dtype=np.int64)
@@ -169,8 +170,8 @@ def _places(
 ) -> tuple[Ints, Ints, Ints]:
     """Return which windows of the given epochs hold any of the tokens ``begin`` to ``end`` - 1.
 
-    Return three arrays with an entry for each of these windows: its epoch, its place among the
-    windows of the epoch before they are permuted, and its first token.
+    The result is three arrays with an entry for each of these windows: its epoch, its index among
+    the windows of the epoch before they are permuted, and its first token.
     """
     own = order.sources[source]
     window = order.window

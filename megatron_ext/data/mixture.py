@@ -52,7 +52,7 @@ def stages_of(planned: Sequence[Planned], begin: int = 0, batch: int = 1) -> lis
 
     The sample length can only change between steps: a stage with another length starts with the
     first step that begins at or after the planned sample, and all later stages are delayed as much.
-    Steps of ``batch`` samples each begin at sample ``begin``.
+    A step begins at sample ``begin``, and then after every ``batch`` samples.
     """
     stages: list[Stage] = []
     number = 0

@@ -34,7 +34,7 @@ BLOCK = 1024
 """Number of successive samples that are computed at once."""
 _BLOCKS_KEPT = 16
 _ORDER, _SHIFT = 1, 2
-"""Purposes of keys: to permute the windows of an epoch, and to choose its first token."""
+"""Purposes of keys (see `derived`): to permute an epoch's windows, and to draw its first token."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Pieces:
         rows: index of each piece's sample, from 0.
         columns: first position of the piece in the sample.
         sources: index of the piece's source.
-        begins: first token of the piece in the circle of the source.
+        begins: index of the piece's first token in the source.
         lengths: number of tokens.
     """
 
@@ -307,17 +307,14 @@ class SampleOrder:
         return shifts
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return the position of some windows in the order in which the source is read.
+        """Return the positions of windows in the order in which a source is read, ``[m]``.
+
+        Each epoch permutes its windows. Positions are counted through all epochs, from 0.
 
         Args:
             source: index of the source.
-            epochs: the epoch of each window.
-            places: p for the window that is the p-th in the source's circle, counted from 0 and
-                from the epoch's first token.
-
-        Returns:
-            The positions, counted from the first epoch's first window; an epoch reads its windows
-            in a permuted order.
+            epochs: epoch of each window, ``[m]``.
+            places: index of each window in its epoch before the permutation, ``[m]``.
         """
         own = self.sources[source]
         keys = derived(np.full(len(epochs), own.key, dtype=np.uint64), epochs, _ORDER)
@@ -422,11 +419,12 @@ class SampleOrder:
         return Pieces(row, column, source, self._begins(source, window, offset), length)
 
     def _begins(self, sources: Ints, windows: Ints, offsets: Ints) -> Ints:
-        """Return where some parts of windows begin: the first token of each in its source's circle.
+        """Return the first token of each of m parts of windows, as an index in its source, ``[m]``.
 
         Args:
             sources: index of each part's source.
-            windows: number of each part's window, counted through all epochs.
+            windows: position of each part's window in the order in which the source is read,
+                counted through all epochs.
             offsets: position of each part's first token in the window.
         """
         counts = self._windows[sources]

@@ -28,7 +28,7 @@ TOKENS = 1 << 22
 BLOCKS = 8
 """Number of consecutive blocks whose samples are permuted together."""
 _BLOCK_ORDER, _SAMPLE_ORDER = 4, 5
-"""Purposes of keys: to permute an epoch's blocks, and to permute the samples of `BLOCKS` blocks."""
+"""Purposes of keys (see `derived`): to permute blocks, and to permute the samples of blocks."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,15 @@ class PackedOrder(SampleOrder):
         return epochs, blocks, samples
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return the position of packed samples in the order in which the source is read.
+        """Return the positions of packed samples in the order in which a source is read, ``[m]``.
 
-        Positions are counted through all epochs. Place p of an epoch stands for sample
-        p % `block_samples` of the epoch's block p // `block_samples`.
+        Positions are counted through all epochs, from 0.
+
+        Args:
+            source: index of the source.
+            epochs: epoch of each sample, ``[m]``.
+            places: index of each sample in its epoch before any permutation, ``[m]``: the number of
+                its block times `block_samples`, plus its index in the block.
         """
         own = self.sources[source]
         keys = np.full(len(epochs), own.key, dtype=np.uint64)
@@ -240,6 +245,6 @@ class PackedOrder(SampleOrder):
         return np.unique(np.concatenate(documents)), self._is_start(source, end % tokens)
 
     def _is_start(self, source: int, token: int) -> bool:
-        """Return whether a document starts at a token; the circle's first token is a start."""
+        """Return whether a document starts at a token; the source's first token always counts."""
         starts = self._documents[self.sources[source].name]
         return token == 0 or len(starts(token, token + 1)) > 0

@@ -1,10 +1,11 @@
 """The windows of one source, and which of them a sample reads when the sample length changes.
 
-Windows have the sample length that the run began with (at best its longest), and are numbered
-through all epochs. Shorter samples are parts of windows. The parts of `GROUP` windows are permuted
-together, so that neighbours in the text do not share a batch. Longer samples join windows. If the
-length changes within a group, the group's left-over parts are used first, cut or joined; padding
-may fill the last of them. A group lies within an epoch. So no token is lost or repeated.
+Windows have the sample length that the run began with, and are numbered through all epochs. It is
+best to begin with the longest. Shorter samples are parts of windows. The parts of `GROUP` windows
+are permuted together, so that neighbours in the text do not share a batch. Longer samples join
+windows. If the length changes within a group, the group's left-over parts are used first, cut or
+joined; padding may fill the last of them. A group lies within an epoch. So no token is lost or
+repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron_ext.data.permutation import Ints, Words, derived, key_of, permute
 GROUP = 4096
 """Number of windows whose parts are permuted together if samples are shorter than windows."""
 PARTS = 3
-"""The purpose of the keys that permute the parts of a group."""
+"""The ``purpose`` in `derived` of the keys that permute the parts of a group."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Source:
 
     Args:
         name: identifies the source in the history of a run, and determines its keys.
-        tokens: length of the circle, at least ``window``.
+        tokens: number of tokens of the source, at least ``window``.
         window: tokens of a window.
         seed: seed of the run.
     """

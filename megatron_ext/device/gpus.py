@@ -117,7 +117,7 @@ PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
     "H100 PCIe": 756e12, "H800": 989e12, "GB200": 2500e12, "A800": 312e12, "A40": 150e12,
     "A10G": 70e12, "RTX 4090": 165e12,
 }  # fmt: skip
-"""Dense bfloat16 operations a second, by a part of torch's device name."""
+"""Part of the device name that torch reports -> peak dense bfloat16 operations per second."""
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -140,7 +140,7 @@ FIRST: dict[str, Capability] = {
 """The lowest compute capability that supports each fp8 recipe of Transformer Engine."""
 
 CONSUMER_BLACKWELL: Capability = (12, 0)
-"""The compute capability from which on MXFP8 is not supported, unlike on (10, 0)."""
+"""The lowest compute capability of consumer Blackwell GPUs, which lack MXFP8, unlike (10, 0)."""
 
 
 def engine_recipes(capability: Capability) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ SNAPSHOTS = ("snapshots", "non_persistent")
 RESIZE = "resize"
 """Name of the file that asks the ranks to save and exit, so that a new number of them can start."""
 TAKEN_OVER = "taken_over"
-"""Name of the file in a host folder that says that its snapshots come from an earlier run."""
+"""Name of a file that marks the snapshots in the same host folder as those of an earlier run."""
 _SECONDS_FOR_DYING_RANKS = 2.0
 _LEFT = "exit_code_"
 _SECONDS_UNTIL_STALE = 600.0
@@ -226,9 +226,10 @@ def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
 def _take_over(folder: Path | None, save: str | None) -> None:
     """Move the snapshots of killed runs with the save folder ``save`` to ``folder``.
 
-    If several runs have left snapshots of a kind, the newest are moved. Then the folders of the
-    killed runs are removed. Whether the snapshots are whole is not checked here, but in
-    `checkpoint.resume`. Only local rank 0 does this, before the ranks synchronize.
+    For each kind of snapshots in `SNAPSHOTS`, the newest that any of these runs has left are moved.
+    Then the host folders of the killed runs are removed. Whether the snapshots are whole is not
+    checked here, but in `checkpoint.resume`. Only local rank 0 does this, before the ranks
+    synchronize.
     """
     if folder is None or save is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return

@@ -26,7 +26,7 @@ MAX_BYTES = 256 << 20
 """Size limit of a JSON file; a large vocabulary of words has 30 MiB."""
 MAX_YAML_BYTES = 4 << 20
 MAX_LINES_BYTES = 4 << 30
-"""Size limit of a file of lines; a million steps write a quarter of it."""
+"""Size limit of a file of lines; a log of a million steps has a quarter of this size."""
 MAX_LINE_BYTES = 16 << 20
 MAX_DEPTH = 64
 """Limit of nesting; configurations of models are nested 5 deep, and JSON schemas 20."""
@@ -326,7 +326,7 @@ def _check_events(text: str) -> None:
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     total = 0
     sizes = dict[str, tuple[int, int]]()
-    """For each anchor, the number of values and the depth of what it stands for."""
+    """For each anchor, the number of values in the content that it names, and their depth."""
     opened: list[list[Any]] = []
     """For each collection that is still open: its anchor, the number of values in it so far, and
     how deep they are nested.

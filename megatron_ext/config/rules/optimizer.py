@@ -24,8 +24,9 @@ from megatron_ext.errors import FlagError, exclusive
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
     """Return the section with ``lr_warmup_iters`` filled in if it is None.
 
-    It is 0 if ``--lr-warmup-fraction`` is given or the task has no default warm-up. Otherwise it is
-    the task's default, or a tenth of the decay if the decay is not longer than that default.
+    The value is 0 if ``--lr-warmup-fraction`` is given or the task sets no default warm-up.
+    Otherwise it is the task's default; but if the learning rate decays in no more steps than this
+    default, it is a tenth of the decay steps.
     """
     if optimizer.lr_warmup_iters is not None:
         return optimizer

@@ -267,7 +267,7 @@ def _attention_errors(
 
 
 MINIMUM = "2.4.0"
-"""The first version with mxfp8 (2.0), tensorwise (2.2) and blockwise with its parameters (2.4)."""
+"""The oldest version with all fp8 recipes: mxfp8 (since 2.0), tensorwise (2.2), blockwise (2.4)."""
 DISTRIBUTION = "transformer-engine"
 
 

@@ -1,7 +1,7 @@
 """Defines a defect of megatron-core: its state in each release, and the flags that trigger it.
 
-The defects themselves are data in `defects.yaml`. The table in docs/numerics.md and the audit of
-flags are made from it; `rules` has the flags.
+The defects are listed in `defects.yaml`, and the flags that trigger them in `rules`. From these,
+`report` audits a run's flags, and the table in docs/numerics.md is made.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Rule:
         all_of: conditions that must all hold.
         error: the size of the error with these flags.
         advice: what the user should do.
-        only: the releases that have the defect in this form, separated by spaces; empty for all.
+        only: the releases to which the rule applies, separated by spaces; empty for all.
         depends: a further condition for the defect, which the flags do not show; "" if there is
             none.
     """

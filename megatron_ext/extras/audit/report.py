@@ -49,7 +49,7 @@ class Finding:
     """A defect that the flags trigger.
 
     Attributes:
-        flags: the flags that decided.
+        flags: the given flags that trigger it.
         depends: a further condition, which no flag shows; empty if there is none.
     """
 

@@ -142,7 +142,7 @@ def _stale_cache(folder: Path) -> float:
 
 
 def d30() -> Reproduced:
-    """Measure defect D30: the last document in a cached sample index of replaced files."""
+    """Measure defect D30: the last document in a sample index, cached before its files changed."""
     stock = measured(_stale_cache)
     what = (
         "number of the last document in the sample index of 40 documents, whose files have "
@@ -216,7 +216,7 @@ def counted_samples(tokens: int, *, drop_last: bool) -> int:
 
 
 def d33() -> Reproduced:
-    """Measure defect D33: the samples in 2^24 + 2 tokens if the last, partial one is kept."""
+    """Measure defect D33: how many samples 2^24 + 2 tokens make, with a partial one at the end."""
     tokens = 2**24 + 2
     (stock,) = on_ranks(lambda _context: counted_samples(tokens, drop_last=False))
     what = f"sequences of 8 in {tokens} tokens with --no-drop-last-partial-validation-sequence"

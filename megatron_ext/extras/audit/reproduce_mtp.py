@@ -159,7 +159,7 @@ def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
 
 
 def weight_of_a_depth() -> Reproduced:
-    """Measure defect D5: the weight of an MTP depth's target in the loss per token."""
+    """Measure defect D5: the weight of an MTP depth's target if the loss is averaged per token."""
     short = min(RAGGED)
     long = max(RAGGED)
     weights = weight_of_a_target(RAGGED, RAGGED.index(short), RAGGED.index(long))

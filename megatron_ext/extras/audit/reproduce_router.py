@@ -187,7 +187,7 @@ def masked_targets() -> Reproduced:
 
 
 def sequences_of_a_micro_batch() -> Reproduced:
-    """Measure defect D3: the load-balancing loss per sequence, for four in a micro-batch."""
+    """Measure defect D3: the per-sequence load-balancing loss, with micro-batches of four."""
     return Reproduced(
         share_of("seq_aux_loss", micro_batch=4),
         1.0,

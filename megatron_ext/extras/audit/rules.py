@@ -475,4 +475,4 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
 }
-"""Rules by number of a defect; the first that holds decides. Defects without rules need no flag."""
+"""Defect number -> its rules, of which the first that holds decides. Other defects need no flag."""
