@@ -91,8 +91,8 @@ def scale_mtp_losses(scale: Tensor) -> None:
 def take_mtp_losses() -> Tensor | None:
     """Return the multi-token-prediction losses that megatron-core has logged, and clear its log.
 
-    The result ``[depths]`` has the loss of each depth: its mean over the tokens of a micro-batch on
-    this rank. Return None if no loss was logged.
+    The result ``[depths]`` has the loss of each MTP depth, a mean over the tokens of a micro-batch
+    on this rank. It is None if no loss was logged.
     """
     tracker = multi_token_prediction.MTPLossLoggingHelper.tracker
     values = tracker.get("values", tracker.get("loss_values"))
@@ -163,10 +163,10 @@ def moe_submodules(mlp: Any) -> Any:
 
 
 def experts_builder(module: type, submodules: MLPSubmodules) -> Any:
-    """Return experts of class ``module`` with their submodules, in the form that a spec takes.
+    """Return what the spec of an MoE layer must have as ``experts``: ``module`` and its submodules.
 
-    Newer releases of megatron-core take a function that builds the experts; older ones take the
-    pair ``(module, submodules)``.
+    For newer releases of megatron-core this is a function that builds the experts, for older ones
+    the pair ``(module, submodules)``.
     """
     if takes(TransformerLayer.__init__, "is_mtp_layer"):
         return functools.partial(module, submodules=submodules)

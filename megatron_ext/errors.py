@@ -67,11 +67,15 @@ class FlagError(str):
     flags: frozenset[str]
 
     def __new__(cls, flag: str, value: object, rule: str, remedy: str = "") -> FlagError:
-        """Build the sentence from its parts.
+        """Build the sentence from the subject, the broken rule and the remedy.
 
-        ``flag`` is a flag, or a flag with its value, such as ``--optimizer sgd``; it is then put in
-        backticks. If it does not start with ``--``, it is used unchanged as the beginning of the
-        sentence, and must have its flags in backticks. ``value`` is not shown if it is None.
+        Args:
+            flag: the flag at fault, such as ``--lr`` or ``--optimizer sgd``, which is put in
+                backticks. A text that does not start with ``--`` is used unchanged as the beginning
+                of the sentence; flags in it must already be in backticks.
+            value: the flag's value, shown in parentheses; None shows none.
+            rule: the broken rule, such as "must be at least 1".
+            remedy: what the user should do; "" leaves it out.
         """
         subject = f"`{flag}`" if flag.startswith("--") else flag
         shown = "" if value is None else f" ({value})"
@@ -103,13 +107,16 @@ class FlagError(str):
 
 
 def exclusive(*given: str | tuple[str, object], remedy: str = "give one") -> FlagError:
-    """Return the error for flags that exclude each other; each a flag or a pair (flag, value)."""
+    """Return the error for flags that exclude each other.
+
+    Each of ``given`` is a flag or a pair (flag, value).
+    """
     shown = [f"`{x}`" if isinstance(x, str) else f"`{x[0]}` ({x[1]})" for x in given]
     return FlagError(" and ".join(shown), None, "exclude each other", remedy)
 
 
 def flags_of(error: str) -> frozenset[str]:
-    """Return the flags named in an error; an empty set if it is not a `FlagError`."""
+    """Return the flags that an error names; an empty set if the error is not a `FlagError`."""
     return error.flags if isinstance(error, FlagError) else frozenset()
 
 
@@ -125,7 +132,7 @@ class MegatronExtError(Exception):
 
     @classmethod
     def about(cls, flag: str, value: object, rule: str, remedy: str = "") -> Self:
-        """Return an exception whose only message is the `FlagError` made of these parts."""
+        """Return an exception whose only message is the `FlagError` of the same arguments."""
         return cls(FlagError(flag, value, rule, remedy))
 
 
@@ -192,8 +199,8 @@ def _end_unsaved(_number: int, _frame: FrameType | None) -> None:
 def interrupt_once(number: int = signal.SIGINT) -> None:
     """Make a signal (by default Ctrl-C's) raise KeyboardInterrupt, but only the first time.
 
-    More such signals within a second are ignored: people press Ctrl-C twice, and a launcher repeats
-    the terminal's signal. After that second, the next one ends the process without cleanup.
+    For a second after the first, the same signal is ignored: people press Ctrl-C twice, and a
+    launcher repeats the terminal's signal. After that second, it ends the process without cleanup.
     SIGTERM, which torchrun sends after a second Ctrl-C, is ignored from the first signal on. A
     signal that is already ignored at the call stays ignored.
     """
@@ -274,15 +281,16 @@ _AT_START = os.getpid(), os.getppid()
 
 
 def parent_at_start() -> int:
-    """Return the id of the process that started this one, even if it ended during the imports."""
+    """Return the process id of the parent that started this process, even if it has ended since."""
     process, parent = _AT_START
     return parent if process == os.getpid() else os.getppid()
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Make Linux kill this process when the process ``parent`` ends; exit if it has ended already.
+    """Make Linux send the signal ``number`` to this process when the process ``parent`` ends.
 
-    Do nothing on other systems. A signal ``number`` other than SIGKILL lets the process clean up.
+    Exit at once if ``parent`` has ended already; do nothing on other systems. A signal other than
+    SIGKILL lets this process clean up.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
@@ -292,9 +300,9 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 @contextmanager
 def held_signals() -> Iterator[None]:
-    """Block `STOP_SIGNALS` in this context, so that processes can be started in it.
+    """Block `STOP_SIGNALS` within the context, in which new processes should be started.
 
-    The new processes inherit the blocked signals, so that none arrives before they are ready.
+    They inherit the blocked signals, so that no signal arrives before their handlers are set.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -344,10 +352,9 @@ def _follow(parent: int, _worker: int) -> None:
 def _unless_parent_ended(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print an uncaught error of a data loader's worker, unless it shows that the parent has ended.
+    """Print an uncaught error of a data loader's worker, except a ConnectionError or an EOFError.
 
-    A ConnectionError or EOFError shows this: the parent ended while a thread of the worker was
-    handing it a tensor. Nothing is printed for these.
+    These two only show that the parent ended while a thread of the worker was sending it a tensor.
     """
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)

@@ -41,7 +41,7 @@ MARK = ".lora."
 
 
 def adapters_among(names: Iterable[str]) -> list[str]:
-    """Return, sorted, the names of adapter matrices, without their averages and optimizer state."""
+    """Return, sorted, the ``names`` of adapter matrices, without averages and optimizer state."""
     weights = (n for n in names if "optimizer." not in n and not n.startswith(PREFIX))
     return sorted(name for name in weights if MARK in name)
 
@@ -166,8 +166,8 @@ class FrozenBase:
     def under(cls, root: Path, step: int | None) -> FrozenBase | None:
         """Return the identity of the frozen weights under the adapters of a checkpoint in ``root``.
 
-        A ``step`` of None stands for the latest checkpoint. Return None if the checkpoint holds the
-        frozen weights itself.
+        A ``step`` of None stands for the latest checkpoint. The result is None if the checkpoint
+        holds the frozen weights itself.
         """
         iteration = choose(root, step)
         assert iteration is not None
@@ -177,7 +177,7 @@ class FrozenBase:
     def of_run(cls, lora: LoraConfig, seed: int) -> FrozenBase | None:
         """Return the identity of the random weights under a run's adapters, drawn from ``seed``.
 
-        Return None if the run trains no adapters, or saves the frozen weights too.
+        The result is None if the run trains no adapters, or saves the frozen weights too.
         """
         return cls.drawn(seed) if lora.lora_rank is not None and lora.saves_adapters_only else None
 
@@ -190,7 +190,7 @@ class FrozenBase:
     def recorded(cls, state: Mapping[str, Any]) -> FrozenBase | None:
         """Return the identity of the frozen weights that a checkpoint's common state records.
 
-        Return None if the checkpoint holds all weights.
+        The result is None if the checkpoint holds all weights.
         """
         record = state.get(BASE)
         return None if record is None else cls(**record)
@@ -229,7 +229,7 @@ def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:
 
 
 def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
-    """Add to ``loaded``, in place, the current values of the model weights that it lacks."""
+    """Add the model weights that ``loaded`` lacks to it, in place, with their current values."""
     for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True):
         loaded[key] = {**chunk.state_dict(), **loaded.get(key, {})}
 
@@ -244,8 +244,12 @@ def load_adapters(
 ) -> None:
     """Load the adapters of a second network, such as a critic; all ranks call this together.
 
-    ``model`` must already have the weights of ``base``. In the checkpoint, ``section`` is both the
-    key of this network's state and the prefix of its tensors' names.
+    Args:
+        checkpoint: the checkpoint with the adapters.
+        base: identity of the frozen weights, which ``model`` must already have.
+        model: the chunks of the second network.
+        section: key of the second network's state in the checkpoint, and prefix of the names of
+            its tensors.
     """
     verify(checkpoint, context)
     common = common_state_of(checkpoint.path)

@@ -88,7 +88,7 @@ class Helper:
         return reports
 
     def end(self) -> str:
-        """Kill the process, and return how it died, such as "SIGKILL"."""
+        """Kill the helper process if it is still alive; return how it died, such as "SIGKILL"."""
         self.connection.close()
         # An idle helper exits by itself. A helper that is writing is no longer useful.
         with suppress(ProcessLookupError):
@@ -293,7 +293,8 @@ class BackgroundSaves:
     def _free_slot(self, num_bytes: int) -> SnapshotFile | None:
         """Return a free slot for a copy of ``num_bytes``, or else a new one.
 
-        Return None if the slots in use already fill the memory that ``--async-save-buffer`` allows.
+        The result is None if the slots in use already fill the memory that ``--async-save-buffer``
+        allows.
         """
         if self._free:
             return self._free.pop()
@@ -394,8 +395,8 @@ class BackgroundSaves:
         If `ATTEMPTS` helpers have tried the oldest job, give that job up.
 
         Args:
-            fate: what happened to the old helper, for the log. In it, ``{}`` stands for how the
-                process ended, such as "SIGKILL".
+            fate: what happened to the old helper, for the log. A ``{}`` in this text is replaced by
+                how the process ended, such as "SIGKILL".
         """
         cause = self._helper.restart()
         oldest = self._running[0]

@@ -50,7 +50,10 @@ PRECISIONS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
 
 @contextmanager
 def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContext]:
-    """Yield the parallel context of a single rank, by default on the CPU; destroy it at the end."""
+    """Yield the parallel context of a single rank on ``device``, and destroy it afterwards.
+
+    A ``device`` of None is the CPU. All random generators are seeded with ``seed``.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:
         raise CheckpointError(
             f"Models are converted on one rank, but {os.environ['WORLD_SIZE']} were started; start "
@@ -80,7 +83,7 @@ def read_settings(path: Path, advice: str) -> dict[str, Any]:
 
 
 def only_dtype(tensors: TensorSource) -> str:
-    """Return the dtype of all tensors, such as ``"bfloat16"``; raise an error if they differ."""
+    """Return the one dtype of all tensors, such as ``"bfloat16"``; raise an error if two differ."""
     dtypes = sorted(set(tensors.dtypes().values()))
     if len(dtypes) != 1:
         raise CheckpointError(

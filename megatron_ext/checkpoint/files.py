@@ -101,9 +101,9 @@ def standing_folder_of(root: Path, iteration: int) -> Path:
 def announced(root: Path) -> int | None:
     """Return the iteration that the announcement file names.
 
-    Return None if there is no such file, or no checkpoint of that iteration. `publish` writes the
-    announcement before the tracker. If a run is killed between the two, the announcement names a
-    newer checkpoint than the tracker.
+    The result is None if there is no such file, or no checkpoint of that iteration. `publish`
+    writes the announcement before the tracker. If a run is killed between the two writes, the
+    announcement names a newer checkpoint than the tracker.
     """
     text = _short_text(root / ANNOUNCEMENT) or ""
     is_number = _NUMBER.fullmatch(text) is not None

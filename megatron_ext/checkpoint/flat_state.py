@@ -149,8 +149,8 @@ def optimizer_state(optimizer: MegatronOptimizer, model: list[Any], place: Place
 def _steps(part: Any, group: dict[str, Any]) -> float | None:
     """Return how many updates torch has counted for a parameter group.
 
-    Return None if this rank has no optimizer state of the group. ``part`` is the optimizer that
-    the group belongs to.
+    The result is None if this rank has no optimizer state of the group. ``part`` is the optimizer
+    that the group belongs to.
     """
     states = (_inner(part).state.get(parameter, {}) for parameter in group["params"])
     return next((float(state["step"]) for state in states if "step" in state), None)

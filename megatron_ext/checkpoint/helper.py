@@ -159,7 +159,7 @@ def _tidy(job: Job) -> None:
 
 
 def is_published(job: Job) -> bool:
-    """Return whether an earlier helper had published this checkpoint before it died."""
+    """Return whether the job's checkpoint was already published by a helper that then died."""
     return not job.folder.is_dir() and folder_of(Path(job.root), job.iteration).is_dir()
 
 
@@ -311,7 +311,7 @@ def written_bytes(folder: Path) -> int:
 def _listed(folder: Path) -> Files | None:
     """Return the manifest in ``folder`` if an earlier helper of rank 0 has written it, else None.
 
-    A damaged manifest is removed. With a manifest, the other ranks' results must not be waited for:
+    A damaged manifest is removed. If there is a manifest, do not wait for the other ranks' results:
     the earlier helper has read them, and may have removed them.
     """
     try:

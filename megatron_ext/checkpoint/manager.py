@@ -82,14 +82,16 @@ class CheckpointManager:
     ) -> Path:
         """Write a checkpoint to a temporary folder, verify and publish it, then remove old ones.
 
-        Return its folder. If one rank cannot write, all ranks raise a CheckpointError. With a
-        ``background``, return as soon as the state is copied, unless ``waits`` is set.
+        Return the folder of the checkpoint. If one rank cannot write, all ranks raise a
+        CheckpointError. Optimizer, scheduler, averages and extra state are saved if they are given.
 
         Args:
             progress: counters of the run, as values for JSON.
             run_config: the resolved configuration, as sections of plain values.
             best: the checkpoints with the lowest validation losses, lowest first; they are kept.
             superseded: iterations to remove, since they are no longer among the best.
+                waits: whether to wait until the checkpoint is complete. Otherwise, a manager with a
+                    ``background`` returns as soon as the state is copied to host memory.
         """
         config = self._config
         if config.save is None:
@@ -184,10 +186,9 @@ class CheckpointManager:
         ema: ShardedEMA | None,
         extra_state: ExtraState | None,
     ) -> list[str]:
-        """Copy a rank's state from memory into its model, optimizer, schedule and averages.
+        """Copy this rank's state from memory into the model, the optimizer and what else is given.
 
-        The extra state of a task is restored, too. Afterwards nothing refers to the memory of
-        ``values``.
+        What is None is not restored. Afterwards nothing refers to the memory of ``values``.
 
         Args:
             values: the state that `state_in_memory` returned, as read from a snapshot.
@@ -225,7 +226,7 @@ class CheckpointManager:
         *,
         flat: bool = False,
     ) -> dict[str, Any]:
-        """Return all state to save, except counters and configuration.
+        """Return all state to save, except counters and configuration; what is None is left out.
 
         With ``flat``, optimizer state and averages have the format of `flat_state`.
         """
@@ -269,7 +270,7 @@ class CheckpointManager:
 
         Args:
             run_config: the flags to compare with the stored ones; None compares none.
-            checkpoint: a verified checkpoint to load instead.
+            checkpoint: a verified checkpoint to load instead of the one that the flags choose.
             whole: load optimizer and random states even if the flags leave them out.
         """
         if whole:

@@ -75,8 +75,8 @@ class SavePreparer:
     def prepare_alike(self, state: dict[str, Any]) -> PreparedSave | None:
         """Return this rank's part of a checkpoint by the previous plan, without communication.
 
-        Return None if the structure of ``state`` differs from the one that was planned; then call
-        `prepare`. The factories in ``state`` are replaced by the tensors that they make.
+        The result is None if the structure of ``state`` differs from the planned one; then call
+        `prepare`. Tensor factories in ``state`` are replaced by the sharded tensors that they make.
         """
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         entries = list(nested_values(sharded))

@@ -86,7 +86,7 @@ class RemoteFolder:
 
     @property
     def _place(self) -> tuple[Any, str]:
-        """Return this process's fsspec file system for the address, and the path in it."""
+        """Return the address's fsspec file system, opened in this process, and its path there."""
         return file_system(self.address, f"`{self.flag}` ({self.address})", CheckpointError)
 
     def _tried(self, what: str, work: Callable[[], T]) -> T:
@@ -377,7 +377,10 @@ class RemoteFolder:
         return None
 
     def _download(self, iteration: int) -> str | None:
-        """Download a checkpoint unless it is here; return None, or why it cannot be downloaded."""
+        """Download a checkpoint to the staging folder, unless it is there already.
+
+        Return None on success, otherwise the reason why it cannot be downloaded.
+        """
         final = folder_of(self.root, iteration)
         if (fault := self._size_fault(iteration)) is not None:
             return fault
@@ -403,7 +406,10 @@ class RemoteFolder:
         return None
 
     def _get(self, name: str, path: Path, expected: dict[str, Any]) -> None:
-        """Download a file and check its size and checksum, unless it is here whole already."""
+        """Download the file ``name`` to ``path`` and verify it, unless ``path`` is whole already.
+
+        ``expected`` has the file's size and checksum, as in a manifest.
+        """
         fs, place = self._place
 
         def get() -> None:

@@ -148,7 +148,7 @@ class Resume:
     ) -> tuple[SnapshotRecovery, Any] | None:
         """Return the newest snapshots that all ranks have, with the recovery that found them.
 
-        The result is (recovery, snapshots). Return None if no snapshots are at least as new as
+        The result is (recovery, snapshots), or None if no snapshots are at least as new as
         ``checkpoint``.
         """
         best = None
@@ -217,9 +217,9 @@ class Resume:
         return None
 
     def _is_intact(self, checkpoint: CheckpointRef) -> bool:
-        """Return whether a checkpoint's files match their checksums; report it if they do not.
+        """Return whether a checkpoint's files match their checksums, and report one that does not.
 
-        Raise a CheckpointError instead if the run does not skip damaged checkpoints.
+        If the run does not skip damaged checkpoints, raise a CheckpointError instead of reporting.
         """
         try:
             storage.verify(checkpoint, self._context)

@@ -25,7 +25,7 @@ _ANY = "none"
 
 
 def run_id() -> str:
-    """Return a name that this run keeps over its restarts; other runs may have the same name."""
+    """Return the id that this run keeps when it is restarted; it need not be unique among runs."""
     return os.environ.get(RUN_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", _ANY)
 
 

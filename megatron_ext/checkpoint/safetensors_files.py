@@ -30,7 +30,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def _safetensors() -> Any:
-    """Import safetensors, which only runs that use such folders need."""
+    """Import and return the package safetensors, which only runs with such folders need."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -260,8 +260,13 @@ def write_folder(
 ) -> None:
     """Write weights, config.json and copies of other files: either all of them or nothing.
 
-    ``max_shard_size`` limits each file of weights, in bytes or as text such as ``"5GB"``. The names
-    of these files begin with ``stem``.
+    Args:
+        target: the folder to write, which must be new or empty.
+        tensors: the weights.
+        config: the content of config.json.
+        copied: other files to copy into the folder.
+        max_shard_size: size limit of each file of weights, in bytes or as text such as ``"5GB"``.
+        stem: beginning of the names of the files of weights.
     """
     check_target(target)
     with written_aside(target) as folder:

@@ -52,9 +52,10 @@ def _step_in(address: str) -> int | None:
 
 
 def fetched(flag: str, given: str, step: int | None = None) -> Path:
-    """Return the folder of checkpoints that a flag gives; download it first if that is an address.
+    """Return the local folder of checkpoints for the value of a flag.
 
-    An address, such as ``s3://bucket/run``, is downloaded to its staging folder on this machine.
+    A path is returned as it is. If the value is an address, such as ``s3://bucket/run``, download a
+    checkpoint to the address's staging folder on this machine, and return that folder.
 
     Args:
         flag: name of the flag, for error messages.

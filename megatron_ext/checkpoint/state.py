@@ -52,10 +52,10 @@ _SCHEDULES = (
 def content_metadata(
     optimizer: MegatronOptimizer | None, *, reshardable: bool, flat: bool = False
 ) -> dict[str, Any]:
-    """Return megatron-core's description of how a state is sharded; loads need it.
+    """Return megatron-core's description of how a state is sharded, which a later load needs.
 
     Args:
-        reshardable: whether the distributed optimizer's state shall load in any layout. Otherwise
+        reshardable: whether the distributed optimizer's state must load in any layout. Otherwise
             it loads only with the same tensor, pipeline and expert parallel sizes.
         flat: whether optimizer state and averages have the format of `flat_state`. ``reshardable``
             then has no effect.
@@ -109,6 +109,10 @@ def sharded_state(
     """Return the sharded tensors of model and optimizer; all ranks call this together.
 
     In the format of `flat_state` they are the live tensors, and no communication is needed.
+
+    Args:
+        metadata: the result of `sharding_of`, which decides the format of the optimizer's state.
+        is_loading: whether the tensors will be filled from a checkpoint, rather than saved.
     """
     state: dict[str, Any] = {
         key: chunk.sharded_state_dict(metadata=metadata)
@@ -178,9 +182,10 @@ def apply_state(
     *,
     with_optimizer: bool,
 ) -> None:
-    """Put loaded values into model, optimizer and schedule.
+    """Put the loaded values into model, optimizer and learning-rate schedule.
 
-    Without ``with_optimizer``, the optimizer only copies its fp32 weights from the loaded model.
+    Without ``with_optimizer``, only the model gets loaded values, and the optimizer copies its fp32
+    weights from the model.
     """
     for key, chunk in zip(chunk_keys(model), model, strict=True):
         # An empty pipeline stage has nothing to load.
@@ -333,7 +338,11 @@ def holds_averages(path: Path) -> bool:
 
 
 def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
-    """Return whether both checkpoint and run have averaged weights; add a note if only one does."""
+    """Return whether both the checkpoint ``path`` and the run have averaged weights.
+
+    ``ema`` is None for a run without averages. If only one of the two has averages, append a
+    message to ``notes``.
+    """
     there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
     if ema is not None and not there:
         notes.append(f"{path} holds no averaged weights, so they start from the loaded ones.")

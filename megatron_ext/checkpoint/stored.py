@@ -264,7 +264,7 @@ def fault_of(folder: Path) -> str | None:
 def choose(root: Path, step: int | None, damaged: Damaged | None = None) -> int | None:
     """Return the iteration to load: ``step``, or the latest if ``step`` is None.
 
-    Return None if there is no checkpoint at all.
+    The result is None if there is no checkpoint at all.
 
     Args:
         damaged: faults of known damaged checkpoints, by folder. If given, a missing or damaged

@@ -71,7 +71,8 @@ def number_of_iterations(
     """Return the number of training iterations.
 
     With ``--train-samples`` it is computed from the batch size of each step; otherwise it is
-    ``--train-iters``, or 0 if that flag is unset too.
+    ``--train-iters``, or 0 if that flag is unset too. Only a batch-size schedule in tokens needs
+    ``seq_length``.
     """
     if training.train_samples is None:
         return training.train_iters or 0
@@ -94,9 +95,10 @@ def samples_after(
     *,
     consumed: int = 0,
 ) -> int:
-    """Return how many samples ``iterations`` steps use that begin after ``consumed`` samples.
+    """Return how many samples the next ``iterations`` steps use, after ``consumed`` samples.
 
-    The steps may have different batch sizes, as the flags say.
+    The flags in ``training`` may give the steps different batch sizes. Only a batch-size schedule
+    in tokens needs ``seq_length``.
     """
     size = BatchSize(training, seq_length, data_parallel_size)
     size.update(consumed)

@@ -190,7 +190,7 @@ said_flag = functools.partial(flag, if_changed="say")
 
 
 def derived(default: Any = None) -> Any:
-    """Declare a section's field that is not a command-line flag, because code sets its value."""
+    """Declare a field that code sets, not a command-line flag; ``default`` is the initial value."""
     return dataclasses.field(default=default, metadata={"derived": True})
 
 

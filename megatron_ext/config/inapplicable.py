@@ -64,9 +64,13 @@ class Inapplicable:
 
 
 def without(needed: str, flags: str, reason: str = "") -> Inapplicable:
-    """Return an entry: ``flags`` have no effect unless the flag ``needed`` is given.
+    """Return an entry that says that ``flags`` have no effect unless the flag ``needed`` is given.
 
-    ``needed`` is written like `--fp16`, or with the required values like `--name a or b`.
+    Args:
+        needed: the flag, such as `--fp16`, or the flag with the required values, such as
+            `--name a or b`.
+        flags: names without leading dashes, separated by spaces.
+        reason: why they need it; "" if that is obvious.
     """
     name, _, accepted = needed.removeprefix("--").partition(" ")
     name = name.replace("-", "_")

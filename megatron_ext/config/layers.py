@@ -55,7 +55,7 @@ def windowed_layers(skip_frequency: str | None, num_layers: int) -> list[bool]:
 
 
 def layers_without_rope(frequency: str | None, num_layers: int) -> list[bool]:
-    """Return for each layer whether it leaves queries and keys unrotated.
+    """Return for each layer whether its attention has no rotary position embedding.
 
     Args:
         frequency: None for no layer; n for the layers n, 2 n and so on, counted from 1; or a list

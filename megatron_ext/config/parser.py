@@ -143,11 +143,11 @@ def all_errors(
     defaults: Mapping[str, Any] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> list[str]:
-    """Return ``errors``, the errors found on a command line so far, and those not yet found.
+    """Return all errors of a command line: the given ``errors``, and those that are not found yet.
 
-    The latter are about words that cannot be read, numbers out of range, and unusable inputs.
-    Each error is returned once. With ``--print-config``, which needs no inputs, only ``errors``
-    are returned.
+    The command line is searched for words that cannot be read, numbers out of range, and unusable
+    inputs. Each error is returned once. With ``--print-config``, which needs no inputs, nothing is
+    searched.
 
     Args:
         errors: sentences from a check that may have stopped before it was complete.

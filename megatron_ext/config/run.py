@@ -94,7 +94,7 @@ class RunConfig:
     def attention_sides(self) -> Sequence[Side] | None:
         """Return each output width of attention's projections as a `Side`.
 
-        Return None if no section of the task sets them.
+        The result is None if no section of the task sets these widths.
         """
         sides = (section.attention_sides(self) for section in self.layer_sections)
         return next((own for own in sides if own is not None), None)
@@ -173,7 +173,7 @@ def in_present_sections(stored: Mapping[str, Any], sections: Sequence[type]) -> 
 
     An earlier version may have stored a field in another section. No two sections have a field of
     the same name, so the name alone tells where a value belongs. If the present section has a value
-    for the field already, that one is kept.
+    for the field already, this value is kept.
 
     Args:
         stored: values by section and field, such as `RunConfig.to_dict` returns.

@@ -146,7 +146,10 @@ _FALSE = argparse._StoreFalseAction
 
 
 def section_of(provider: Provider, name: str = "ExtraArgs") -> type:
-    """Return a section class whose flags are the arguments that ``provider`` adds to a parser."""
+    """Return a section class whose flags are the arguments that ``provider`` adds to a parser.
+
+    ``name`` is the name of the class.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     provider(parser)
     fields = [_field(action) for action in parser._actions]

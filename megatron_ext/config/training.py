@@ -129,8 +129,8 @@ class TrainingConfig(Changeable):
     def resolved(self, data_parallel_size: int) -> TrainingConfig:
         """Return a copy with the global batch size filled in if it is unset.
 
-        It is the last size of the batch-size schedule; without a schedule, it is one micro-batch on
-        each data-parallel rank.
+        The filled-in size is the last one of the batch-size schedule; without a schedule, it is one
+        micro-batch on each data-parallel rank.
         """
         batch = self.global_batch_size
         steps = _schedule_or_none(self.step_batch_size_schedule)

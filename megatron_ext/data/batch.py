@@ -85,10 +85,11 @@ def shift_left(tensor: Tensor, documents: Tensor | None = None) -> Tensor:
 
 
 def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None) -> Batch:
-    """Add the labels and loss weights of each MTP depth to a full-sequence batch.
+    """Return a full-sequence batch with labels and loss weights for ``depths`` MTP modules added.
 
     The target of a position at depth k is the main model's target k positions later. A target
-    beyond the end of the sequence or document has weight 0 (see `shift_left`). Call this function
+    beyond the end of the sequence or document has weight 0. ``documents`` has the document index of
+    each position (see `shift_left`); None means that a sequence is one document. Call this function
     before sequences are sliced for context parallelism, so that no rank needs tokens of another.
     """
     labels = [batch.labels]
@@ -143,7 +144,10 @@ def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -
 
 
 def with_reduced_weights(batch: Batch, documents: Tensor | None, reduction: str) -> Batch:
-    """Return a full-sequence batch with ``reduction`` applied to its loss and MTP loss weights."""
+    """Return a full-sequence batch with ``reduction`` applied to its loss and MTP loss weights.
+
+    ``documents`` and ``reduction`` are the arguments of `reduced_weights`.
+    """
     weights, *mtp_weights = (
         reduced_weights(mask, documents, reduction)
         for mask in (batch.loss_weights, *batch.mtp_loss_weights)

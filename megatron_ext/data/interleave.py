@@ -190,7 +190,10 @@ def numbered(sources: Places, counts: Sequence[int]) -> Ints:
 
 
 def error_of(weights: Sequence[Fraction], counts: Sequence[int]) -> Fraction:
-    """Return the largest distance between the count of a source's samples and its exact quota."""
+    """Return the largest difference between a source's sample count and its exact quota.
+
+    The quota of a source is its share of ``weights`` times the sum of ``counts``.
+    """
     places = sum(counts)
     total = sum(weights)
     quotas = (places * weight / total for weight in weights)

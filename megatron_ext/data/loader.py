@@ -92,7 +92,9 @@ class Loader(Protocol):
     """The micro-batches of one split on this rank, read step by step."""
 
     def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Any]:
-        """Return a step's micro-batches, with samples of ``seq_length`` if it is given.
+        """Return the micro-batches of the next step.
+
+        ``seq_length`` is the number of tokens of each sample; None keeps the length of the loader.
 
         Raises:
             StopIteration: the data has ended.

@@ -99,7 +99,7 @@ class ObjectStore:
         return self._own.cache.counts()
 
     def index(self, prefix: str) -> Index:
-        """Return a dataset's index from its local copy, which is made first if there is none.
+        """Return a dataset's index from a local copy, which is made now if there is none.
 
         Raises:
             DataError: the index does not exist, cannot be read or copied, or is damaged.
@@ -188,7 +188,7 @@ class ObjectStore:
         return fetched
 
     def reading(self) -> Any:
-        """Return a context in which the cache is locked: no page leaves its slot."""
+        """Return a context manager that locks the cache, so that no page is moved or evicted."""
         return self._own.cache.reading()
 
     def _request(self, source: StoredObject, pages: Ints) -> list[Future[tuple[int, bytes]]]:

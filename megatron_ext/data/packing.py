@@ -94,9 +94,8 @@ class PackedBlock:
 def best_fit(sizes: Ints, capacity: int, count: int) -> Ints:
     """Put each item, largest first, into the fullest of ``count`` bins that has room for it.
 
-    Among equally full bins, and among items of equal size, the first one is taken.
-
-    Return the bin of each item, ``[items]``; -1 if no bin has room for it.
+    Among equally full bins, and among items of equal size, the first one is taken. Bins hold
+    ``capacity``. Return the bin of each item, ``[items]``; -1 if no bin has room for it.
     """
     bin_of = np.full(len(sizes), -1, dtype=np.int64)
     # Room and index of each bin, packed into one integer and sorted in ascending order.

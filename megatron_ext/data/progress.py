@@ -48,7 +48,7 @@ class Progress:
         )  # fmt: skip
 
     def show(self, done: int, items: int) -> None:
-        """Show the amount done by this run, and the number of items that it has made."""
+        """Show the amount ``done`` by this run so far, and the number of ``items`` made so far."""
         if not self._bar.disable:
             if self._in_bytes:
                 self._bar.set_postfix_str(f"{items} {self._items}", refresh=False)

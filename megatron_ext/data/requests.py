@@ -193,9 +193,9 @@ class Requests:
     ) -> Any:
         """Call ``ask`` until it succeeds, and return its answer.
 
-        An answer that has not ``length`` bytes is a failure; None accepts any length. Raise a
-        DataError if the last attempt fails. An error that another attempt cannot change is raised
-        at once.
+        An answer that does not have ``length`` bytes counts as a failure; None accepts any length.
+        Raise a DataError if the last attempt fails, or at once after an error that another attempt
+        cannot change.
         """
         for attempt, pause in enumerate((*PAUSES, None)):
             limit = max(SHORTEST, _PATIENCE * self._usual) * 2.0**attempt

@@ -208,10 +208,11 @@ def tokens_before(index: Index, sequence: int) -> int:
 
 
 def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) -> TokenSpan:
-    """Return the tokens of sequences ``first`` to ``end`` - 1 (None: to the last).
+    """Return the tokens of sequences ``first`` to ``end`` - 1 of a dataset (None: to the last).
 
-    Only the files' sizes and the index's first and last entries are checked, in constant time.
-    `check_indexed_dataset` checks the whole index.
+    They are read through a memory map if ``mapped``, else by `pread`. Only the files' sizes and the
+    index's first and last entries are checked, in constant time; `check_indexed_dataset` checks the
+    whole index.
 
     Raises:
         DataError: a file is missing or damaged, or index and tokens do not match.

@@ -75,7 +75,7 @@ BLACKWELL = 10
 def _generation() -> int | None:
     """Return the major compute capability of the first GPU, without starting the CUDA driver.
 
-    NVIDIA's management library knows it. Return None if that library or a GPU is missing.
+    It is read from NVIDIA's management library; None if that library or a GPU is missing.
     """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")

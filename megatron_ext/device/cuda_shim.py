@@ -121,7 +121,7 @@ def stays(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def claims_cuda_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tensor.type``, so that the name it returns for a CPU tensor is that of a CUDA type."""
+    """Wrap ``Tensor.type``, so that it returns the name of a CUDA type for a CPU tensor."""
 
     @functools.wraps(type_of)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -193,9 +193,9 @@ def matrix_rate(
 ) -> float:
     """Return the operations per second of a product of two ``[size, size]`` matrices.
 
-    A product counts as 2 size^3 operations. The entries are normal random numbers: zeros would take
-    less power and let the device clock higher. Factors in ``float8_e4m3fn`` are scaled, and their
-    product is bfloat16.
+    A product counts as 2 size^3 operations. The matrices are of ``dtype``. Their entries are normal
+    random numbers: zeros would take less power and let the device clock higher. Matrices in
+    ``float8_e4m3fn`` are scaled, and the product of two is bfloat16.
 
     Raises:
         DeviceNotSupported: the device does not multiply 8-bit floats.
@@ -229,7 +229,10 @@ def copy_rate(device: torch.device, size: int = COPIED) -> float:
 def rates(
     device: torch.device, size: int = MATRIX, copied: int = COPIED
 ) -> dict[str, float | None]:
-    """Measure a device; return the rates ``bf16``, ``fp8`` (None if unsupported) and ``copy``."""
+    """Measure a device; return the rates ``bf16``, ``fp8`` (None if unsupported) and ``copy``.
+
+    ``size`` is the argument of `matrix_rate`, ``copied`` the size of `copy_rate` in bytes.
+    """
     eight = matrix_rate(device, torch.float8_e4m3fn, size) if has_fp8(device) else None
     half = matrix_rate(device, torch.bfloat16, size)
     return {"bf16": half, "fp8": eight, "copy": copy_rate(device, copied)}

@@ -104,7 +104,10 @@ def read_bytes(path: StrPath, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: StrPath, limit: int = MAX_BYTES) -> str:
-    """Return the text of a regular UTF-8 file without its byte-order mark; see `read_bytes`."""
+    """Return the text of a regular UTF-8 file of at most ``limit`` bytes.
+
+    A byte-order mark is left out. The errors are those of `read_bytes`.
+    """
     return _decoded(read_bytes(path, limit), path)
 
 
@@ -116,7 +119,9 @@ def _decoded(content: bytes, path: StrPath) -> str:
 
 
 def read_json(path: StrPath, *, not_finite: bool = False, limit: int = MAX_BYTES) -> Any:
-    """Read a JSON file; with ``not_finite`` accept NaN and Infinity, which strict JSON lacks.
+    """Read a JSON file of at most ``limit`` bytes.
+
+    With ``not_finite``, accept NaN and Infinity, which strict JSON lacks.
 
     Raises:
         UnreadableFile: the file or its content breaks the limits of this module.
@@ -125,7 +130,7 @@ def read_json(path: StrPath, *, not_finite: bool = False, limit: int = MAX_BYTES
 
 
 def read_json_object(path: StrPath, *, not_finite: bool = False) -> dict[str, Any]:
-    """Read a JSON file that holds an object; see `read_json`."""
+    """Read a JSON file that must hold an object; ``not_finite`` is the argument of `read_json`."""
     content = read_json(path, not_finite=not_finite)
     if not isinstance(content, dict):
         raise UnreadableFile(path, f"it holds {kind_of(content)} instead of an object")
@@ -235,7 +240,7 @@ def read_yaml(path: StrPath) -> Any:
 
 
 def parse_yaml(text: str, source: StrPath) -> Any:
-    """Parse YAML of plain values; ``source`` names its file or flag in errors.
+    """Parse YAML of plain values; ``source`` is the file or flag that errors name.
 
     libyaml's loader recurses without limit, and a few nested aliases can stand for billions of
     values. Its parser does not recurse, so the parser's events are counted before anything is

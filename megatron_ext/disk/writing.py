@@ -36,7 +36,7 @@ class NotRegular(OSError):
 
 
 def open_descriptor(path: StrPath, flags: int, permissions: int = 0o666) -> int:
-    """Open a regular file like ``os.open``, without following a link at its name.
+    """Open a regular file with the arguments of ``os.open``, without following a link at its name.
 
     Raises:
         NotRegular: there is a link, pipe or device at the path, or a file with several names.
@@ -78,7 +78,7 @@ def open_new(path: StrPath, mode: Literal["wb"], **options: Any) -> BinaryIO: ..
 
 
 def open_new(path: StrPath, mode: str = "w", **options: Any) -> IO[Any]:
-    """Open an empty new file like ``open``, replacing any file or link with its name."""
+    """Open a new file like ``open``, in place of any file or link at ``path``."""
     descriptor = open_descriptor(cleared(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     return _as_file(descriptor, mode, options)
 
@@ -118,13 +118,16 @@ def _as_file(descriptor: int, mode: str, options: dict[str, Any]) -> IO[Any]:
 
 
 def write_text(path: StrPath, text: str, errors: str = "strict") -> None:
-    """Write a new file in UTF-8; see `open_new`."""
+    """Write a new UTF-8 file in place of any file or link at ``path``.
+
+    ``errors`` is ``open``'s argument: what to do with characters that cannot be encoded.
+    """
     with open_new(path, errors=errors) as file:
         file.write(text)
 
 
 def write_bytes(path: StrPath, content: bytes) -> None:
-    """Write a new file; see `open_new`."""
+    """Write a new file in place of any file or link at ``path``."""
     with open_new(path, "wb") as file:
         file.write(content)
 
@@ -150,7 +153,7 @@ def remove(path: StrPath) -> None:
 def own_folder(path: StrPath, permissions: int = 0o777) -> Path:
     """Create a folder inside an existing folder, unless it exists; return its path.
 
-    A link, pipe or device of that name is replaced.
+    A link, pipe or device at ``path`` is replaced. A new folder gets the mode bits ``permissions``.
 
     Raises:
         FileExistsError: there is a file of that name.

@@ -45,7 +45,7 @@ def _usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> int |
 
 
 def has_usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> bool:
-    """Return whether the warm-up is the task's default, as `with_warmup` fits it to the run."""
+    """Return whether the warm-up is the one that `with_warmup` derives from the task's default."""
     if not optimizer.usual_warmup_iters or optimizer.lr_warmup_fraction is not None:
         return False
     return optimizer.lr_warmup_iters == _usual_warmup(optimizer, training)

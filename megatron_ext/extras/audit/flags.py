@@ -44,7 +44,7 @@ class Flags:
         return bool(given)
 
     def text(self, name: str, default: str = "") -> str:
-        """Return the values of a flag, joined by spaces.
+        """Return the values of a flag, joined by spaces; ``default`` if the flag is not given.
 
         Raises:
             Undecided: the value contains a shell variable such as ``$SIZE``, as recipes do.
@@ -58,7 +58,7 @@ class Flags:
         return value.strip("'\"")
 
     def number(self, name: str, default: float) -> float:
-        """Return the first value of a flag as a number.
+        """Return the first value of a flag as a number; ``default`` if the flag is not given.
 
         Raises:
             Undecided: the value is not a number.
@@ -72,7 +72,7 @@ class Flags:
             raise Undecided(f"`{name}` ({text[0]}) must be a number; give one.") from None
 
     def size(self, name: str, default: int = 1) -> int:
-        """Return the value of a flag as an integer; see `number`."""
+        """Return the value of a flag as an integer, else ``default``; errors as in `number`."""
         return int(self.number(name, default))
 
     @property

@@ -72,7 +72,11 @@ def tokenizer_of(vocabulary: int) -> Any:
 def dataset_config(
     prefix: Path, vocabulary: int = 90, split: str = "99,1,0", **changes: Any
 ) -> GPTDatasetConfig:
-    """Return a dataset configuration of megatron-core, with its cache next to the data."""
+    """Return a megatron-core dataset configuration whose index cache lies next to the data.
+
+    ``vocabulary`` is the number of ids, ``split`` the argument ``--split`` of Megatron-LM, and
+    ``changes`` are further fields.
+    """
     return GPTDatasetConfig(
         random_seed=1234,
         sequence_length=SEQUENCE_LENGTH,
@@ -208,7 +212,10 @@ def d32() -> Reproduced:
 
 
 def counted_samples(tokens: int, *, drop_last: bool) -> int:
-    """Return how many samples megatron-core counts in one document of ``tokens`` tokens."""
+    """Return how many samples megatron-core counts in one document of ``tokens`` tokens.
+
+    With ``drop_last``, a partial sample at the end does not count.
+    """
     sizes = np.asarray([tokens], np.int32)
     order = np.zeros(1, np.int32)
     index = helpers.build_sample_idx(sizes, order, SEQUENCE_LENGTH, 1, tokens, drop_last, 1)

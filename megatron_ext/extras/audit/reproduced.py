@@ -71,7 +71,11 @@ def layout_of(
     etp: int | None = None,
     vpp: int | None = None,
 ) -> Layout:
-    """Return a layout of ``tp * pp * cp * dp`` ranks."""
+    """Return a layout of ``tp * pp * cp * dp`` ranks.
+
+    ``etp`` is the expert-tensor-parallel size (None: ``tp``), and ``vpp`` the number of virtual
+    chunks on each pipeline rank (None: no interleaving).
+    """
     return Layout(
         world_size=tp * pp * cp * dp,
         tensor_model_parallel_size=tp,

@@ -70,7 +70,7 @@ def simulated(
     """Return the share of useful time in a simulated run of about ``hours`` hours.
 
     A fault loses all steps since the last snapshot or checkpoint. ``save_interval`` is the number
-    of steps between checkpoints.
+    of steps between checkpoints, and ``seed`` determines the times of the faults.
     """
     random = Random(seed)
     rate = faults_per_hour / 3600.0
@@ -106,9 +106,9 @@ RATES = (1, 2, 3, 6, 10, 20, 30, 60, 120, 240)
 
 
 def plot_goodput(costs: Costs, measured: Sequence[Point], path: Path, hours: float = 100.0) -> None:
-    """Plot goodput against the fault rate: simulated, by Daly's formula, and as measured.
+    """Plot goodput against the fault rate to a PNG file: simulated, by Daly's formula, measured.
 
-    The plot is a PNG file. A simulated run that has snapshots writes a checkpoint every half hour.
+    The simulated run lasts ``hours``, takes snapshots, and writes a checkpoint every half hour.
     """
     # pyplot is avoided: it takes a second to import and keeps its own list of figures.
     from matplotlib.figure import Figure

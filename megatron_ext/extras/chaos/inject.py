@@ -66,7 +66,10 @@ class Fault:
 
 
 def as_variable(faults: Sequence[Fault], folder: Path | None = None) -> dict[str, str]:
-    """Return name and value of the environment variable that injects faults into a run's ranks."""
+    """Return name and value of the environment variable that injects faults into a run's ranks.
+
+    With a ``folder`` for records, each fault happens only once over all restarts of the run.
+    """
     listed = [dataclasses.asdict(fault) for fault in faults]
     given = listed if folder is None else {"folder": str(folder), "faults": listed}
     return {VARIABLE: json.dumps(given)}
@@ -191,7 +194,7 @@ def arm(recorder: Recorder, save: str | None) -> Injector | None:
     """Read faults from the environment variable, and let them happen at events of this rank.
 
     Return the listener that was added to ``recorder``; None if the variable is not set. Faults can
-    also strike processes that the rank forks later.
+    also strike processes that the rank forks later. ``save`` is the run's save folder, if any.
     """
     if VARIABLE not in os.environ:
         return None

@@ -220,9 +220,10 @@ class Ledger:
         return None
 
     def reads_of(self, prefix: str, document: int, *, with_lost: bool) -> list[Read]:
-        """Return where the run read a document, in the order of its steps.
+        """Return where the run read a document, in the order of the run's steps.
 
-        Steps whose order is unknown are left out (`unknown`).
+        Steps whose order of samples is unknown are left out (see `unknown`). With ``with_lost``,
+        steps whose updates are not part of the weights are included.
 
         Raises:
             ConfigError: the run has no such source, or the source has no such document.
