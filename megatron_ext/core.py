@@ -142,7 +142,7 @@ def kinds_by_layer(kinds: list[str], config: TransformerConfig) -> list[str]:
 
 
 TAKES_SHORT_GROUPS = not hasattr(TransformerBlock, "_checkpointed_forward")
-"""Whether ``--recompute-num-layers`` need not divide the layers of a stage."""
+"""Whether a stage's number of layers need not be a multiple of ``--recompute-num-layers``."""
 
 
 RECOMPUTES_DEPTHS = any(

@@ -49,7 +49,7 @@ what to write. BROKEN: it cannot save.
 
 
 class Helper:
-    """The process that writes a rank's part of checkpoints."""
+    """A rank's connection to the helper process that writes the rank's part of checkpoints."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()

@@ -41,7 +41,7 @@ Files = dict[str, dict[str, Any]]
 
 
 def folder_of(root: Path, iteration: int) -> Path:
-    """Return the folder of an iteration, such as ``iter_0000100`` under the save folder."""
+    """Return the folder of an iteration's checkpoint, such as ``iter_0000100`` under ``root``."""
     return root / f"iter_{iteration:07d}"
 
 

@@ -157,7 +157,7 @@ def _steps(part: Any, group: dict[str, Any]) -> float | None:
 
 
 def is_flat(state: dict[Any, Any]) -> bool:
-    """Return whether an optimizer's state is in the format of this module."""
+    """Return whether an optimizer's state has the format of `optimizer_state` in this module."""
     return RECORDS in state
 
 

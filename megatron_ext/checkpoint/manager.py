@@ -90,8 +90,8 @@ class CheckpointManager:
             run_config: the resolved configuration, as sections of plain values.
             best: the checkpoints with the lowest validation losses, lowest first; they are kept.
             superseded: iterations to remove, since they are no longer among the best.
-                waits: whether to wait until the checkpoint is complete. Otherwise, a manager with a
-                    ``background`` returns as soon as the state is copied to host memory.
+            waits: whether to wait until the checkpoint is complete. Otherwise, a manager with a
+                ``background`` returns as soon as the state is copied to host memory.
         """
         config = self._config
         if config.save is None:

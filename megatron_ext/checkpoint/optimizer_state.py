@@ -33,7 +33,7 @@ RESHARDABLE = "fully_reshardable"
 """megatron-core's name of distributed optimizer state that loads in any layout."""
 SECOND_MOMENT = "exp_avg_sq"
 MAIN_WEIGHTS = "fp32_from_fp16_params"
-"""The key of an optimizer's fp32 weights beside 16-bit ones."""
+"""Key in an optimizer's state of the fp32 copies of 16-bit weights."""
 KIND_OF_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """Settings that distinguish an optimizer's parameter groups, besides ``is_expert_parallel``."""
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
@@ -95,7 +95,7 @@ def counted(optimizer: MegatronOptimizer, count: float | None) -> Iterator[None]
 def completed(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Within the context, give Muon's matrices in distributed optimizers an all-zero second moment.
 
-    megatron-core's distributed optimizer does not save a weight that lacks one.
+    megatron-core's distributed optimizer does not save a weight without a second moment.
     """
     muons = [
         part.optimizer

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 MAX_BYTES = 1 << 32
-"""Size limit of a pickle; 400,000 entries of an index take about 80 MB."""
+"""Size limit of a pickle in bytes; a checkpoint index with 400,000 entries has about 80 MB."""
 MAX_NESTING = 100
 """Limit of nesting; far beyond it Python's own functions would overflow the stack."""
 MAX_KEY = 64
@@ -33,7 +33,7 @@ MAX_IN_TUPLE = 10_000
 MAX_SAME_HASH = 1_000
 """Limit of keys with equal hashes, since a mapping compares them with each other."""
 MAX_REUSE = 8
-"""Limit of the bytes and elements that the calls in a pickle may copy, per byte of the pickle."""
+"""Limit of the bytes and elements that all calls in a pickle may copy, per byte of the pickle."""
 
 
 class ForeignName(ValueError):
@@ -430,8 +430,8 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
     },
     planner.BytesIOWriteData: {"nbytes": _COUNT},
 }
-"""The classes of an index, with the allowed types of their fields; `_ANY` is any value that a
-`Machine` makes. Fields that other releases of torch add are ignored.
+"""The classes in the pickled index of a checkpoint, with the allowed types of each field; `_ANY`
+allows any value that a `Machine` makes. Fields that other releases of torch add are ignored.
 """
 _RECORDS = {kind: fields for kind, fields in _FIELDS.items() if fields}
 _NEEDED = {
@@ -514,7 +514,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
         for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
 }
-"""Replacements for the functions that an index names; each checks its arguments."""
+"""Function named in a checkpoint's pickled index -> its replacement, which checks arguments."""
 _CORE = "megatron.core.dist_checkpointing.strategies.torch"
 _CLASSES = {f"{kind.__module__}.{kind.__name__}": kind for kind in _FIELDS} | {
     # Classes of earlier releases of megatron-core, which have the fields of torch's classes.
@@ -635,7 +635,7 @@ _HASHING = frozenset(
     {f"{module}.set" for module in ("builtins", "__builtin__")}
     | {"collections.Counter", "collections.OrderedDict"}
 )
-"""Functions that hash the elements of their argument."""
+"""Names of functions in pickles that hash the elements of their argument."""
 
 
 class Unknown:

@@ -43,7 +43,7 @@ _LOCK = ".staging.lock"
 
 
 def remote_of(config: CheckpointConfig, folder: Path) -> RemoteFolder | None:
-    """Return the object-store folder staged at ``folder``; None if nothing is staged there."""
+    """Return the object-store folder whose staging folder is ``folder``; None if there is none."""
     for name, address in config.addresses.items():
         root = split_address(address)[0]
         if staging_folder(root) == folder.absolute():

@@ -56,7 +56,7 @@ class SnapshotRecovery(Protocol):
 
     @property
     def memory(self) -> SnapshotStore:
-        """Return the store of the snapshots."""
+        """Return the store in which this object looks for snapshots."""
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> Any:
         """Return the newest snapshots that all ranks have, if they are new enough, else None.

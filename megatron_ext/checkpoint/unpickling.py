@@ -45,7 +45,7 @@ COMMON_STATE = "common_state"
 """Name among the shards of the object with the common state, as newer megatron-core saves it."""
 _OBJECT = f"{COMMON_STATE}/shard_0_1"
 _OF_NEWER_FLAGS = ("CudaGraphModule", "InferenceCudaGraphScope")
-"""Enumerations in stock checkpoints' flags that older releases of megatron-core lack."""
+"""Enumerations in the flags of Megatron-LM's checkpoints that older megatron-core lacks."""
 _OLD_PICKLES = 5
 """Number of pickles that begin a file in ``torch.save``'s old format, which is no zip archive."""
 _NUMBERS = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248]|c(8|16))")

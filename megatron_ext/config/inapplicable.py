@@ -220,4 +220,4 @@ ENGINE = (
     ),
     without("--lr-decay-style WSD", "lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples"),
 )
-"""Flags of the engine that do nothing in some runs."""
+"""The entries about the engine's own flags that have no effect in some runs."""

@@ -28,7 +28,7 @@ ACTIVATIONS = {
     "geglu": "gelu_tanh",
     "openai_gelu": "gelu_tanh",
 }
-"""Flags of the MLP's activation -> the name of its function; without them it is gelu."""
+"""Flag of the MLP's activation -> name of the function, which is gelu without such a flag."""
 
 
 def padded_size(vocab_size: int, divisible_by: int, ranks: int) -> int:
@@ -47,7 +47,7 @@ RECOMPUTED_WITH_TE = ("layernorm", "moe_act")
 
 @dataclass(frozen=True)
 class ModelConfig(Changeable):
-    """The layers of a transformer, and how they are computed; names are Megatron-LM's.
+    """Flags of the layers of a transformer, and of how they are computed; names are Megatron-LM's.
 
     The embedding, the output layer and the depths of multi-token prediction are here too, since
     pipeline stages and tied weights depend on them.

@@ -25,7 +25,7 @@ from megatron_ext.config.flags import (
 
 DECAY = Range(0, 100)
 QUINTIC_STEPS = 5
-"""Steps after which the polynomials of ``--muon-coefficient-type quintic`` start again."""
+"""Newton-Schulz steps until the polynomials of ``--muon-coefficient-type quintic`` repeat."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class OptimizerConfig(Changeable):
     )
     use_checkpoint_opt_param_scheduler: bool = flag(False, "schedule from checkpoint, not flags")
     usual_warmup_iters: int = 0
-    """Steps of warm-up if no flag gives any."""
+    """The task's default number of warm-up steps; 0 for none. A flag overrides it."""
 
     @property
     def shards_gradients(self) -> bool:
@@ -220,7 +220,7 @@ class OptimizerConfig(Changeable):
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """Exponential moving average: ``average = decay * average + (1 - decay) * weights``."""
+    """Flags of averaged weights: ``average = decay * average + (1 - decay) * weights``."""
 
     ema_decay: float | None = flag(
         None,
@@ -268,7 +268,7 @@ class EmaConfig:
 
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Linear layers of a GPT's blocks."""
+"""Linear layers of a GPT's blocks; adapters are added to all of them by default."""
 
 LATENT_TARGETS = (
     "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1",
@@ -284,7 +284,7 @@ DEFAULT_ALPHA = 32.0
 
 @dataclass(frozen=True)
 class LoraConfig(Changeable):
-    """Low-rank adapters: ``y = W x + scale * B A dropout(x)`` with a frozen W; see `scale`."""
+    """Flags of low-rank adapters: ``y = W x + scale * B A dropout(x)`` with a frozen W."""
 
     lora_rank: int | None = flag(None, "rank of the adapters; without it all weights train", SIZE)
     lora_alpha: float | None = resumed_flag(

@@ -147,7 +147,7 @@ class CheckpointConfig(UsersOwn):
     )
 
     usual_save_interval: int | None = None
-    """Steps between checkpoints with ``--save`` but without ``--save-interval``."""
+    """The task's default for ``--save-interval``, in steps; it counts if ``--save`` is given."""
     starts_others: bool = False
     """Whether networks other than the run's model start from the weights of checkpoints."""
     starts_elsewhere: bool = False
@@ -338,7 +338,7 @@ class CheckpointConfig(UsersOwn):
 
 @dataclass(frozen=True)
 class LoggingConfig(UsersOwn):
-    """Reports of a run; names and defaults are Megatron-LM's."""
+    """Flags of a run's logs and reports; names and defaults are Megatron-LM's."""
 
     log_interval: int = flag(100, "report after each multiple of this many steps", COUNT, "steps")
     log_throughput: bool = flag(
@@ -369,7 +369,7 @@ GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")
 
 @dataclass(frozen=True)
 class PlanningConfig(UsersOwn):
-    """``--dry-run``: all checks, and estimates of memory, communication and time; no training."""
+    """Flags of ``--dry-run``, which checks a run and estimates memory, communication and time."""
 
     dry_run: bool = flag(
         False, "check everything, print what memory and time a step would take, start nothing"

@@ -13,7 +13,7 @@ SCHEDULES = (
 
 @dataclass(frozen=True)
 class ParallelConfig(Changeable):
-    """Parallel sizes; the data-parallel size is ranks / (tensor × pipeline × context)."""
+    """Flags of parallel sizes; the data-parallel size is ranks / (tensor × pipeline × context)."""
 
     tensor_model_parallel_size: int = flag(
         1, "ranks that share each matrix (tensor parallelism)", SIZE, "ranks"

@@ -25,7 +25,7 @@ from megatron_ext.disk.reading import UnreadableFile, read_yaml
 from megatron_ext.errors import ConfigError, FlagError, flags_of
 
 Values = dict[str, dict[str, Any]]
-"""Values of fields, by section."""
+"""Name of a section -> name of a field -> value."""
 Elsewhere = Callable[[], Sequence[Inapplicable]]
 """A function that returns the flags of other programs, called only to explain an unknown flag."""
 

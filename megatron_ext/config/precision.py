@@ -19,7 +19,7 @@ SCALE = Range(0, 2.0**64, above=True)
 
 @dataclass(frozen=True)
 class PrecisionConfig(Changeable):
-    """Number format of parameters and activations: fp32 unless ``--bf16`` or ``--fp16``."""
+    """Flags of the format of parameters and activations: fp32 unless ``--bf16`` or ``--fp16``."""
 
     bf16: bool = said_flag(False, "parameters and activations in bfloat16; --no-bf16 is fp32")
     fp16: bool = said_flag(False, "parameters and activations in float16, with loss scaling")
@@ -49,7 +49,7 @@ class PrecisionConfig(Changeable):
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """8-bit matrix products, on with ``--fp8-format``; names and defaults are Megatron-LM's."""
+    """Flags of 8-bit matrix products, on with ``--fp8-format``; names are Megatron-LM's."""
 
     fp8_format: str | None = flag(
         None,
@@ -184,7 +184,7 @@ class TransformerEngineConfig(Changeable):
 
 @dataclass(frozen=True)
 class CudaGraphConfig(Changeable):
-    """CUDA graphs, on with ``--cuda-graph-impl``; names and defaults are Megatron-LM's."""
+    """Flags of CUDA graphs, on with ``--cuda-graph-impl``; names are Megatron-LM's."""
 
     cuda_graph_impl: str = flag(
         "none",

@@ -28,7 +28,7 @@ from megatron_ext.errors import STOP_SIGNALS, FlagError, exclusive
 
 @dataclass(frozen=True)
 class TrainingConfig(Changeable):
-    """The training loop; names and defaults are Megatron-LM's unless a help text says otherwise."""
+    """Flags of the training loop; Megatron-LM's, unless a help text says otherwise."""
 
     micro_batch_size: int | None = flag(
         None, "sequences of one forward pass on one rank", SIZE, names="--batch-size"
@@ -350,7 +350,7 @@ CROSS_ENTROPY = "cross-entropy"
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The loss: cross-entropy and its reduction, or a loss of the user's own."""
+    """Flags of the loss: cross-entropy and its reduction, or a loss of the user's own."""
 
     cross_entropy_impl: str | None = flag(
         None,

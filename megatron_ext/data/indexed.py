@@ -124,7 +124,7 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a DataError that names ``path``."""
+    """Within the context, turn an OSError into a DataError that names ``path``."""
     try:
         yield
     except OSError as error:

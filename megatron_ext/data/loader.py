@@ -134,7 +134,7 @@ class BatchSource:
         self._coming = first_step
 
     def num_microbatches(self, usual: int) -> int:
-        """Return the next step's number of micro-batches; ``usual`` if there is no plan."""
+        """Return the plan's number of micro-batches for the next step; ``usual`` without a plan."""
         return usual if self.plan is None else self.plan.num_microbatches(self._coming)
 
     def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Any] | None:

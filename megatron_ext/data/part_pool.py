@@ -215,7 +215,7 @@ class _Board:
         self._rows[:, numbers] = 0
 
     def totals(self) -> tuple[int, int]:
-        """Return the amount and the items of all parts."""
+        """Return the amount done and the number of items made, summed over all parts."""
         amount, items = self._rows[:2].sum(axis=1).tolist()
         return amount, items
 

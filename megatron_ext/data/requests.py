@@ -182,7 +182,7 @@ class Requests:
             return content
 
     async def _place(self, address: str) -> tuple[Any, str]:
-        """Return the file system and the path of an address."""
+        """Return fsspec's file system for an address, and the path of the address in it."""
         if address not in self._places:
             # Some packages fetch credentials here, which would block the event loop.
             self._places[address] = await asyncio.to_thread(_place, address)

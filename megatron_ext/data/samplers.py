@@ -21,7 +21,7 @@ from megatron_ext.errors import DataError
 
 Ints = NDArray[np.int64]
 Row = list[int]
-"""Dataset indices of the samples that share a row; an empty row holds padding only."""
+"""Dataset indices of the samples in a row of a micro-batch; an empty row is only padding."""
 
 
 @dataclass(eq=False)
@@ -133,7 +133,7 @@ class RandomSampler(Sampler[list[int]]):
 
 
 def shuffled(length: int, *seeds: int) -> Ints:
-    """Return a permutation ``[length]`` from raw PCG64 bits, the same in all numpy versions."""
+    """Return the permutation ``[length]`` that ``seeds`` determine in every version of numpy."""
     return np.argsort(np.random.PCG64(seeds).random_raw(length), kind="stable").astype(np.int64)
 
 

@@ -53,5 +53,5 @@ class WorkerContext(ForkContext):
 
 
 def worker_context(num_workers: int) -> WorkerContext | None:
-    """Return a `WorkerContext` for a DataLoader; None if it has no workers."""
+    """Return a `WorkerContext` for a DataLoader; None if ``num_workers`` is 0."""
     return WorkerContext() if num_workers else None

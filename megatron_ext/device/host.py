@@ -17,7 +17,7 @@ RDMA = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Host:
-    """The resources of the host or container that one process may use; None without a limit.
+    """The resources of the host or container that one process may use; None means no limit.
 
     Attributes:
         cores: number of cores; a fraction if a container limits the processor time.

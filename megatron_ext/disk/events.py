@@ -60,7 +60,7 @@ def read_events(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that strict JSON can represent."""
+    """Return a value for strict JSON; what JSON cannot represent becomes text, such as NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -277,7 +277,7 @@ def _one_line(error: Exception) -> str:
 
 @lru_cache(1)
 def _loader() -> type:
-    """Return a loader of plain values that refuses repeated keys in a mapping."""
+    """Return the class of a YAML loader of plain values that refuses repeated keys."""
     # The C parser is ten times as fast, but not always built.
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

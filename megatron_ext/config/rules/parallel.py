@@ -109,7 +109,7 @@ def resolve_parallel(
 def rank_errors(
     world_size: int, *, tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int
 ) -> Iterator[FlagError]:
-    """Yield a sentence for each parallel size, or product of sizes, that does not fit the ranks."""
+    """Yield an error for each parallel size or product of sizes that does not divide the ranks."""
     sizes = {
         "--tensor-model-parallel-size": tensor,
         STAGES: pipeline,

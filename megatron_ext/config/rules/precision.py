@@ -232,7 +232,7 @@ def _param_gather_errors(
 
 
 def _size_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each size on a rank that 8-bit matrix products cannot have."""
+    """Yield an error for each size of a rank's matrices that 8-bit products do not support."""
     fp8 = run.fp8
     model = run.model
     parallel = run.parallel
@@ -260,10 +260,9 @@ def _size_errors(run: RunConfig) -> Iterator[FlagError]:
 
 
 def side_errors(fp8: Fp8Config, sides: Sequence[Side]) -> Iterator[FlagError]:
-    """Yield an error for each dimension of a weight matrix that 8-bit products cannot have.
+    """Yield an error for each dimension of a weight matrix that 8-bit products do not support.
 
-    ``sides`` are the dimensions: name, total width, and number of ranks that the width is split
-    over.
+    Each of ``sides`` is a dimension: (name, total width, number of ranks that divide the width).
     """
     unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else UNIT
     for name, width, parts in sides:

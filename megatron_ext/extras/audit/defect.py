@@ -117,6 +117,6 @@ class Defect:
         return dict(self.between).get(release, self.since if release >= self.began else before)
 
     def row(self) -> str:
-        """Return the row of the table in docs/numerics.md."""
+        """Return the defect's row of the table in docs/numerics.md."""
         cells = self.number, self.affected, self.stock, str(self.since), self.ours, self.test
         return f"| {' | '.join(cells)} |"

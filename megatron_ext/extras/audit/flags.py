@@ -142,7 +142,7 @@ class Flags:
 
     @property
     def resumes(self) -> bool:
-        """Whether the optimizer's state is loaded."""
+        """Whether the run loads the optimizer's state from a checkpoint."""
         return self.has("--load") and not self.has("--no-load-optim", "--finetune")
 
     @property

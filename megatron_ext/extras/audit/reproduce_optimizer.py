@@ -40,7 +40,7 @@ class Network(MegatronModule):  # type: ignore[misc]
 
 
 def network(dtype: torch.dtype = torch.float32) -> Network:
-    """Build the network with weights of a dtype."""
+    """Build a `Network` with weights of ``dtype``."""
     halves = {"bf16": dtype is torch.bfloat16, "fp16": dtype is torch.float16}
     config = TransformerConfig(
         num_layers=1, hidden_size=4, num_attention_heads=1, params_dtype=dtype, **halves

@@ -61,7 +61,11 @@ def auxiliary_flags(kind: str) -> dict[str, Any]:
 def stock_router(
     context: ParallelContext, cls: type[TopKRouter] | None = None, **options: Any
 ) -> TopKRouter:
-    """Return megatron-core's router for the sizes of ``context``, at layer 1."""
+    """Return a router of megatron-core for layer 1 and the parallel sizes of ``context``.
+
+    ``cls`` is the class of the router; None takes `router_class`. ``options`` are fields of the
+    TransformerConfig.
+    """
     base = {
         "num_layers": 1,
         "hidden_size": HIDDEN,

@@ -123,7 +123,7 @@ def _positions(context: ParallelContext) -> tuple[float, Tensor]:
 
 
 def learned_positions() -> Reproduced:
-    """Measure defect D8: the gradient of learned positions if an MTP depth is on a later stage."""
+    """Measure defect D8: the gradient of position embeddings with an MTP depth on a later stage."""
     (first, start), (copy, start_of_copy) = on_ranks(_positions, pp=2)
     apart = float((start_of_copy - start).norm() / start.norm())
     return Reproduced(

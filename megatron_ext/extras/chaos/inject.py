@@ -123,7 +123,7 @@ class Injector:
         self._slow_until, self._delay = 0, 0.0
 
     def __call__(self, name: str, iteration: int, detail: Any = None) -> None:
-        """React to one event of the recorder."""
+        """Inject the faults that are due at an event of the recorder; `name_of_event` names it."""
         if name == "step":
             self._begin_step(iteration)
         due, self._due = self._due, []

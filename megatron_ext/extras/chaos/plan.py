@@ -136,7 +136,7 @@ def draw_by_time(
 
 
 def own_layout(words: Sequence[str], program: Program) -> NamedLayout:
-    """Return the layout that the user's flags ``words`` choose; it adds no flags to them."""
+    """Return the layout that the user's flags ``words`` choose, without flags to add to them."""
     given = read_words(words, program).values.get("parallel", {})
     return NamedLayout("as given", int(given.get("nproc_per_node") or 1), ())
 

@@ -30,7 +30,7 @@ _MIB = 1 << 20
 _SPARE_MEMORY = 64 * _MIB
 """Address space left to a process whose memory is exhausted."""
 _LARGEST_FILE = 64 << 10
-"""Size limit in bytes of a file that is written while the disk is to seem full."""
+"""Size limit in bytes of each file that is written while a full disk is simulated."""
 _SECONDS_FOR_A_SAVE = 2.0
 """Seconds for which a strike waits for a save to end."""
 _TCP_INFO_BYTES_ACKED = 120

@@ -69,7 +69,7 @@ def _spread(values: Sequence[float | None]) -> str:
 
 
 def problems(results: Sequence[Result]) -> list[str]:
-    """Return a line for each problem."""
+    """Return a line for each problem of a run or of one of its faults."""
     lines = []
     for result in results:
         name = f"{result.case.layout.name}, seed {result.case.seed}"

@@ -66,8 +66,8 @@ def uses(ledger: Ledger) -> list[Use]:
 
 
 Same = tuple[int, int, int]
-"""Key and tokens of a source, and the number of equal sources before it in the order. This tuple is
-the same wherever the data is stored.
+"""A tuple that identifies a source, wherever its data is stored: (key of the source, number of its
+tokens, number of equal sources before it in the order).
 """
 Key = tuple[Same, int, bool, Phase]
 """A source, the tokens of a window, whether documents are packed, and a phase.
@@ -79,7 +79,7 @@ Samples = dict[Key, list[Range]]
 
 
 def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
-    """Return the ranges of sample numbers that ``steps`` used, by source and its reading order."""
+    """Return the ranges of sample numbers that ``steps`` used, by source and phase (`Key`)."""
     samples: Samples = defaultdict(list)
     for each in steps:
         order = ledger.order_of(each)
@@ -101,7 +101,7 @@ def _same(order: SampleOrder) -> list[Same]:
 
 
 def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:
-    """Return the path prefix of each source; if the ledgers have several, the last one."""
+    """Return each source's dataset path without suffix; the last one if the ledgers differ."""
     prefixes: dict[Same, str] = {}
     for ledger in ledgers:
         for each in ledger.history.steps:

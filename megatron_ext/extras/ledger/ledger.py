@@ -35,7 +35,7 @@ from megatron_ext.train.reporting.files import CONFIGURATION_FILE
 Section = TypeVar("Section")
 
 _KNOWN = {"kind", "seed", "window", "tokens", "stages", "first_tokens", "split", "packing"}
-"""Keys of an order in a record."""
+"""The keys that an order of samples in a record may have."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Ledger:
         self.sources = sorted(self._first.keys() - self._moved.keys())
 
     def order_of(self, steps: Steps) -> SampleOrder:
-        """Return the order of the given steps; raise a ConfigError if it was not recorded."""
+        """Return the order of samples in ``steps``; raise a ConfigError if it is not known."""
         if steps.order is None:
             raise ConfigError(
                 f"Steps {steps.iteration + 1} to {steps.done} were in another order than the "
