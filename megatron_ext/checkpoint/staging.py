@@ -73,8 +73,8 @@ def fetched(flag: str, given: str, step: int | None = None) -> Path:
 def stage(config: RunConfig, *, is_first: bool) -> list[str]:
     """Download the checkpoints that the run loads from addresses such as ``s3://bucket/run``.
 
-    Every process calls this, and gets the same notes on checkpoints that were skipped. The one with
-    ``is_first`` also checks whether ``--save`` is writable.
+    Every process calls this. Return notes on checkpoints that were skipped, the same in all
+    processes. The process with ``is_first`` also checks whether ``--save`` is writable.
 
     Raises:
         CheckpointError: an address cannot be used.
@@ -91,8 +91,8 @@ def stage(config: RunConfig, *, is_first: bool) -> list[str]:
 def _check_machines(config: RunConfig) -> None:
     """Raise a CheckpointError if an elastic run on several machines lacks a shared save folder.
 
-    `--peer-checkpoint-interval` and `--non-persistent-save-interval` need one there. If ``--save``
-    is an address, each machine has a staging folder of its own instead.
+    With `--peer-checkpoint-interval` or `--non-persistent-save-interval`, such a run needs a shared
+    folder. If ``--save`` is an address, each machine has a staging folder of its own instead.
     """
     several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
     address = config.checkpoint.addresses.get("save")

@@ -358,8 +358,8 @@ def take_named(
 ) -> None:
     """Rename the weights in ``state``, in place, to the names that the checkpoint ``path`` has.
 
-    Each weight gets the first of ``prefixes`` that leads to a stored name. If none does, the name
-    stays. ``chunks`` are the keys of the model's chunks in ``state``.
+    Each weight gets the first of ``prefixes`` with which its name is in the checkpoint. If there is
+    none, the name stays. ``chunks`` are the keys of the model's chunks in ``state``.
     """
     stored = stored_entries(path)
     for chunk in chunks:

@@ -108,9 +108,9 @@ def find(config: CheckpointConfig, damaged: Damaged | None = None) -> Checkpoint
     A damaged checkpoint raises a CheckpointError, or is skipped for the next older complete one.
 
     Args:
-        damaged: faults of known damaged checkpoints, by folder. If given, these and other damaged
-            checkpoints are skipped, and the latter are added. If None, `passes_over_damaged`
-            decides whether to skip.
+        damaged: faults of known damaged checkpoints, by folder. If given, all damaged checkpoints
+            are skipped, and newly found ones are added to this mapping. If None,
+            `passes_over_damaged` decides whether to skip.
     """
     if damaged is None and passes_over_damaged(config):
         damaged = {}

@@ -128,7 +128,7 @@ def by_flag(
 ) -> dict[str, Inapplicable]:
     """Return, for each flag's spelling, the first entry that applies in a run.
 
-    ``values`` are the values of that run; without them, only entries that always apply count.
+    ``values`` are the values of that run; if None, only entries that always apply are considered.
     """
     found: dict[str, Inapplicable] = {}
     for entry in entries:

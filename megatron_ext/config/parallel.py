@@ -90,9 +90,9 @@ class ParallelConfig(Changeable):
 
     @property
     def counted_ends(self) -> int:
-        """Return how many of embedding and loss count as a layer each in the division into stages.
+        """Return how many layers embedding and loss count as when layers are divided among stages.
 
-        The result is 0, 1 or 2; the two ``--account-for-…-in-pipeline-split`` flags set it.
+        Each counts as one layer if its flag ``--account-for-…-in-pipeline-split`` is given.
         """
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         return sum(ends)

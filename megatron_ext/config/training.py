@@ -148,7 +148,7 @@ class TrainingConfig(Changeable):
         return dataclasses.replace(self, train_iters=steps, train_epochs=None)
 
     def microbatches(self, batch: int, replicas: int) -> int | None:
-        """Return how many micro-batches each of ``replicas`` gets in a step of ``batch`` samples.
+        """Return how many micro-batches each data-parallel rank has in a step of ``batch`` samples.
 
         The result is None if the number would be 0 or not whole. With
         ``--decrease-batch-size-if-needed``, a number that is not whole is rounded down instead.

@@ -190,7 +190,7 @@ class StepLoader:
     def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Batch]:
         """Return the micro-batches of the next step.
 
-        ``seq_length`` is the number of tokens of each sample; None means that of ``shape``.
+        ``seq_length`` is the number of tokens of each sample; None means the length in ``shape``.
 
         Raises:
             StopIteration: the data has ended.

@@ -137,7 +137,9 @@ class Exhausted:
 def limited(
     order: SampleOrder, limits: Mapping[str, Fraction], total: int, *, stops: bool
 ) -> tuple[SampleOrder, int, list[Exhausted]]:
-    """Limit the epochs of each source; return the order, its end, and the exhausted sources.
+    """Limit the epochs of each source of an order.
+
+    Return the new order, the number of samples after which it ends, and the exhausted sources.
 
     Args:
         limits: the most epochs, by name of source.

@@ -171,7 +171,7 @@ class PackedOrder(SampleOrder):
     def _groups(
         self, counts: Ints | int, keys: Words, epochs: Ints, groups: Ints
     ) -> tuple[Ints, Words]:
-        """Return how many samples each group of `BLOCKS` blocks has, and the key that orders them.
+        """Return how many samples each group of `BLOCKS` blocks has, and a key to permute them.
 
         Args:
             counts: number of samples in an epoch of each group's source.

@@ -262,8 +262,8 @@ def tell_bus_errors() -> None:
 def worker_setup() -> Callable[[int], None]:
     """Return a function that a DataLoader can call in each worker process as ``worker_init_fn``.
 
-    It makes the worker exit with this process. It also turns a bus error in the worker into an
-    error that names the file; torch would blame shared memory.
+    The function makes the worker exit when this process exits. It also turns a bus error in the
+    worker into an error that names the file; torch would blame shared memory.
     """
     return partial(_set_up_worker, loader_ends_with_parent())
 

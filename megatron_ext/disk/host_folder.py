@@ -195,7 +195,8 @@ def exit_codes_left(folder: Path) -> list[int]:
 def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
     """Create or open the host folder ``name`` and lock it; return it and the lock's descriptor.
 
-    Without a name, create a folder with a new name. Return (None, -1) if no folder can be created.
+    If ``name`` is None, create a folder with a new name. If no folder can be created, the result is
+    (None, -1).
 
     Args:
         save: the run's save folder, see `_take_over`.

@@ -93,11 +93,12 @@ def release_of(core: str | None) -> tuple[str, str]:
 
 
 def audit(words: Sequence[str], core: str | None = None, program: str = PROGRAM) -> Audit:
-    """Check the flags of a training program of Megatron-LM.
+    """Return the defects that the flags of a training program of Megatron-LM trigger.
 
     Args:
         words: the words after the name of the program.
         core: a version of megatron-core, by default the installed one.
+        program: name of the program, since some defects depend on it.
 
     Raises:
         ConfigError: the version of megatron-core is unknown.

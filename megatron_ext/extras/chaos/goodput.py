@@ -57,9 +57,10 @@ def expected(mean_time_between: float, work: float, keeping: float, restart: flo
 
 
 def best_interval(mean_time_between: float, keeping: float) -> float:
-    """Return the useful time between two checkpoints that is best according to Young.
+    """Return the best useful time between two checkpoints, by Young's formula.
 
-    It is ``sqrt(2 * keeping * mean_time_between)``; ``keeping`` is the time to save a checkpoint.
+    The formula is ``sqrt(2 * keeping * mean_time_between)``, where ``keeping`` is the time to save
+    a checkpoint and ``mean_time_between`` the mean time between faults.
     """
     return math.sqrt(2.0 * keeping * mean_time_between)
 

@@ -79,8 +79,8 @@ def draw(
 ) -> Case:
     """Draw rank and moment of each fault; the same arguments give the same case.
 
-    With ``step_seconds``, the time of a step, half of the faults that end a rank happen at a random
-    time within a step; the others happen at the beginning of a phase.
+    Faults that end a rank happen at the beginning of a phase of a step. If ``step_seconds``, the
+    time of a step, is given, half of them happen at a random time within a step instead.
     """
     random = Random(f"{layout.name} {seed} {','.join(kinds)}")
     faults = []

@@ -161,7 +161,7 @@ class Ledger:
     def steps(self, *, with_lost: bool) -> list[Steps]:
         """Return the steps whose updates are part of the weights.
 
-        With ``with_lost``, return all steps, also those that were left out or lost by a restart.
+        With ``with_lost``, the steps that were left out or lost by a restart are included.
         """
         if not with_lost:
             return [each for each in self.history.steps if each.reason is None]
@@ -209,8 +209,8 @@ class Ledger:
     def steps_with(self, iteration: int, sample: int) -> Steps | None:
         """Return the last recorded `Steps` in which step ``iteration`` begins at this ``sample``.
 
-        A restart may repeat a step, so the record may have several steps with this number. Return
-        None if none of them begins with this sample.
+        A restart may repeat a step, so the record may have several steps with this number. The
+        result is None if none of them begins with this sample.
         """
         for each in reversed(self.steps(with_lost=True)):
             if each.batch is None or not each.iteration < iteration <= each.done:
