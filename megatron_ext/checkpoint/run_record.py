@@ -1,4 +1,4 @@
-"""Tells the checkpoints of the present run from older ones in ``--save``, for a restart.
+"""Distinguishes the checkpoints of the present run from older ones in ``--save``, for a restart.
 
 A run that may be restarted notes at its first start which checkpoints its folder already holds.
 After a restart, `resume` prefers the checkpoints that the run has written since then, whatever

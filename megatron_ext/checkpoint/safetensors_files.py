@@ -30,7 +30,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def _safetensors() -> Any:
-    """Import and return the package safetensors, which only runs with such folders need."""
+    """Import and return the optional package safetensors."""
     try:
         import safetensors.torch
     except ImportError as error:

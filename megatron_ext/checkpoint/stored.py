@@ -296,7 +296,7 @@ def choose(root: Path, step: int | None, damaged: Damaged | None = None) -> int 
 
 
 def refusal(root: Path, iteration: int, fault: str) -> str:
-    """Return the error message about a checkpoint; it suggests the newest complete one."""
+    """Return the error message about a checkpoint with a ``fault``; it suggests a complete one."""
     others = [i for i in published(root) if i != iteration]
     whole = [i for i in others if fault_of(standing_folder_of(root, i)) is None]
     advice = "there is no other whole one, so remove `--load` to start anew"

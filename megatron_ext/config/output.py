@@ -151,7 +151,7 @@ class CheckpointConfig(UsersOwn):
     starts_others: bool = False
     """Whether networks other than the run's model start from the weights of checkpoints."""
     starts_elsewhere: bool = False
-    """Whether the task gives the run's model initial weights that are not a checkpoint."""
+    """Whether the task gives the run's model initial weights from elsewhere than a checkpoint."""
     passes_over_damaged: bool = False
     """Whether to report a damaged checkpoint and load the next older one, as after a restart."""
 

@@ -167,7 +167,11 @@ def section_of(provider: Provider, name: str = "ExtraArgs") -> type:
 
 
 def _field(action: argparse.Action) -> tuple[str, Any, Any]:
-    """Return an argument's name, type and field; raise ConfigError if no flag can replace it."""
+    """Return the name, type and field of the flag for an argparse argument.
+
+    Raises:
+        ConfigError: no flag can replace the argument.
+    """
     shown = action.option_strings[0] if action.option_strings else action.dest
     options = tuple(x for x in action.option_strings if x.startswith("--"))
     stores = type(action) in (argparse._StoreAction, _TRUE, _FALSE)

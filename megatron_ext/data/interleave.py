@@ -73,8 +73,8 @@ class Interleave:
     def places(self, start: int, stop: int) -> tuple[Places, Ints]:
         """Return the samples at places ``start`` to ``stop`` - 1 of the mixture.
 
-        The first array ``[stop - start]`` has the source of each place, the second the number of
-        the place's sample among all samples of that source, counted from 0.
+        The first array ``[stop - start]`` has the source of each sample, the second the number of
+        the sample among all samples of its source, counted from 0.
         """
         parts = []
         place = start

@@ -249,11 +249,11 @@ class SampleOrder:
         return _Placed(stage, Interleave(weights), phases, used)
 
     def stage_at(self, number: int) -> int:
-        """Return the index of the stage that holds a sample."""
+        """Return the index of the stage that has sample ``number`` of the run."""
         return bisect.bisect_right(self._starts, number) - 1
 
     def seq_length(self, number: int) -> int:
-        """Return the number of tokens of a sample."""
+        """Return how many tokens sample ``number`` of the run has."""
         return self.stages[self.stage_at(number)].seq_length
 
     def counts(self, number: int) -> list[list[int]]:

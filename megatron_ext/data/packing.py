@@ -1,4 +1,4 @@
-"""Best-fit packing: a block of the token stream as samples that cut few documents.
+"""Best-fit packing, which turns a block of the token stream into samples that cut few documents.
 
 Concatenation cuts the stream every ``length`` tokens, which cuts most documents. Packing puts whole
 documents where they fit best ("best-fit decreasing", Ding et al. 2024, arXiv:2404.10830). As in

@@ -1,4 +1,4 @@
-"""Turns a bus error into an error that names the file, where it would otherwise kill the process.
+"""Turns a bus error, which would otherwise kill the process, into an error that names the file.
 
 The kernel sends SIGBUS when it cannot provide a page of a mapped file: the file was truncated after
 it was mapped, its in-memory file system is full, or its disk does not answer. Libraries only guess

@@ -26,17 +26,17 @@ MAX_BYTES = 256 << 20
 """Size limit of a JSON file; a large vocabulary of words has 30 MiB."""
 MAX_YAML_BYTES = 4 << 20
 MAX_LINES_BYTES = 4 << 30
-"""Size limit of a file of lines; a log of a million steps has a quarter of this size."""
+"""Size limit of a file that is read by lines; a log of a million steps has a quarter of it."""
 MAX_LINE_BYTES = 16 << 20
 MAX_DEPTH = 64
 """Limit of nesting; configurations of models are nested 5 deep, and JSON schemas 20."""
 MAX_JSON_VALUES = 5_000_000
-"""Limit of values in a JSON file; a large vocabulary with its rules has 2 million."""
+"""Limit of values in a JSON file; a large vocabulary with its merge rules has 2 million."""
 MAX_NODES = 2_000_000
 """Limit of values in a YAML file; an alias stands for all values of its anchor."""
 _MAX_DIGITS = 1_000
 _MAX_INTEGER = 1 << 128
-"""Limit of integers, above 1e30, which transformers writes for a model without maximum length."""
+"""Limit of integers; transformers writes 1e30 for a model without a maximum length."""
 _MAX_KEY = 1 << 63
 """Limit of integer keys. Many larger integers could share a hash, which makes a mapping slow."""
 _PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null")

@@ -337,7 +337,7 @@ def _schedule_errors(parallel: ParallelConfig) -> Iterator[FlagError]:
 
 
 def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> Iterator[FlagError]:
-    """Yield a sentence if ``core-interleaved`` cannot group the micro-batches of each step."""
+    """Yield an error if a step's micro-batches do not form the groups of ``core-interleaved``."""
     replicas = parallel.data_parallel_size
     if parallel.pipeline_schedule != "core-interleaved" or any(training.errors(replicas)):
         return
