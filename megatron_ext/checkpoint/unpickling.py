@@ -42,7 +42,7 @@ from megatron_ext.errors import CheckpointError
 _MAX_INDEX_BYTES = 4 << 30
 """Size limit of an index of shards; 400,000 shards take 0.1 GB."""
 COMMON_STATE = "common_state"
-"""Name among the shards of the object with the common state, as newer megatron-core saves it."""
+"""Name of the object among the shards in which newer megatron-core saves the common state."""
 _OBJECT = f"{COMMON_STATE}/shard_0_1"
 _OF_NEWER_FLAGS = ("CudaGraphModule", "InferenceCudaGraphScope")
 """Enumerations in the flags of Megatron-LM's checkpoints that older megatron-core lacks."""

@@ -191,7 +191,7 @@ def masked_targets() -> Reproduced:
 
 
 def sequences_of_a_micro_batch() -> Reproduced:
-    """Measure defect D3: the per-sequence load-balancing loss, with micro-batches of four."""
+    """Measure defect D3: the per-sequence load-balancing loss in micro-batches of 4 sequences."""
     return Reproduced(
         share_of("seq_aux_loss", micro_batch=4),
         1.0,

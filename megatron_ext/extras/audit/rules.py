@@ -81,7 +81,7 @@ def depth_pieces(x: Flags) -> bool:
 
 
 def misread_vocabulary(x: Flags) -> bool:
-    """Return whether megatron-core takes the wrong dtype for ids of this vocabulary size."""
+    """Return whether megatron-core chooses a wrong dtype for token ids at this vocabulary size."""
     size = x.size("--vocab-size", 0) or x.size("--padded-vocab-size", 0)
     return 65_500 <= size < 65_536
 
