@@ -14,6 +14,7 @@ import megatron.core.optimizer
 import megatron.core.pipeline_parallel  # noqa: F401 - all four, for their side effects
 import pytest
 import torch
+import torch._dynamo
 
 from megatron_ext.device import cuda_shim
 
@@ -25,11 +26,13 @@ def _environment_stays() -> Iterator[None]:
     """Undo what a test sets: megatron-core's models choose `NVTE_*` for their whole process.
 
     A run of one rank leaves the stand-in for `torch.cuda` installed, which others cannot compile
-    with.
+    with. TorchDynamo makes its table of torch's functions anew after each start of process groups,
+    and does not find those that a test had replaced meanwhile.
     """
     with mock.patch.dict(os.environ):
         yield
     cuda_shim.uninstall()
+    torch._dynamo.trace_rules.clear_lru_cache()
 
 
 SLOW_CASES = Path(__file__).with_name("slow_cases.txt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import optimizer as core
@@ -20,9 +20,12 @@ from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.transformer_config import params_dtype
-from megatron_ext.optim.adam import ADAMS, FusedAdam, Kernel, start_state
+from megatron_ext.optim.adam import ADAMS, start_state
 from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import parts_of
+
+if TYPE_CHECKING:
+    from megatron_ext.optim.fused_adam import FusedAdam, Kernel
 
 OPTIMIZERS = {"adam": ("adam", core.AdamOptimizerConfig), "sgd": ("sgd", core.SGDOptimizerConfig)}
 """megatron-core's rule and configuration for each value of ``--optimizer`` except muon."""
@@ -58,12 +61,7 @@ def build_optimizer(
             MOMENTS[config.optimizer.exp_avg_sq_dtype],
         )
         weight = next(weight for chunk in chunks for weight in chunk.parameters())
-        kind: type[FusedAdam] = FusedAdam
-        if uses_muon:
-            from megatron_ext.optim.muon import Muon
-
-            kind = Muon
-        take_torchs_adam(optimizer, moments, kernel_for(weight), kind)
+        take_torchs_adam(optimizer, moments, kernel_for(weight), muon=uses_muon)
     if uses_muon:
         _give_matrices(optimizer, chunks, groups, config.optimizer)
     choose_kernels(optimizer, fused=config.device == "cuda")
@@ -81,34 +79,50 @@ def take_torchs_adam(
     optimizer: MegatronOptimizer,
     moments: tuple[torch.dtype, torch.dtype],
     make_kernel: Callable[[], Kernel] | None,
-    kind: type[FusedAdam] = FusedAdam,
+    *,
+    muon: bool = False,
 ) -> None:
-    """Replace each Adam in a chain of optimizers by ``kind``; call this before the first update.
+    """Replace each Adam in a chain of optimizers by `FusedAdam`, or by `Muon` if ``muon`` is True.
 
-    An Adam of torch stays if no more is needed, that is with float32 moments, without a kernel, and
-    if ``kind`` is `FusedAdam` itself. Other Adams, such as apex's, are always replaced, since they
-    cannot let the device decide to skip an update.
+    Call this before the first update. An Adam of torch stays if no more is needed, that is with
+    float32 moments, without a kernel and without Muon. Other Adams, such as apex's, are always
+    replaced, since they cannot let the device decide to skip an update.
 
     Args:
         moments: dtypes of Adam's two moments, see `FusedAdam`.
         make_kernel: makes the update kernel, see `FusedAdam`.
-        kind: `FusedAdam` or a subclass.
     """
-    plain = make_kernel is None and moments == (torch.float32, torch.float32)
-    plain = plain and kind is FusedAdam
-    for part in parts_of(optimizer):
-        inner = getattr(part, "optimizer", None)
-        if inner is None or (plain and isinstance(inner, ADAMS)):
-            continue
-        names = ("lr", "betas", "eps", "weight_decay")
-        defaults = {name: inner.defaults[name] for name in names}
-        # torch refuses views as parameters, which shards are. So put them in afterwards, as
-        # megatron-core does.
-        given: dict[str, Any] = {"moments": moments, "make_kernel": make_kernel}
-        part.optimizer = kind([torch.empty(0)], **given, **defaults)
-        groups = [{**part.optimizer.defaults, **group} for group in inner.param_groups]
-        part.optimizer.param_groups = groups
+    plain = make_kernel is None and moments == (torch.float32, torch.float32) and not muon
+    adams = [part for part in parts_of(optimizer) if getattr(part, "optimizer", None) is not None]
+    if plain:
+        adams = [part for part in adams if not isinstance(part.optimizer, ADAMS)]
+    for part in adams:
+        part.optimizer = _replacement(part.optimizer, moments, make_kernel, muon=muon)
         part.optimizer.copies = _model_weights(part)
+
+
+def _replacement(
+    inner: torch.optim.Optimizer,
+    moments: tuple[torch.dtype, torch.dtype],
+    make_kernel: Callable[[], Kernel] | None,
+    *,
+    muon: bool,
+) -> FusedAdam:
+    """Return a `FusedAdam`, or `Muon`, with the parameter groups and settings of ``inner``."""
+    from megatron_ext.optim.fused_adam import FusedAdam
+
+    kind: type[FusedAdam] = FusedAdam
+    if muon:
+        from megatron_ext.optim.muon import Muon
+
+        kind = Muon
+    names = ("lr", "betas", "eps", "weight_decay")
+    defaults = {name: inner.defaults[name] for name in names}
+    # torch refuses views as parameters, which shards are. So put them in afterwards, as
+    # megatron-core does.
+    adam = kind([torch.empty(0)], moments=moments, make_kernel=make_kernel, **defaults)
+    adam.param_groups = [{**adam.defaults, **group} for group in inner.param_groups]
+    return adam
 
 
 def _give_matrices(
@@ -174,7 +188,7 @@ def kernel_for(weight: Tensor) -> Callable[[], Kernel] | None:
     """
     if not (weight.is_cuda and compiles(weight)):
         return None
-    from megatron_ext.optim.fused_adam import GroupUpdate  # Triton may be missing.
+    from megatron_ext.optim.adam_kernel import GroupUpdate  # Triton may be missing.
 
     return GroupUpdate
 

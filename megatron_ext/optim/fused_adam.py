@@ -1,225 +1,217 @@
-"""A Triton kernel that updates all weights of a parameter group by AdamW.
+"""AdamW with a step count that checkpoints keep, and with a single kernel per update on a GPU."""
 
-The kernel finds the tensors through a table of addresses, so one launch updates hundreds of
-parameters. Most addresses are multiples of 16 bytes. Parameters with such addresses have a separate
-launch, in which each thread moves 16 bytes at a time.
-
-This file needs Triton, so it is imported only where the kernel is used.
-"""
-
-# ruff: noqa: N803 – Triton's constants are in capitals.
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from megatron_ext.device import to_device
-from megatron_ext.optim.adam import Entry, Settings
-
-BLOCK = 1024
-"""Elements that a program updates at once."""
-CHUNK = 16 * BLOCK
-"""Elements of one parameter that a program updates in total."""
-NUM_WARPS = 4
-COLUMNS = 6
-"""Entries of a parameter in the table: five addresses and the number of elements."""
-TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+from megatron_ext.optim.adam import start_state
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _pointer(  # type: ignore[no-untyped-def]
-    row, column: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
-    """Load an address from the table of tensors, and return it as a pointer to ``DTYPE``.
+class CountedAdam(torch.optim.AdamW):
+    """torch's Adam with the step count of each group in its state dict, as in apex's Adam."""
 
-    ``row`` points to a parameter's row of the table, and ``column`` selects the tensor.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, with the step count in each group that has been updated."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            counts = [state["state"][i]["step"] for i in group["params"] if i in state["state"]]
+            if counts:
+                group["step"] = int(counts[0])
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict; copy each group's step count to all parameters of the group."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            count = group.pop("step", None)
+            for parameter in group["params"] if count is not None else ():
+                place = parameter.device if group["fused"] else "cpu"
+                self.state[parameter]["step"] = torch.tensor(float(count), device=place)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The tensors that an update needs for one parameter: contiguous, with equally many elements.
+
+    Attributes:
+        gradient, weight: float32.
+        exp_avg, exp_avg_sq: the moments, float32 or bfloat16.
+        copy: the model's 16-bit weight, which the update overwrites with the rounded ``weight``;
+            None if ``weight`` itself is the model's parameter.
     """
-    pointer = tl.load(row + column).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+
+    gradient: Tensor
+    weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    copy: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors in the order of the attributes."""
+        tensors = [self.gradient, self.weight, self.exp_avg, self.exp_avg_sq]
+        return tensors if self.copy is None else [*tensors, self.copy]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how many bytes of memory an update of this parameter reads and writes in total.
+
+        It reads all tensors except ``copy``, and writes all except the gradient.
+        """
+        sizes = [tensor.numel() * tensor.element_size() for tensor in self.tensors]
+        return sum(sizes[:4]) + sum(sizes[1:])
+
+    @property
+    def aligned(self) -> bool:
+        """Return whether the address of each tensor is a multiple of 16 bytes."""
+        return all(tensor.data_ptr() % 16 == 0 for tensor in self.tensors)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Return the dtypes of all tensors, followed by `aligned`.
+
+        One kernel launch can update only parameters of the same kind.
+        """
+        return (*[tensor.dtype for tensor in self.tensors], self.aligned)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _update_block(  # type: ignore[no-untyped-def]
-    gradients, weights, exp_avgs, exp_avg_sqs, copies, offsets, mask, divisor, step_size, root,
-    decay, beta1, rest1, beta2, rest2, eps, HAS_COPY: tl.constexpr,
-):  # fmt: skip
-    """Update one block of elements, in the order of operations of torch's fused AdamW."""
-    gradient = tl.load(gradients + offsets, mask=mask) / divisor
-    weight = tl.load(weights + offsets, mask=mask)
-    exp_avg = tl.load(exp_avgs + offsets, mask=mask).to(tl.float32)
-    exp_avg_sq = tl.load(exp_avg_sqs + offsets, mask=mask).to(tl.float32)
-    weight -= decay * weight
-    exp_avg = beta1 * exp_avg + rest1 * gradient
-    exp_avg_sq = beta2 * exp_avg_sq + rest2 * gradient * gradient
-    weight -= step_size * exp_avg / (tl.sqrt(exp_avg_sq) / root + eps)
-    tl.store(weights + offsets, weight, mask=mask)
-    tl.store(exp_avgs + offsets, exp_avg.to(exp_avgs.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_sqs + offsets, exp_avg_sq.to(exp_avg_sqs.dtype.element_ty), mask=mask)
-    if HAS_COPY:
-        tl.store(copies + offsets, weight.to(copies.dtype.element_ty), mask=mask)
+@dataclass(frozen=True)
+class Settings:
+    """The hyperparameters and step-dependent factors with which a parameter group is updated.
+
+    Attributes:
+        scalars: float32 ``[4]`` on the device: 1 to skip the update, else 0; the divisor of the
+            gradients; lr / (1 - beta1^t); and sqrt(1 - beta2^t), for update number t.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    scalars: Tensor
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def adam_kernel(  # type: ignore[no-untyped-def]
-    addresses, chunks, scalars, decay, beta1, rest1, beta2, rest2, eps,
-    EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, COPY: tl.constexpr, HAS_COPY: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Update a chunk of one parameter, unless the gradients of the step are not finite.
+Kernel = Callable[[Sequence[Entry], Settings], None]
+"""Updates the weights, moments and copies of a parameter group in place."""
+
+
+class FusedAdam(CountedAdam):
+    """AdamW that updates weights, moments and the model's 16-bit weights in one pass.
+
+    An update reads and writes 30 bytes of memory per weight, or fewer with 16-bit moments. torch's
+    fused AdamW with a separate copy to the 16-bit weight needs 38, because torch also writes back
+    the scaled gradient. All weights of a parameter group are updated together and share one step
+    count.
 
     Args:
-        addresses: table with one row for each parameter: the addresses of the tensors, in the order
-            of `Entry.tensors`, and the number of elements.
-        chunks: for each program of the launch, (row of the parameter, number of the chunk).
-        scalars: `Settings.scalars`.
+        moments: dtypes of ``exp_avg`` and ``exp_avg_sq``.
+        make_kernel: makes the function that updates a parameter group. If None, torch updates the
+            weights, and megatron-core writes the 16-bit weights.
+
+    Attributes:
+        copies: maps each float32 weight to the model's 16-bit weight.
+        found_inf: float32 ``[]``, 1 to skip the update, else 0; None means 0.
+        grad_scale: float32 ``[]``, the divisor of the gradients; None means 1.
     """
-    if tl.load(scalars) != 0.0:
-        return
-    divisor = tl.load(scalars + 1)
-    step_size = tl.load(scalars + 2)
-    root = tl.load(scalars + 3)
-    program = tl.program_id(0)
-    row = addresses + tl.load(chunks + 2 * program) * COLUMNS
-    first = tl.load(chunks + 2 * program + 1) * CHUNK
-    count = tl.minimum(tl.load(row + 5) - first, CHUNK).to(tl.int32)
-    gradients = _pointer(row, 0, tl.float32, ALIGNED) + first
-    weights = _pointer(row, 1, tl.float32, ALIGNED) + first
-    exp_avgs = _pointer(row, 2, EXP_AVG, ALIGNED) + first
-    exp_avg_sqs = _pointer(row, 3, EXP_AVG_SQ, ALIGNED) + first
-    copies = _pointer(row, 4, COPY, ALIGNED) + first
-    lanes = tl.arange(0, BLOCK)
-    whole = count // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
-        _update_block(
-            gradients, weights, exp_avgs, exp_avg_sqs, copies, start + lanes, None, divisor,
-            step_size, root, decay, beta1, rest1, beta2, rest2, eps, HAS_COPY,
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+        make_kernel: Callable[[], Kernel] | None = None,
+        **defaults: Any,
+    ) -> None:
+        super().__init__(params, **defaults)
+        self.moments = moments
+        self.make_kernel = make_kernel
+        self.copies: dict[Tensor, Tensor] = {}
+        self._kernels: dict[int, Kernel] = {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict; cast moments to the dtypes of this run."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for name, dtype in zip(("exp_avg", "exp_avg_sq"), self.moments, strict=True):
+                if name in state:
+                    state[name] = state[name].to(dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters that have gradients."""
+        assert closure is None, "the gradients are computed before"
+        start_state(self)
+        if self.make_kernel is None:
+            self._step_by_torch()
+            return
+        for number, group in enumerate(self.param_groups):
+            entries = self.entries(group)
+            if entries:
+                if number not in self._kernels:
+                    self._kernels[number] = self.make_kernel()
+                self._kernels[number](entries, self._settings(group))
+
+    def entries(self, group: dict[str, Any]) -> list[Entry]:
+        """Return the tensors of a group's parameters that have gradients."""
+        entries = []
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                copy = self.copies.get(parameter)
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                entries.append(Entry(parameter.grad, parameter, *moments, copy))
+        return entries
+
+    def _settings(self, group: dict[str, Any]) -> Settings:
+        """Advance a group's step counts on the device, and return the settings of its update.
+
+        The counts do not advance if the update is skipped.
+        """
+        steps = [self.state[p]["step"] for p in group["params"] if p.grad is not None]
+        one = torch.ones((), device=steps[0].device)
+        skipped = torch.zeros_like(one) if self.found_inf is None else self.found_inf
+        torch._foreach_add_(steps, [one - skipped] * len(steps))
+        beta1, beta2 = group["betas"]
+        # In single precision, 1 - beta2 would have only three correct digits.
+        corrections = [1.0 - beta ** steps[0].double() for beta in (beta1, beta2)]
+        divisor = one if self.grad_scale is None else self.grad_scale
+        scalars = [skipped, divisor, group["lr"] / corrections[0], corrections[1].sqrt()]
+        return Settings(
+            group["lr"], beta1, beta2, group["eps"], group["weight_decay"],
+            torch.stack([scalar.double() for scalar in scalars]).float(),
         )  # fmt: skip
-    if whole < count:
-        offsets = whole + lanes
-        _update_block(
-            gradients, weights, exp_avgs, exp_avg_sqs, copies, offsets, offsets < count, divisor,
-            step_size, root, decay, beta1, rest1, beta2, rest2, eps, HAS_COPY,
-        )  # fmt: skip
 
+    def _step_by_torch(self) -> None:
+        """Let torch's AdamW update the weights.
 
-class GroupUpdate:
-    """Updates a parameter group by one kernel launch per `Entry.kind`; see `optim.adam.Kernel`.
-
-    The kernel finds its tensors in a table of addresses on the device. The table is sent before the
-    first update, and again if any address has changed. If gradients are summed in 16 bits and then
-    cast, they change in every update. No reference to a gradient is kept.
-    """
-
-    def __init__(self) -> None:
-        self._addresses: tuple[int, ...] = ()
-        self._launches: list[_Launch] = []
-
-    def __call__(self, entries: Sequence[Entry], settings: Settings) -> None:
-        """Update weights, moments and 16-bit weights, unless the gradients are not finite."""
-        addresses = tuple(tensor.data_ptr() for entry in entries for tensor in entry.tensors)
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._launches = _launches(entries)
-        numbers = (
-            settings.lr * settings.weight_decay,
-            settings.beta1,
-            1.0 - settings.beta1,
-            settings.beta2,
-            1.0 - settings.beta2,
-            settings.eps,
-        )
-        for chosen, table, chunks in self._launches:
-            adam_kernel[(chunks.size(0),)](
-                table, chunks, settings.scalars, *numbers, **chosen, num_warps=NUM_WARPS
-            )
-
-
-_Launch = tuple[dict[str, Any], Tensor, Tensor]
-"""Compile-time arguments, the table ``[parameters, 6]`` and the chunks ``[n, 2]`` of a launch."""
-
-
-def _launches(entries: Sequence[Entry]) -> list[_Launch]:
-    """Return the launches of the kernel that together update all of ``entries``."""
-    kinds: dict[tuple[Any, ...], list[Entry]] = {}
-    for entry in entries:
-        assert all(tensor.is_contiguous() for tensor in entry.tensors)
-        if entry.weight.numel():
-            kinds.setdefault(entry.kind, []).append(entry)
-    return [_table(alike) for alike in kinds.values()]
-
-
-def _table(entries: Sequence[Entry]) -> _Launch:
-    """Return the arguments of one launch, for parameters that are all of one `Entry.kind`.
-
-    The table of addresses and the list of chunks are copied to the device asynchronously.
-    """
-    rows = []
-    for entry in entries:
-        addresses = [tensor.data_ptr() for tensor in entry.tensors]
-        rows.append([*addresses, *[0] * (COLUMNS - 1 - len(addresses)), entry.weight.numel()])
-    table = torch.tensor(rows, dtype=torch.int64)
-    counts = (table[:, -1] + CHUNK - 1) // CHUNK
-    indices = torch.repeat_interleave(counts)
-    numbers = torch.arange(len(indices)) - (counts.cumsum(0) - counts)[indices]
-    chunks = torch.stack([indices, numbers], dim=1)
-    device = entries[0].weight.device
-    return constants(entries[0]), to_device(table, device), to_device(chunks, device)
-
-
-def constants(example: Entry) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel for parameters of ``example``'s kind."""
-    copy = example.copy
-    return _constants(
-        example.exp_avg.dtype, example.exp_avg_sq.dtype, copy if copy is None else copy.dtype,
-        aligned=example.aligned,
-    )  # fmt: skip
-
-
-def _constants(
-    exp_avg: torch.dtype, exp_avg_sq: torch.dtype, copy: torch.dtype | None, *, aligned: bool
-) -> dict[str, Any]:
-    return {
-        "EXP_AVG": TYPES[exp_avg],
-        "EXP_AVG_SQ": TYPES[exp_avg_sq],
-        "COPY": TYPES[copy or torch.bfloat16],
-        "HAS_COPY": copy is not None,
-        "ALIGNED": aligned,
-        "BLOCK": BLOCK,
-        "CHUNK": CHUNK,
-        "COLUMNS": COLUMNS,
-    }
-
-
-TYPES_OF_ARGUMENTS = {
-    **dict.fromkeys(("addresses", "chunks"), "*i64"),
-    "scalars": "*fp32",
-    **dict.fromkeys(("decay", "beta1", "rest1", "beta2", "rest2", "eps"), "fp32"),
-}
-"""Types of the kernel's arguments at run time, as Triton's compiler names them."""
-
-
-Signature = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
-"""Kernel, types of its arguments, compile-time arguments, and options of the compiler."""
-
-
-def signatures() -> list[Signature]:
-    """Return the signature of each variant of the kernel that a run may launch.
-
-    With these the kernel can be compiled on a machine without a GPU.
-    """
-    half = torch.bfloat16
-    single = torch.float32
-    return [
-        (adam_kernel, TYPES_OF_ARGUMENTS, chosen, {"num_warps": NUM_WARPS})
-        for aligned in (True, False)
-        for moments in ((single, single), (half, single), (single, half), (half, half))
-        for copy in (None, half, torch.float16)
-        for chosen in (_constants(*moments, copy, aligned=aligned),)
-    ]
+        torch needs moments in the weight's dtype. 16-bit moments are cast for one weight at a time:
+        casting all at once would take 8 more bytes for each weight of the model.
+        """
+        if self.moments == (torch.float32, torch.float32):
+            super().step()
+            return
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    if parameter.grad is None:
+                        continue
+                    state = self.state[parameter]
+                    names = ("exp_avg", "exp_avg_sq")
+                    kept = {name: state[name] for name in names if name in state}
+                    state |= {name: moment.float() for name, moment in kept.items()}
+                    self.param_groups = [{**group, "params": [parameter]}]
+                    super().step()
+                    for name, moment in kept.items():
+                        state[name] = moment.copy_(state[name])
+        finally:
+            self.param_groups = groups

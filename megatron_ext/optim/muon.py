@@ -24,8 +24,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from megatron_ext.config.optimizer import OptimizerConfig
-from megatron_ext.optim.adam import FusedAdam, start_state
+from megatron_ext.optim.adam import start_state
 from megatron_ext.optim.dealing import Dealt, deal, gather, scatter
+from megatron_ext.optim.fused_adam import FusedAdam
 from megatron_ext.optim.matrices import Matrix
 from megatron_ext.optim.newton_schulz import Coefficients, orthogonalize, polynomials, scale_of
 from megatron_ext.optim.shards import Shard

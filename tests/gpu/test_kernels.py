@@ -16,7 +16,7 @@ from megatron_ext.layers import compiled as module
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.pointwise import activated, norm_with_residual
 from megatron_ext.layers.weight_gradients import add_product, adds_in_float32
-from megatron_ext.optim.adam import FusedAdam
+from megatron_ext.optim.fused_adam import FusedAdam
 from tests.gpu.runs import one_gpu
 from tests.layers.test_pointwise import CASES, HALF_FACTOR, Case, cast, error, run
 from tests.losses.dense_cross_entropy import ALONE, dense, leaves, weighted
@@ -118,7 +118,7 @@ def test_a_product_overwrites_an_old_gradient(tokens: int) -> None:
 @pytest.mark.parametrize("start", [0, 1])
 def test_adam_in_one_pass_is_torchs(start: int) -> None:
     """Shards that begin between multiples of 16 bytes have a form of the kernel of their own."""
-    from megatron_ext.optim.fused_adam import GroupUpdate
+    from megatron_ext.optim.adam_kernel import GroupUpdate
 
     sizes, settings = (1, 1023, 70_000, 3_000_001), {"lr": 0.1, "weight_decay": 0.1}
     mine = [torch.randn(size + start, device=DEVICE)[start:] for size in sizes]

@@ -97,7 +97,7 @@ def _launch(kernel: JITFunction[Any], *args: Any, **kwargs: Any) -> None:
 
 
 def _updated_bytes(given: dict[str, Any]) -> int:
-    """Return the bytes of `optim.fused_adam.adam_kernel`, from its number of whole chunks."""
+    """Return the bytes of `optim.adam_kernel.adam_kernel`, from its number of whole chunks."""
     numel = given["chunks"].size(0) * given["CHUNK"]
     moments = given["EXP_AVG"].primitive_bitwidth + given["EXP_AVG_SQ"].primitive_bitwidth
     copy = given["COPY"].primitive_bitwidth if given["HAS_COPY"] else 0

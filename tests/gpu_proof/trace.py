@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.traffic import ATTENTION, PRODUCTS, launches, moved, tensors_of
-from megatron_ext.optim.fused_adam import CHUNK
+from megatron_ext.optim.adam_kernel import CHUNK
 from tests.gpu_proof import compiler, fake_cuda, fake_graphs
 from tests.host_syncs import ON_THE_HOST, WAITING
 

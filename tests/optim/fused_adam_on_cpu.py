@@ -15,11 +15,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from megatron_ext.optim import fused_adam
-from megatron_ext.optim.adam import FusedAdam
-from megatron_ext.optim.fused_adam import GroupUpdate
+from megatron_ext.optim import adam_kernel
+from megatron_ext.optim.adam_kernel import GroupUpdate
+from megatron_ext.optim.fused_adam import FusedAdam
 
-fused_adam.BLOCK, fused_adam.CHUNK = 64, 128  # The interpreter runs program after program.
+adam_kernel.BLOCK, adam_kernel.CHUNK = 64, 128  # The interpreter runs program after program.
 SIZES = (1, 63, 64, 128, 129, 256, 1000)
 """Numbers of elements below, at and above blocks and chunks."""
 OPTIONS = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}

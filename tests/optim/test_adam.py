@@ -16,8 +16,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from megatron_ext.layers import compiled
-from megatron_ext.optim.adam import Entry, FusedAdam, Settings
 from megatron_ext.optim.builder import choose_kernels, kernel_for, take_torchs_adam
+from megatron_ext.optim.fused_adam import Entry, FusedAdam, Settings
 from megatron_ext.optim.update import decides_on_device, parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
@@ -58,7 +58,7 @@ def test_every_form_of_the_kernel_compiles_for_sm_90() -> None:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_for
 
-    from megatron_ext.optim.fused_adam import signatures
+    from megatron_ext.optim.adam_kernel import signatures
 
     for kernel, types, constants, options in signatures():
         if constants["EXP_AVG"] != constants["EXP_AVG_SQ"]:
@@ -278,7 +278,7 @@ def test_torch_updates_where_nothing_is_compiled(
 @WITH_TRITON
 def test_moved_gradients_are_found_again_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host sends their addresses without waiting for the device, and keeps no gradient."""
-    from megatron_ext.optim import fused_adam
+    from megatron_ext.optim import adam_kernel
 
     launched: list[tuple[list[list[int]], list[list[int]]]] = []
     sent: list[torch.Tensor] = []
@@ -296,11 +296,11 @@ def test_moved_gradients_are_found_again_without_a_wait(monkeypatch: pytest.Monk
         sent.append(host)
         return host
 
-    monkeypatch.setattr(fused_adam, "adam_kernel", Launcher())
-    monkeypatch.setattr(fused_adam, "to_device", send)
-    monkeypatch.setattr(fused_adam, "CHUNK", 8)
+    monkeypatch.setattr(adam_kernel, "adam_kernel", Launcher())
+    monkeypatch.setattr(adam_kernel, "to_device", send)
+    monkeypatch.setattr(adam_kernel, "CHUNK", 8)
     weights = [torch.zeros(n) for n in (17, 8)]
-    adam = FusedAdam(weights, make_kernel=fused_adam.GroupUpdate)
+    adam = FusedAdam(weights, make_kernel=adam_kernel.GroupUpdate)
     first = [torch.ones_like(weight) for weight in weights]
     for gradients in (first, first, [gradient.clone() for gradient in first]):
         for weight, gradient in zip(weights, gradients, strict=True):
@@ -354,29 +354,29 @@ def test_a_launch_has_tensors_of_the_same_types_and_alignment() -> None:
 def test_each_form_of_the_kernel_names_the_types_of_its_tensors() -> None:
     import triton.language as tl
 
-    from megatron_ext.optim import fused_adam
+    from megatron_ext.optim import adam_kernel
 
     def like(dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(16, dtype=dtype)
 
     entry = Entry(like(SINGLE), like(SINGLE), like(HALF), like(SINGLE), like(torch.float16))
-    chosen = fused_adam.constants(entry)
+    chosen = adam_kernel.constants(entry)
     names = ("EXP_AVG", "EXP_AVG_SQ", "COPY", "HAS_COPY", "ALIGNED")
     assert [chosen[name] for name in names] == [tl.bfloat16, tl.float32, tl.float16, True, True]
-    forms = {tuple(form[2].values()) for form in fused_adam.signatures()}
+    forms = {tuple(form[2].values()) for form in adam_kernel.signatures()}
     # Four pairs of moments, three kinds of copies, with and without alignment.
     assert len(forms) == 4 * 3 * 2 and tuple(chosen.values()) in forms
 
 
 @WITH_TRITON
 def test_weights_of_two_kinds_are_updated_in_two_launches() -> None:
-    from megatron_ext.optim import fused_adam
+    from megatron_ext.optim import adam_kernel
 
     def entry(size: int, moment: torch.dtype) -> Entry:
         kept = torch.zeros(size, dtype=moment), torch.zeros(size)
         return Entry(torch.zeros(size), torch.zeros(size), *kept)
 
     entries = [entry(1, SINGLE), entry(5, HALF), entry(0, SINGLE), entry(7, SINGLE)]
-    launches = fused_adam._launches(entries)
+    launches = adam_kernel._launches(entries)
     assert [table[:, -1].tolist() for _, table, _ in launches] == [[1, 7], [5]]
     assert [table[:, 4].tolist() for _, table, _ in launches] == [[0, 0], [0]]

@@ -11,8 +11,9 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_ext.optim import builder
-from megatron_ext.optim.adam import CountedAdam, start_state
-from megatron_ext.optim.adam import FusedAdam as FusedAdamOfTorch
+from megatron_ext.optim.adam import start_state
+from megatron_ext.optim.fused_adam import CountedAdam
+from megatron_ext.optim.fused_adam import FusedAdam as FusedAdamOfTorch
 from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ext.optim.adam import Entry, FusedAdam, Settings
 from megatron_ext.optim.builder import choose_kernels, take_torchs_adam
+from megatron_ext.optim.fused_adam import Entry, FusedAdam, Settings
 from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
