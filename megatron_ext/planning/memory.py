@@ -76,7 +76,10 @@ def worst_case(cases: Sequence[Case]) -> tuple[Network, list[RankMemory]]:
 
 
 USES = {Kind.FORWARD: Kind.RECEIVE_INPUT, Kind.WEIGHT: None}
-"""The kind of message that a computation consumes; RECEIVE_GRADIENT for kinds not listed."""
+"""The kind of message that each kind of computation consumes; None if it consumes no message.
+
+Kinds that are not listed consume RECEIVE_GRADIENT.
+"""
 
 
 def walk(
@@ -93,7 +96,8 @@ def walk(
         costs: bytes of one micro-batch in each stage of the model.
         deferred: for each stage, the bytes of one micro-batch that it keeps between its
             input-gradient pass and its weight-gradient pass.
-        boundary: bytes of a message, whose buffer exists from the receive until its use.
+        boundary: bytes of a message between stages. Its buffer exists from the receive until the
+            computation that consumes the message.
 
     Returns:
         At the peak: the bytes kept for backward passes and messages, the transient bytes besides,

@@ -1,4 +1,4 @@
-"""Counts the operations of Muon's update, and the bytes of matrices that a rank sends for it.
+"""Counts the operations of Muon's update, and the bytes that a rank sends during this update.
 
 A fused matrix, such as that of queries, keys and values, is counted as one, so the operations are
 an upper bound. Ranks that share the optimizer's state divide the work; otherwise each replica
@@ -21,8 +21,8 @@ HALF = 2
 def _dealt(flags: OptimizerConfig, ranks: Ranks, weight: Weight) -> float:
     """Return the fraction of a rank's matrices that the rank orthogonalizes itself.
 
-    With the distributed optimizer, replicas divide the matrices; experts have other replicas than
-    the rest of the model, so ``weight`` tells which. Otherwise the fraction is 1.
+    With the distributed optimizer, the replicas of ``weight`` divide the matrices. Experts have
+    another number of replicas than other weights. Without that optimizer the fraction is 1.
     """
     if not flags.use_distributed_optimizer:
         return 1.0

@@ -69,11 +69,11 @@ class Flops(Summed):
 
     @property
     def forward(self) -> float:
-        """Return the operations of the forward pass, in any format."""
+        """Return the operations of the forward pass, summed over all number formats."""
         return self.linear + self.fp8 + self.scores + self.head
 
     def recomputed(self, times: int) -> Flops:
-        """Return the further operations if the backward pass repeats these products.
+        """Return the additional operations if the backward pass repeats the forward products.
 
         ``times`` is the number of repetitions. The output layer is not repeated.
         """
@@ -152,7 +152,7 @@ class Network(ABC):
     sizes: Ranks
 
     def with_config(self, config: RunConfig) -> Network:
-        """Return the network with another configuration of the same ranks and micro-batch size."""
+        """Return a copy for ``config``, which must have the same parallel and micro-batch sizes."""
         this: Any = self
         return dataclasses.replace(this, config=config)  # type: ignore[no-any-return]
 
@@ -282,8 +282,8 @@ class Network(ABC):
     def other_work(self, stage: Stage) -> list[Work]:
         """Return the kernels of one micro-batch that `products` does not count.
 
-        By default, assume that all that autograd keeps is moved once in the forward pass and twice
-        in the backward pass, by `LAYER_KERNELS` kernels per layer.
+        By default, assume that `LAYER_KERNELS` kernels per layer move the bytes that autograd
+        keeps: once in the forward pass and twice in the backward pass.
         """
         from megatron_ext.planning.kernels import Phase, Work
 
@@ -308,7 +308,11 @@ class Network(ABC):
         """Return the number of tokens of a sample."""
 
     def messages(self, stage: Stage) -> float:
-        """Return the bytes of output and input gradient that a stage sends per micro-batch."""
+        """Return the bytes that a stage sends to its neighbours per micro-batch.
+
+        They are its output, unless it is the last stage, and its input's gradient, unless it is the
+        first.
+        """
         chunks = self.config.parallel.virtual_pipeline_model_parallel_size or 1
         ends = (stage.index < self.sizes.pp * chunks - 1) + (stage.index > 0)
         return float(self.boundary * ends) if self.sizes.pp > 1 else 0.0

@@ -204,7 +204,10 @@ def _sharded(config: RunConfig) -> RunConfig:
 
 
 def recomputation_table(network: Network, cost: TaskCost) -> Table:
-    """Return a table of recomputation modes, with the memory of a layer and of the fullest rank."""
+    """Return a table with a row for each recomputation mode.
+
+    It shows the bytes that a layer keeps, and the activations and peak memory of the fullest rank.
+    """
     table = Table(
         "recomputation", "a layer keeps", "fullest rank: activations", "peak",
         title="activations by recomputation",

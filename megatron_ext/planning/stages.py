@@ -159,7 +159,10 @@ def recomputed(
 
 
 def rms_norm(ranks: Ranks, rows: int, size: int, *, frozen: bool = False) -> int:
-    """Return the bytes that torch's RMSNorm of ``[rows, size]`` keeps, without its input."""
+    """Return the bytes that torch's RMSNorm of ``[rows, size]`` keeps, without its input.
+
+    ``frozen`` says that the norm's weight is not trained.
+    """
     statistics = rows * FP32
     if ranks.gpu:
         return statistics

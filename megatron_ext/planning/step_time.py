@@ -49,10 +49,10 @@ class Estimate:
 
     @property
     def matrix_share(self) -> float:
-        """Return the time of a step's operations as a fraction of the time of the step.
+        """Return the fraction of a step's time that its operations alone would take.
 
-        The operations are assumed to run at the rate of large matrix products. Recomputation is not
-        counted.
+        All operations are assumed to run at the rate of large matrix products. Recomputed
+        operations are not counted.
         """
         large = self.rates.products(self.network.sizes.width)
         return self.flops / (self.seconds * self.network.config.parallel.world_size * large)
@@ -145,14 +145,14 @@ class Clock:
     def after(self, rank: RankMemory) -> float:
         """Return the time from the last backward pass to the end of the step.
 
-        It has the optimizer's update and the communication between replicas.
+        It includes the optimizer's update and the communication between replicas.
         """
         volume = step_volume(self.network, rank, self.network.num_microbatches)
         work = sum(map(self.rates.seconds, self.update_work(rank)))
         return work + self.update_exchange(rank) + self.replicas(volume)
 
     def update_exchange(self, rank: RankMemory) -> float:
-        """Return the time of the communication that is part of the optimizer's update."""
+        """Return the time of communication within the optimizer's update, which only Muon needs."""
         sent = update_volume(self.network, rank)
         x = self.network.sizes
         return self.exchange(sent) + sent.data / self.rates.link(x.tp * x.dp * x.cp)
@@ -210,7 +210,7 @@ def rank_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Vo
 
 
 def update_volume(network: Network, rank: RankMemory) -> Volume:
-    """Return the bytes that a pipeline rank sends within the optimizer's update."""
+    """Return the bytes that a pipeline rank sends within the optimizer's update; 0 without Muon."""
     flags = network.config.optimizer
     if not _uses_muon(flags):
         return Volume()

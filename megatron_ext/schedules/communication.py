@@ -3,9 +3,9 @@
 Messages to higher and to lower pipeline ranks use separate process groups. So all messages from one
 rank to another use a group in one direction only, in the order of the plan at both ends.
 
-The memory of a sent message is freed when the message has arrived. NCCL can tell this without a
-wait, Gloo cannot. With both, a message has certainly arrived if the peer has since sent the result
-of a computation that used it (`settled_messages`).
+The memory of a sent message is freed when the message has arrived. NCCL can be asked without
+waiting whether it has; Gloo cannot. With either, a message has certainly arrived if the peer has
+since sent the result of a computation that used it (`settled_messages`).
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ class GradientSync:
     """Starts the data-parallel reduction of each chunk's gradients, and the gathers of its weights.
 
     It is used with ``--overlap-grad-reduce`` or sharded gradients. Sharded gradients are reduced
-    after each backward pass. Others are only accumulated until the last backward pass of a chunk in
-    a step. During that pass each bucket is reduced as soon as its gradients are complete. With
-    ``--align-grad-reduce``, or if weight gradients are deferred, the reduction starts after the
+    after each backward pass. Gradients that are not sharded are accumulated, and reduced once per
+    step: each bucket as soon as its gradients are complete in the chunk's last backward pass. With
+    ``--align-grad-reduce``, or if weight gradients are deferred, the reduction starts after that
     pass instead. As in megatron-core, ``--align-grad-reduce`` has no effect on the first stage if
     its rank has only one chunk.
 

@@ -20,7 +20,7 @@ def forward_engine(
     transformer_config: TransformerConfig,
     context: ParallelContext,
 ) -> PipelineEngine:
-    """Build an engine for forward passes, in a run that trains with megatron-core's schedules."""
+    """Build an engine for forward passes in a run whose training uses megatron-core's schedules."""
     placement = context.placement
     schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
     schedule = "zb-v" if placement.v_shape else schedule

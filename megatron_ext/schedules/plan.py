@@ -190,9 +190,9 @@ def with_messages(
 ) -> list[Order]:
     """Return each rank's computations with the sends and receives of their results added.
 
-    A send directly follows the computation of its result. On the other rank, the receive stands
-    before the first computation that ends later than that computation, so that it is posted before
-    the message is used.
+    A send directly follows the computation whose result it sends. The receiving rank posts the
+    receive before its first computation that ends later than the sender's, so before the message is
+    used.
 
     Args:
         durations: expected times of the computations, from which their ends are computed.
@@ -236,12 +236,11 @@ Key = tuple[Kind, int, int]
 
 @lru_cache(maxsize=64)
 def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
-    """Return which sent messages are known to have arrived when ``rank`` receives a message.
+    """Return, for each message that ``rank`` receives, which of its sent messages it acknowledges.
 
-    The result maps each message that ``rank`` receives to messages that it has sent to the same
-    peer. The peer can compute its message only after it has used them, so its message proves their
-    arrival. A sent message is listed only under the first received message that proves this. All
-    keys are (kind, micro-batch, stage).
+    A message from a peer proves that the peer has received every message that it used before it
+    sent this one. A sent message is listed only under the first received message that proves its
+    arrival. Messages are given as (kind, micro-batch, stage) of the action on ``rank``.
     """
     last = plan.placement.num_stages - 1
     settled = {}

@@ -162,17 +162,16 @@ class PipelineEngine:
     ) -> list[Any]:
         """Run one step and, unless ``forward_only``, reduce the gradients over the replicas.
 
-        The result is the gradient of the sum of the losses over all targets. If the loss is a mean
-        over the step's targets, the caller must divide the gradients by the sum of `num_targets`
-        over ranks.
+        The gradients are those of the loss summed over all targets. If the loss is a mean over the
+        step's targets, the caller must divide the gradients by the sum of `num_targets` over ranks.
 
         Args:
             batches: the micro-batches; None or empty ones on stages that read no data.
-            shape: shape of this rank's messages, ``[s, b, h]``, or of each micro-batch's; see
-                `Channels`.
+            shape: shape ``[s, b, h]`` of all messages of this rank, or a list with one shape for
+                each micro-batch; see `Channels`.
             counts: passed to ``forward_step``.
             masks: see `Masks`; None lets dropout draw from the random generators.
-            collect_non_loss_data: call the loss function with ``non_loss_data=True``.
+            collect_non_loss_data: whether to call the loss function with ``non_loss_data=True``.
             force_all_reduce: whether each data-parallel rank gets the reduced gradients of all
                 parameters, and not only of its shard.
 
