@@ -93,10 +93,10 @@ def gradient_bytes(
     With ``overwrites``, the product of the first micro-batch only writes. For each product, 2 bytes
     less are counted, because the assumed rate of products includes writing a 16-bit result.
 
-    With an fp8 ``recipe`` the product cannot add. In the first micro-batch it writes a float32
-    result into the sum itself; in the others, another kernel adds the result to the sum. With the
-    recipe "rowwise" the result has 16 bits: another kernel copies the first one to the sum, and
-    casts the others to float32 before it adds them.
+    With an fp8 ``recipe`` the product cannot add. In the first micro-batch it writes its float32
+    result into the sum; in later micro-batches, a separate kernel adds the result to the sum. With
+    the recipe "rowwise" the results have 16 bits: a separate kernel copies the first result to the
+    sum, and casts each later one to float32 before it adds it.
     """
     first = FP32 - 2
     other = 2 * FP32 - 2

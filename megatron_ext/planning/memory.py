@@ -1,4 +1,4 @@
-"""The peak memory of each pipeline rank: its state, and the activations that it holds at a time."""
+"""The peak memory of each pipeline rank: its state, and the most activations held at one time."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class RankMemory:
 
     @property
     def all_weights(self) -> list[Weight]:
-        """Return the parameters of all stages."""
+        """Return the parameters of all stages of the rank, as one list."""
         return [weight for weights in self.weights for weight in weights]
 
     @property
     def total(self) -> int:
-        """Return the bytes of all kinds at the peak."""
+        """Return the rank's peak memory in bytes: its state, 8-bit weights and activations."""
         return self.state.total + self.fp8_weights + self.activations + self.transient
 
 

@@ -37,7 +37,7 @@ ATTENTION_BACKWARD = 2.5
 """Matrix products in attention's backward pass (5) per product in its forward pass (2)."""
 
 LAYER_KERNELS = 36
-"""Assumed kernels of a layer, forward and backward, if a network does not count its own."""
+"""The assumed number of kernels of a layer in both passes, for networks that do not count them."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Volume(Summed):
 
     @property
     def total(self) -> float:
-        """Return the bytes of all kinds."""
+        """Return the bytes of all kinds of communication together."""
         return float(sum(vars(self).values()))
 
     def __mul__(self, times: float) -> Volume:
@@ -198,7 +198,7 @@ class Network(ABC):
 
     @abstractmethod
     def layer(self) -> LayerBytes:
-        """Return the bytes of one layer without full recomputation.
+        """Return the activation memory of one layer that is not fully recomputed.
 
         If layers differ, subclasses choose the most frequent kind or the last layer.
         """
@@ -209,7 +209,7 @@ class Network(ABC):
         """Return the bytes of a layer's input, which is all that a fully recomputed layer keeps."""
 
     def loss(self) -> LayerBytes | None:
-        """Return the bytes of the output layer and the loss; None leaves them out of tables."""
+        """Return the activation memory of output layer and loss; None leaves them out of tables."""
         return None
 
     @property

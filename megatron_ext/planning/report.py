@@ -193,12 +193,12 @@ def memory_table(network: Network, ranks: list[RankMemory]) -> Table:
 
 
 def _distributed(config: RunConfig) -> RunConfig:
-    """Return the same run with the distributed optimizer."""
+    """Return the run's configuration, changed to use the distributed optimizer."""
     return replace(config, optimizer=replace(config.optimizer, use_distributed_optimizer=True))
 
 
 def _sharded(config: RunConfig) -> RunConfig:
-    """Return the same run with sharded gradients."""
+    """Return the run's configuration, changed to shard gradients."""
     optimizer = replace(config.optimizer, data_parallel_sharding_strategy="optim_grads")
     return replace(config, optimizer=optimizer)
 

@@ -130,7 +130,8 @@ class State(Summed):
         count: number of elements of the parameters, without padding.
         parameters, gradients, optimizer, average: bytes of each. Sharded gradients include the
             buckets that a backward pass fills.
-        reduced: bytes of the rank's gradients before sharding, which the replicas reduce.
+        reduced: bytes of the rank's whole gradients, which are reduced over the replicas; equal to
+            ``gradients`` unless gradients are sharded.
         frozen: bytes of those ``parameters`` that are not trained.
         updated: number of elements that the rank's optimizer updates.
     """
@@ -146,7 +147,7 @@ class State(Summed):
 
     @property
     def total(self) -> int:
-        """Return the bytes of all kinds."""
+        """Return the bytes of parameters, gradients, optimizer state and averages together."""
         return self.parameters + self.gradients + self.optimizer + self.average
 
 

@@ -44,7 +44,7 @@ class Estimate:
 
     @property
     def gpu(self) -> Gpu:
-        """Return the kind of GPU."""
+        """Return the kind of GPU for which the step is estimated."""
         return self.rates.gpu
 
     @property
@@ -108,7 +108,10 @@ class Clock:
     rates: Rates
 
     def durations(self, stage: Stage) -> Durations:
-        """Return the times of a micro-batch's forward, input-gradient and weight-gradient pass."""
+        """Return the times of one micro-batch's three passes through a stage.
+
+        They are the forward, the input-gradient and the weight-gradient pass.
+        """
         network = self.network
         times = dict.fromkeys(Phase, 0.0)
         for work in network.work(stage):

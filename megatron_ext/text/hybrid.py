@@ -39,23 +39,23 @@ _CUTS = (
     "decoder_last_pipeline_num_layers",
     "num_layers_per_virtual_pipeline_stage",
 )
-"""Names of fields that count the layers of a stage; a pattern refuses them."""
+"""Names of the fields that set a stage's number of layers; any pattern excludes them."""
 _CUTS_WITHOUT_STAGES = (
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Names of fields that cut the layers into stages; a pattern with ``|`` refuses them."""
+"""Names of the fields that cut the model into stages; a pattern with ``|`` excludes them."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The layers that a pattern names.
+    """The layers that ``--hybrid-layer-pattern`` names.
 
     Attributes:
-        stages: for each pipeline stage, its pairs, such as ``*-``; one stage if the pattern has no
-            ``|``.
+        stages: for each pipeline stage, its pairs of letters, such as ``*-``; one stage if the
+            pattern has no ``|``.
         depths: for each MTP depth, its pair of letters.
     """
 
@@ -87,7 +87,7 @@ class Pattern:
 def read_pattern(text: str) -> Pattern:
     """Parse a pattern; return the layers that it names.
 
-    Raise a ValueError, whose two arguments are the broken rule and a remedy.
+    If the pattern is wrong, raise a ValueError with two arguments: the broken rule, and a remedy.
     """
     main, *depths = text.split("/")
     letters = "".join(PAIRS) + "|"
@@ -113,7 +113,7 @@ def read_pattern(text: str) -> Pattern:
 
 
 def resolve_hybrid(config: RunConfig) -> RunConfig:
-    """Return the configuration with the flags that describe the same GPT as the pattern does."""
+    """Return the configuration with the flags that ``--hybrid-layer-pattern`` stands for."""
     text = config.section(HybridConfig).hybrid_layer_pattern
     assert text is not None
     model = config.model
@@ -147,7 +147,7 @@ def resolve_hybrid(config: RunConfig) -> RunConfig:
 
 
 def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault of the pattern and for each flag that contradicts it."""
+    """Yield an error for each fault of the pattern, and each flag that contradicts the pattern."""
     text = given.section(HybridConfig).hybrid_layer_pattern
     assert text is not None
     refused = partial(FlagError, _FLAG, text)
@@ -195,7 +195,7 @@ def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
 
 
 Refused = Callable[[str, str], FlagError]
-"""A function that makes the error of a pattern from a rule and a remedy."""
+"""A function that makes an error about ``--hybrid-layer-pattern`` from a rule and a remedy."""
 
 
 def _size_errors(refused: Refused, pattern: Pattern, given: RunConfig) -> Iterator[FlagError]:

@@ -305,7 +305,7 @@ def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
 
 
 def get_args() -> argparse.Namespace:
-    """Return all flags of the run as a namespace; raise a ConfigError before the run starts."""
+    """Return the run's flags as a namespace; raise a ConfigError if the run has not started yet."""
     return _begun(_current.args, "get_args")
 
 

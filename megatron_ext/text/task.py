@@ -309,7 +309,7 @@ def padding_note(given: ModelConfig, padded: ModelConfig, ranks: int) -> str | N
 def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
     """Return lines on entries of the tokenizer's files that have no effect here.
 
-    Return [] if ``assets`` is not a tokenizer, as may be in tasks derived from this one.
+    Return [] if ``assets`` is not a tokenizer; tasks derived from this one may have other assets.
     """
     return assets.notes() if isinstance(assets, Tokenizer) else []
 

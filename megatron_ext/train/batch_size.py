@@ -55,9 +55,10 @@ class Progress:
             dataset determines the order.
         data_plan: digest of everything that determines the samples of each step; empty for data
             without a digest.
-        average_updates: updates of the averaged weights since they equalled the weights. Skipped
-            steps count, since the host may not yet know that a GPU has skipped a step.
-        average_start: share of start values in the averaged weights, 1 at first; None if unknown.
+        average_updates: updates of the averaged weights since they were a copy of the weights.
+            Skipped steps count, since the host may not yet know that a GPU has skipped a step.
+        average_start: the share that this copy still has in the averaged weights, 1 at first; None
+            if unknown.
         recent_values: loss and gradient norm of the latest steps for ``--on-spike``; else empty.
     """
 

@@ -82,9 +82,10 @@ class ExitSignal:
 
 
 def loss_at_end(code: int, config: RunConfig) -> str | None:
-    """Return a sentence on the work that is lost by a run that a signal has ended.
+    """Return a sentence on the work that a run has lost because a signal ended it.
 
-    ``code`` is the exit code of the run; return None if it is not one of a run ended by a signal.
+    ``code`` is the run's exit code. Return None if no signal ended the run, or if the run has saved
+    before it ended.
     """
     training = config.training
     save = config.checkpoint.save

@@ -89,8 +89,9 @@ class Launch:
 
     Attributes:
         started: when the launcher started, in seconds since the epoch.
-        ends_itself: whether the launcher is a process of this package. Such a launcher writes the
-            run's report when all ranks have ended; otherwise the reporting rank writes it.
+        ends_itself: whether this package launches the ranks, not torchrun or a similar program. The
+            launching process then writes the run's report when all ranks have ended; otherwise the
+            reporting rank writes it.
         data_lines: lines that say which data the run reads and which it does not use
             (`Task.data_lines`).
     """
@@ -101,11 +102,11 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str]) -> Launch:
-    """Return the launch that this process belongs to; it determines when the launch started.
+    """Return the `Launch` that this process belongs to.
 
-    Under torchrun, this is the start of torchrun's agent, the parent of this process. Otherwise it
-    is the start of this process if ``argv`` are its command-line arguments, and now if they are
-    not.
+    Under torchrun, the launch started when torchrun's agent did, the parent of this process.
+    Otherwise it started with this process if ``argv`` are the command-line arguments of this
+    process, and starts now if they are not.
     """
     is_rank = "RANK" in os.environ
     if is_rank and is_under_torchrun():
@@ -267,7 +268,8 @@ def launch(
             None always uses ``main``.
         save: folder in which faults are logged.
         exit_signal: the signal at which the ranks save and exit; None for no such signal.
-        tell: called with the exit code at the end; under torchrun only by rank 0 after a failure.
+        tell: called with the exit code when the run has ended. In a rank that another launcher has
+            started, it is called only on rank 0, and only if the run fails.
     """
     supervision = supervision or supervision_of_ranks()
     exit_signal = exit_signal or ExitSignal(None)
@@ -358,7 +360,7 @@ def _start_ranks(
 ) -> int:
     """Start ranks on this machine, and return the exit code of the launch.
 
-    A single rank is started in this way only if it may be restarted after a fault.
+    `launch` starts a single rank in this way only if the rank may be restarted after a fault.
     """
     restarts = supervision.max_restarts
     if device.kind == "cuda":

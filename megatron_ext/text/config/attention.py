@@ -223,7 +223,7 @@ class LatentAttentionConfig(LayerSection):
         return frozenset() if self.multi_latent_attention else names - {"multi_latent_attention"}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error if ``--recompute-modules`` needs latent attention, which is not on."""
+        """Yield an error if ``--recompute-modules`` needs latent attention and this is off."""
         model = config.model
         modules = model.recompute_modules or ()
         selective = model.recompute_granularity == "selective"

@@ -1,4 +1,4 @@
-"""The flags of Hugging Face folders; `text.convert.training` does what they ask for."""
+"""Flags that name Hugging Face folders, which `text.convert.training` reads and writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of text runs that are refused, or have no effect, because of other flags or always."""
+"""Flags of text runs that are refused or have no effect, always or together with other flags."""
 
 from __future__ import annotations
 

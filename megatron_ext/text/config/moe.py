@@ -176,7 +176,7 @@ class MoEConfig(LayerSection):
         return {"--moe-router-fusion": "2.7.0"} if fuses else {}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error for each wrong flag about experts or flag that experts do not support.
+        """Yield an error for each wrong flag of experts, and each flag that experts do not support.
 
         For a dense model, yield an error for each flag that needs experts.
         """
@@ -286,7 +286,7 @@ def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
 def _expert_errors(
     moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig
 ) -> Iterator[FlagError]:
-    """Yield an error for each wrong size of experts, or wrong choice of layers with experts."""
+    """Yield an error for each fault in the sizes, the biases and the layers of experts."""
     tp = max(1, parallel.tensor_model_parallel_size)
     etp = parallel.expert_tensor_parallel_size or tp
     width = moe.moe_ffn_hidden_size

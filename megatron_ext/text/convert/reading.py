@@ -97,10 +97,10 @@ class _Reading:
         ]
 
     def open(self) -> tuple[Shapes, Shapes]:
-        """Open the folder; return the shapes of the tensors that this rank's shards need.
+        """Open the folder; return the shapes of the tensors that fill this rank's shards.
 
-        Each shape is the smallest with which the tensor can fill them. The first mapping has the
-        tensors of the decoder, the second those of the MTP depths.
+        Each shape is the smallest that holds all values which the shards need. The first mapping
+        has the tensors of the decoder, the second those of the MTP depths.
         """
         self.model = read_model(self.folder)
         self.notes += self.model.notes()
@@ -234,8 +234,8 @@ def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
         block: number of neighbouring values that form a block, which has one scale.
 
     Returns:
-        The slice of the axis's blocks that hold the selected values, and for each value the index
-        of its block within this slice, ``[size]``.
+        The range of block numbers that covers the selected values, as a slice; and for each value
+        the number of its block, counted from the start of this range, ``[size]``.
     """
     assert isinstance(entry, slice)
     positions = torch.arange(size) * (entry.step or 1) + (entry.start or 0)

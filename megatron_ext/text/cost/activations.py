@@ -58,9 +58,9 @@ class Activations(GptRun):
     def latent(self, latent: LatentSizes) -> int:
         """Return the bytes that multi-latent attention keeps before it computes scores.
 
-        They are those of the small vectors, their norms, queries, keys and values. If
+        They are the bytes of the latent vectors, the norms of these, queries, keys and values. If
         ``mla_up_proj`` is recomputed, queries, keys and values are left out, except for keys and
-        values gathered from other ranks and for the copies that a CPU's fused kernel gets.
+        values gathered from other ranks, and for the padded copies that a CPU's fused kernel takes.
         """
         sizes = self.sizes
         kept = sizes.residual_tokens * latent.kept * sizes.width
@@ -107,10 +107,10 @@ class Activations(GptRun):
 
     @property
     def _exchange(self) -> str | None:
-        """Return how context parallelism exchanges keys and values: "gather" or "trade".
+        """Return how context parallelism exchanges keys: "gather", or "trade" for an all-to-all.
 
-        "trade" is an all-to-all. Return None if autograd keeps no exchanged keys: without context
-        parallelism, or if attention is recomputed.
+        Return None if autograd keeps no exchanged keys, that is without context parallelism or if
+        attention is recomputed.
         """
         if self.sizes.cp == 1 or self.recomputes("core_attn"):
             return None
@@ -248,10 +248,9 @@ class Activations(GptRun):
         return LayerBytes(parts.kept + self._linear_inputs(number), parts.transient)
 
     def _linear_inputs(self, number: int) -> int:
-        """Return how many more bytes layer ``number`` keeps because of 8-bit or frozen weights.
+        """Return by how much 8-bit or frozen weights change the bytes that layer ``number`` keeps.
 
-        The comparison is with a layer that is trained in 16 or 32 bits. The result is often
-        negative.
+        The result is relative to a layer that is trained in 16 or 32 bits, and is often negative.
         """
         fp8 = self.config.fp8
         width = self.sizes.width

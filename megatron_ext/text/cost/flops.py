@@ -113,11 +113,11 @@ def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: A
 
 
 def score_channels(config: RunConfig) -> int:
-    """Return the multiplications of a layer's causal attention, per query and per position.
+    """Return the multiplications of a layer's causal attention, per query and token.
 
-    Multiply the result by the sequence length to get the multiplications for one query. It
-    includes the products with keys and with values, halved because a causal query attends to half
-    of the positions on average.
+    Times the sequence length, this is the mean number of multiplications for one query. It covers
+    the products with keys and with values, halved because a causal query attends to half of the
+    tokens on average.
     """
     model = config.model
     n = model.num_attention_heads or 0
@@ -158,12 +158,12 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
 
 
 def _keys_in_window(config: RunConfig) -> int:
-    """Return the length of a sequence for which full causal attention costs as much as the window.
+    """Return the length at which full causal attention costs as much per query as the window.
 
-    The cost is per query. Full causal attention over a length L gives a query ``(L + 1) / 2`` keys
-    on average; so return ``L = 2 m - 1`` for the m keys that a query has on average in the window.
-    If a query sees itself and w tokens before it, all s queries together have
-    ``s (w + 1) - w (w + 1) / 2`` keys. Return s if no window limits attention.
+    In full causal attention over a length L, a query has ``(L + 1) / 2`` keys on average. So return
+    ``L = 2 m - 1``, where m is the mean number of keys per query in the window. If a query sees
+    itself and w tokens before it, all s queries together have ``s (w + 1) - w (w + 1) / 2`` keys.
+    Return s if no window limits attention.
     """
     length = config.model.seq_length or 0
     window = config.section(AttentionConfig).window_size
@@ -312,7 +312,7 @@ class GptFlops(GptRun):
         return (around + x.f + wide) * each
 
     def joins_activation(self, number: int) -> bool:
-        """Return whether one kernel computes a layer's activation and casts it to 8 bits.
+        """Return whether one kernel applies a layer's activation function and casts to 8 bits.
 
         This is the kernel in `layers.fp8.activation`.
         """

@@ -1,6 +1,6 @@
 """The sizes of multi-latent attention (`layers.latent_attention`), for the cost of a GPT.
 
-Queries are computed from one small vector per token, keys and values from another.
+Queries are computed from one short latent vector per token, keys and values from another.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class LatentSizes:
     Attributes:
         h: channels of the hidden state.
         n: number of heads.
-        query_rank: channels of the vector from which queries are computed; 0 if they are computed
-            from the hidden state.
-        rank: channels of the vector from which keys and values are computed.
+        query_rank: channels of the latent vector from which queries are computed; 0 if they are
+            computed from the hidden state.
+        rank: channels of the latent vector from which keys and values are computed.
         rotated: channels of the rotated part of a key, which all heads share.
         key: channels of one head's key; a head's query has as many.
         value: channels of one head's value.
-        norms: whether the vectors of ``query_rank`` and ``rank`` channels are normalized.
+        norms: whether the two latent vectors are normalized.
     """
 
     h: int
@@ -69,14 +69,14 @@ class LatentSizes:
     def small(self) -> int:
         """Return the number of channels that tensor parallelism does not divide.
 
-        They are those of the two small vectors and of the rotated part of a key. Every rank
+        They are the channels of the two latent vectors and of the rotated part of a key. Every rank
         computes them all.
         """
         return self.query_rank + self.rank + self.rotated
 
     @property
     def kept(self) -> int:
-        """Return the elements per token that autograd keeps for the small vectors and norms."""
+        """Return the elements per token that autograd keeps for the latent vectors and norms."""
         return self.small + (self.norms * (self.query_rank + self.rank))
 
     def matrices(self, tp: int) -> list[Linear]:

@@ -122,7 +122,7 @@ def check_inputs(
 
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return warnings about ends of documents that megatron-core's GPTDataset would misread."""
+    """Return warnings about end-of-document tokens that megatron-core's dataset would misread."""
     data = config.section(DataConfig)
     if data.mock_data:
         return []
@@ -143,7 +143,7 @@ def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
 def check_files(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Check a run's indexed datasets before training starts; every rank gets the same result.
 
-    Rank 0 also prints warnings about ends of documents that the run would misread.
+    Rank 0 also prints warnings about end-of-document tokens that the run would misread.
 
     Raises:
         DataError: files, splits, token ids, cached indices or the counts of

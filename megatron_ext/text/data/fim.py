@@ -9,8 +9,9 @@ is tokenized by itself. They are put in one of two orders (section 3 of the pape
 As in Megatron-LM's GPTFIMDataset, a sample is cut at the ends of documents, and each part is
 permuted with a given probability. The sample keeps its length: its end is cut off if it has become
 longer, and padded if shorter. Two things differ from GPTFIMDataset. The random numbers depend only
-on the seed, the number of the sample and the position of the document in it, not on the process
-that reads the sample. And an empty document keeps its end of document, and gets no sentinels.
+on the seed, the number of the sample and the position of the document in the sample, not on the
+process that reads the sample. And an empty document gets no sentinels; only its end-of-document
+token remains.
 """
 
 from dataclasses import dataclass

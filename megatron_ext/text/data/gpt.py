@@ -1,7 +1,7 @@
-"""Builds megatron-core's GPT datasets and blends of files or of made-up documents.
+"""Builds megatron-core's GPT datasets and blends, from files or as mock data.
 
 Inputs are checked before anything is built. A split without documents is an error, not an endless
-loop. Code that only files need is in checked.py; runs on made-up data do not import it.
+loop. Code that only files need is in checked.py; runs with mock data do not import it.
 """
 
 import logging
@@ -77,7 +77,7 @@ def check_index_memory(
 
 
 def check_mock_data(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check that the indices of made-up data fit into memory, and warn of a long validation.
+    """Check that the indices of mock data fit into memory, and warn if validation will take long.
 
     Raises:
         DataError: the indices do not fit.
@@ -158,7 +158,7 @@ def build_mock_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Build the train, valid and test split of made-up documents.
+    """Build the train, valid and test split of mock data.
 
     ``sizes`` has the number of samples of each split; None means one epoch.
     """

@@ -271,8 +271,8 @@ def _exhausted(
     """Return the sources that reached their limit of epochs before sample ``consumed``.
 
     ``order`` is the order in which the run has read so far, ``plan`` the stages of the schedule. A
-    source is one of them if, at some past sample, ``order`` no longer has it although ``plan`` has
-    it there, and if one more sample would have exceeded the source's limit.
+    source is exhausted if ``order`` has dropped it in a past stage in which ``plan`` still names
+    it, and if one more sample would have exceeded the source's limit.
     """
     used = order.tokens_used(consumed)
     exhausted = set[str]()

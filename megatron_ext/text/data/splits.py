@@ -59,7 +59,7 @@ Other ids are checked when they are read."""
 
 
 def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
-    """Check the data of a run in the direct order; return the run's configuration.
+    """Check the data of a run with ``--data-order direct``; return the run's configuration.
 
     If a limit of epochs ends the run early, the returned configuration has fewer steps.
     ``--dry-run`` prints how much is read from each source.
@@ -88,7 +88,7 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
 def separator_warnings(
     config: RunConfig, tokenizer: Tokenizer, plan: RunPlan | None = None
 ) -> list[str]:
-    """Return warnings about ends of documents that a run in the direct order would misread.
+    """Return warnings about end-of-document tokens that a run would misread.
 
     ``plan`` has the run's training samples; if it is None, plan the run first.
     """
@@ -270,7 +270,7 @@ def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
 
 
 def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
-    """Build all splits in the direct order; call this on every rank.
+    """Build all splits of a run with ``--data-order direct``; call this on every rank.
 
     The train split of a resumed run is replaced later, by `continued_split`.
     """
@@ -284,8 +284,9 @@ def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
 def continued_split(run: Run, dataset: Any) -> Any:
     """Return the train split of a run, planned anew from the samples consumed so far.
 
-    If ``dataset`` is not a train split in the direct order, return it unchanged. The order of the
-    consumed samples is read from `run.progress`, and the order of all samples is stored there.
+    If ``dataset`` is not a train split with ``--data-order direct``, return it unchanged. The order
+    of the consumed samples is read from `run.progress`, and the order of all samples is stored
+    there.
     """
     if not isinstance(dataset, DirectDataset) or not dataset.is_training:
         return dataset

@@ -20,7 +20,7 @@ A single longer prompt is admitted too."""
 CONTEXT = 8
 """The number of a prompt's last tokens that are decoded with new tokens, to get spaces right."""
 UNFINISHED = "\ufffd"
-"""The character that decoding gives for an incomplete character, which later tokens complete."""
+"""The character that decoding gives for an incomplete one, whose last bytes are in later tokens."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Decoder:
     def _admitted(self, waiting: deque[Request], slots: list[int]) -> list[_Text]:
         """Start as many requests as free slots and one forward pass can take; return their texts.
 
-        Started requests are removed from ``waiting``, and the slots that they get from ``slots``.
+        Remove the started requests from ``waiting``, and the slots that they occupy from ``slots``.
         """
         admitted = list[_Text]()
         total = 0

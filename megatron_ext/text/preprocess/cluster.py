@@ -34,7 +34,7 @@ On NFS it may be late."""
 
 
 class Cluster(Protocol):
-    """Runs tasks on other machines that encode parts; parts that fail are submitted again."""
+    """Runs tasks that encode parts on other machines; `encode_on` submits failed parts again."""
 
     def submit(self, numbers: Sequence[int]) -> None:
         """Submit tasks that encode the parts with the given numbers; each call is a new attempt."""
@@ -48,12 +48,12 @@ class Cluster(Protocol):
         ...
 
     def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
-        """Return phrases on how tasks failed, for an error, and whether a marker may only be late.
+        """Return how tasks failed, as phrases for an error, and whether a marker may only be late.
 
-        Call this when all tasks have ended. ``left`` are the numbers of the parts that have no
-        marker; the phrases are on the tasks that should have encoded these parts. The second value
-        is True if one of these tasks may have succeeded: its marker may still appear on a shared
-        file system.
+        Call this when all tasks have ended. ``left`` are the numbers of the parts without a marker;
+        the phrases describe the tasks that should have encoded these parts. The second value is
+        True if one of these tasks may have succeeded, so that its marker may still appear on a
+        shared file system.
         """
         ...
 

@@ -29,7 +29,7 @@ _MOST_SHARDS = 99_999
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of documents that a finished part has written to one of its output streams.
+    """A range of the documents in one output stream of an encoded part of the input.
 
     The range is [start, end) in documents; it is the whole stream if both are None.
     """

@@ -143,13 +143,13 @@ def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
 
 
 UNREAD = "unread key "
-"""The name, in the report's counts, for keys of lines that nothing reads."""
+"""The kind of count for a line's keys that nothing reads; the counts are by key."""
 TWICE = "twice the key "
-"""The name, in the report's counts, for keys that a line has more than once."""
+"""The kind of count for keys that a line has more than once; the counts are by key."""
 EMPTY = "empty text under "
-"""The name, in the report's counts, for empty texts; they are counted by their key."""
+"""The kind of count for empty texts; the counts are by the key of the text."""
 ENDS_WITHIN = "end of document within a text"
-"""The name, in the report's counts, for end-of-document tokens spelled out within texts."""
+"""The kind of count for end-of-document tokens spelled out within texts; the counts are by key."""
 _CHECKED_CHARACTERS = 16_384
 """The longest text, in characters, on which the fast engine is checked during the run.
 

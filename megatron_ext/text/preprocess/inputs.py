@@ -293,8 +293,8 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
 def _too_long(part: Part, number: int) -> DataError:
     """Return the error for a line that is longer than `MAX_LINE_BYTES`; it names the line.
 
-    ``number`` tells where the line is: it exceeds the limit in the piece with this index among the
-    pieces that `_pieces` yields for the part.
+    The line passes the limit in piece ``number``, from 0, of the pieces that `_pieces` yields for
+    the part.
     """
     line = sum(piece.count(b"\n") for piece, _ in islice(_pieces(part), number))
     path, line = place_of(part, line)

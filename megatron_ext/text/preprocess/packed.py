@@ -17,7 +17,7 @@ BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 128 << 20
 """The largest size of a line, or of a file in a folder of texts, in unpacked bytes.
 
-A small gzip file may unpack to gigabytes."""
+The limit bounds memory, since a small gzip file may unpack to gigabytes."""
 _MAGIC = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",

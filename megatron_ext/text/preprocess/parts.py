@@ -43,7 +43,7 @@ from megatron_ext.text.preprocess.packed import MAX_LINE_BYTES
 
 _FORMAT = 3
 REFUSED = "refused "
-"""The name, in the report's counts, for refused lines; they are counted by their reason."""
+"""The kind of count for refused lines; the counts are by the reason of the refusal."""
 SLURM_JOB = "slurm_job"
 """The name of the file that has the number of the Slurm job array encoding the parts."""
 _MAX_REJECTED_BYTES = 1 << 40

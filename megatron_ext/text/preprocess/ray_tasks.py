@@ -26,7 +26,8 @@ _ROOT = str(Path(__file__).resolve().parents[3])
 _PATIENCE = "RAY_gcs_server_port_wait_time_s"
 """The environment variable for the number of times that Ray tries to reach a cluster.
 
-Each try takes 40 seconds; the default is 20."""
+Each try takes 40 seconds; Ray's default is 20 tries.
+"""
 
 
 class RayTasks:

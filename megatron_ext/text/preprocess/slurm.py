@@ -155,11 +155,12 @@ class SlurmArrays:
         return Counter(filter(None, lines)) or None
 
     def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
-        """Return phrases on how tasks failed, for an error, and whether a marker may only be late.
+        """Return how tasks failed, as phrases for an error, and whether a marker may only be late.
 
-        ``left`` are the numbers of the parts that have no marker; the phrases are on the tasks that
+        ``left`` are the numbers of the parts without a marker; the phrases describe the tasks that
         should have encoded these parts. The second value is True if one of these tasks may have
-        succeeded. Raise a DataError if one of them was cancelled.
+        succeeded, so that its marker may still appear. Raise a DataError if one of them was
+        cancelled.
         """
         tasks = [i for i, numbers in enumerate(self._tasks) if not set(left).isdisjoint(numbers)]
         states = self._states() if tasks else {}

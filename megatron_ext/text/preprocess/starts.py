@@ -31,9 +31,11 @@ _OTHER_ENCODINGS = {
 _ARRAY = re.compile(rb"\s*\[\s*(\{|\]|$)")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _CUT_WITHIN = 16
-"""An item with an error this many characters or fewer before the end may have been cut off.
+"""The distance from the end of the text read so far, in characters, that decides about an error.
 
-The end is that of the text read so far. An item with an error farther before it is wrong."""
+A syntax error at most this far from the end may only mean that more text must be read. An error
+farther from it means that the item is invalid.
+"""
 
 
 def is_blank(line: bytes) -> bool:

@@ -30,7 +30,7 @@ from megatron_ext.text.preprocess.parts import (
 
 _MOST_ROWS = 20
 _SECONDS_OF_SILENCE = 60.0
-"""A part is shown as being encoded if its files have changed within so many seconds."""
+"""The seconds after the last change of a part's files during which it is shown as being encoded."""
 
 
 def show_status(prefix: str, console: Console | None = None) -> None:

@@ -126,8 +126,8 @@ def attempt(folder: Path, key: str, work: Callable[[], None]) -> Sequence[str]:
 def encode_by_ray(folder: str, key: str, number: int) -> str:
     """Encode one part in a process of Ray; return "", or why a file could not be read or written.
 
-    An error that would occur again in another attempt is written to a file in ``folder``, and the
-    result is "".
+    If another attempt would fail in the same way, write the error to a file in ``folder`` and
+    return "".
     """
 
     def work() -> None:

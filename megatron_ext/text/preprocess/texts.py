@@ -50,8 +50,8 @@ class TextEncoding:
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
         """Return whether gigatoken gives the tokenizer's ids on texts from all over the input.
 
-        If so, the encoder uses it. The choice is reported by ``say``, and so is what a training run
-        might misread.
+        If so, the encoder uses it. ``say`` gets a sentence on the choice, notes of the tokenizer,
+        and warnings of end-of-document tokens that a training run might misread.
         """
         samples = _samples(parts, self._options.json_keys)
         self._fast, line = choose_engine(self._tokenizer, samples, self._options.engine)

@@ -42,7 +42,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
 }
 
 MASKS = ("loss_mask", "weight", "train", "loss", "training", "trainable")
-"""Keys of a message that tell whether it is trained; programs use different keys."""
+"""Keys of a message that tell whether it is trained, that is, whether its tokens have a loss."""
 
 _LAYOUTS = (
     ({"conversations"}, "sharegpt"),

@@ -280,11 +280,11 @@ def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | No
 
 
 def _before_generation_prompt(template: Template, count: int) -> list[int] | None:
-    """Return the ids of the first ``count`` messages as written before a generation prompt.
+    """Return the ids of the first ``count`` messages in the form that precedes a generation prompt.
 
-    The template writes these messages with the generation prompt, and the prompt is then cut off.
-    The prompt is found as what it adds to the text of the first ``count - 1`` messages. Return None
-    if it cannot be found in this way.
+    The template writes the messages with a generation prompt, which is then cut off. To know the
+    prompt, the template is applied to the first ``count - 1`` messages with and without it; the
+    difference is the prompt. Return None if the prompt cannot be found in this way.
     """
     if count < 2:
         return None

@@ -21,7 +21,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold an assistant's reasoning; each data set uses one of them."""
 
 _SHORTEST_CODE = 7
-"""The least length of an identifier that a mark replaces; the mark is padded to that length."""
+"""The least number of characters of an identifier that a mark of the same length may replace."""
 
 Path = tuple[str | int, ...]
 
@@ -133,10 +133,10 @@ def _other(value: Any, first: str, last: str) -> Any:
 
 
 def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
-    """Return the texts that appear in a rendering if the template has written a whole value.
+    """Return the marks that a rendered text contains if the template writes ``value`` completely.
 
-    The rendering is that of the conversation in which `_other`, with the marks ``first`` and
-    ``last``, has changed ``value``.
+    The text is rendered from a conversation in which `_other` has replaced ``value``, with the
+    marks ``first`` and ``last``.
     """
     if isinstance(value, str):
         return (first,) if _is_code(value, first) else (first, last)
