@@ -67,7 +67,7 @@ class Ranks:
 
     @property
     def half(self) -> bool:
-        """Return whether numbers have 16 bits."""
+        """Return whether activations and the parameters of the forward pass have 16 bits."""
         return self.width == 2
 
     @property

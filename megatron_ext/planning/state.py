@@ -24,7 +24,7 @@ LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|(q|kv)(|_proj|_down_proj|_up_pr
 """Matches the names of weights whose matrix products may be in 8 bits."""
 
 ROUTED = ".experts."
-"""Part of the names of routed experts' weights."""
+"""The text that the name of every routed expert's weight contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Linear:
 
     @property
     def products(self) -> int:
-        """Return the multiplications per token in the whole layer."""
+        """Return the multiplications per token in the whole layer, on all ranks together."""
         return self.outputs * self.inputs
 
     def weights(self, lora: LoraConfig, module: str = "") -> list[Weight]:
@@ -105,7 +105,7 @@ class Linear:
 
 
 def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:
-    """Return the weights; if the run trains adapters, mark all other weights as frozen."""
+    """Return the weights; if the run trains LoRA adapters, mark all other weights as frozen."""
     if lora.lora_rank is None:
         return list(weights)
     return [w if ".lora." in w.name else dataclasses.replace(w, frozen=True) for w in weights]

@@ -25,7 +25,7 @@ from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.plan import Action, Key, Kind, Plan, Shape, settled_messages
 
 _PENDING = 64
-"""Most messages of one rank that may be in flight at a time."""
+"""The largest number of messages of one rank that may be in flight at a time."""
 
 
 class Channels:

@@ -17,7 +17,7 @@ STYLES = {
     Kind.INPUT: ("input gradient", "#6fc3c3"),
     Kind.WEIGHT: ("weight gradient", "#f2c14e"),
 }
-"""Name and colour of each computation."""
+"""The name and the colour of each kind of computation in a drawing."""
 
 
 def text(plan: Plan, cost: Price) -> str:

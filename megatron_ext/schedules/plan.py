@@ -191,8 +191,8 @@ def with_messages(
     """Return each rank's computations with the sends and receives of their results added.
 
     A send directly follows the computation whose result it sends. The receiving rank posts the
-    receive before its first computation that ends later than the sender's, so before the message is
-    used.
+    receive before its first computation that ends later than the sender's computation, and
+    therefore before the message is used.
 
     Args:
         durations: expected times of the computations, from which their ends are computed.
@@ -236,7 +236,7 @@ Key = tuple[Kind, int, int]
 
 @lru_cache(maxsize=64)
 def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
-    """Return, for each message that ``rank`` receives, which of its sent messages it acknowledges.
+    """Map each message that ``rank`` receives to the sent messages whose arrival it proves.
 
     A message from a peer proves that the peer has received every message that it used before it
     sent this one. A sent message is listed only under the first received message that proves its

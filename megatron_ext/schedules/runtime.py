@@ -222,9 +222,10 @@ class PipelineEngine:
         return step.reports
 
     def _prepare_graphs(self, in_flight: Sequence[int]) -> None:
-        """Record missing CUDA graphs; a chunk that still has too few runs without graphs.
+        """Record the CUDA graphs that are missing.
 
-        Chunk i needs graphs for ``in_flight[i]`` micro-batches, the peak number in flight.
+        Chunk i needs graphs for ``in_flight[i]`` micro-batches, the peak number in flight. A chunk
+        for which not all graphs can be recorded runs without graphs.
         """
         for chunk, needed in zip(self.graphs, in_flight, strict=True):
             if chunk.num_slots < needed:

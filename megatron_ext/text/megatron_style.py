@@ -144,7 +144,7 @@ def megatron_task(
 
 @dataclass
 class _Current:
-    """The state of a run that Megatron-LM keeps in global variables; None before the run."""
+    """The state of a run that Megatron-LM keeps in globals; all values are None before the run."""
 
     tokenizer: Tokenizer | None = None
     args: argparse.Namespace | None = None
@@ -193,7 +193,7 @@ them."""
 def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """Return the configuration with the padded vocabulary size filled in, and the tokenizer.
 
-    Raise a ConfigError for flags that the program's own datasets and loss would ignore.
+    Raise a ConfigError for flags that a program with its own datasets and loss would ignore.
     """
     given = {
         "--sft": config.section(SftConfig).sft,

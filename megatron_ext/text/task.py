@@ -315,7 +315,7 @@ def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
 
 
 def data_ledger(run: Run) -> Callback | None:
-    """Return the callback that records which samples a run in the direct order reads.
+    """Return the callback that records which samples a run with ``--data-order direct`` reads.
 
     It is part of the add-on ``ledger``. Return None on ranks that write no record.
     """

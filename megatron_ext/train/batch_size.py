@@ -94,7 +94,7 @@ class Progress:
 
     @property
     def average_note(self) -> str | None:
-        """Return a clause with the share of the start values in the averaged weights.
+        """Return a clause that tells what share of the averaged weights is still their first copy.
 
         Return None if the share is below 0.1% or unknown, or if no update has been counted.
         """

@@ -41,7 +41,7 @@ FINAL = {
     EXIT_CODE_COMES_BACK: "the same fault came back at the same step, so it is not transient",
     EXIT_CODE_INTERRUPTED: "it was interrupted from the keyboard",
 }
-"""Codes after which a restart would not help or is not wanted."""
+"""Exit codes after which a restart would not help or is not wanted, each with its meaning."""
 TRANSIENT = {
     1: "a rank raised an error",
     EXIT_CODE_NO_MEMORY: "a rank ran out of memory",
@@ -51,7 +51,7 @@ TRANSIENT = {
     EXIT_CODE_NOT_SAVED: "it was asked to end, and could not save a checkpoint first",
     EXIT_CODE_SIGNAL: "it was asked to end, and with `--exit-signal-handler` has saved first",
 }
-"""Codes after which a restart can continue from the last checkpoint."""
+"""Exit codes after which a restart can continue from the last checkpoint, each with its meaning."""
 
 
 def code_of(status: int) -> int:

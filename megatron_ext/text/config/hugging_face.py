@@ -35,7 +35,10 @@ class HuggingFaceConfig(Changeable):
         from_checkpoint=False,
     )
     origin: dict[str, Any] | None = derived()
-    """The content of the config.json of the Hugging Face model from which the weights come."""
+    """The content of the config.json of the Hugging Face model from which the weights come.
+
+    None if the weights come from no such model.
+    """
 
     def model(self) -> HuggingFaceModel | None:
         """Return the Hugging Face model from which the weights come; None if there is none."""

@@ -266,7 +266,7 @@ def _fp8_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
 
 
 def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
-    """Yield an error if LoRA adapters are asked for on experts."""
+    """Yield an error if the flags ask for LoRA adapters on experts."""
     lora = config.lora
     if lora.lora_rank is None:
         return

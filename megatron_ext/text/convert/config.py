@@ -48,14 +48,14 @@ class HuggingFaceModel:
     ignored: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
-        """Return a list with one note that names the ignored entries; [] if there are none."""
+        """Return a note, in a list, on the ignored entries of config.json; [] if there are none."""
         if not self.ignored:
             return []
         names = ", ".join(f"`{name}`" for name in self.ignored)
         return [f"{self.path}: these entries have no effect here: {names}"]
 
     def sections(self) -> Gpt:
-        """Return our configuration sections that describe the same model."""
+        """Return our configuration sections that describe this model."""
         return Gpt.of_fields(self.fields)
 
     def table(self) -> Table:
@@ -188,7 +188,10 @@ def _is_taken_over(scaling: Any, settings: Settings) -> bool:
 
 _NOTHING = object()
 _DESCRIBING = ("model_type", "architectures", "quantization_config", "transformers_version")
-"""Entries that are read elsewhere, or that only describe the origin of the file."""
+"""Entries of config.json that are never reported as ignored.
+
+They are read elsewhere, or only describe the origin of the file.
+"""
 
 
 def _unknown(raw: dict[str, Any], path: Path) -> str:

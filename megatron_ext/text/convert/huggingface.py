@@ -124,7 +124,7 @@ def export_model(order: Export) -> list[str]:
 
 
 def build_bare(config: RunConfig, context: ParallelContext) -> Any:
-    """Build the whole model on one rank on the CPU, in the run's dtype; its weights are not set."""
+    """Build the whole model on one rank on the CPU, in the run's dtype; initialize no weights."""
     model = dataclasses.replace(
         config.model, use_cpu_initialization=True, perform_initialization=False
     )

@@ -251,8 +251,8 @@ class _Sender:
     def _values(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
         """Yield the values of each piece, transposed where transformers stores ``[in, out]``.
 
-        For consecutive pieces of one parameter, ``value_of`` is called only once, since it may be
-        slow.
+        The values of a parameter, such as the merge of a LoRA adapter, may be slow to compute. So
+        they are computed only once for consecutive pieces of one parameter.
         """
         last = replaced = None
         for piece in pieces:

@@ -22,13 +22,13 @@ LAYER_KERNELS = {
 }
 """The number of kernels of a dense layer, by class and phase.
 
-The pointwise ones of the forward pass are the first norm, three that split the projection into
-queries, keys and values and rotate them, the sum with the second norm, the activation and the last
-sum. In the backward pass, a norm takes two kernels. The plumbing casts the gradients of both norms'
-weights and adds them to the gradient buffer.
+The seven pointwise kernels of the forward pass are the first norm, three kernels that split and
+rotate queries, keys and values, the residual addition with the second norm, the activation
+function, and the last residual addition. In the backward pass each norm takes two kernels. The
+plumbing casts the gradients of both norms' weights and adds them to the gradient buffer.
 """
 PASSES = 4
-"""The number of kernels for the two passes over a block of logits; the first pass needs three."""
+"""The number of kernels for the two passes over a block of logits: three, then one."""
 VECTOR_KERNELS = 18
 """The number of kernels on vectors with one number per token, for a block of logits."""
 LOSS_KERNELS = 66

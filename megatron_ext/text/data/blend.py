@@ -40,8 +40,8 @@ class BlendSpec:
 def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
     """Parse the value of a flag: prefixes, or weights and prefixes in turn, as Megatron-LM does.
 
-    Return None if ``words``, the value, is missing. Raise a DataError for bad weights or a mix of
-    both forms.
+    ``words`` are the words of the value; return None if there are none. Raise a DataError, which
+    names ``flag``, for bad weights or a mix of both forms.
     """
     if not words:
         return None

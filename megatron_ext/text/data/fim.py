@@ -56,7 +56,7 @@ class _Draws:
 
 
 class FillInTheMiddle:
-    """Permutes the documents of samples by the flags ``--fim-*``.
+    """Applies fill-in-the-middle to the documents of samples, as the flags ``--fim-*`` describe.
 
     Args:
         seed: seed of the run.

@@ -33,7 +33,7 @@ from megatron_ext.train.batch_size import split_sizes
 from megatron_ext.train.task import Datasets
 
 INDEX_BYTES = 16
-"""Bytes of megatron-core's indices per sample, and again per document in a sample."""
+"""The bytes of megatron-core's indices for each sample, and as many for each document in it."""
 
 
 @dataclass

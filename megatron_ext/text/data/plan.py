@@ -33,7 +33,7 @@ from megatron_ext.train.batch_size import split_sizes
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The training samples of a run in the direct order.
+    """The training samples of a run with ``--data-order direct``.
 
     Attributes:
         order: the order of all samples, including those before the run was resumed.
@@ -72,8 +72,8 @@ def dataset_checks(config: RunConfig) -> list[Callable[[], Any]]:
     """Return functions that check the flags and files by which a run's datasets are given.
 
     One function for each dataset checks that its files exist; another checks the file of
-    ``--per-dataset-sequences-path``. In the direct order, datasets at network addresses are left
-    out, since checking them needs the network.
+    ``--per-dataset-sequences-path``. With ``--data-order direct``, datasets at network addresses
+    are left out, since checking them needs the network.
     """
     data = config.section(DataConfig)
     length = config.model.seq_length or 0

@@ -252,7 +252,7 @@ def build_held_out(
 
 
 def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
-    """Return the weights of the validation or test split's sources; {} if it has no data.
+    """Return the weights of the validation or test split's sources; {} if that split has no data.
 
     With ``--data-schedule`` a split without data of its own has the mixture of the first stage.
     """

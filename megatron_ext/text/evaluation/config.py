@@ -35,7 +35,7 @@ class TaskEvaluationConfig(UsersOwn):
     )
 
     def training_errors(self) -> list[FlagError]:
-        """Return an error for each flag that has no effect in training without another flag."""
+        """Return an error for each flag that has no effect because another flag is missing."""
         interval = self.eval_tasks_interval
         errors = []
         if self.eval_tasks and interval is None:

@@ -99,7 +99,7 @@ class ModelService:
         return result
 
     def score(self, rows: Sequence[ScoreRequest]) -> list[Score]:
-        """Score texts with all replicas; return the scores in the same order.
+        """Score texts, which the replicas share; return the scores in the same order.
 
         Call this on rank 0.
         """
@@ -107,7 +107,7 @@ class ModelService:
         return self._score(rows)
 
     def write(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete requests with all replicas; return the completions in the same order.
+        """Continue prompts, which the replicas share; return the completions in the same order.
 
         Call this on rank 0.
         """

@@ -68,7 +68,7 @@ def encode_on(cluster: Cluster, job: Job, todo: Sequence[int], say: Say) -> None
     Raises:
         DataError: the input cannot be used, or somebody has cancelled the tasks.
         MachineFault: `ATTEMPTS` attempts have failed to encode a part.
-        InexactEngine: the fast engine gives other ids than the tokenizer.
+        InexactEngine: gigatoken gives other ids than the tokenizer.
     """
     for path in failure_paths(job.folder):  # An earlier run with the same plan has left them.
         path.unlink()

@@ -151,9 +151,10 @@ EMPTY = "empty text under "
 ENDS_WITHIN = "end of document within a text"
 """The kind of count for end-of-document tokens spelled out within texts; the counts are by key."""
 _CHECKED_CHARACTERS = 16_384
-"""The longest text, in characters, on which the fast engine is checked during the run.
+"""The longest text, in characters, on which gigatoken is checked during the run.
 
-Checks of longer texts would take too long."""
+Checks of longer texts would take too long.
+"""
 
 
 @dataclass(frozen=True)
@@ -312,8 +313,8 @@ class TextEncoder:
     def _encode(self, documents: Sequence[list[str]]) -> Encoded:
         """Encode documents, each a list of sequences.
 
-        With the fast engine, one text is also encoded by the tokenizer; raise an InexactEngine if
-        the ids differ.
+        With gigatoken, one text is also encoded by the tokenizer; raise an InexactEngine if the ids
+        differ.
         """
         texts = [text for document in documents for text in document]
         ids = (self.tokenizer if self.fast is None else self.fast).encode_batch(texts)

@@ -130,7 +130,7 @@ def list_spans(path: str, part_bytes: int) -> Iterator[tuple[int, int, int]]:
 
 
 def paths_in_list(path: str, start: int, end: int) -> list[str]:
-    """Return the paths of the texts in the bytes [start, end) of a list of texts."""
+    """Return the paths in the bytes [start, end) of a file that `write_list` has written."""
     with open(path, "rb") as stream:
         stream.seek(start)
         return [json.loads(line)[0] for line in stream.read(end - start).splitlines()]

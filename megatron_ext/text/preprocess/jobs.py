@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 class Encoding(Protocol):
-    """Describes how lines become documents, and builds the encoder that turns them into documents.
+    """Describes how lines are turned into token ids, and builds the encoder that does so.
 
     Each machine builds its own `Encoding`, for which it needs only the `PreprocessOptions`.
     """
@@ -132,7 +132,7 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
 def _encode_lines(
     job: Job, part: Part, writer: PartWriter, lines: Sequence[bytes], first: int
 ) -> int:
-    """Encode lines of a part and write the documents; return how many they are.
+    """Encode lines of a part and write the documents; return the number of documents.
 
     ``first`` is the number of the first line in the part.
     """

@@ -354,7 +354,7 @@ class WorkDirectory:
 
     @property
     def key(self) -> str:
-        """Return the key of the present plan."""
+        """Return the random key of the current plan."""
         return self._plan.key
 
     def begin(self, fingerprint: dict[str, Any], parts: list[Part]) -> None:

@@ -17,7 +17,7 @@ def encode_parts(job: Job, todo: Sequence[int], say: Say) -> None:
     Raises:
         DataError: a bad line, or a damaged file.
         MachineFault: workers died repeatedly at the same part, or a disk failed.
-        InexactEngine: the fast engine gives other ids than the tokenizer.
+        InexactEngine: gigatoken gives other ids than the tokenizer.
     """
     pool = PartPool(
         workers=job.options.workers,

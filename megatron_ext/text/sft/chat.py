@@ -74,7 +74,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 class Template:
-    """A chat template bound to one conversation, to whose first n messages it is applied.
+    """A chat template bound to one conversation; it can be applied to the first n messages.
 
     If the conversation's row has `enable_thinking`, this value overrides the one in
     ``--sft-template-kwargs``.
@@ -157,10 +157,10 @@ class Template:
             ) from error
 
     def _half_pairs(self) -> Iterator[str]:
-        """Yield where the conversation contains a lone surrogate, for each text that contains one.
+        """Yield the name of each text in the conversation that contains a lone surrogate.
 
-        A lone surrogate is half of a UTF-16 surrogate pair, and is not a character. The place is a
-        name such as `messages[1].content`.
+        A lone surrogate is half of a UTF-16 surrogate pair, and is not a character. A name tells
+        where the text is, such as `messages[1].content`.
         """
         conversation = self.conversation
         values = {

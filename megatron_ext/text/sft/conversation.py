@@ -50,9 +50,10 @@ _LAYOUTS = (
     ({"instruction", "output"}, "alpaca"),
     ({"question", "answer"}, "prompt-response"),
 )
-"""The columns by which a layout of rows is recognized, each with its `--sft-row-format`.
+"""The columns of each layout of rows, with the layout's `--sft-row-format`.
 
-An error can thus recommend the layout."""
+An error recommends the layout whose columns it finds in a row.
+"""
 
 
 _NUMBER = re.compile(r"\[\d+\]")

@@ -132,8 +132,9 @@ def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConve
 
     Turns with a loss mask of 0 are not trained. If the first or last character of a turn has no
     token, transformers marks wrong tokens: it drops all later turns, or marks all later text. To
-    detect this, the runs of marked tokens are counted. Raise a DataError unless there is one run
-    per turn; with ``realign`` any number is accepted, provided that all turns are trained.
+    detect this, the spans of consecutive marked tokens are counted. Raise a DataError unless there
+    is one span per turn; with ``realign`` any number is accepted, provided that all turns are
+    trained.
     """
     conversation = template.conversation
     encoded = template.apply(

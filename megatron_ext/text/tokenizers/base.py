@@ -139,7 +139,10 @@ def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """A tokenizer of UTF-8 bytes; the first special token has the id ``vocab_size``."""
+    """A tokenizer of UTF-8 bytes.
+
+    The ``special_tokens`` get the ids from the argument ``vocab_size`` on.
+    """
 
     kind = "ByteLevelTokenizer"
     eos, pad, unk = 0, 1, 259

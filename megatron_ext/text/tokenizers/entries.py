@@ -45,7 +45,7 @@ _ENDLESS = 10**20
 _BOOLEANS = ("add_prefix_space", "split_special_tokens", "add_bos_token", "add_eos_token")
 _SIDES = ("padding_side", "truncation_side")
 _TEMPLATES = ("default", "tool_use")
-"""The names of the templates that are used; the second is for conversations with tools."""
+"""The names of the chat templates that are used; the second is for conversations with tools."""
 
 
 def check_entries(path: Path, entries: Mapping[str, Any]) -> None:

@@ -88,8 +88,8 @@ def overridden(callbacks: Sequence[Callback], name: str) -> list[Callable[..., N
 class WeightAverage(Callback):
     """Updates the averaged weights after a training step.
 
-    Before iteration ``--ema-start`` the weights are copied to them after every step; from then on
-    they are updated every ``--ema-update-every`` steps.
+    Before iteration ``--ema-start`` they become a copy of the weights after every step; from then
+    on they are updated every ``--ema-update-every`` steps.
     """
 
     def after_update(self, result: StepResult) -> None:
