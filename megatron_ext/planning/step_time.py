@@ -62,7 +62,7 @@ class Estimate:
         """Return the model FLOPs utilization of a step.
 
         This is the model's operations over those that the GPUs could do in the same time at the
-        datasheet's rate. Runs in fp8 are compared with the 16-bit rate, as is usual.
+        datasheet's rate. By convention, runs in fp8 are compared with the 16-bit rate.
         """
         world = self.network.config.parallel.world_size
         return self.flops / (self.seconds * world * self.gpu.peak(self.network.sizes.width))

@@ -88,7 +88,7 @@ class AttentionConfig(LayerSection):
         return {**dataclasses.asdict(self), "window_attn_skip_freq": pattern}
 
     def torch_only(self) -> list[str]:
-        """Return the given flags that only the torch layers support, not Transformer Engine's."""
+        """Return the user's flags that only the torch layers support, not Transformer Engine's."""
         capped = self.attn_logit_softcapping is not None
         return ["--attn-logit-softcapping"] if capped else []
 

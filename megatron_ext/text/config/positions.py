@@ -163,7 +163,7 @@ class PositionConfig(LayerSection):
         }
 
     def torch_only(self) -> list[str]:
-        """Return the given flags that only the torch layers support, not Transformer Engine's."""
+        """Return the user's flags that only the torch layers support, not Transformer Engine's."""
         magnitude = 1.0
         try:
             scaling = self.resolved().scaling()

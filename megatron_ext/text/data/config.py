@@ -98,7 +98,7 @@ class DataConfig:
 
     @property
     def document_flags(self) -> list[str]:
-        """Return the given flags that depend on where documents end, such as `--eod-mask-loss`."""
+        """Return the user's flags that depend on where documents end, such as `--eod-mask-loss`."""
         names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         return [spelling_of(self, name) for name in names if getattr(self, name)]
 

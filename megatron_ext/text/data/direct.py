@@ -1,4 +1,4 @@
-"""Reads samples in the direct order: any range of sample numbers as one batch, without an index.
+"""Reads samples for ``--data-order direct``: any range of them as one batch, without an index.
 
 A sample is a window of the token stream of a split, and its labels are the same window shifted by
 one token. Masks and positions are made as in megatron-core's GPTDataset. The difference is which

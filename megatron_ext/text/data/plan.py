@@ -1,4 +1,4 @@
-"""Plans the direct order of a run: its sources, mixtures, and where a resumed run continues.
+"""Plans ``--data-order direct``: the sources, their mixtures, and where a resumed run continues.
 
 A checkpoint stores the mixtures of its run in `Progress.data_order`. A run that resumes with other
 weights, or another schedule, therefore continues in each source where the earlier run stopped.

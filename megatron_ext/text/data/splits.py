@@ -1,4 +1,4 @@
-"""Checks and builds the splits of a run in the direct order, and continues them after a resume.
+"""Checks and builds the splits for ``--data-order direct``, and continues them after a resume.
 
 Every rank builds all splits, since building reads only a few pages of the data.
 """

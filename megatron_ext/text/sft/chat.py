@@ -93,7 +93,9 @@ class Template:
             self._kwargs["tools"] = list(conversation.tools)
 
     def of(self, conversation: Conversation) -> "Template":
-        """Return this chat template bound to another conversation, with that one's tools."""
+        """Return this chat template bound to another conversation and the tools of that
+        conversation.
+        """
         return Template(self.tokenizer, conversation, self._given)
 
     @cached_property

@@ -28,7 +28,7 @@ from megatron_ext.text.tokenizers.huggingface import refused_panic
 MAX_SOURCE = 1 << 18
 """The largest number of characters in a template's source."""
 MAX_STEPS = 500_000
-"""The largest number of loop iterations and macro calls in one rendering; thousands are usual."""
+"""The largest number of loop iterations and macro calls in one rendering; most need thousands."""
 MAX_SECONDS = 30.0
 """The largest CPU time of one rendering, in seconds of its thread."""
 MAX_TEXT = 1 << 26

@@ -162,7 +162,7 @@ class HuggingFaceTokenizer(Tokenizer):
 def _complete(named: Mapping[str, str]) -> dict[str, str]:
     """Return special tokens by name, with missing ones of eos, sep, bos and cls filled in.
 
-    If only one of eos and sep is given, the other gets the same text; so do bos and cls.
+    If only one of eos and sep is given, the other gets the same text; so it is with bos and cls.
     """
     out = dict(named)
     for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):
