@@ -89,9 +89,9 @@ class Launch:
 
     Attributes:
         started: when the launcher started, in seconds since the epoch.
-        ends_itself: whether this package launches the ranks, not torchrun or a similar program. The
-            launching process then writes the run's report when all ranks have ended; otherwise the
-            reporting rank writes it.
+        ends_itself: whether the launcher is a process of this package, and not of torchrun. It then
+            writes the run's report when all ranks have ended; otherwise the reporting rank writes
+            it.
         data_lines: lines that say which data the run reads and which it does not use
             (`Task.data_lines`).
     """

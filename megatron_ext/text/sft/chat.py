@@ -93,9 +93,7 @@ class Template:
             self._kwargs["tools"] = list(conversation.tools)
 
     def of(self, conversation: Conversation) -> "Template":
-        """Return this chat template bound to another conversation and the tools of that
-        conversation.
-        """
+        """Return this chat template bound to another conversation and its tools."""
         return Template(self.tokenizer, conversation, self._given)
 
     @cached_property
