@@ -320,7 +320,7 @@ class Network(ABC):
 
 @dataclass(frozen=True)
 class Case:
-    """The cost of a run on batches of one kind, such as batches of samples with one size.
+    """The cost of a run on batches of one kind, such as batches of samples of one size.
 
     Attributes:
         network: the cost formulas for such a batch.

@@ -36,7 +36,7 @@ SECTIONS = (
     HybridConfig,
     TaskEvaluationConfig,
 )
-"""The configuration sections that pretrain_gpt.py adds to those of the engine."""
+"""The configuration sections that pretrain_gpt.py adds to those of every training program."""
 
 
 def resolve_text(config: RunConfig) -> RunConfig:

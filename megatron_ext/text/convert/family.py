@@ -34,7 +34,7 @@ MOE_SHAPE = (
     "moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
     "moe_apply_probs_on_input"
 ).split()
-"""Fields of `MoEConfig` that determine which function a model with experts computes."""
+"""Names of the `MoEConfig` fields that determine which function layers with experts compute."""
 
 
 @dataclass(frozen=True)

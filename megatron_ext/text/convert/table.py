@@ -1,9 +1,9 @@
 """Relates our weights to the tensors of a family of Hugging Face models, in a table of rows.
 
 Along its first axis, each of our parameters is made of runs of rows, where a run comes from one
-tensor of transformers. A `Part` describes one run, and a family's `Table` lists the parts of each
-parameter. The table tells which slices of transformers' tensors a slice of our parameter needs, and
-for an export the reverse.
+Hugging Face tensor. A `Part` describes one run, and a family's `Table` lists the parts of each
+parameter. The table tells which slices of the Hugging Face tensors a slice of our parameter needs,
+and for an export the reverse.
 
 Two of our weights are fused. ``linear_qkv`` holds, for each of g query groups, the rows of its
 query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]``, flattened to ``[rows, h]``
@@ -32,7 +32,7 @@ def widen(shapes: Shapes, name: str, shape: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A run of consecutive rows of our parameter that come from one tensor of transformers.
+    """A run of consecutive rows of our parameter that come from one Hugging Face tensor.
 
     Attributes:
         tensor: name of the tensor, with ``{layer}`` and ``{expert}`` in place of their numbers.
@@ -71,7 +71,7 @@ class Run:
     expert: int | None
 
     def shape(self, ours: Sequence[int]) -> tuple[int, ...]:
-        """Return the smallest shape that a tensor of transformers must have to hold this run.
+        """Return the smallest shape that the Hugging Face tensor must have to hold this run.
 
         ``ours`` is the shape of our parameter.
         """
@@ -83,8 +83,8 @@ class Run:
         """Return where this run and a block of our parameter overlap; None if they do not.
 
         The block begins at the index ``offset`` of the parameter and has the shape ``shape``.
-        Return the overlap twice: as a slice of the block's rows, and as an index into the tensor of
-        transformers.
+        Return the overlap twice: as a slice of the block's rows, and as an index into the Hugging
+            Face tensor.
         """
         low = max(self.row, offset[0])
         high = min(self.row + self.count, offset[0] + shape[0])
@@ -100,7 +100,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Table:
-    """Maps each parameter of our model to its parts in transformers' tensors.
+    """Maps each parameter of our model to its parts in the Hugging Face tensors.
 
     Attributes:
         outer: parts of the parameters outside of layers, by our name.

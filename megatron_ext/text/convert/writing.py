@@ -35,13 +35,13 @@ from megatron_ext.text.convert.table import Index, Shapes, Table, widen
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of one of transformers' tensors, which one rank holds.
+    """A block of a Hugging Face tensor whose values one rank holds.
 
     Attributes:
         rank: the rank that holds the block.
         shard: index, among the shards of ``rank``, of the shard that contains the block.
         rows: the rows of the shard that form the block.
-        index: where the block lies in transformers' tensor.
+        index: where the block lies in the Hugging Face tensor.
         transposed: whether the block must be transposed to fit the tensor.
     """
 
@@ -219,7 +219,7 @@ class _Sender:
         ]
 
     def gather(self, plan: Plan, name: str) -> Tensor | None:
-        """Gather transformers' tensor ``name`` on the first rank; elsewhere return None."""
+        """Gather the Hugging Face tensor ``name`` on the first rank; elsewhere return None."""
         described = plan.tensors[name]
         by_rank = dict[int, list[Piece]]()
         for piece in plan.pieces[name]:
@@ -249,7 +249,7 @@ class _Sender:
         return torch.cat([value.to(dtype).flatten() for value in self._values(pieces)])
 
     def _values(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
-        """Yield the values of each piece, transposed where transformers stores ``[in, out]``.
+        """Yield the values of each piece, transposed where Hugging Face stores ``[in, out]``.
 
         The values of a parameter, such as the merge of a LoRA adapter, may be slow to compute. So
         they are computed only once for consecutive pieces of one parameter.

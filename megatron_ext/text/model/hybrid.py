@@ -167,7 +167,7 @@ class HybridStack(CoreHybridStack):  # type: ignore[misc]
 
 
 class Depth(MultiTokenPredictionLayer):  # type: ignore[misc]
-    """A depth of multi-token prediction with one whole transformer layer, as in a GPT."""
+    """A depth of multi-token prediction with one whole transformer layer, not two half layers."""
 
     def __init__(
         self,

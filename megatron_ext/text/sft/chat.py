@@ -391,7 +391,7 @@ def writes_date(tokenizer: ChatTokenizer) -> bool:
 def with_known_date(
     tokenizer: ChatTokenizer, trained: str | None
 ) -> tuple[ChatTokenizer, str | None]:
-    """Return a tokenizer whose template writes a fixed date, and a sentence that tells the user.
+    """Return a tokenizer whose template writes a fixed date, and a sentence on it for the user.
 
     The date is ``trained``, the date that the model's training data had, or today's date if it is
     None. If the template writes no date, return ``tokenizer`` itself and None.

@@ -262,7 +262,7 @@ def report_lines(intakes: Sequence[Intake], chat: Chat, what: str) -> list[str]:
 
 
 def chat_notes(chat: Chat) -> list[str]:
-    """Return sentences on the date that the template writes, and on keywords that it ignores."""
+    """Return sentences on the date that the template writes and the keywords that it ignores."""
     notes = []
     if chat.date is not None:
         notes.append(f"the chat template writes the date {chat.date}; `--sft-date` sets it")

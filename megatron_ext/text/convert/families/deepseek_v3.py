@@ -35,9 +35,9 @@ _YARN = ("beta_fast", "beta_slow")
 
 
 def read_latent(settings: Settings) -> Fields:
-    """Return the fields of rotary positions, attention dropout and tied embeddings.
+    """Return the configuration fields of rotary positions, attention dropout and tied embeddings.
 
-    These are the fields that a model with latent attention gives in a form other than ours. Raise a
+    Models with latent attention give these fields in another form than ours. Raise a
     CheckpointError if our layers do not support the model's norm epsilon or position scaling.
     """
     if settings["rms_norm_eps"] != 1e-6:
@@ -150,7 +150,7 @@ def write(gpt: Gpt) -> dict[str, Any]:
 
 
 def latent_attention() -> dict[str, Parts]:
-    """Map our names of the weights of latent attention to their parts in transformers' tensors.
+    """Map our names of the weights of latent attention to their parts in the Hugging Face tensors.
 
     The map has the names for queries both with and without a latent vector.
     """
@@ -171,7 +171,7 @@ def latent_attention() -> dict[str, Parts]:
 
 
 def decoder_layer() -> dict[str, Parts]:
-    """Map our names of a decoder layer's weights to their parts in transformers' tensors.
+    """Map our names of a decoder layer's weights to their parts in the Hugging Face tensors.
 
     The map has the names of both a dense layer and a layer with experts.
     """
@@ -187,7 +187,8 @@ def decoder_layer() -> dict[str, Parts]:
 def with_depths(gpt: Gpt, vocab_size: int, layer: dict[str, Parts]) -> Table:
     """Return the weight table of a model with a router bias and any number of MTP depths.
 
-    ``layer`` maps our names of a decoder layer's weights to their parts in transformers' tensors.
+    ``layer`` maps our names of a decoder layer's weights to their parts in the Hugging Face
+    tensors.
     """
     names = {
         "enorm.weight": "enorm",

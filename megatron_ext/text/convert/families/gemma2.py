@@ -21,7 +21,10 @@ ONLY = {
 
 
 def read_scales(settings: Settings) -> Fields:
-    """Return the fields for the scales of embeddings and attention scores and for the soft caps."""
+    """Return the configuration fields of the two soft caps and of two scales.
+
+    The scales are those of the embeddings and of the attention scores.
+    """
     return {
         "embedding_multiplier": float(settings["hidden_size"]) ** 0.5,
         "softmax_scale": float(settings["query_pre_attn_scalar"]) ** -0.5,

@@ -10,9 +10,9 @@ FULL, WINDOW = "full_attention", "sliding_attention"
 
 
 def read(settings: Settings) -> Fields:
-    """Return the fields of a Gemma 3 model.
+    """Return the configuration fields of a Gemma 3 model.
 
-    Layers with a sliding window have their own rotary base, and their positions are not scaled.
+    Layers with a sliding window have a separate rotary base, and unscaled positions.
     """
     rotary = {kind: dict(settings["rope_parameters"][kind]) for kind in (FULL, WINDOW)}
     own = dataclasses.replace(settings, values={**settings.values, "rope_parameters": rotary[FULL]})

@@ -170,7 +170,7 @@ def list_flag(layers: Iterable[int]) -> str:
 
 
 def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
-    """Map our names of the weights outside of layers to their parts in transformers' tensors.
+    """Map our names of the weights outside of layers to their parts in the Hugging Face tensors.
 
     These are the embedding, the final norm and the output layer.
     """
@@ -184,7 +184,7 @@ def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
 
 
 def norms() -> dict[str, Parts]:
-    """Map our names of a layer's two norms to their parts in transformers' tensors.
+    """Map our names of a layer's two norms to their parts in the Hugging Face tensors.
 
     The second norm has one name in a dense layer and another in a layer with experts; the map has
     both names.
@@ -198,9 +198,9 @@ def norms() -> dict[str, Parts]:
 
 
 def attention(gpt: Gpt) -> dict[str, Parts]:
-    """Map our names of the attention parameters to their parts in transformers' tensors.
+    """Map our names of the attention parameters to their parts in the Hugging Face tensors.
 
-    Queries, keys and values are one fused weight here, but three weights in transformers.
+    Queries, keys and values are one fused weight here, but three tensors in Hugging Face's files.
     """
     theirs = f"{LAYER}.self_attn"
     parts = {}
@@ -219,12 +219,12 @@ def gated_mlp(
     theirs: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, Parts]:
-    """Map our names of a gated MLP's weights and biases to their parts in transformers' tensors.
+    """Map our names of a gated MLP's weights and biases to their parts in the Hugging Face tensors.
 
     Args:
         ours: path of the MLP within our layer.
-        theirs: path of the MLP within transformers' layer.
-        names: transformers' names of the gate, up and down projections.
+        theirs: path of the MLP within a layer of the Hugging Face model. names: names of the gate,
+            up and down projections in the Hugging Face model.
     """
     parts = {}
     for kind in ("weight", "bias"):
@@ -252,7 +252,7 @@ def relative(changed: Mapping[str, Any], **attributes: Any) -> Family:
 
 
 def read_with_biases(settings: Settings) -> Fields:
-    """Return the fields of a Llama model, including the biases of attention and MLP."""
+    """Return the configuration fields of a Llama model, including the biases of attention and MLP."""
     attention = bool(settings["attention_bias"])
     biases = {"add_qkv_bias": attention, "add_proj_bias": attention}
     return read(settings) | biases | {"add_mlp_bias": bool(settings["mlp_bias"])}

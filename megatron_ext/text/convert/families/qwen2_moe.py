@@ -14,7 +14,7 @@ SAME = llama.SAME | {
 
 
 def read_experts(settings: Settings) -> Fields:
-    """Return the fields that tell which layers have experts and when the router applies softmax.
+    """Return the configuration fields of the layers with experts and of the router's softmax.
 
     The softmax comes before the choice of experts unless ``norm_topk_prob`` is set.
     """
@@ -39,10 +39,10 @@ def write_experts(gpt: Gpt) -> dict[str, Any]:
 
 
 def routed_experts(theirs: str = "mlp") -> dict[str, Parts]:
-    """Map our names of a layer's MLP weights to their parts in transformers' tensors.
+    """Map our names of a layer's MLP weights to their parts in the Hugging Face tensors.
 
     The map has a dense MLP, the routed experts and the router. ``theirs`` is the path of experts
-    and router within a layer of transformers.
+    and router within a layer of the Hugging Face model.
     """
     return {
         **llama.gated_mlp(),

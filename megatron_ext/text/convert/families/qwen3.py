@@ -7,7 +7,7 @@ from megatron_ext.text.convert.family import Fields, Gpt, Settings
 
 
 def read(settings: Settings) -> Fields:
-    """Return the fields of a Qwen3 model, including the biases of attention."""
+    """Return the configuration fields of a Qwen3 model, including the biases of attention."""
     biases = dict.fromkeys(("add_qkv_bias", "add_proj_bias"), bool(settings["attention_bias"]))
     return qwen2.read(settings) | biases
 
