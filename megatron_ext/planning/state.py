@@ -274,7 +274,7 @@ def rank_state(
 
 
 def _filled(laid: Sequence[Bucket], *, overlap: bool) -> int:
-    """Return the most elements that gradient buckets hold at one time, with sharded gradients.
+    """Return the peak number of elements in the gradient buckets, with sharded gradients.
 
     A layer may fill two neighbouring buckets at once, and with ``overlap`` a third one is being
     reduced meanwhile. The last bucket holds the word embedding. It is always counted: an output

@@ -156,7 +156,7 @@ class Table:
 
 @dataclass(frozen=True)
 class OurName:
-    """The components of a parameter's name in `sharded_state_dict`, for a parameter of a layer.
+    """The components of the name that a layer's parameter has in `sharded_state_dict`.
 
     Attributes:
         block: "decoder", "depth", or "depth's layer" for the transformer layer in an MTP depth.

@@ -64,7 +64,7 @@ def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int)
 def id_range(
     prefix: str | os.PathLike[str], max_tokens: int | None = None
 ) -> tuple[int, int] | None:
-    """Return the smallest and the largest of about the first ``max_tokens`` ids of a dataset.
+    """Return the smallest and the largest id among about the first ``max_tokens`` of a dataset.
 
     Read all ids if ``max_tokens`` is None; return None if the dataset has no tokens.
     """

@@ -67,7 +67,7 @@ def _partitions(
 
 
 def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment]:
-    """Return the segment with the documents of a part's lines [first, last), as a list of one.
+    """Return a list with the segment of the documents in a part's lines [first, last).
 
     Lines are numbered from 0 in the part. The range may begin before the part and end after it; if
     it has no line of the part, return []. ``done`` is the marker of the part.

@@ -105,9 +105,9 @@ def _has_twice(line: bytes, key: str) -> bool:
 def read_exactly(line: bytes) -> tuple[dict[str, Any], str | None]:
     """Return the object of a line, and a key that occurs twice in an object at any depth.
 
-    If no key occurs twice, it is None. Call this only for a line that `read_object` accepts.
-    Integers of more than 64 bits keep all their digits here, whereas `read_object` reads them as
-    floats.
+    Instead of the key, return None if no key occurs twice. Call this only for a line that
+    `read_object` accepts. Integers of more than 64 bits keep all their digits here, whereas
+    `read_object` reads them as floats.
     """
     repeated: list[str] = []
 
@@ -395,7 +395,7 @@ def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:
 def _ends_here(
     text: str, match: re.Match[str], abbreviations: frozenset[str], ordinals: bool
 ) -> bool:
-    """Tell whether the possible end of a sentence at ``match`` is an end in ``text``.
+    """Tell whether ``match``, a possible end of a sentence in ``text``, really ends a sentence.
 
     ``abbreviations`` are those of the language, after which no sentence ends. With ``ordinals`` a
     number of at most two digits and a full stop is an ordinal, which ends no sentence either. An

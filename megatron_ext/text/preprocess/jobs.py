@@ -59,7 +59,8 @@ Build = Callable[[PreprocessOptions], Encoding]
 
 @dataclass(frozen=True)
 class Job:
-    """The encoding of a run's input, which is cut into parts; all workers of the run share it.
+    """The work of a run, which is to encode the parts of the input; all its workers share this
+    object.
 
     Attributes:
         folder: the work directory.

@@ -309,7 +309,7 @@ def _tool_is_written(conversation: Conversation, index: int, unrendered: Unrende
 def _meaning(
     conversation: Conversation, leaf: Leaf, tools: set[int], *, realigned: bool
 ) -> str | None:
-    """Name the part of the conversation that is lost with a value; None if the loss is harmless.
+    """Return a name for what is lost with the value of ``leaf``; None if the loss is harmless.
 
     ``tools`` are the indices of the tools that are not written. ``realigned`` is True for
     ``--sft-on-mismatch realign``, which trains a turn as it is written, even without its reasoning.

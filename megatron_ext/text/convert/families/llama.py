@@ -252,7 +252,7 @@ def relative(changed: Mapping[str, Any], **attributes: Any) -> Family:
 
 
 def read_with_biases(settings: Settings) -> Fields:
-    """Return the configuration fields of a Llama model, including the biases of attention and MLP."""
+    """Return the configuration fields of a Llama model, including those of its biases."""
     attention = bool(settings["attention_bias"])
     biases = {"add_qkv_bias": attention, "add_proj_bias": attention}
     return read(settings) | biases | {"add_mlp_bias": bool(settings["mlp_bias"])}
