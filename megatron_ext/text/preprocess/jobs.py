@@ -59,8 +59,7 @@ Build = Callable[[PreprocessOptions], Encoding]
 
 @dataclass(frozen=True)
 class Job:
-    """The work of a run, which is to encode the parts of the input; all its workers share this
-    object.
+    """The work of a run: to encode the parts of its input. All workers share this object.
 
     Attributes:
         folder: the work directory.
