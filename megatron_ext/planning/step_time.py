@@ -346,8 +346,9 @@ def search(
     Each layout uses the first mode of recomputation of `TaskCost.modes` that fits.
 
     Args:
-        config: the run in any layout. Its other flags are kept, except that Adam and Muon use the
-            distributed optimizer, and tensor parallelism comes with sequence parallelism.
+        config: the run's configuration, in any layout. Flags that do not belong to the layout are
+            kept, except that Adam and Muon use the distributed optimizer, and that tensor
+            parallelism comes with sequence parallelism.
         cost: cost of the task, which must have ``from_flags``.
         count: the largest number of layouts to return.
 

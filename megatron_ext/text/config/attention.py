@@ -93,10 +93,9 @@ class AttentionConfig(LayerSection):
         return ["--attn-logit-softcapping"] if capped else []
 
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
-        """Return the oldest Transformer Engine release that supports the given ``--softmax-type``.
+        """Map ``--softmax-type`` to the oldest Transformer Engine release that supports its value.
 
-        The result maps that flag to the release; it is {} for the plain softmax, which all releases
-        support.
+        Return {} for the plain softmax, which all releases support.
         """
         return {} if self.softmax_type == "vanilla" else {"--softmax-type": "2.8.0"}
 

@@ -167,10 +167,9 @@ class MoEConfig(LayerSection):
         return fields
 
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
-        """Return the oldest Transformer Engine release that supports ``--moe-router-fusion``.
+        """Map ``--moe-router-fusion`` to the oldest Transformer Engine release that supports it.
 
-        The result maps that flag to the release; it is {} if the flag is not given or has no
-        effect.
+        Return {} if the flag is not given or has no effect.
         """
         fuses = bool(self.num_experts and self.moe_router_fusion) and _uses_te(config)
         return {"--moe-router-fusion": "2.7.0"} if fuses else {}

@@ -192,11 +192,11 @@ def _check_splits(
 ) -> None:
     """Raise a DataError if the datasets of a split hold too little data.
 
-    If each split has datasets of its own, none of these may be empty. megatron-core reads several
-    datasets without weights only once. So each of them needs more than ``length`` tokens, unless it
-    is empty, and together they must hold all samples of their split. ``length`` is
-    ``--seq-length``; ``sizes`` has the number of samples of train, valid and test, None for one
-    epoch.
+    If each split has datasets of its own, none of these may be empty. If several datasets are given
+    without weights, megatron-core reads each of them only once. Each then needs more than
+    ``length`` tokens, unless it is empty, and together they must hold all samples of their split.
+    ``length`` is ``--seq-length``; ``sizes`` has the number of samples of train, valid and test,
+    None for one epoch.
     """
     for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
         prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)

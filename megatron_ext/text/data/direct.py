@@ -34,7 +34,7 @@ from megatron_ext.text.data.inspect import check_ids
 
 
 class Order(Protocol):
-    """An order of samples: finds the text of each sample by its number, as `SampleOrder` does."""
+    """An order of samples, such as `SampleOrder`, which finds the text of a sample by its number."""
 
     def seq_length(self, number: int) -> int:
         """Return the number of tokens of sample ``number``."""

@@ -46,9 +46,9 @@ class Part:
         path: the file to read. It may be a file made from the input: the copy of a stream, the list
             of a folder's texts, or the items of a JSON array, one per line.
         source: the input as the user named it.
-        start, end: the range of the file. It is in bytes, at line ends, for a plain file or a list
-            of texts. It is in row groups or record batches for a table. For a packed file it is 0
-            and the size of the file.
+        start, end: the range of the file. For a plain file or a list of texts, these are bytes at
+            ends of lines; for a table, indices of row groups or record batches; for a packed file,
+            0 and the size of the file.
         packing: the kind of the file, as `packing_of` returns it, or "array" for JSON array items.
         num_bytes: the part's share of the input's bytes, to show progress.
         columns: the columns of a table that are read, or the key for the texts of a folder; None

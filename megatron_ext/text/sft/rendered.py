@@ -54,9 +54,9 @@ class Unrendered:
 def find_left_out(samples: Sequence[Template]) -> Unrendered:
     """Return the values of a conversation that the template never writes, or never writes fully.
 
-    ``samples`` are beginnings of the conversation, so later messages are only in some of them. A
-    value counts as absent if no sample that contains it writes it, and as partly written if each
-    such sample leaves it out or writes only a part.
+    ``samples`` are templates bound to beginnings of the conversation, so only some of them contain
+    the later messages. A value is absent if every sample that contains it leaves it out, and partly
+    written if every such sample leaves it out or writes only a part of it.
     """
     parts = [find_unrendered(sample) for sample in samples]
     lengths = [len(sample.conversation.messages) for sample in samples]
@@ -114,7 +114,7 @@ def _is_code(value: str, mark: str) -> bool:
 
 
 def _other(value: Any, first: str, last: str) -> Any:
-    """Return a different value; it contains the marks ``first`` and ``last`` as far as it can.
+    """Return another value, with the marks ``first`` and ``last`` in it as far as its type allows.
 
     A text gets a mark at each end; a text that looks like an identifier becomes ``first``, padded
     to the same length. A number is increased by a number made of ``first``, and a bool is negated.

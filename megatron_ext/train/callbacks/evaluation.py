@@ -249,8 +249,7 @@ def evaluate(
     """Return the mean of each loss over ``num_steps`` global batches, and collected data.
 
     Args:
-        num_microbatches: number of micro-batches in a step; a source with a number of its own
-            replaces it.
+        num_microbatches: number of micro-batches in a step, unless ``source`` has its own number.
         collects: whether to also collect data for `Task.process_non_loss_data`.
 
     Returns:
