@@ -115,9 +115,9 @@ def _parsed(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
 def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> CheckpointError:
     """Return the error about a config.json that transformers or a family could not read.
 
-    The exception ``error`` seldom names the wrong entry. To find it, config.json is read again
-    without one entry at a time; an entry without which it can be read is named as wrong. If the
-    exception is about a None, entries that may be missing are named too.
+    The exception ``error`` seldom names the wrong entry. To find it, config.json is read again with
+    one entry at a time left out; if that works, this entry is named as wrong. If the exception is
+    about a None, entries that may be missing are named too.
     """
     reason = " ".join(str(error).split())[:300].rstrip(".:") or type(error).__name__
     if "rope_parameters" not in raw:

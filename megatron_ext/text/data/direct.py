@@ -34,7 +34,7 @@ from megatron_ext.text.data.inspect import check_ids
 
 
 class Order(Protocol):
-    """An order of samples, such as `SampleOrder`, which finds the text of a sample by its number."""
+    """An order of samples, such as `SampleOrder`; it finds the text of a sample by its number."""
 
     def seq_length(self, number: int) -> int:
         """Return the number of tokens of sample ``number``."""
