@@ -55,7 +55,7 @@ _SHORT_WRITE = re.compile(r"inline_container\.cc|\d+ requested and \d+ written")
 _FULL = 1 << 20
 """Free bytes below which a disk is taken for full after a failed write."""
 _PLENTY = 1 << 30
-"""Free bytes above which a disk that the error does not name was probably not full."""
+"""If an error names no disk, a disk with more free bytes than this was probably not full."""
 
 
 def sentence(error: BaseException) -> str | None:
@@ -189,8 +189,8 @@ def _described(
 def _processes() -> str:
     """Return a clause on the limit on processes and threads: the user's or the container's.
 
-    The lower one of the two applies. But the superuser is not bound by the user's limit, so for it
-    the container's applies, if there is one.
+    The clause names the lower limit. But for the superuser, whom the user's limit does not bind, it
+    names the container's limit if there is one.
     """
     limit = _soft(resource.RLIMIT_NPROC)
     group = None
@@ -224,8 +224,8 @@ def shared_memory_fault() -> str:
 def disk_fault(place: str | os.PathLike[str] | None, needed: int | None = None) -> str:
     """Return a clause that says which disk is full, with the free and the needed bytes.
 
-    If ``place`` is None, choose the fullest disk that the program may use (`_fullest`). If that has
-    enough space, report shared memory if it is full.
+    If ``place`` is None, choose the fullest disk that the program may use (`_fullest`). If even
+    this disk has enough space, report shared memory instead, if that is full.
     """
     folder = _fullest(place)
     if folder is None:

@@ -157,6 +157,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             attention_mask: the document index of each position of the whole sequences, ``[b, s]``,
                 or a dense mask ``[b, 1, s/cp, s]``, True where attention is forbidden. With None, a
                 causal layer masks later positions itself.
+            attn_mask_type: ignored; the layer's own type of mask applies.
 
         Raises:
             ConfigError: an attention bias or packed sequences are given.
@@ -182,7 +183,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attend from this rank's queries to the keys of all ranks; return ``[s/cp, b, n, d]``.
 
-        The keys and values of all context-parallel ranks are gathered first.
+        The keys and values of all context-parallel ranks are gathered first. The arguments are as
+        in `forward`.
         """
         from megatron_ext.layers.context_parallel import gather_sequence, slices_of
 
@@ -210,7 +212,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         """Attend with ``--cp-comm-type a2a``; return this rank's part ``[s/cp, b, n, d]``.
 
         An all-to-all before attention gives each context-parallel rank some of the heads for the
-        whole sequence; another one afterwards undoes this.
+        whole sequence; another one afterwards undoes this. The arguments are as in `forward`.
 
         Raises:
             ConfigError: the number of heads is not divisible by the number of ranks.

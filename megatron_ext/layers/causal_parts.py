@@ -1,9 +1,10 @@
 """Causal attention of the last positions of a sequence to all keys, in two parts on cuDNN.
 
 Under context parallelism, a slice of queries attends to all earlier keys and, causally, to its own
-keys. cuDNN's causal mask does not allow for earlier keys. So there are two calls: one for the
-earlier keys, and one for the slice's own keys. Their outputs are merged by the log-sum-exp of their
-scores. FlashAttention supports the whole rule, but version 2 is slower on GPUs that prefer cuDNN.
+keys. cuDNN's causal mask cannot express this. So there are two calls: one for the earlier keys, and
+one for the slice's own keys. Their outputs are merged by the log-sum-exp of their scores.
+FlashAttention supports this mask in a single call, but version 2 is slower on GPUs that prefer
+cuDNN.
 """
 
 from __future__ import annotations
@@ -78,10 +79,9 @@ def prefers_parts(
     """Return whether `attend_in_parts` is the fastest kernel for these queries and keys.
 
     The queries ``[b, n, q, d]`` are at the last q positions of the keys ``[b, g, k, d]``; attention
-    is causal. Only cuDNN is faster in parts: the flash kernels support causal attention to earlier
-    keys in a single call. cuDNN is used only at lengths at which it is safe with a mask, because
-    its backward pass is called in the same way as with a mask: for one part of the keys, but with
-    the output and log-sum-exp over all of them.
+    is causal. Only cuDNN is faster in parts, since the flash kernels support causal attention to
+    earlier keys in a single call. The lengths must be safe for cuDNN with a mask: a part's backward
+    pass gets the output and log-sum-exp over all keys, just as with a mask.
 
     Raises:
         ConfigError: ``backend`` allows only cuDNN, which is not safe at these lengths.

@@ -34,7 +34,7 @@ R = TypeVar("R")
 Backend = str | Callable[..., Any]
 
 MAX_VARIANTS = 64
-"""Limit of the compiled signatures of one function; a caller that exceeds it has a bug."""
+"""Largest number of compiled versions of one function; a caller that exceeds it has a bug."""
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Compiler:
 
     Attributes:
         backend: torch.compile's backend; None runs everything eagerly.
-        on_cpu: whether functions are also compiled for CPU tensors. If not, layers on a CPU need
-            not call `compiles`.
+        on_cpu: whether functions are also compiled for CPU tensors. If False, a caller may skip
+            `compiles` for CPU tensors.
     """
 
     backend: Backend | None = "inductor"
@@ -69,7 +69,7 @@ def compile_alike() -> None:
     By default inductor tries several block sizes for a reduction, and keeps the one that is fastest
     on this rank's GPU. The block size determines the order of a sum, so ranks may round
     differently. This function requests inductor's option ``deterministic``, which turns the search
-    off. Versions of torch without the option never search for the reductions of norms.
+    off. Versions of torch without this option do not search when they compile the norms' sums.
     """
     compiler.alike = hasattr(torch._inductor.config, "deterministic")
 
@@ -140,8 +140,8 @@ def _signature(arg: Any, by_shape: bool) -> Any:
 class _Plain(torch.autograd.Function):
     """An identity for contiguous tensors; its output has the strides of a new tensor.
 
-    The output shares the input's memory, but autograd does not see it as a view. For a view,
-    `torch.compile` would also compile for properties of the tensor that it is a view of.
+    The output shares the input's memory, but autograd does not see it as a view. If it were a view,
+    `torch.compile` would also specialize the code to properties of the view's base tensor.
     """
 
     @staticmethod

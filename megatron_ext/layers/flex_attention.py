@@ -119,7 +119,7 @@ def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def limit_on(device: torch.device, softcap: float) -> Tensor:
-    """Return the soft cap as a tensor ``[]``; each plain number would cause a compilation."""
+    """Return the soft cap as a tensor ``[]``; each number would be compiled into separate code."""
     # As in `_position_mask`, the first call may come from evaluation.
     with torch.inference_mode(False):
         return torch.full((), softcap, device=device)
@@ -259,7 +259,7 @@ def _in_order(
     """
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of True columns in each row, and all columns with the True ones first.
+        """Return the number of True columns in each row, and the columns' indices, True ones first.
 
         The input is ``[b, rows, columns]``; the results are ``[b, 1, rows]`` and ``[b, 1, rows,
         columns]``, int32.

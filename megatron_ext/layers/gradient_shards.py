@@ -24,7 +24,7 @@ from torch.distributed import ReduceOp
 
 
 class GradientBucket:
-    """The gradients of adjacent parameters: those of one micro-batch, and this rank's sums.
+    """The gradients of adjacent parameters: of one micro-batch, and as sums over micro-batches.
 
     Attributes:
         params: the parameters.
@@ -190,7 +190,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
             self._complete()
 
     def _complete(self) -> None:
-        """Wait for the running reduction, if any."""
+        """Wait for the running reduction, if any, and add its result to the sums."""
         if self._last is not None and self._last.reducing:
             self._last.add()
         self._last = None

@@ -166,7 +166,7 @@ class ChunkGraphs:
 
     @property
     def num_slots(self) -> int:
-        """Return the number of slots, the most micro-batches in flight at a time."""
+        """Return the number of slots: the largest number of micro-batches in flight at a time."""
         return len(self.graphs[0].slots) if self.graphs else 0
 
     def switch(self, on: bool) -> None:

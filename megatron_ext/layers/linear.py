@@ -157,7 +157,7 @@ class _ParallelLinear:
 
     @property
     def overwrites(self) -> bool:
-        """Return whether a step's first weight gradient overwrites that of the last step."""
+        """Return whether a step's first weight gradient overwrites the one of the previous step."""
         return getattr(self.config, "adds_in_place", False)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

@@ -61,7 +61,7 @@ class Adapter(torch.nn.Module):
         self.sequence_parallel = layer.sequence_parallel
         self.is_row = isinstance(layer, RowParallelLinear)
         self.sides_cut = {"a": 1} if self.is_row else {"b": 0}
-        """The dimension along which a matrix is split, by its name; unsplit ones are missing."""
+        """The dimension along which matrix "a" or "b" is split; whole matrices are missing."""
         for name, parameter in self.named_parameters():
             if name in self.sides_cut:
                 set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)

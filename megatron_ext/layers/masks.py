@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def is_dense(mask: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether a mask is dense, and not the document index of each position."""
+    """Return whether a mask is a dense mask, rather than the document index of each position."""
     return mask is not None and mask.dim() == 4
 
 
@@ -78,8 +78,8 @@ class NewestMask:
     def find(self, mask: Tensor, purpose: Any, make: Callable[[], T]) -> T:
         """Return the result of ``make`` for a mask, cached under the mask and ``purpose``.
 
-        ``mask`` may be a view of the mask; each view has its own results. While a CUDA graph is
-        being captured, results that were computed outside the capture are not reused.
+        ``mask`` may be a view of the micro-batch's mask; each view has its own results. While a
+        CUDA graph is being captured, results that were computed outside the capture are not reused.
         """
         version = 0 if mask.is_inference() else mask._version
         key = (mask.untyped_storage()._cdata, version, mask.device)

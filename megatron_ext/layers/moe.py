@@ -128,8 +128,9 @@ class Router(TopKRouter):  # type: ignore[misc]
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Return the logits with the router z-loss attached (ST-MoE, arXiv:2202.08906, eq. 5).
 
-        The logits are ``[tokens, e]`` for e experts; the mask ``[tokens]`` is True at padding.
-        Without a coefficient or without gradients nothing is attached.
+        The logits are ``[tokens, e]`` for e experts. ``padding_mask`` ``[tokens]`` is True at
+        padding; None means no padding. Without a coefficient or without gradients nothing is
+        attached.
         """
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):

@@ -68,7 +68,8 @@ NAMES = {function: name for name, function in ACTIVATIONS.items()}
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Tensor:
     """Apply LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) to ``[..., h]``.
 
-    The result has the dtype of the weights ``[h]``, even if ``x`` is float32.
+    Weight and bias are ``[h]``; LayerNorm may have a bias, RMSNorm has none. The result has the
+    weight's dtype, even if ``x`` is float32.
     """
     kind, eps, zero_centered = spec
     dtype = weight.dtype
@@ -129,13 +130,13 @@ def norm_gradients(
     """Return the gradients of a norm, computed from saved statistics.
 
     ``plan`` is the number of outputs (1) and the positions of the arguments that need a gradient: 0
-    for x, 1 for the weight, 2 for the bias.
+    for x, 1 for the weight, 2 for the bias. ``y_gradient`` is the gradient of the norm's result.
 
-    Let n = (x - mean) * inverse be the normalized input and g its gradient. The gradient of x is
-    ``residual_gradient + inverse * (g - n mean(g n) - mean(g))``, where ``residual_gradient`` is
-    the gradient of x from the residual connection; RMSNorm has no ``mean(g)``. The gradient of the
-    weight is ``sum(y_gradient n)`` over the tokens that share it. This sum does not depend on the
-    other sums, so a single kernel may compute all gradients.
+    Let n = (x - mean) * inverse be the normalized input, and g = ``y_gradient`` * gain the gradient
+    of n. The gradient of x is ``residual_gradient + inverse * (g - n mean(g n) - mean(g))``, where
+    ``residual_gradient`` is the gradient of x from the residual connection; RMSNorm has no
+    ``mean(g)``. The gradient of the weight is ``sum(y_gradient n)`` over the tokens that share it.
+    This sum does not depend on the other sums, so a single kernel may compute all gradients.
     """
     _, indices = plan
     dtype = inverse.dtype
@@ -170,7 +171,10 @@ norm_with_residual = FusedResidual(
 def added(
     x: Tensor, bias: Tensor | None, residual: Tensor, probability: float, training: bool
 ) -> Tensor:
-    """Return ``residual + dropout(x + bias)`` in the dtype of ``residual``, ``[s, b, h]``."""
+    """Return ``residual + dropout(x + bias)`` in the dtype of ``residual``, ``[s, b, h]``.
+
+    Without ``training`` nothing is dropped.
+    """
     if bias is not None:
         x = x + bias
     return residual + F.dropout(x, probability, training)
@@ -190,7 +194,10 @@ def bias_dropout_add_norm(
     norm_bias: Tensor | None,
     spec: NormSpec,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``residual + dropout(x + bias)``, ``[s, b, h]``, and the norm of this sum."""
+    """Return ``residual + dropout(x + bias)``, ``[s, b, h]``, and the norm of this sum.
+
+    Without ``training`` nothing is dropped. The last three arguments belong to the norm (`norm`).
+    """
     hidden = added(x, bias, residual, probability, training)
     return hidden, norm(hidden, weight, norm_bias, spec)
 
@@ -271,7 +278,9 @@ def rotary_table(
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate the pairs of features of ``[s, b, n, d]`` (RoFormer, arXiv:2104.09864).
 
-    Features beyond twice the width of ``cos`` stay unchanged.
+    Neighbouring features form a pair if ``interleaved``; otherwise each feature of the first half
+    is paired with one of the second half. Features beyond twice the width of ``cos`` stay
+    unchanged.
     """
     width = 2 * cos.size(-1)
     turned = x[..., :width]

@@ -1,4 +1,4 @@
-"""The scaling of rotary frequencies, written like transformers' ``rope_parameters``.
+"""The scaling of rotary frequencies, in the format of Hugging Face's ``rope_parameters``.
 
 ``--rope-scaling`` takes a JSON object of this form. When a configuration is resolved, the flags of
 ``--position-embedding-type yarn`` are converted to such an object too, so that layers and
@@ -23,7 +23,7 @@ REQUIRED = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
     "proportional": (),
 }  # fmt: skip
-"""Kinds of scaling -> the entries that each needs; the names are transformers'."""
+"""The required entries of each kind of scaling; all names are those of Hugging Face."""
 
 OPTIONAL = {
     "yarn": (
@@ -33,11 +33,11 @@ OPTIONAL = {
     "longrope": ("factor", "attention_factor"),
     "proportional": ("factor",),
 }  # fmt: skip
-"""Kinds of scaling -> the entries that each may have besides."""
+"""The optional entries of each kind of scaling; a kind that is missing here has none."""
 
 
 FACTOR_OF_LENGTHS = ("yarn", "longrope")
-"""Kinds of scaling whose ``factor`` is by default the new maximum length over the original one."""
+"""Kinds of scaling whose default ``factor`` is the new maximum length / the original one."""
 LISTS = ("short_factor", "long_factor")
 """Entries that hold a number for each pair of channels."""
 
@@ -49,7 +49,7 @@ class RopeScaling:
     Attributes:
         rope_type: a key of `REQUIRED`.
         factor: ratio of the new context length to the original one.
-        attention_factor: factor of cosines and sines; None takes the formula of `magnitude`.
+        attention_factor: factor of cosines and sines; None computes it as `magnitude` says.
         truncate: whether to round the bounds of YaRN's ramp to whole channels.
         short_factor, long_factor: divisors of the frequencies, one for each pair of channels, for
             sequences up to the original length and for longer ones.
@@ -113,7 +113,11 @@ class RotarySettings:
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor of cosines and sines for a context ``factor`` times as long."""
+    """Return YaRN's factor of cosines and sines, 0.1 ``mscale`` ln(``factor``) + 1.
+
+    ``factor`` is the ratio of the new context length to the original one; the result is 1 up to a
+    ratio of 1.
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -131,7 +135,7 @@ def yarn_scaling(
 
     If both ``mscale`` and ``mscale_all_dim`` are given, this factor is `yarn_magnitude` with
     ``mscale``, divided by `yarn_magnitude` with ``mscale_all_dim``; otherwise it is YaRN's default
-    (`RopeScaling.magnitude`). transformers uses the quotient only if neither is 0.
+    (`RopeScaling.magnitude`). Hugging Face's code uses the quotient only if neither is 0.
     """
     magnitude = None
     if mscale is not None and mscale_all_dim is not None:
@@ -151,8 +155,8 @@ def read_scaling(text: str | None, max_position_embeddings: int) -> RopeScaling 
     """Return the scaling that a JSON object describes.
 
     Return None if there is no text, or if the ``rope_type`` is "default". Without a ``factor``,
-    YaRN and LongRoPE take ``max_position_embeddings`` divided by the original length, as
-    transformers does.
+    YaRN and LongRoPE take ``max_position_embeddings`` divided by the original length, as Hugging
+    Face's code does.
 
     Raises:
         ValueError: the text does not describe a scaling; the message is the rule that it breaks.

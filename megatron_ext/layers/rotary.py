@@ -1,8 +1,8 @@
 """Rotary positions (RoFormer, arXiv:2104.09864): frequencies of every kind, and their angles.
 
-The kinds and their arithmetic are those of transformers' ``modeling_rope_utils``, bit for bit in
-float32. Layers with a window may have a separate base without scaling (Gemma 3). A single tensor
-carries the angles for both kinds of layers; each layer selects its own.
+The kinds and their arithmetic are those of ``modeling_rope_utils`` in Hugging Face transformers,
+bit for bit in float32. Layers with a window may have a separate base without scaling (Gemma 3). A
+single tensor carries the angles for both kinds of layers; each layer selects its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def inverse_frequencies(
 
     Args:
         percent: fraction of the ``head_dim`` channels to rotate.
-        length: length of the sequence; it selects one of LongRoPE's two lists of divisors.
+        base: base of the frequencies.
+        scaling: the scaling of the frequencies; None for none.
+        length: length of the sequence, by which LongRoPE selects one of its two lists of divisors;
+            None selects the one for short sequences.
     """
     kind = None if scaling is None else scaling.rope_type
     if scaling is None or kind is None:
@@ -64,7 +67,10 @@ def _wavelengths(dim: int, base: float) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return Llama 3.1's frequencies: low ones divided, high ones kept, a blend in between."""
+    """Return Llama 3.1's frequencies: low ones are divided by the factor, and high ones are kept.
+
+    Frequencies in between are a blend of both.
+    """
     original = scaling.original_max_position_embeddings
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
@@ -77,9 +83,9 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, dim: int, base: float, scaling: RopeScaling) -> Tensor:
-    """Return YaRN's frequencies: low ones are divided by the factor (arXiv:2309.00071, eq. 23).
+    """Return YaRN's frequencies: low ones are divided by the factor, and high ones are kept.
 
-    A linear ramp over the channels joins the low frequencies to the high ones, which are kept.
+    In between, a linear ramp over the channels blends the two (arXiv:2309.00071, eq. 23).
     """
 
     def channel(rotations: float) -> float:

@@ -1,7 +1,7 @@
 """Attention by torch's kernels for scaled_dot_product_attention (SDPA).
 
-`attend` tries the fastest kernel of the device first. On Hopper and data-center Blackwell GPUs this
-is cuDNN's, then FlashAttention 2; on Hopper FlashAttention 3 comes before both if it is installed
+`attend` tries the fastest kernel of the device first. On Hopper and data-center Blackwell GPUs the
+order is cuDNN, then FlashAttention 2; on Hopper, FlashAttention 3 precedes both if it is installed
 (`use_flash_3`). torch prefers cuDNN only from version 9.15.1 on, since older versions are unsafe at
 lengths that are not multiples of 128 (pytorch/pytorch, issue 169849). With a mask, no version is
 safe at such lengths: if the remainder is 64, gradients may be NaN (issue 196678).
@@ -131,6 +131,8 @@ def kernels_for(
 ) -> Sequence[SDPBackend]:
     """Return the kernels to try, in order; an empty sequence leaves the choice to torch.
 
+    ``masked`` says whether there is a mask, with which some kernels are unsafe.
+
     Raises:
         ConfigError: ``backend`` allows only cuDNN, whose gradients may be NaN with this mask.
     """
@@ -165,7 +167,8 @@ def prefers_cudnn(
 ) -> bool:
     """Return whether cuDNN is fastest on this GPU and safe at these lengths of queries and keys.
 
-    ``version`` is cuDNN's, for example 91501 for 9.15.1.
+    ``version`` is cuDNN's, for example 91501 for 9.15.1. ``masked`` says whether there is a mask,
+    with which fewer lengths are safe.
     """
     whole = _whole_tiles(lengths)
     trusted = version >= (CUDNN_OF_TORCH_2_8 if whole else CUDNN_ANY_LENGTH)

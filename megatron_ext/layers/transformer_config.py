@@ -43,7 +43,11 @@ class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Return the number of layers before a chunk; ``pp_rank`` None means this rank."""
+        """Return the number of layers before a chunk.
+
+        ``vp_stage`` is the chunk's index on its rank; None counts as 0. ``pp_rank`` is the rank's
+        pipeline rank; None means this rank.
+        """
         first = int(super().get_layer_offset(layer_type, vp_stage=0, pp_rank=pp_rank))
         last = (2 * self.pipeline_model_parallel_size - 1) * self.per_stage
         return last - first if vp_stage else first

@@ -68,8 +68,8 @@ class LayerRotary:
     ) -> LayerRotary:
         """Return the rotation of layer ``layer_number``, counted from 1.
 
-        Layers of multi-token prediction follow the decoder's layers, and rotate like the last of
-        them.
+        ``windowed`` says whether the layer has a window. Layers of multi-token prediction follow
+        the decoder's layers, and rotate like the last of them.
         """
         last = transformer_config.num_layers
         lacking = transformer_config.no_rope_freq
@@ -90,7 +90,7 @@ def table_of(
     """Return cosines and sines ``[s, 1, 1, d / 2]`` of angles ``[s, 1, k, d]``, from a cache.
 
     ``rotary`` selects one of the k tables of angles, and has the factor of the cosines and sines.
-    None selects the first table and the factor 1.
+    None selects the first table and the factor 1. For ``interleaved`` see `pointwise.rotary_table`.
     """
     own = rotary or LayerRotary(0, 1.0)
     assert own.index is not None
@@ -174,7 +174,10 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         return turn(query), turn(key), value
 
     def _projected(self, hidden: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries ``[s, b, n, d]``, and keys and values ``[s, b, g, d]`` of g groups."""
+        """Return queries ``[s, b, n, d]``, and keys and values ``[s, b, g, d]`` of g groups.
+
+        ``rotary`` has the angles ``[s, 1, k, d]``; None rotates nothing.
+        """
         linear = self.linear_qkv
         interleaved = self.config.rotary_interleaved
         # Without its bias, which `queries_keys_values` adds.
@@ -261,8 +264,9 @@ def use_own_mlps(module: torch.nn.Module) -> None:
 def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     """Return a function that computes ``residual + dropout(x + bias)``, as in megatron-core.
 
-    The function is compiled if ``fused`` and a compiler is available. It keeps a float32 residual
-    stream in float32, whereas megatron-core's function rounds it to the 16-bit dtype of ``x``.
+    It drops nothing unless ``training``. The function is compiled if ``fused`` and a compiler is
+    available. It keeps a float32 residual stream in float32, whereas megatron-core's function
+    rounds it to the 16-bit dtype of ``x``.
     """
     unfused: Callable[..., Tensor] = core_bias_dropout_add(training, fused=False)
 

@@ -43,7 +43,7 @@ class StepCounts:
 
 
 def pair(total: Tensor, count: Tensor) -> Tensor:
-    """Return a report entry ``[sum, count]`` as a detached copy, safe from in-place divisions."""
+    """Return a report entry ``[sum, count]`` as a detached copy, which may be divided in place."""
     return torch.stack([total.detach().float().clone(), count.detach().float().clone()])
 
 
@@ -129,10 +129,9 @@ def share_of_step(
 
     Args:
         weights: token weights of this micro-batch, ``[b, s/cp]``.
-        usual_weight: the mean of D over the context-parallel ranks, to be used as D by all of them
-            if they hold unequal parts of a micro-batch's weights. Then the mean of the ranks'
-            losses is the weighted mean over the whole micro-batch. None takes this rank's own D.
-            Not used with ``per_token``.
+        usual_weight: D for all context-parallel ranks of the micro-batch: the mean of their own
+            sums, which may be unequal. With it, the mean of the ranks' losses is the weighted mean
+            over the whole micro-batch. None takes this rank's own D. Not used with ``per_token``.
     """
     if counts is None:
         return 1.0

@@ -85,10 +85,11 @@ class Head:
         return 0 if self.tp_group is None else self.tp_group.rank()
 
     def rows(self, num_tokens: int, hidden_size: int | None = None) -> int:
-        """Return the number of tokens in a block: `block_size` or a default.
+        """Return the number of tokens in a block: `block_size`, or a default if that is None.
 
         It is at most ``num_tokens``, the number of all tokens. Without ``hidden_size`` the default
-        is that of float32 logits (`default_rows`); with it, that of 16-bit logits (`fused_rows`).
+        is the one for float32 logits (`default_rows`); with it, the one for 16-bit logits
+        (`fused_rows`).
         """
         usual = fused_rows(num_tokens, hidden_size) if hidden_size else default_rows(num_tokens)
         return max(1, min(self.block_size or usual, num_tokens))
@@ -152,8 +153,8 @@ class Block:
         valid: ``[C]`` float32, 0 if the label is ``ignore_index``, else 1.
         fused: whether the compiled functions of `vocabulary` compute statistics and gradient.
         slope: derivative ``[C, v/tp]`` float32 of the capped logits with respect to the uncapped
-            ones. None if there is no cap. Also None if ``fused``, since the compiled gradient
-            computes it from the logits, which it still finds unchanged.
+            ones. None if there is no cap, or if ``fused``: the compiled gradient computes the
+            derivative itself, since the capped logits are still there.
     """
 
     span: slice
@@ -169,7 +170,10 @@ class Block:
 def logit_blocks(
     head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
 ) -> Iterator[Block]:
-    """Yield the logits of hidden states ``[s * b, h]`` block by block; blocks share a buffer."""
+    """Yield the logits of hidden states ``[s * b, h]`` block by block.
+
+    A block's logits are valid only until the next block, which overwrites them.
+    """
     labels = flat(labels)
     num_tokens = hidden.shape[0]
     vocabulary = weight.shape[0]

@@ -116,7 +116,7 @@ class VocabularyHead:
         return self.tp_group is not None and self.tp_group.size() > 1
 
     def _over_parts(self, partial: Tensor) -> Tensor:
-        """Sum over the tensor-parallel ranks; each rank's summand gets the sum's gradient."""
+        """Sum over the tensor-parallel ranks; each rank's part gets the gradient of the sum."""
         if not self._is_cut:
             return partial
         partial = partial.contiguous()
@@ -131,7 +131,7 @@ class Statistics(NamedTuple):
     total: Tensor
     """Sum of the exponentials after the highest logit is subtracted."""
     plain: Tensor
-    """Sum of the logits; zeros if ``sums_plain`` is false."""
+    """Sum of the logits; zeros if `statistics` was called without ``sums_plain``."""
 
 
 @compiled
@@ -170,10 +170,11 @@ def to_gradient_(
 ) -> None:
     """Overwrite the logits with ``scale * exp(logits - lse) + at_label * onehot + everywhere``.
 
-    If `limit_` has capped the logits, multiply the result by the derivative of the cap.
+    If `limit_` has capped the logits, pass its ``softcap``; the result is then multiplied by the
+    derivative of the cap.
 
     ``logits`` is ``[C, v/tp]`` for C tokens; ``column``, the position of the 1 in ``onehot``, is
-    ``[C, 1]`` int64; all other arguments are ``[C, 1]`` float32.
+    ``[C, 1]`` int64; all other tensors are ``[C, 1]`` float32.
     """
     here = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == column
     gradient = scale * (logits.float() - lse).exp() + everywhere

@@ -22,9 +22,9 @@ from megatron_ext.device import to_device
 from megatron_ext.optim.fused_adam import Entry, Settings
 
 BLOCK = 1024
-"""Elements that a program updates at once."""
+"""Number of elements that a Triton program updates at once."""
 CHUNK = 16 * BLOCK
-"""Elements of one parameter that a program updates in total."""
+"""Number of elements that a Triton program updates in total, all of one parameter."""
 NUM_WARPS = 4
 COLUMNS = 6
 """Entries of a parameter in the table: five addresses and the number of elements."""
@@ -113,8 +113,8 @@ class GroupUpdate:
     """Updates a parameter group by one kernel launch per `Entry.kind`; see `fused_adam.Kernel`.
 
     The kernel finds its tensors in a table of addresses on the device. The table is sent before the
-    first update, and again if any address has changed. If gradients are summed in 16 bits and then
-    cast, they change in every update. No reference to a gradient is kept.
+    first update, and again if any address has changed. This happens in every update if gradients
+    are summed in 16 bits and then cast to new tensors. No reference to a gradient is kept.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_ext.optim.fused_adam import FusedAdam, Kernel
 
 OPTIMIZERS = {"adam": ("adam", core.AdamOptimizerConfig), "sgd": ("sgd", core.SGDOptimizerConfig)}
-"""megatron-core's rule and configuration for each value of ``--optimizer`` except muon."""
+"""megatron-core's optimizer name and configuration class for each ``--optimizer`` except muon."""
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The dtype for each value of ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype``."""
@@ -84,9 +84,9 @@ def take_torchs_adam(
 ) -> None:
     """Replace each Adam in a chain of optimizers by `FusedAdam`, or by `Muon` if ``muon`` is True.
 
-    Call this before the first update. An Adam of torch stays if no more is needed, that is with
-    float32 moments, without a kernel and without Muon. Other Adams, such as apex's, are always
-    replaced, since they cannot let the device decide to skip an update.
+    Call this before the first update. A torch Adam stays if it suffices: with float32 moments,
+    without a kernel and without Muon. Other Adams, such as apex's, are always replaced, since they
+    cannot let the device decide to skip an update.
 
     Args:
         moments: dtypes of Adam's two moments, see `FusedAdam`.

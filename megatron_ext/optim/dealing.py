@@ -22,7 +22,7 @@ from megatron_ext.optim.matrices import Matrix
 from megatron_ext.optim.shards import Shard
 
 ROUND = 2**24
-"""Limit of elements up to which a rank gets several matrices in one round."""
+"""Largest number of elements that a rank gets in a round, unless one matrix has more."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,9 +33,9 @@ class Matrix:
     and values for the first group of heads, then for the second.
 
     Attributes:
-        rows: for each fused matrix, the number of its consecutive rows in one turn, such as the
-            rows of (queries, keys, values) of one group of heads. A weight that is a single matrix
-            has one entry, its number of rows.
+        rows: for each fused matrix, the number of its rows that stand together before the rows of
+            the next one, such as the rows of (queries, keys, values) of one group of heads. A
+            weight that is a single matrix has one entry, its number of rows.
         group: tensor-parallel ranks that hold the other rows or columns; None if this rank has all.
         dim: the dimension that is divided among ``group``: 0 for rows, 1 for columns.
     """
@@ -82,9 +82,10 @@ def matrices_of(
 ) -> dict[Parameter, Matrix]:
     """Return the trained weights of a model chunk that Muon updates.
 
-    They are all two-dimensional weights except tables of vectors, such as embeddings. A module
-    marks another weight as a table by ``is_table`` on the parameter. A linear layer of this package
-    that fuses matrices has an attribute ``fused_parts``, with the meaning of `Matrix.rows`.
+    They are all two-dimensional weights except tables of vectors, such as embeddings. A module can
+    declare any of its weights a table by the attribute ``is_table`` of the parameter. A linear
+    layer of this package that fuses matrices has an attribute ``fused_parts``, with the meaning of
+    `Matrix.rows`.
 
     Args:
         split_qkv: whether fused queries, keys and values count as three matrices or as one.
@@ -109,7 +110,10 @@ def matrices_of(
 
 
 def _fused(chunk: Module, *, split_qkv: bool) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield each weight that fuses several matrices, with the number of rows of each matrix."""
+    """Yield each weight that fuses several matrices, with the number of rows of each matrix.
+
+    Without ``split_qkv``, fused queries, keys and values count as one matrix.
+    """
     for module in chunk.modules():
         config = getattr(module, "config", None)
         layers = dict(module.named_children())

@@ -37,7 +37,7 @@ class Direction:
     """Orthogonalizes and scales momenta; the results are the directions in which weights move.
 
     Attributes:
-        coefficients: those of each Newton–Schulz step.
+        coefficients: the coefficients (a, b, c) of each Newton–Schulz step.
         scale_mode: ``--muon-scale-mode``, see `scale_of`.
         factor: a further factor on all directions.
         tp_mode: how tensor-parallel ranks that each hold a part of a matrix share the work.

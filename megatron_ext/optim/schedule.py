@@ -23,7 +23,7 @@ from megatron_ext.config.rules.optimizer import has_usual_warmup
 from megatron_ext.config.run import RunConfig
 
 WSD = "wsd_decay_steps"
-"""Key of the length of the last phase of ``--lr-decay-style WSD``, which megatron-core lacks."""
+"""Key in a state dict for the length of WSD's final decay, which megatron-core does not save."""
 
 
 def schedule_lengths(config: RunConfig) -> dict[str, Any]:
@@ -68,10 +68,10 @@ def _samples(config: RunConfig, iterations: int, consumed: int = 0) -> int:
 
 
 def samples_of_decay_left(config: RunConfig, iteration: int, consumed: int) -> int:
-    """Return the number of samples from step ``iteration`` to the end of the decay.
+    """Return the number of samples from step ``iteration`` to the end of the decay that flags set.
 
-    The flags set this end. Return 0 if it has passed. ``consumed`` is the number of samples in the
-    steps up to ``iteration``.
+    Return 0 if the end has passed. ``consumed`` is the number of samples in the steps up to
+    ``iteration``.
     """
     optimizer = config.optimizer
     training = config.training
@@ -124,11 +124,11 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a schedule's state; raise an AssertionError if its settings differ from the flags.
 
-        `--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler` say which of the
-        two to use, so there is no error with them. Two differences have no effect and are accepted:
-        the length of the decay if the rate is constant, and of the growth of a constant weight
-        decay. With a constant rate the checkpoint's warm-up is kept, unless a flag gives another
-        one.
+        There is no error with `--override-opt-param-scheduler`, which takes the settings from the
+        flags, or `--use-checkpoint-opt-param-scheduler`, which takes them from the checkpoint. Two
+        settings have no effect and may differ: the length of the decay of a constant learning rate,
+        and the length of the increase of a constant weight decay. With a constant rate the
+        checkpoint's warm-up is kept, unless a flag gives another one.
         """
         self._loaded = dict(state_dict)
         if self.lr_decay_style == state_dict.get("lr_decay_style") == "constant":
@@ -206,7 +206,7 @@ def continued(style: str, theirs: Place, ours: Place, left: int) -> Place:
     Args:
         style: ``--lr-decay-style``.
         theirs: lengths and current sample of the loaded schedule.
-        ours: lengths by the flags; its current sample is not used.
+        ours: the lengths that the flags give; its current sample is not used.
         left: samples until the decay should end.
     """
     passed = max(ours.decay - left, 0)

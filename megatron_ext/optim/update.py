@@ -60,12 +60,15 @@ class UpdateResult:
 
     @property
     def applied(self) -> bool:
-        """Return whether the weights were updated; False if the gradient norm was not finite."""
+        """Return whether the weights were updated, and not the step skipped."""
         return bool(self._numbers[0])
 
     @property
     def grad_norm(self) -> float:
-        """Return the global L2 norm before clipping; it is not finite if the step was skipped."""
+        """Return the global L2 norm of the gradients before clipping.
+
+        It may be infinite or NaN if the step was skipped.
+        """
         return self._numbers[1]
 
     @property
@@ -162,8 +165,9 @@ def _update_where_finite(
 ) -> None:
     """Let a fused kernel scale, clip and apply the gradients, or skip the update.
 
-    As with torch's scaler, the kernel reads two attributes of the optimizer: ``grad_scale``, the
-    divisor of the gradients, and ``found_inf``.
+    As with torch's GradScaler, the kernel reads two attributes of the optimizer: ``grad_scale``,
+    the divisor of the gradients, and ``found_inf``. For the arguments see `update_parameters`; the
+    result ``update`` says whether to skip.
     """
     inner = [part.optimizer for part in _with_parameters(optimizer)]
     divisor = None

@@ -140,7 +140,7 @@ class Slot:
     """The slot of one rank, as that rank writes it.
 
     Attributes:
-        seconds: the total seconds of each phase, indexed by the number of its name.
+        seconds: the total seconds of each phase, indexed by the number that stands for its name.
     """
 
     def __init__(self, memory: mmap.mmap, index: int) -> None:

@@ -296,7 +296,7 @@ def secondary_groups(
 
     All ranks of the run call this together. megatron-core's ``parallel_state`` keeps the groups of
     the first layout, so the modules of the network must be given the new groups. No expert groups
-    are created.
+    are created. For ``recorder`` see `init_groups`.
     """
     timeout = timedelta(minutes=timeout_minutes)
     groups = {axes: _group(layout.groups(axes), timeout) for axes in ("tp", "cp", "pp", "dp")}

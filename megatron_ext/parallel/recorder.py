@@ -32,7 +32,7 @@ Listener = Callable[[str, int, Any], None]
 ``detail`` is "begin" or "end" for a phase, the action for an action, and None for a step or a mark.
 """
 _WHOLE = frozenset({PHASES.index("save"), PHASES.index("evaluate")})
-"""Phases whose time includes that of the phases within them."""
+"""Phases whose time also includes the time of phases nested in them."""
 _NO_DETAIL = (-1, -1, -1)
 _PHASE_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 """The phase of each kind of action; all other actions are messages."""
@@ -102,7 +102,8 @@ class Recorder:
     def action(self, action: Action, peer: int | None = None) -> AbstractContextManager[None]:
         """Return a context that records an action of the plan, and the phase for its kind.
 
-        ``peer`` is the global rank at the other end of a message. Actions must not be nested.
+        ``peer`` is the global rank at the other end of a message; None for a computation. Actions
+        must not be nested.
         """
         self._scope.action = action
         self._scope.peer = -1 if peer is None else peer

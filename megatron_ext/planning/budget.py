@@ -20,7 +20,7 @@ class Line:
     Attributes:
         kind: a key of `KINDS`, or "waiting".
         flops, num_bytes, kernels: sums over the step, see `Work`.
-        rates: the assumed rates in words.
+        rates: the assumed rates, as text.
     """
 
     kind: str

@@ -178,8 +178,8 @@ DEFAULT = Efficiency()
 FLASH_3 = replace(DEFAULT, attention_forward=0.76, attention_backward=0.65)
 """Efficiency with FlashAttention 3, on Hopper only.
 
-602 TFLOP/s forward, and 8% less than 559 TFLOP/s backward, from the same source as the other rates
-of attention.
+The source of `Efficiency.attention_forward` has 602 TFLOP/s forward and, without a mask, 559
+TFLOP/s backward. A causal mask is guessed to reduce the latter by 8%.
 """
 
 GAP = 5e-6
@@ -264,7 +264,7 @@ class Rates:
 
 
 def reserve_on(gpu: Gpu, ranks: Ranks, moving: int) -> dict[str, int]:
-    """Return the bytes of a GPU's memory that tensors cannot use, by what uses them instead.
+    """Return the bytes of a GPU's memory that tensors cannot use, by what occupies them.
 
     CUDA's context and code take 0.4 to 0.6 GiB. torch gives cuBLAS and cuBLASLt a workspace each,
     on two streams: 32 MiB on Hopper and newer, 8 MiB on others

@@ -1,4 +1,4 @@
-"""Records a run's steps (`step_record`), from which tools/ledger.py answers questions."""
+"""Records the steps of a run (`step_record`), so that tools/ledger.py can say what it has read."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from megatron_ext.train.step import StepResult
 class DataLedger(Callback):
     """Records in the save folder which samples each step uses, for ``--data-order direct``.
 
-    If the run is later resumed with Megatron-LM's order, its steps are recorded without their
-    samples' order. A still later resumption with the direct order can then tell that these steps
-    were not its own. Rank 0 writes. If a write fails, the recording ends but the run continues.
+    If the run is resumed with Megatron-LM's order of samples, the record says from where on the
+    order is unknown. If it is then resumed with the direct order again, the samples of those steps
+    are not mistaken for samples of the direct order. Rank 0 writes. If a write fails, the recording
+    ends but the run continues.
     """
 
     def __init__(self, run: Run) -> None:
@@ -107,9 +108,9 @@ class DataLedger(Callback):
             self._look_back()
 
     def _look_back(self) -> None:
-        """Check whether the last step's update was applied, and record it if not.
+        """Record the last step as left out if its update was not applied.
 
-        On a GPU this is known only in the next step.
+        On a GPU this is known only in the next step, which calls this.
         """
         pending, self._pending = self._pending, None
         if pending is not None and not pending[1].update.applied:

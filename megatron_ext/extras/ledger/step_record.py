@@ -6,7 +6,7 @@
   source is used for training: ``split`` is the setting that divides the sources, ``first_tokens``
   has the index, in each source's file, of the first token of the training part. The line is written
   again whenever it changes.
-- ``other_order``: from here on the order of samples is unknown, as in Megatron-LM's order.
+- ``other_order``: from here on the order of samples is not known, for example Megatron-LM's.
 - ``start``: the run begins or resumes after ``iteration`` steps and ``sample`` samples. Earlier
   lines about steps after ``iteration`` are no longer part of the run: their work is lost. ``from``
   names another folder whose record comes first. At each of its starts a run writes ``time`` and
@@ -93,8 +93,8 @@ class History:
     """The steps that led to a state of a run, and the steps that were lost.
 
     Attributes:
-        steps: the steps in order; those whose update is not part of the weights form `Steps` of
-            their own.
+        steps: the steps in order. Steps whose update is not part of the weights are in separate
+            `Steps`, with a reason.
         lost: steps that had begun or ended, but whose work was lost by restarts.
     """
 
@@ -205,9 +205,9 @@ class StepRecord:
 
     @property
     def own_start(self) -> int:
-        """Return the step after which the run began in this folder, rather than in another one.
+        """Return the number of steps that the run had when it first started in this folder.
 
-        Return 0 if it began anew.
+        It is above 0 if the run was loaded from another folder, and 0 if it began anew.
         """
         taken_over = [index for index, row in enumerate(self.rows) if "from" in row]
         rows = self.rows[taken_over[-1] :] if taken_over else self.rows
@@ -296,7 +296,7 @@ class RecordWriter:
             self._order = row
 
     def steps(self, steps: Steps) -> None:
-        """Write a line of kind ``steps``, whose last steps `count` then updates."""
+        """Write a new line of kind ``steps``; `count` later updates its ``done`` and ``begun``."""
         row: dict[str, Any] = {"kind": "steps", "iteration": steps.iteration}
         row |= {"sample": steps.sample, "batch": steps.batch}
         if steps.batch is None:
@@ -320,8 +320,8 @@ class RecordWriter:
         """Write that the run begins, or resumes after ``iteration`` steps and ``sample`` samples.
 
         If the run was loaded from another ``folder``, the steps recorded there are copied first. If
-        some earlier steps are not recorded anywhere, one line stands for all of them; it has only
-        their numbers of steps and samples, and the order ``past`` (None if unknown). ``facts`` are
+        no record covers some of the earlier steps, one line stands for all of these. It has the
+        number of steps and of samples, and the order ``past`` (None if unknown). ``facts`` are
         added to the line about the start.
         """
         history = self._known.history()
@@ -344,8 +344,8 @@ class RecordWriter:
     def _take_over(self, iteration: int, sample: int, folder: str) -> History:
         """Copy the history up to step ``iteration`` from the record in ``folder``, and return it.
 
-        If that record lacks the step, or has another number of samples than ``sample`` up to it,
-        the history is empty.
+        The history is empty if that record lacks the step, or if the number of samples up to the
+        step is not ``sample``.
         """
         try:
             history = StepRecord(folder).history(iteration)

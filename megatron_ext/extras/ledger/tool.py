@@ -1,4 +1,4 @@
-"""The program tools/ledger.py: prints what a run has read, and writes it to parquet."""
+"""The program tools/ledger.py: prints what a run has read, and can export it as parquet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 _SHOWN_STAGES = 8
-"""Number of stages above which stages that differ only in their weights share a row."""
+"""Up to this number of stages, each has its own row; of more stages, similar ones share a row."""
 _SHOWN_ROWS = 50
 _EXPORTED = 1 << 14
 """Number of samples that are exported at once."""
@@ -110,8 +110,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
 def _stages(totals: Sequence[Use]) -> Iterator[list[Use]]:
     """Yield the `Use` objects of each stage as a list.
 
-    If there are too many stages to show, consecutive stages that differ only in the weights of
-    their mixtures share one list.
+    If there are more than `_SHOWN_STAGES` stages, consecutive stages that differ only in the
+    weights of their mixtures share one list.
     """
     by_stage: dict[tuple[int, int], list[Use]] = defaultdict(list)
     for use in totals:
@@ -320,9 +320,10 @@ def _show_comparison(first: Ledger, second: Ledger, console: Console) -> None:
 
 
 def export(ledger: Ledger, path: Path, *, with_lost: bool) -> str:
-    """Write each part of a document in each sample as a row of a parquet file.
+    """Write a parquet file with a row for each part of a document that a sample contains.
 
-    Return a sentence on what was written.
+    ``with_lost`` adds the rows of steps that were lost or left out. Return a sentence on what was
+    written.
 
     Raises:
         ConfigError: pyarrow is missing, or the file cannot be written.
@@ -357,7 +358,10 @@ def export(ledger: Ledger, path: Path, *, with_lost: bool) -> str:
 
 
 def _blocks(ledger: Ledger, *, with_lost: bool) -> Iterator[dict[str, Any]]:
-    """Yield the exported table in blocks of some samples: a dict from column name to values."""
+    """Yield the rows to export in blocks of samples, each a dict from column name to values.
+
+    ``with_lost`` adds the rows of steps that were lost or left out.
+    """
     for steps in ledger.steps(with_lost=with_lost):
         if steps.order is None:
             continue

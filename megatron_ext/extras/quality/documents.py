@@ -84,7 +84,7 @@ class Documents:
     def _draw(self, count: int, sample: int, purpose: str) -> Ints:
         """Return ``sample`` different integers below ``count``, in ascending order.
 
-        They depend on the seed and on ``purpose``, any text.
+        They are drawn by the seed and by ``purpose``, so that each purpose has its own sample.
         """
         numbers = np.arange(min(sample, count), dtype=np.int64)
         if sample >= count:
@@ -94,7 +94,7 @@ class Documents:
     def some(self, positions: Ints, count: int, purpose: str) -> Ints:
         """Return ``count`` of the positions (or all if there are fewer), in ascending order.
 
-        The choice depends on the seed and on ``purpose``, any text.
+        They are drawn by the seed and by ``purpose``, so that each purpose has its own sample.
         """
         return positions[self._draw(len(positions), count, purpose)]
 
@@ -112,9 +112,10 @@ class Documents:
     def blocks(
         self, what: str, positions: Ints | None = None, max_tokens: int = SCAN_ITEMS
     ) -> Iterator[Block]:
-        """Yield documents in blocks of about ``max_tokens`` tokens, with a progress bar ``what``.
+        """Yield documents in blocks of about ``max_tokens`` tokens, and show a progress bar.
 
         Args:
+            what: the label of the progress bar.
             positions: the documents to read, in ascending order; None for all. If given,
                 `Block.first` is an index in this array.
         """
@@ -184,7 +185,7 @@ def _begins(index: Index, documents: Ints) -> Ints:
 
 
 def _cuts(lengths: Ints, max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of documents, as first and end, with at most ``max_tokens`` tokens together.
+    """Yield ranges (first, end) of documents that together have at most ``max_tokens`` tokens.
 
     A longer document is a range of its own.
     """

@@ -34,7 +34,7 @@ _HASHES = 128
 _CACHED = 1 << 26
 """Number of shingles (8 bytes each) that are cached while pairs are compared."""
 _WANTED = 0.99
-"""Least probability that a pair at the threshold shares a band."""
+"""Smallest acceptable probability that a pair at the threshold shares a band."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -80,7 +80,10 @@ def bands_for(threshold: float) -> tuple[int, int]:
 
 
 def shared(similarity: float, bands: int, rows: int) -> float:
-    """Return the probability that two documents with this similarity share a band."""
+    """Return the probability that two documents with this Jaccard similarity share a band.
+
+    There are ``bands`` bands of ``rows`` MinHashes each.
+    """
     return float(1 - (1 - similarity**rows) ** bands)
 
 

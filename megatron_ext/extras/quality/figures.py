@@ -43,7 +43,7 @@ def length_bins(lengths: Ints) -> list[tuple[int, int, int]]:
 
 
 class TokenCounts:
-    """The number of occurrences of each id, up to `MAX_ID`."""
+    """Counts how often each id below `MAX_ID` occurs, and how many tokens have other ids."""
 
     def __init__(self) -> None:
         self.counts: Ints = np.zeros(0, dtype=np.int64)
@@ -79,8 +79,8 @@ class Tokens:
     Attributes:
         distinct: number of different ids.
         vocabulary: number of ids of the tokenizer; None without a tokenizer.
-        outside: number of tokens whose ids the tokenizer lacks or, without a tokenizer, that are
-            too large to count.
+        outside: number of tokens whose ids the tokenizer lacks; without a tokenizer, number of
+            tokens whose ids are negative or at least `MAX_ID`.
         head: the most frequent tokens.
         special: the special tokens that occur; None without a tokenizer.
     """
@@ -159,7 +159,7 @@ class Texts:
 
 
 def text_figures(documents: Documents, tokenizer: Tokenizer, count: int) -> Texts:
-    """Decode ``count`` documents, and count their characters and languages."""
+    """Decode a random sample of ``count`` documents, and count their characters and languages."""
     some = documents.some(np.arange(len(documents)), count, "texts")
     texts = Texts(len(some))
     classify = language_classifier()

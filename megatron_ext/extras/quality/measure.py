@@ -92,8 +92,9 @@ class Excerpt:
     """A group of documents, a repeated span or an odd document, with the beginning of its text.
 
     Attributes:
-        tokens: length of the span; for a group, the number of tokens that could be removed.
-        count: number of documents, or of places.
+        tokens: length of the span or odd document; for a group, the number of tokens that could be
+            removed.
+        count: number of documents in the group, or of places where the span occurs.
         places: the first few places.
         text: the beginning, as text, or as ids without a tokenizer.
         share: for an odd document, its fraction of control and replacement characters.
@@ -152,7 +153,7 @@ class Quality:
     notes: list[str]
 
     def places_of(self, excerpt: Excerpt, shown: int = 4) -> str:
-        """Return text with the first ``shown`` places of an excerpt and the number of others.
+        """Return a text with the first ``shown`` places of an excerpt and the number of the others.
 
         A place is written as dataset, document and token, such as "web:12+345".
         """
@@ -181,7 +182,10 @@ class Quality:
 def measure(
     prefixes: Sequence[str], tokenizer: Tokenizer | None, options: QualityOptions
 ) -> tuple[Quality, Documents]:
-    """Measure datasets that have passed `check_indexed_dataset`; also return their documents."""
+    """Measure datasets that have passed `check_indexed_dataset`; also return their documents.
+
+    Without a ``tokenizer``, the texts of the documents are not examined.
+    """
     documents = Documents(prefixes, sample=options.sample_documents, seed=options.seed)
     lengths = documents.lengths()
     counts = TokenCounts()
@@ -236,7 +240,7 @@ def _near(
 
     Args:
         leaders: for each document, the first document of its group of exact duplicates.
-        alone: the documents that are first in their group, or alone.
+        alone: the first document of each group, and the documents without an exact duplicate.
         lengths: tokens of each document.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Writes the page on the quality of datasets: one file without network access, like run reports."""
+"""Writes the page on the quality of datasets: one HTML file that loads nothing from a network."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _tiles(quality: Quality) -> list[tuple[str, str]]:
 
 
 def _length_chart(quality: Quality) -> object:
-    """Draw the number of documents by length, in bins that double."""
+    """Draw the number of documents by length, in bins that double in width."""
     columns = [
         (str(first) if first == last else f"{first:,}–{last:,}", str(_short(first)), count)
         for first, last, count in quality.length_bins

@@ -23,7 +23,7 @@ def check_output(flag: str, path: Path | None) -> None:
     """Raise a ConfigError early if a file cannot be written, before hours of work are lost.
 
     The file of ``--duplicates-out`` must also end in ``.parquet`` or ``.jsonl``, which selects its
-    format.
+    format. If ``path`` is None, nothing is checked.
     """
     if path is None:
         return

@@ -16,7 +16,7 @@ from megatron_ext.data.permutation import Ints
 from megatron_ext.extras.quality.documents import Documents
 
 LONG = 50
-"""Least number of tokens of a span whose repetition is counted, the length used by Lee et al."""
+"""Smallest number of tokens of a repeated span that is counted; Lee et al. use this length."""
 _SHOWN = 20
 _PLACES = 1000
 """Largest number of places counted for one span."""
@@ -40,7 +40,7 @@ class RepeatedSpans:
 
     Attributes:
         documents: number of documents in the sample.
-        tokens: number of tokens in it.
+        tokens: number of tokens in the sample.
         repeated: number of tokens in spans of at least `LONG` tokens that also occur elsewhere.
         longest: the longest spans, none of which begins inside a longer one.
     """

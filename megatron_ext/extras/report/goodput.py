@@ -6,9 +6,9 @@ restart threw away. The rest is lost to starting, waiting for data, saving, eval
 restarts. A step includes its communication and its pipeline bubbles, which are shown separately.
 
 The wall time of a run is the sum over its launches, each from the start to the end of the launcher.
-It is covered by the rows of kind "time" in metrics.jsonl, which hold the seconds of each phase
-between two moments, and by the gaps between them, which faults leave. Each moment belongs to
-exactly one row or gap, so no second is counted twice or left out.
+Each row of kind "time" in metrics.jsonl holds the seconds of each phase since the row before it. A
+fault prevents rows, and so leaves a gap. Each moment belongs to exactly one row or gap, so no
+second is counted twice or left out.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ CATEGORIES = {
     "restart": "restarting",
     "other": "other",
 }
-"""Categories of time, with their words; the first three make up goodput."""
+"""The categories of time, with the names that readers see; the first three make up goodput."""
 PRODUCTIVE = ("computing", "reduce", "bubble")
 _OF_PHASES = {"forward": "computing", "backward": "computing", "update": "computing"}
 _OUTSIDE_STEPS = ("start", "save", "restart")
-"""Categories that stay as they are when the steps of a row turn out to be lost."""
+"""Categories whose time is no part of steps: it stays as it is if the steps of its row are lost."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Goodput:
         return sorted(lost, key=lambda entry: -entry[1])
 
     def sentence(self) -> str:
-        """Return a sentence with the goodput and the three other categories that took most time."""
+        """Return a sentence with the goodput, and with the three largest categories outside it."""
         parts = [
             f"{CATEGORIES[name]} {show_seconds(value)} ({value / self.wall:.1%})"
             for name, value in self.losses()[:3]
@@ -351,7 +351,7 @@ class _Launch:
     def _unreported(
         self, end: float, iteration: int, fault: _Fault, after: _TimeRow | None
     ) -> None:
-        """Add an interval from the last row to ``end``, the time of a fault: kept and lost steps.
+        """Add an interval from the last row to a fault at ``end``, divided into kept and lost time.
 
         Steps that the restart restored from memory were kept, but no row has their seconds. They
         are assumed to be like the steps of the last row that has any. All other time was lost.

@@ -75,7 +75,8 @@ def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> 
     """Return the HTML of the page on a run.
 
     Args:
-        now: the time for which the run's state is told, in seconds since the epoch.
+        now: the time of writing, in seconds since the epoch; it decides whether the run is shown as
+            running.
         beside: the folder of the page, to which its links are relative.
     """
     stories = fault_stories(folder)
@@ -113,10 +114,10 @@ def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> 
 
 
 def shares(goodput: Goodput) -> list[tuple[str, str, str, str, bool]]:
-    """Return a tuple for each category that took time, with what the page shows of it.
+    """Return what the page shows of each category that took time.
 
-    The tuple holds the category (a CSS class), its words, its seconds, its share of the wall time,
-    and whether it counts as goodput.
+    This is (category, used as a CSS class; name; seconds; share of the wall time; whether the
+    category counts as goodput).
     """
     wall = goodput.wall or 1.0
     return [

@@ -44,7 +44,7 @@ NOTICED = {
     "save_failed": "failed save",
     "checkpoint_refused": "refused checkpoint",
 }
-"""Kinds of events besides faults and saves, with their words."""
+"""Kinds of events besides faults and saves, with the names that readers see."""
 
 
 def seconds_of(value: object) -> str:
@@ -167,7 +167,7 @@ def pictures(
 ) -> list[Picture]:
     """Return the newest post-mortems, at most ``limit``.
 
-    A post-mortem is returned without its picture if the pictures would exceed ``max_bytes`` in sum.
+    A post-mortem loses its picture if all pictures together would exceed ``max_bytes``.
     """
     chosen = list[Picture]()
     left = max_bytes
@@ -258,8 +258,8 @@ def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
 def settings_tables(folder: RunFolder) -> list[tuple[str, Table]]:
     """Return, by section, a table of the settings that differ from their defaults.
 
-    They are what the run recorded when it last started or, if that is missing, the contents of its
-    configuration file. For the file, only defaults of sections that this package defines are known.
+    They are what the run recorded when it last started. If that is missing, they come from its
+    configuration file; sections that this package does not define are then shown without defaults.
     """
     settings = folder.start_facts.get("settings")
     if not isinstance(settings, Mapping):

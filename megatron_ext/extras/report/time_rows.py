@@ -46,7 +46,7 @@ _SECONDS_FOR_GIT = 1.0
 
 
 class TimeRows:
-    """Appends a row of kind "time" to metrics.jsonl for each report of the run.
+    """Appends a row of kind "time" to metrics.jsonl whenever the run reports its metrics.
 
     A row has the seconds spent in each phase since the last row: a mean over the ranks of this
     machine, or this rank's own seconds if there is no board.
@@ -213,10 +213,10 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> str | None:
     """Write the report of a finished launch; return a sentence with goodput and the report's path.
 
-    A launcher calls this after its ranks have ended in any way, and passes its exit code. Return
-    None if no rank got far enough to write metrics, if the reporting rank has written the report
-    already, or if the report cannot be written. A failure only prints a warning, since a report
-    must not make a run fail.
+    A launcher calls this after its ranks have ended in any way, and passes its ``exit_code``, which
+    is also added to metrics.jsonl; None adds nothing. Return None if no rank got far enough to
+    write metrics, if the reporting rank has written the report already, or if the report cannot be
+    written. A failure only prints a warning, since a report must not make a run fail.
     """
     # A run without a save folder has no report.
     from megatron_ext.extras.report.page import REPORT_FILE, write_report
@@ -245,9 +245,9 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
 
 @contextlib.contextmanager
 def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
-    """Yield the `End` of a launch; on exit, write the report if the launcher is to write it.
+    """Yield an `End`, in which the block puts the exit code; then write the report of the launch.
 
-    Nothing is written without a save folder.
+    Nothing is written without a save folder, or under torchrun, where a rank writes the report.
     """
     end = End()
     try:

@@ -32,7 +32,13 @@ def main(argv: Sequence[str], description: str) -> int:
 
 
 def report(folder: Path, output: Path | None) -> Path:
-    """Write the report, and return its path; raise a ConfigError if that is impossible."""
+    """Write the report of the run in ``folder``, and return the report's path.
+
+    The path is ``output``; None puts the report into ``folder``.
+
+    Raises:
+        ConfigError: there is no such folder, or the report cannot be written.
+    """
     if not folder.is_dir():
         raise ConfigError(f"`folder` ({folder}) must be the save folder of a run; give another.")
     path = output or folder / REPORT_FILE

@@ -1,4 +1,4 @@
-"""The numbers of ranks with which a run may continue, and how to request a change between them.
+"""The numbers of ranks with which a run may continue, and how to request another number.
 
 The global batch and the order of the data, and therefore the losses, do not depend on the number of
 replicas, as long as it divides the batch.
@@ -23,18 +23,18 @@ REQUESTED_NODES = "elastic_nodes"
 def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> tuple[int, ...]:
     """Return the numbers of ranks with which a run may continue, largest first.
 
-    Without ``--elastic-min-nodes`` this is only the present number. With it, fewer nodes (see
-    `ranks_of_a_node`) are allowed too, down to the number that it gives, if the flags fit; for
-    example, the replicas must divide the global batch. A number of ranks that does not fit is left
-    out if this program starts the ranks. Under torchrun, which chooses the number itself, it is an
-    error.
+    Without ``--elastic-min-nodes`` this is only the present number. With it, each number of nodes
+    (see `ranks_of_a_node`) from the present one down to the flag's value is allowed if the other
+    flags fit it; for example, the number of replicas must divide the global batch. A number that
+    does not fit is left out if this program starts the ranks. Under torchrun, which chooses the
+    number itself, it is an error.
 
     Args:
         configure: returns the configuration for a number of ranks, or raises a ConfigError.
 
     Raises:
         ConfigError: ``--elastic-min-nodes`` is above the number of nodes, or the flags do not fit
-            the smallest number or, under torchrun, any number.
+            the smallest number; under torchrun also if they do not fit one of the other numbers.
     """
     size = config.parallel.world_size
     fewest = config.fault_tolerance.elastic_min_nodes

@@ -37,7 +37,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_FOR_EVIDENCE = 0.3
 """Longest time in seconds to wait for the ranks' evidence before they are killed."""
 _PATIENCE_AFTER_A_HANG = 2.0
-"""Once a hang has ended by itself, only one that lasts this many times as long is reported."""
+"""After a hang that ended by itself, only one that lasts this many times as long is reported."""
 _LASTING = (
     0,
     EXIT_CODE_USER_ERROR,
@@ -45,7 +45,7 @@ _LASTING = (
     EXIT_CODE_NOT_SAVED,
     EXIT_CODE_SIGNAL,
 )
-"""Statuses of ranks that ended on purpose, or that would end in the same way again."""
+"""Exit codes of ranks that ended on purpose, or that would end in the same way again."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,10 @@ class FaultSupervisor(Supervisor):
         self._end_ranks(grace)
 
     def _end_ranks(self, grace: float) -> None:
-        """End all ranks, after everything about their fault has been recorded."""
+        """Ask all ranks to end, and kill them after ``grace`` seconds.
+
+        This is called after everything about their fault has been recorded.
+        """
         super()._end_all(grace)
 
 
@@ -261,7 +264,7 @@ class TellingSupervisor(FaultSupervisor):
         print(text, file=sys.stderr, flush=True)
 
     def _see_whether_it_goes_on(self, case: Case) -> None:
-        """Report that a hang has ended by itself, if a rank that had stopped first continues.
+        """Report that a hang has ended by itself, if one of the ranks that stopped first goes on.
 
         The hang is then no fault any more, and later ones can be reported.
         """
@@ -284,8 +287,8 @@ class TellingSupervisor(FaultSupervisor):
     def _tell_end(self, fault: Fault, code: int) -> None:
         """Print what the ranks cannot print themselves when the run ends after a fault.
 
-        This is that the kernel has killed a rank for lack of memory, and where the post-mortem is.
-        Print nothing if neither applies.
+        This can be two facts: the kernel has killed a rank for lack of memory, and where the
+        post-mortem is. Print nothing if neither applies.
         """
         parts = []
         if (fault.cause, code) == ("memory", code_of(-signal.SIGKILL)):
@@ -346,9 +349,9 @@ class RestartSupervisor(FaultSupervisor):
         super()._failed(rank, status)
 
     def _end_ranks(self, grace: float) -> None:
-        """Kill all ranks at once if there was a fault, after which they can be restarted.
+        """Kill all ranks at once after a fault, so that they can be restarted.
 
-        Otherwise end them by a signal, and by SIGKILL after `GRACE_SECONDS`, whatever ``grace`` is.
+        Otherwise ask them to end, and kill them after `GRACE_SECONDS`, whatever ``grace`` is.
         """
         if self.fault is None:
             super()._end_ranks(GRACE_SECONDS)

@@ -37,7 +37,7 @@ def follow_earlier_process() -> None:
 
 
 class RestartReport(Callback):
-    """Adds a restart to the log of faults when its first step begins."""
+    """Adds the restart that started this process to the log of faults, in the first step."""
 
     _is_told = False
 

@@ -37,7 +37,7 @@ VALUES, SHARDED, PROGRESS, RUN_CONFIG = "values", "sharded", "progress", "run_co
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines on which the ranks of a run are, by name.
+    """The names of the machines on which the ranks of a run are.
 
     Attributes:
         names: name of each rank's machine. Ranks that keep snapshots in different folders count as
@@ -215,7 +215,10 @@ class MemoryCheckpoints:
         return snapshot.iteration <= iteration and snapshot.facts.get("layout") == self._layout
 
     def listed(self, *, with_earlier: bool = False) -> list[tuple[Path, Snapshot]]:
-        """Return this machine's complete snapshots, ``with_earlier`` also those of earlier runs."""
+        """Return this machine's complete snapshots, each with the path of its file.
+
+        If ``with_earlier`` is true, the snapshots of earlier runs are included.
+        """
         paths = self._paths()
         for folder in self._earlier if with_earlier else ():
             paths += _paths_in(folder)

@@ -85,7 +85,7 @@ class CopyOverGroup:
         self._target = copy_files(folder, self._left)
 
     def __call__(self, snapshot: Snapshot) -> None:
-        """Exchange a snapshot with both neighbours."""
+        """Send this rank's snapshot to the right neighbour, and store the left neighbour's."""
         mine = snapshot.raw
         sizes = torch.tensor([mine.numel()]), torch.zeros(1, dtype=torch.int64)
         self._exchange(*sizes)

@@ -108,9 +108,9 @@ def _action(record: RankRecord) -> str:
 
 
 def _frame_of_ours(evidence: Evidence) -> Frame | None:
-    """Return the innermost line of a rank's stack in this package or the user's code.
+    """Return the innermost frame of a rank's stack that is in this package or the user's code.
 
-    Return the innermost line of all if none is there; None if the stack is unknown.
+    If there is none, return the innermost frame of all; return None if the stack is unknown.
     """
     stack = main_stack(evidence.stack or evidence.crash)
     ours = (frame for frame in stack if not any(place in frame.file for place in _OUTSIDE))

@@ -36,7 +36,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 
 _OF_REPLICAS = ("world_size", "context_parallel_size")
-"""Fields of a layout that may differ from the layout in which snapshots were taken."""
+"""Fields of a `Layout` that may change between the run that took snapshots and the resumed run."""
 _TEMPORARY = "resharded"
 
 
@@ -67,16 +67,15 @@ def same_weights(first: Layout, second: Layout) -> bool:
 def choose(
     entries: Iterable[HeldSnapshot], layout: Layout, machines: Sequence[str], newer_than: int
 ) -> list[HeldSnapshot] | None:
-    """Return, by rank, the snapshots of the newest iteration of which every rank has one.
+    """Return, by rank, the snapshots of the newest iteration for which every rank has one.
 
-    All of them are of one layout, the one that took them, which may have another number of replicas
-    than ``layout``. If there are several snapshots of a rank, the preferred one is on the machine
-    where ``layout`` has this rank (only in the same layout), or else is the rank's own and not a
+    All of them were taken in the same layout. This is ``layout`` itself if possible, or else one
+    that differs from it only in the number of replicas. If a rank has several snapshots, one on its
+    own machine is preferred (only in the same layout), and then the rank's own to its neighbour's
     copy. Return None if no iteration is complete.
 
     Args:
-        layout: the layout that resumes; among snapshots of the same iteration, its own are
-            preferred.
+        layout: the layout of the run that resumes.
         machines: the name of each rank's machine, by rank of ``layout``.
         newer_than: only snapshots of later iterations are considered.
     """
@@ -140,7 +139,7 @@ class Recovery:
         return None
 
     def _listed(self, with_earlier: bool) -> list[HeldSnapshot]:
-        """Return the snapshots on this machine; an empty list if this is not its first rank."""
+        """Return this machine's snapshots if this is the machine's first rank, otherwise []."""
         listed = list[HeldSnapshot]()
         snapshots = self.memory.listed(with_earlier=with_earlier) if self._machines.is_first else ()
         for path, snapshot in snapshots:
@@ -195,8 +194,8 @@ class Recovery:
     def state_of(self, chosen: Sequence[HeldSnapshot]) -> tuple[Any, Any, Any, Path]:
         """Return the state from which this rank resumes; ``chosen`` is the result of `newest`.
 
-        The results are the rank's values, the progress and the configuration of the run that was
-        saved, and the folder of the snapshot.
+        The result is (values of this rank, progress of the saved run, configuration of the saved
+        run, folder of the snapshot).
         """
         snapshot = self.fetch(chosen)
         state = snapshot.state()

@@ -93,7 +93,8 @@ class Outcome:
         own: gradients of this rank's own micro-batches ``[n]``; empty if they are reduced during
             the backward pass.
         reduced: gradients after their reduction over the replicas, ``[n]``.
-        losses: the loss's reports, ``[m]``; empty before the last pipeline stage.
+        losses: all losses that the micro-batches report, ``[m]``; empty before the last pipeline
+            stage.
     """
 
     own: Tensor

@@ -1,10 +1,11 @@
 """Computes steps again, to tell machine faults from properties of the data and model.
 
-``--rerun-mode`` follows Megatron-LM's rerun state machine. A step with a refused result is computed
-again from the same state. If the second result is good, the fault was transient, and the run
-continues with the same bits as an undisturbed run. With ``--rerun-interval``, good steps are
-checked too. This cannot find a machine that computes the same wrong bits twice, or a fault that is
-hidden by kernels without a fixed order of additions; ``--deterministic-mode`` excludes the latter.
+``--rerun-mode`` follows Megatron-LM's rerun state machine. A step whose update is refused, such as
+one with a gradient norm that is not finite, is computed again from the same state. If the second
+result is good, the fault was transient, and the run continues with the same bits as an undisturbed
+run. With ``--rerun-interval``, good steps are checked too. This cannot find a machine that computes
+the same wrong bits twice, or a fault that is hidden by kernels without a fixed order of additions;
+``--deterministic-mode`` excludes the latter.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepInputs, StepLosses
 
 _SAME_NORM = 1e-6
-"""Relative difference of gradient norms up to which replicas agree."""
+"""Largest relative difference of the ranks' gradient norms that counts as agreement."""
 
 Differences = dict[int, list[str]]
 """By rank, the names of the losses and gradients that differ between two computations."""
@@ -85,7 +86,7 @@ class Rerun(Callback):
         return self.run.runner.compute_gradients(inputs)
 
     def _step(self, inputs: StepInputs) -> tuple[StepLosses, UpdateResult]:
-        """Run one step; compute it again if its results must be compared or are not finite.
+        """Run one step; compute it again if it is due for a comparison or if its update is refused.
 
         This is a `StepRunner.step_guard`. On a GPU it waits for the result of the update.
         """
@@ -165,7 +166,7 @@ class Rerun(Callback):
     def _compare(
         self, inputs: StepInputs, step: StepLosses, start: StepStart, iteration: int
     ) -> StepLosses:
-        """Compute a step again, and announce different bits; return the losses to continue with.
+        """Compute a step again, and report if the bits differ; return the losses to continue with.
 
         If the bits differ under ``--rerun-mode validate_results``, the step is computed a third
         time to decide which of the two was wrong, and the run continues with the third result.

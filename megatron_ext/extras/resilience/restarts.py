@@ -40,12 +40,14 @@ from megatron_ext.train.supervisor import SignalForwarder
 
 Main = Callable[[], "int | None"]
 Fork = Callable[[Main, int, SignalForwarder, Mapping[str, str]], AbstractContextManager[None]]
-"""Takes main, the number of ranks, the forwarder and the environment; forks ranks when entered."""
+"""A function of (main, number of ranks, signal forwarder, environment variables).
+
+It returns a context that forks the ranks when it is entered.
+"""
 
 _OF_TORCHRUN = "TORCHELASTIC_MAX_RESTARTS"
 RESTARTS_WITHOUT_PROGRESS = 2
-"""Number of consecutive restarts, for the same cause at the same step, after which the next such
-fault is final."""
+"""If the same fault comes back after this many restarts in a row, another one is useless."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ def supervise(
     """Fork ranks, restart them after faults, and return the exit code of the run.
 
     The exit code is 0, the code of the rank that failed last, or `EXIT_CODE_COMES_BACK` if restarts
-    make no progress.
+    make no progress. ``exit_signal`` is a signal on which the run saves and exits; None for none.
     """
     with SignalForwarder(exit_signal) as forwarder:
         launcher = _Launcher(fork, policy, forwarder, host_folder(), timeout_minutes)
@@ -207,7 +209,7 @@ class _Launcher:
         self._environment = {RUN_VARIABLE: f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"}
 
     def run(self) -> int:
-        """Start the ranks until they end on purpose, or another start makes no sense.
+        """Start the ranks, again and again, until they end on purpose or another start is useless.
 
         Return the exit code of the last start.
         """
@@ -249,7 +251,8 @@ class _Launcher:
     def _follow(self, fault: Fault, code: int, postmortem: Path | None) -> int:
         """Count a fault, and decide whether the ranks are restarted.
 
-        Return `_GO_ON` if so, otherwise the exit code of the run.
+        Return `_GO_ON` if so, otherwise the exit code of the run. ``postmortem`` is the folder of
+        the fault's post-mortem, whose picture is drawn meanwhile; None if there is none.
         """
         self._drawings.start(postmortem)
         history = self._history

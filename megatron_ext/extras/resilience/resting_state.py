@@ -22,7 +22,7 @@ from megatron_ext.train.run import Run
 
 
 class RestingState(Callback):
-    """Checks the state during one step in every ``--check-state-interval``.
+    """Checks the state during one of every ``--check-state-interval`` steps.
 
     A change is reported with its rank and tensor, and ends the run with an error on all ranks,
     before the next update and snapshot. A restart resumes from the newest good state.

@@ -2,9 +2,9 @@
 
 A collective begins for all ranks when the last one arrives; until then, the others wait. The time
 in which a stage waits for messages is the recorder's phase "bubble". The rest of a step is a rank's
-own time. It is compared with the time of ranks with equal work, which have the same pipeline rank.
-A rank without such a twin is compared with its own earlier time, relative to the change of all
-others.
+own time. It is compared with the own time of the rank's twins: ranks with the same pipeline rank,
+which have equal work. A rank without twins is compared with its own earlier time, multiplied by the
+factor by which the other ranks have become slower since.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPUTES = frozenset({"forward", "backward", "reduce", "update"})
 some ranks do that.
 """
 _LEAST_STEPS = 3
-"""If every rank has more whole steps than this, only whole steps are measured."""
+"""If the records of all ranks have more whole steps than this, only whole steps are measured."""
 
 Span = tuple[float, float]
 
@@ -149,11 +149,11 @@ class SlowRanks:
     def _usual(
         self, rank: int, own: Mapping[int, float], places: Mapping[int, int]
     ) -> float | None:
-        """Return the time with which a slow rank's own time is compared; None if it is not slow.
+        """Return the time that was expected of a rank if the rank is slow; None if it is not.
 
         This is the median own time of the rank's twins, which have the same pipeline rank. For a
-        rank without twins, it is the least own time of the rank while it was not slow, multiplied
-        by the median factor by which other ranks have become slower.
+        rank without twins, it is the rank's least own time while it was not slow, multiplied by the
+        median factor by which other ranks have become slower (at least 1).
         """
         twins = [own[r] for r in own if r != rank and places[r] == places[rank]]
         if twins:

@@ -22,10 +22,11 @@ def snapshot_stores(
 ) -> list[MemoryCheckpoints]:
     """Return the stores in which the flags let a run keep snapshots; all ranks call this together.
 
-    Each store is a folder in memory or on the machine's disk, with its own interval.
+    Each store is a folder with its own interval, on the machine's disk or in ``host_folder``, which
+    is in memory; None if there is no such folder.
 
     Raises:
-        CheckpointError: the flags require snapshots in memory, but there is no folder in memory.
+        CheckpointError: the flags require snapshots in memory, but ``host_folder`` is None.
     """
     stores = []
     # A run that does not load from its save folder is not a restart of the killed run.

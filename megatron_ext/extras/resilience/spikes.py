@@ -25,17 +25,18 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult, mean_of
 
 FLOORS = {"loss": 0.02, "grad_norm": 0.1}
-"""Smallest standard deviations of a step's two values, relative to their medians."""
+"""Least standard deviation that is assumed for each value of a step, relative to its median."""
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution, in units of its median absolute deviation."""
 
 
 def limit(values: Sequence[float], factor: float, floor: float) -> float:
-    """Return the limit above which a new value is a spike; infinity without values.
+    """Return the limit above which a new value is a spike; infinity if ``values`` is empty.
 
     Args:
+        values: the recent values.
         factor: number of standard deviations from the median to the limit.
-        floor: smallest standard deviation, relative to the median.
+        floor: least standard deviation that is assumed, relative to the median.
     """
     if not values:
         return math.inf

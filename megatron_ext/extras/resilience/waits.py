@@ -199,7 +199,8 @@ def _earliest(ranks: Sequence[int], records: Mapping[int, RankRecord]) -> tuple[
 def _deviates(record: RankRecord, flight: Flight) -> bool:
     """Return whether a rank has left out an action that it did in the previous step.
 
-    This is so if its actions in this step so far are not the first ones of the previous step.
+    This is so if its actions in this step so far are not a prefix of its actions in the previous
+    step.
     """
     begins = [event.time for event in record.events if event.kind is EventKind.STEP][-2:]
     if len(begins) < 2:

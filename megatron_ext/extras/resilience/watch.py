@@ -93,8 +93,9 @@ def limit_of(
 ) -> float:
     """Return the seconds of silence after which the ranks count as hanging.
 
-    The limit depends on the phases of the ``running`` ranks, and is longer if any rank is ``busy``.
-    But if there are ``stopped`` ranks, neither matters, since the others may just wait for those.
+    The limit is longer if a ``running`` rank is in a phase without a usual length or reads data, or
+    if any rank is ``busy``. With ``stopped`` ranks it is never longer, since the others may just
+    wait for those.
     """
     usual = max((record.mean_step for record in running), default=0.0)
     limit = max(limits.floor, limits.steps * usual)

@@ -26,7 +26,7 @@ SECONDS_BETWEEN_MEASUREMENTS = 15.0
 """Seconds between two measurements of the ranks' own times."""
 _SECONDS_BETWEEN_STATES = 1.0
 _SECONDS_OF_A_PAUSE = 2.0
-"""Seconds between two looks above which all processes must have been stopped, ranks included."""
+"""If two looks are further apart than this, in seconds, all processes must have been stopped."""
 
 
 class Watcher:
@@ -98,7 +98,7 @@ class Watcher:
     def _busy(self, board: list[RankRecord], now: float) -> bool:
         """Return whether any rank has computed for most of the time since its last event.
 
-        Processor time of the rank's process counts as computing.
+        This is measured by the processor time of the rank's process.
         """
         for record in board:
             last, before = self._quiet.get(record.pid, (now, 0.0))

@@ -147,7 +147,8 @@ def extra_finding(here: ThisMachine, extra: Extra, *, on_gpu: bool) -> Finding:
 def apex_finding(here: ThisMachine, *, on_gpu: bool) -> Finding:
     """Report whether NVIDIA's apex is installed, recognized by its folder of fused optimizers.
 
-    The project of that name on PyPI is an unrelated web toolkit.
+    The project of that name on PyPI is an unrelated web toolkit. Without a GPU (``on_gpu``), apex
+    is not imported, so that it stays unknown whether it works.
     """
     folder = here.folder("apex")
     version = here.version("apex")
@@ -181,7 +182,10 @@ def is_nvidia_apex(folder: Path) -> bool:
 
 
 def compiler_findings(here: ThisMachine, *, on_gpu: bool) -> list[Finding]:
-    """Report nvcc, and the C compiler and headers that Triton compiles with."""
+    """Report nvcc, and the C compiler and headers that Triton compiles with.
+
+    Only runs on a GPU compile, so nothing counts as missing unless ``on_gpu``.
+    """
     cc = here.environ.get("CC")
     path = here.program(*([cc] if cc else []), "gcc", "clang", "cc")
     compiler = Finding("C compiler", "found", None, path or "")

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 WIDTH, HEIGHT = 1000, 300
 MAX_POINTS = 800
-"""Most points of a curve; each bucket of points keeps its lowest and its highest value."""
+"""Largest number of points of a curve; longer curves keep the extremes of each group of points."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,10 @@ def line_chart(
     x_range: tuple[float, float],
     from_zero: bool = False,
 ) -> Markup | None:
-    """Draw curves over iterations, with marks; return None if no curve has a finite point."""
+    """Draw curves over iterations, with marks; return None if no curve has a finite point.
+
+    ``x_range`` has the first and the last iteration. ``from_zero`` makes the y axis include zero.
+    """
     curves = [curve for curve in curves if any(map(math.isfinite, curve.ys))]
     if not curves:
         return None

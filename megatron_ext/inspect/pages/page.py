@@ -1,4 +1,4 @@
-"""Writes self-contained pages that open from disk; jinja2 escapes each string of facts."""
+"""Writes self-contained pages that open from disk; jinja2 escapes each string that is filled in."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from megatron_ext.inspect.pages.charts import show
 from megatron_ext.train.reporting.files import number
 
 MAX_ROWS = 300
-"""Most rows of a table; the newest are shown."""
+"""Largest number of rows of a table; a longer table shows the newest."""
 _MAX_TEXT = 600
 NOTHING = "–"
 

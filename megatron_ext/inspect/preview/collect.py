@@ -255,7 +255,10 @@ class _Replica:
 
 
 def _depths(depths: Sequence[Tensor], row: int, like: Tensor) -> NDArray[Any]:
-    """Return row ``row`` of each tensor ``[b, s]``, one for each of K MTP depths, as ``[K, s]``."""
+    """Return row ``row`` of each MTP depth's tensor ``[b, s]``, stacked to ``[K, s]`` for K depths.
+
+    Without depths, the result is empty, and ``like`` ``[b, s]`` gives its length and dtype.
+    """
     rows = [tensor[row] for tensor in depths]
     return (torch.stack(rows) if rows else like.new_zeros(0, like.size(1))).numpy()
 

@@ -56,7 +56,7 @@ from megatron_ext.train.main import preflight, silence_known_warnings, stored_co
 from megatron_ext.train.task import Task, TaskChoice
 
 EVERY = 64
-"""Most tokens between two printed position ids; each line also begins with one."""
+"""A position id is printed at the beginning of each line, and again after this many tokens."""
 
 _STYLE = """
 :root { --one: light-dark(#f4f6f8, #1b1f24); --two: light-dark(#eaf0f7, #1a2430); }

@@ -181,7 +181,7 @@ class Document:
 
 
 def target_exists(row: Row, depth: int) -> NDArray[np.bool_]:
-    """Return whether a position and the position ``depth`` later share a document, ``[s]``."""
+    """Return, by position, whether the position ``depth`` later is in its document, ``[s]``."""
     attention = np.cumsum(~row.reaches)
     exists = np.zeros(row.size, dtype=np.bool_)
     if depth < row.size:

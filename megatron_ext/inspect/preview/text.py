@@ -4,8 +4,8 @@ A token is yellow to green by its weight as a target, dim if it has no weight, a
 is only read. Without colours, trained tokens stand between ⟦ and ⟧, with the weight in front if it
 is not 1. The number before a line is the position id of its first token.
 
-A span is one token, or the few tokens whose bytes together form one character. To get its text, it
-is decoded after the tokens before it, since decoders treat the beginning of a text specially.
+A span is one token, or the few tokens whose bytes together form one character. A span is decoded
+together with the tokens before it, since decoders treat the beginning of a text specially.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_ext.inspect.preview.rows import Document, Floats, Row, documents_o
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 LONGEST = 8
-"""Most tokens that form one character; a character has at most 4 bytes."""
+"""Largest number of tokens that are tried as one character; a character has at most 4 bytes."""
 
 _SHOWN = {"\n": "↵", "\t": "⇥"}
 _UNKNOWN = "\ufffd"
@@ -42,7 +42,7 @@ class TokenSpan:
         text: the text, with every character visible; a newline is ↵.
         first: index of the first token.
         weight: weight of each token as a target; NaN if the tokens are only read.
-        is_special: whether it is a special token, such as the end of a turn.
+        is_special: whether the span is a special token, such as the end of a turn.
     """
 
     text: str

@@ -54,8 +54,8 @@ class ShownClip:
 
     Attributes:
         frames: the first, middle and last frame, ``[3, H, W, 3]``; None if they cannot be decoded.
-        given: latent frames that condition the model.
-        counts: latent frames that count in the loss.
+        given: for each latent frame, whether it conditions the model.
+        counts: for each latent frame, whether it counts in the loss.
         notes: which parts of the clip are cropped or replaced.
     """
 
@@ -141,7 +141,10 @@ def _never_whole(steps: Any) -> Iterator[str]:
 def _clips_of(
     config: RunConfig, split: Any, codec: VideoCodec | None, options: Options, step: int
 ) -> Iterator[ShownClip]:
-    """Yield the clips of a step on one rank, at most `Options.max_rows`."""
+    """Yield the clips of a step on one rank, at most `Options.max_rows`.
+
+    ``codec`` decodes their frames from the latents; None reads the frames from the clips' files.
+    """
     plan = split.plan
     left = options.max_rows
     consumed = sum(plan.steps.num_samples(earlier) for earlier in range(step))
@@ -189,7 +192,10 @@ def _frames(codec: VideoCodec, sample: VideoSample) -> NDArray[Any]:
 
 
 def _frames_of_file(path: str | None, bucket: Bucket) -> tuple[NDArray[Any] | None, str | None]:
-    """Return the first, middle and last frame of a clip's file, or None and the reason."""
+    """Return the first, middle and last frame of a clip's file, and None.
+
+    If there are no frames, because ``path`` is None or cannot be read, return None and the reason.
+    """
     if path is None:
         return None, "no frames are shown: the dataset does not say which file the clip was"
     if not (Path(path).is_file() or Path(path).is_dir()):

@@ -47,7 +47,7 @@ class Activation:
     def cast(self, wide: Tensor, after: DelayedScaling, *, columns: bool) -> Pair:
         """Return the activation ``[m, f]`` in 8 bits; with ``columns`` also its transpose.
 
-        ``after`` is the scaling of the second layer, whose input the result is.
+        The result is the second layer's input, and ``after`` is that layer's scaling.
         """
         kernels: Any = kernels_for(wide)
         function = partial(kernels.activated, wide, self.name, self.gated)
@@ -79,10 +79,10 @@ def joined(first: Any, second: Any, wide: Tensor, name: str, gated: bool) -> Ite
     """Inside the block, let the second layer of an MLP compute the activation, if possible.
 
     Yield whether it is possible. If so, the caller must call ``second`` with ``wide``, the output
-    of the layer ``first``. If not, the caller must apply the activation to ``wide`` itself, and
-    call ``second`` with the result. It is possible on a GPU with Triton if both layers know their
-    scales in advance, compute weight gradients in 8 bits and have no adapter, and ``first`` has no
-    bias.
+    of the layer ``first``. If not, the caller must apply the activation ``name`` (with a gate if
+    ``gated``) to ``wide`` itself, and call ``second`` with the result. It is possible on a GPU with
+    Triton if both layers know their scales in advance, compute weight gradients in 8 bits and have
+    no adapter, and ``first`` has no bias.
     """
     scalings = [getattr(layer, "fp8", None) for layer in (first, second)]
     possible = (

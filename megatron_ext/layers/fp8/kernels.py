@@ -326,9 +326,9 @@ Signature = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]
 
 
 def signatures() -> list[Signature]:
-    """Return all forms of the kernels, to compile them without a GPU.
+    """Return the signature of each kernel in each form, so that they can be compiled without a GPU.
 
-    Each entry has a kernel, the types of its arguments, its constants, and its options. As Triton
+    A signature has a kernel, the types of its arguments, its constants, and its options. As Triton
     does at a call, each kernel is compiled both for addresses that are multiples of 16 bytes and
     for others, because scales and magnitudes are single numbers inside longer tensors.
     """

@@ -99,7 +99,8 @@ def _entered(
 
     With ``--fp8-wgrad``, the transposed 8-bit input is saved. Under sequence parallelism, this
     rank's 8-bit rows are saved instead, which the backward pass gathers and transposes. Without
-    ``--fp8-wgrad``, the input itself is saved. If the weight needs no gradient, nothing is saved.
+    ``--fp8-wgrad``, the input itself is saved. If the weight needs no gradient (``trains`` is
+    False), nothing is saved.
     """
     scaling = call.scaling
     flat = input.flatten(0, -2)

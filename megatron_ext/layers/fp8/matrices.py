@@ -139,7 +139,7 @@ Wanted = Literal["rows", "columns", "both"]
 
 
 Layouts = tuple[Tensor | None, Tensor | None]
-"""An 8-bit matrix and its transpose, as `turned` returns it; None for one not requested."""
+"""An 8-bit matrix and its transpose, as `turned` returns it; either is None if not requested."""
 
 
 class Pass(NamedTuple):

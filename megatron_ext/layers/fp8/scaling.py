@@ -1,8 +1,8 @@
 """The scales of a layer's 8-bit tensors, for each recipe, and the ranks that must agree on them.
 
 Except for experts, a scale does not depend on how a tensor is sharded: the ranks that hold its
-parts reduce their largest magnitudes (`Parts`). Only the delayed recipe also reduces over
-data-parallel ranks, because its scales are used for a whole step.
+parts take the maximum of their largest magnitudes (`Parts`). Only the delayed recipe also takes the
+maximum over data-parallel ranks, because its scales are used for a whole step.
 """
 
 from __future__ import annotations
@@ -203,8 +203,9 @@ class Scaling(torch.nn.Module):
     def gradient(self, x: Tensor, *, columns: bool) -> Pair:
         """Return the gradient ``[m, k]`` of the layer's output in 8 bits.
 
-        ``x`` is the gradient that autograd passes, and is cast here. But if the next layer has
-        already computed the gradient in 8 bits (`handed`), ``x`` must be the placeholder for it.
+        ``x`` is the gradient that autograd passes, and is cast here; with ``columns`` the transpose
+        is returned, too. But if the next layer has already computed the gradient in 8 bits
+        (`handed`), ``x`` must be the placeholder for it.
 
         Raises:
             RuntimeError: the next layer has computed the gradient, but ``x`` is not its
@@ -376,7 +377,7 @@ class DelayedScaling(Scaling):
         return Pass(scale, inverse, *casting.cast_with(x, scale, dtype, layout, noted))
 
     def _noted(self, role: Role) -> Tensor | None:
-        """Return the tensor ``[]`` in which casts record this step's largest magnitude of a role.
+        """Return the tensor ``[]`` in which casts record a role's largest magnitude in this step.
 
         Return None in evaluation, where magnitudes are not recorded.
         """
