@@ -22,7 +22,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import preflight, pretrain, stored_config
-from megatron_ext.train.reporting.files import plot_metrics, read_metrics
+from megatron_ext.train.reporting.files import read_metrics
+from megatron_ext.train.reporting.loss_plot import plot_metrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, TaskChoice
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from megatron_ext.config.flags import default_of, range_errors
+from megatron_ext.config.flags import changed_fields, default_of, range_errors
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.output import PlanningConfig
+from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules import optimizer as optimizer_rules
 from megatron_ext.config.rules import parallel as parallel_rules
 from megatron_ext.config.rules import transformer_engine as engine_rules
 from megatron_ext.config.rules.model import model_errors
-from megatron_ext.config.rules.precision import cuda_graph_errors, fp8_errors, state_beside_steps
 from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig, TaskFlags, engine_sections
 from megatron_ext.errors import ConfigError, FlagError, exclusive, flags_of
@@ -142,6 +142,32 @@ def _core_errors() -> Iterator[FlagError]:
         )
 
 
+def _precision_errors(run: RunConfig) -> Iterator[FlagError]:
+    """Yield a sentence for each fault in the flags of 8-bit products and of CUDA graphs."""
+    if changed_fields(run.fp8):
+        from megatron_ext.config.rules.fp8 import fp8_errors
+
+        yield from fp8_errors(run, may_use_te=not engine_rules.needs_torch_layers(run))
+    if changed_fields(run.cuda_graphs):
+        from megatron_ext.config.rules.cuda_graphs import cuda_graph_errors
+
+        yield from cuda_graph_errors(run)
+
+
+def _state_beside_steps(run: RunConfig) -> str | None:
+    """Return the flag that makes it impossible to repeat a step; None if there is none.
+
+    Under such a flag a step changes state that cannot be restored: the random states of CUDA
+    graphs, or Transformer Engine's delayed scales.
+    """
+    if run.cuda_graphs.cuda_graph_impl != "none":
+        return f"--cuda-graph-impl {run.cuda_graphs.cuda_graph_impl}"
+    delayed = run.fp8.fp8_format is not None and run.fp8.fp8_recipe == "delayed"
+    if delayed and run.model.transformer_impl == TE_IMPL:
+        return f"--fp8-recipe delayed --transformer-impl {TE_IMPL}"
+    return None
+
+
 def _errors(run: RunConfig) -> Iterator[str]:
     """Yield a sentence for each fault that keeps the engine from running a configuration."""
     has_te = _has_transformer_engine(run.model, run.device, run.planning)
@@ -152,8 +178,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
     yield from optimizer_rules.lora_errors(run.lora, run.model, run.optimizer)
     if run.precision.bf16 and run.precision.fp16:
         yield exclusive("--bf16", "--fp16")
-    yield from fp8_errors(run, may_use_te=not engine_rules.needs_torch_layers(run))
-    yield from cuda_graph_errors(run)
+    yield from _precision_errors(run)
     version = found_version() if has_te else None
     yield from engine_rules.transformer_engine_errors(run, found_version=version)
     yield from run.training.errors(run.parallel.data_parallel_size)
@@ -165,7 +190,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
     yield from optimizer_rules.ema_errors(run.ema, run.training)
     yield from run.checkpoint.errors(evaluates=run.training.evaluates)
     whole = not (run.checkpoint.no_save_optim or run.checkpoint.no_save_rng)
-    kept = state_beside_steps(run)
+    kept = _state_beside_steps(run)
     yield from run.fault_tolerance.errors(run.checkpoint.save, whole=whole, kept=kept)
     project = run.logging.wandb_project
     if project and not run.logging.wandb_exp_name:

@@ -25,7 +25,7 @@ import torch
 
 from megatron_ext.disk import host_folder as host
 from megatron_ext.extras.resilience.postmortem import Drawings
-from megatron_ext.train.reporting import files as plot
+from megatron_ext.train.reporting import loss_plot
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.reporting.start import STARTED
 
@@ -190,7 +190,7 @@ def _child(
         os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
         host._PREFIX = _host_prefix(os.getpid())
         if not pictures:
-            plot.LossPlot.close = lambda self: None  # type: ignore[method-assign]
+            loss_plot.LossPlot.close = lambda self: None  # type: ignore[method-assign]
             Drawings.start = lambda self, folder: None  # type: ignore[method-assign]
         code = main() or 0
     except SystemExit as error:

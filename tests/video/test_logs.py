@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 from megatron_ext.train.callbacks.callback import Callback
-from megatron_ext.train.reporting.files import _plot_losses
+from megatron_ext.train.reporting.loss_plot import _plot_losses
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.run import MODES, ConditionConfig, FlowConfig, SampleConfig
 from megatron_ext.video.data.conditions import Text, draw_modes

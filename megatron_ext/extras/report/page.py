@@ -47,7 +47,8 @@ from megatron_ext.inspect.pages import charts
 from megatron_ext.inspect.pages.charts import Curve, Mark
 from megatron_ext.inspect.pages.page import page_of, write_page
 from megatron_ext.inspect.pages.table import integer_of, moment, text_of
-from megatron_ext.train.reporting.files import SMOOTHED_FROM, number, smoothed
+from megatron_ext.train.reporting.files import number
+from megatron_ext.train.reporting.loss_plot import SMOOTHED_FROM, smoothed
 
 REPORT_FILE = "report.html"
 MAX_MARKS = 60

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.config.precision import Fp8Config
-from megatron_ext.config.rules.precision import UNIT
+from megatron_ext.config.rules.fp8 import UNIT
 from megatron_ext.device.gpus import FP8
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.fp8.scaling import RECIPES, ExpertParts, Parts, WholeParts

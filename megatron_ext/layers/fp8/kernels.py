@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ext.config.rules.precision import UNIT
+from megatron_ext.config.rules.fp8 import UNIT
 from megatron_ext.layers.fp8.matrices import Layouts, Pass, Wanted
 
 WARPS = 8

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.config.rules.precision import UNIT
+from megatron_ext.config.rules.fp8 import UNIT
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2

@@ -14,25 +14,16 @@ from megatron_ext.config.flags import (
     SIZE,
     WEIGHT,
     flag,
-    must_divide,
     resumed_flag,
     said_flag,
 )
 from megatron_ext.config.layers import layers_with_experts, read_pattern
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.optimizer import TARGETS
-from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import TE_IMPL
-from megatron_ext.config.rules.precision import side_errors
 from megatron_ext.config.run import LayerSection, RunConfig, has_te_layers
-from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import FlagError
-from megatron_ext.text.config.attention import LatentAttentionConfig
 
 FUSIONS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 """Names of the fields for kernels that megatron-core runs only in Transformer Engine's layers."""
-CAPACITY_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
-TENSOR = "--tensor-model-parallel-size"
 PADDING = "--moe-router-padding-for-quantization"
 
 
@@ -175,64 +166,26 @@ class MoEConfig(LayerSection):
         return {"--moe-router-fusion": "2.7.0"} if fuses else {}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error for each wrong flag of experts, and each flag that experts do not support.
-
-        For a dense model, yield an error for each flag that needs experts.
-        """
-        if self.num_experts is None:
-            yield from _errors_without_experts(config)
+        """Yield an error for each flag that needs experts, if the model has none."""
+        if self.num_experts is not None:
             return
-        model = config.model
-        size = "--expert-model-parallel-size"
-        ranks = max(1, config.parallel.expert_model_parallel_size)
-        yield from must_divide("--num-experts", self.num_experts, size, ranks)
-        if not 1 <= self.moe_router_topk <= self.num_experts:
+        ranks = config.parallel.expert_model_parallel_size
+        if ranks > 1:
             yield FlagError(
-                "--moe-router-topk",
-                self.moe_router_topk,
-                f"must be between 1 and `--num-experts` ({self.num_experts})",
+                "--expert-model-parallel-size",
+                ranks,
+                "needs `--num-experts`",
+                "give the number of experts",
             )
-        try:
-            self.layer_pattern()
-        except ValueError:
-            yield FlagError(
-                "--moe-layer-freq",
-                self.moe_layer_freq,
-                "must be a number or a list of 0 and 1",
-                "use 1 to give every layer experts",
-            )
-        if model.num_layers and model.hidden_size and model.num_attention_heads:
-            yield from _expert_errors(self, model, config.parallel)
-            yield from _router_errors(self)
-            yield from _dispatch_errors(self, config.parallel, config.training, model)
-        yield from _adapter_errors(self, config)
-        yield from _fp8_errors(self, config)
-        if config.cuda_graphs.cuda_graph_impl == "local":
-            yield FlagError(
-                "--cuda-graph-impl local",
-                None,
-                "does not go with `--num-experts`, whose experts get any number of tokens",
-            )
+        if pads_for_quantization(config):
+            yield FlagError(PADDING, None, "needs `--num-experts`", "give both")
 
 
 def _uses_te(config: RunConfig) -> bool:
     return config.model.transformer_impl == TE_IMPL
 
 
-def _errors_without_experts(config: RunConfig) -> Iterator[FlagError]:
-    ranks = config.parallel.expert_model_parallel_size
-    if ranks > 1:
-        yield FlagError(
-            "--expert-model-parallel-size",
-            ranks,
-            "needs `--num-experts`",
-            "give the number of experts",
-        )
-    if _pads(config):
-        yield FlagError(PADDING, None, "needs `--num-experts`", "give both")
-
-
-def _pads(config: RunConfig) -> bool:
+def pads_for_quantization(config: RunConfig) -> bool:
     """Return whether each expert's tokens are padded to a number that 8-bit matrix products need.
 
     Only Transformer Engine's layers can pad them.
@@ -240,207 +193,3 @@ def _pads(config: RunConfig) -> bool:
     fp8 = config.fp8
     asked = fp8.fp8_format is not None and fp8.moe_router_padding_for_quantization
     return asked and _uses_te(config)
-
-
-def _fp8_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each flag that prevents experts from computing in 8 bits."""
-    if config.fp8.fp8_format is None:
-        return
-    dispatcher = moe.moe_token_dispatcher_type
-    if _pads(config) and dispatcher == "allgather":
-        yield FlagError(
-            PADDING,
-            None,
-            f"does not go with `--moe-token-dispatcher-type` ({dispatcher})",
-            "use alltoall",
-        )
-    tp = config.parallel.tensor_model_parallel_size
-    etp = config.parallel.expert_tensor_parallel_size or tp
-    shared = moe.moe_shared_expert_intermediate_size
-    sides = [
-        ("--moe-ffn-hidden-size", moe.moe_ffn_hidden_size, etp),
-        ("--moe-shared-expert-intermediate-size", shared, tp),
-    ]
-    yield from side_errors(config.fp8, sides)
-
-
-def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
-    """Yield an error if the flags ask for LoRA adapters on experts."""
-    lora = config.lora
-    if lora.lora_rank is None:
-        return
-    targets = TARGETS if lora.lora_target_modules is None else lora.lora_target_modules
-    mlp = [name for name in targets if name.startswith("linear_fc")]
-    if mlp:
-        latent = config.section(LatentAttentionConfig).multi_latent_attention
-        projections = "linear_q_up_proj linear_kv_up_proj" if latent else "linear_qkv"
-        yield FlagError(
-            "--lora-target-modules",
-            " ".join(mlp),
-            f"does not go with `--num-experts` ({moe.num_experts}), since experts take no adapters",
-            f"use {projections} linear_proj",
-        )
-
-
-def _expert_errors(
-    moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig
-) -> Iterator[FlagError]:
-    """Yield an error for each fault in the sizes, the biases and the layers of experts."""
-    tp = max(1, parallel.tensor_model_parallel_size)
-    etp = parallel.expert_tensor_parallel_size or tp
-    width = moe.moe_ffn_hidden_size
-    shared_width = moe.moe_shared_expert_intermediate_size
-    yield from must_divide("--moe-ffn-hidden-size", width, "--expert-tensor-parallel-size", etp)
-    yield from must_divide("--moe-shared-expert-intermediate-size", shared_width, TENSOR, tp)
-    if model.add_bias_linear and shared_width:
-        yield FlagError(
-            "Experts with biases",
-            None,
-            "do not go with a shared expert",
-            "give `--disable-bias-linear`",
-        )
-    elif model.add_bias_linear and etp > 1:
-        yield FlagError(
-            "Experts with biases",
-            None,
-            f"do not go with `--expert-tensor-parallel-size` ({etp})",
-            "give `--expert-tensor-parallel-size 1` or `--disable-bias-linear`",
-        )
-    if model.add_mlp_bias and not model.add_bias_linear:
-        yield FlagError(
-            "--add-mlp-bias",
-            None,
-            "gives biases to dense MLPs, not to experts",
-            "leave it out, or use `--add-bias-linear`, which gives them to all layers",
-        )
-    try:
-        pattern = moe.layer_pattern()
-    except ValueError:
-        return  # said by the section itself
-    if isinstance(pattern, list) and len(pattern) != model.num_layers:
-        yield FlagError(
-            "--moe-layer-freq",
-            None,
-            f"has {len(pattern)} entries, but must have one for each of the {model.num_layers} "
-            "layers",
-        )
-    if isinstance(pattern, int) and pattern < 1:
-        yield FlagError("--moe-layer-freq", pattern, "must be at least 1", "use 1")
-
-
-def _router_errors(moe: MoEConfig) -> Iterator[FlagError]:
-    kinds = moe.moe_router_load_balancing_type
-    weights = moe.moe_aux_loss_coeff
-    if len(kinds) != len(weights):
-        yield FlagError(
-            "--moe-aux-loss-coeff",
-            None,
-            f"has {len(weights)} value(s), but `--moe-router-load-balancing-type` has {len(kinds)}",
-            "give one for each",
-        )
-    if "sinkhorn" in kinds and any(weights):
-        yield FlagError(
-            "--moe-aux-loss-coeff",
-            " ".join(f"{x:g}" for x in weights),
-            "must be 0 with `--moe-router-load-balancing-type sinkhorn`",
-            "leave it out",
-        )
-    softmax = moe.moe_router_score_function == "softmax"
-    if moe.moe_router_enable_expert_bias and moe.moe_router_score_function != "sigmoid":
-        yield FlagError(
-            "--moe-router-enable-expert-bias",
-            None,
-            "needs `--moe-router-score-function sigmoid`",
-            "give both",
-        )
-    one = moe.moe_router_topk == 1 and kinds != ["sinkhorn"]
-    if one and softmax and not moe.moe_router_pre_softmax:
-        yield FlagError(
-            "--moe-router-topk",
-            "1",
-            "with a softmax over one expert has no gradient",
-            "give `--moe-router-pre-softmax`",
-        )
-    chosen = moe.moe_router_group_topk
-    groups = moe.moe_router_num_groups
-    if chosen is None:
-        if moe.moe_router_group_scores is not None:
-            yield FlagError(
-                "--moe-router-group-scores",
-                moe.moe_router_group_scores,
-                "needs `--moe-router-group-topk`",
-                "give both",
-            )
-        return
-    if not groups:
-        yield FlagError(
-            "--moe-router-group-topk", chosen, "needs `--moe-router-num-groups`", "give both"
-        )
-        return
-    yield from must_divide("--num-experts", moe.num_experts, "--moe-router-num-groups", groups)
-    if not 1 <= chosen <= groups:
-        yield FlagError(
-            "--moe-router-group-topk",
-            chosen,
-            f"must be between 1 and `--moe-router-num-groups` ({groups})",
-        )
-    ranked = moe.moe_router_group_scores
-    group_size = (moe.num_experts or 0) // groups
-    if ranked is not None and ranked > group_size:
-        yield FlagError(
-            "--moe-router-group-scores",
-            ranked,
-            f"must be at most the experts of a group ({group_size})",
-            f"use {group_size} or less",
-        )
-    if ranked is not None and moe.moe_router_fusion:
-        yield FlagError(
-            "--moe-router-fusion",
-            None,
-            "ranks groups as Megatron-LM does",
-            "leave it out with `--moe-router-group-scores`",
-        )
-
-
-def _dispatch_errors(
-    moe: MoEConfig, parallel: ParallelConfig, training: TrainingConfig, model: ModelConfig
-) -> Iterator[FlagError]:
-    """Yield an error for each wrong flag about sending tokens to experts."""
-    tp = parallel.tensor_model_parallel_size
-    if tp > 1 and not parallel.sequence_parallel and not training.skip_train:
-        yield FlagError(
-            "Training `--num-experts` with `--tensor-model-parallel-size`",
-            tp,
-            "needs `--sequence-parallel`",
-            "give it",
-        )
-    capacity = moe.moe_expert_capacity_factor
-    wrong = [x for x in moe.moe_router_load_balancing_type if x not in CAPACITY_BALANCING]
-    if capacity is not None and wrong:
-        yield FlagError(
-            "--moe-expert-capacity-factor",
-            f"{capacity:g}",
-            f"does not go with `--moe-router-load-balancing-type {wrong[0]}`",
-            "use aux_loss",
-        )
-    if capacity is None and moe.moe_pad_expert_input_to_capacity:
-        yield FlagError(
-            "--moe-pad-expert-input-to-capacity",
-            None,
-            "needs `--moe-expert-capacity-factor`",
-            "give both",
-        )
-    if moe.moe_layer_recompute and model.recompute_granularity == "full":
-        yield FlagError(
-            "--moe-layer-recompute",
-            None,
-            "has no effect beside `--recompute-granularity full`",
-            "leave one out",
-        )
-    if moe.moe_apply_probs_on_input and moe.moe_router_topk != 1:
-        yield FlagError(
-            "--moe-apply-probs-on-input",
-            None,
-            f"needs `--moe-router-topk` ({moe.moe_router_topk}) to be 1",
-            "leave it out",
-        )

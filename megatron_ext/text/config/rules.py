@@ -71,6 +71,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
     sft = run.section(SftConfig)
     return [
         *_pattern_errors(given, run),
+        *_expert_errors(run),
         *data.own_errors(full_validation=run.training.full_validation),
         *direct_errors(data, run),
         *run.section(FimConfig).own_errors(),
@@ -88,6 +89,15 @@ def _pattern_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
         from megatron_ext.text.hybrid import hybrid_errors
 
         yield from hybrid_errors(given, run)
+
+
+def _expert_errors(run: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each wrong flag of experts, if the model has them."""
+    moe = run.section(MoEConfig)
+    if moe.num_experts is not None:
+        from megatron_ext.text.config.moe_rules import expert_errors
+
+        yield from expert_errors(moe, run)
 
 
 def _rotary_errors(run: RunConfig) -> Iterator[FlagError]:

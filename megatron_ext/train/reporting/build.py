@@ -24,7 +24,7 @@ from megatron_ext.disk.writing import open_to_append
 from megatron_ext.errors import ConfigError, say_to_stderr
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.launch import End, Launch
-from megatron_ext.train.reporting.files import LinePrinter, LossPlot, MetricsFile
+from megatron_ext.train.reporting.files import LinePrinter, MetricsFile
 from megatron_ext.train.reporting.records import (
     FINISHED,
     EvaluationRecord,
@@ -318,6 +318,8 @@ def build_reporters(
     time_rows: TimeAccount | None = None
     try:
         if save is not None:
+            from megatron_ext.train.reporting.loss_plot import LossPlot
+
             write_configuration(config.to_yaml(), Path(save))
             launched_at = math.inf if launched is None else launched.started
             metrics = MetricsFile(Path(save), resumed_at, launched_at)

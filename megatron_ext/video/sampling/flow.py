@@ -22,7 +22,7 @@ from megatron_ext.video.loss import shift, shift_factor
 from megatron_ext.video.model.tokens import LatentShape, pack, tokens_per_frame, unpack
 
 OSCILLATION_START = 10
-"""With ``--sample-oscillation``, guidance scales are 1 in odd steps from this step on (from 0)."""
+"""First step (from 0) whose guidance scales ``--sample-oscillation`` changes: odd steps take 1."""
 
 
 def _has_unit_scales(sampling: SampleConfig, step: int) -> bool:

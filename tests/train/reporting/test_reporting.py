@@ -26,7 +26,7 @@ from megatron_ext.text.task import GPT
 from megatron_ext.train import loop
 from megatron_ext.train.launch import Launch
 from megatron_ext.train.main import main
-from megatron_ext.train.reporting import build, files
+from megatron_ext.train.reporting import build, files, loss_plot
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
 from megatron_ext.train.reporting.start import (
     CONFIGURATION_FILE,
@@ -271,13 +271,13 @@ def test_numbers_are_floats() -> None:
 
 
 def test_the_moving_average_is_corrected_and_skips_what_is_not_finite() -> None:
-    assert files.smoothed([3.0, 3.0]) == [3.0, 3.0]
+    assert loss_plot.smoothed([3.0, 3.0]) == [3.0, 3.0]
     # Below 100 values, each new one counts for half.
-    first, second, third = files.smoothed([1.0, 4.0, math.nan])
+    first, second, third = loss_plot.smoothed([1.0, 4.0, math.nan])
     assert (first, second, third) == (1.0, pytest.approx(3.0), pytest.approx(3.0))
-    assert math.isnan(files.smoothed([math.nan])[0])
+    assert math.isnan(loss_plot.smoothed([math.nan])[0])
     values = [0.0] * 499 + [1.0]
-    assert files.smoothed(values)[-1] == pytest.approx(0.1, rel=1e-6)
+    assert loss_plot.smoothed(values)[-1] == pytest.approx(0.1, rel=1e-6)
 
 
 def drawn(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, folder: Path) -> Any:
@@ -288,7 +288,7 @@ def drawn(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, folder: P
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: figures.append(self))
     with pytest.raises(FileNotFoundError):
         # Nothing has been written that could be moved to its place.
-        files.plot_metrics(rows, folder / "loss.png", "the title")
+        loss_plot.plot_metrics(rows, folder / "loss.png", "the title")
     return figures[0]
 
 
@@ -330,9 +330,9 @@ def test_a_picture_that_cannot_be_drawn_leaves_no_file(
     monkeypatch.setattr(Figure, "savefig", full)
     row = {"kind": "train", "iteration": 1, "lm loss": 1.0}
     with pytest.raises(OSError, match="No space"):
-        files.plot_metrics([row], tmp_path / "loss.png")
+        loss_plot.plot_metrics([row], tmp_path / "loss.png")
     assert list(tmp_path.iterdir()) == []
-    files.plot_metrics([], tmp_path / "loss.png")
+    loss_plot.plot_metrics([], tmp_path / "loss.png")
 
 
 def test_the_loss_is_drawn_at_most_once_a_minute(
@@ -341,8 +341,8 @@ def test_the_loss_is_drawn_at_most_once_a_minute(
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     times: list[float] = []
-    monkeypatch.setattr(files, "plot_metrics", lambda rows, path, title: times.append(now[0]))
-    plot = files.LossPlot(tmp_path / "metrics.jsonl", "loss")
+    monkeypatch.setattr(loss_plot, "plot_metrics", lambda rows, path, title: times.append(now[0]))
+    plot = loss_plot.LossPlot(tmp_path / "metrics.jsonl", "loss")
     for now[0] in (130.0, 160.0, 160.5, 170.0, 221.0):
         plot.on_iteration(_record())
     assert times == [160.5, 221.0]
@@ -384,11 +384,11 @@ def test_every_line_is_json_even_with_a_bad_norm(tmp_path: Path) -> None:
     assert math.isnan(rows[0]["grad_norm"]) and rows[1]["grad_norm"] == math.inf
     assert rows[0]["skipped_iterations"] == 1
     assert math.isnan(rows[0]["train/grad_norm"]) and rows[0]["train/skipped_iterations"] == 7
-    files.plot_metrics(rows, tmp_path / "loss.png")
+    loss_plot.plot_metrics(rows, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     steps = [_record(i, losses={"lm loss": 8 - i / 10}) for i in range(1, 30)]
     rows = _written(tmp_path, *steps, EvaluationRecord("validation", 29, {"lm loss": 5.0}))
-    files.plot_metrics(rows, tmp_path / "plot.png")
+    loss_plot.plot_metrics(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
