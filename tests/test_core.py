@@ -44,6 +44,28 @@ def test_each_layer_finds_its_kind_and_depths_have_that_of_the_last(
         assert len(found) == numbers[-1] + 1
 
 
+def test_depths_are_looked_for_on_one_chunk_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Any]()
+
+    def newer(config: Any, ignore_virtual: bool = True, vp_stage: Any = None) -> int:
+        asked.append((config.mtp_num_layers, ignore_virtual, vp_stage))
+        return vp_stage == 1
+
+    def older(
+        layout: Any, mtp_num_layers: Any, ignore_virtual: bool = True, vp_stage: Any = None
+    ) -> int:
+        asked.append((layout, mtp_num_layers, ignore_virtual, vp_stage))
+        return vp_stage == 1
+
+    config: Any = SimpleNamespace(mtp_num_layers=2, pipeline_model_parallel_layout="Et|tmL")
+    for function, about in ((newer, (2,)), (older, ("Et|tmL", 2))):
+        asked.clear()
+        monkeypatch.setattr(multi_token_prediction, "mtp_on_this_rank", function)
+        found = [core.mtp_on_this_chunk(config, chunk) for chunk in (0, 1, None)]
+        assert found == [False, True, False]
+        assert asked == [(*about, False, chunk) for chunk in (0, 1, None)]
+
+
 @pytest.mark.parametrize("name", ["values", "loss_values"])
 def test_losses_of_depths_are_taken_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker: dict[str, Any] = {}

@@ -212,6 +212,20 @@ def test_a_quota_and_a_limit_of_file_sizes_are_no_full_disk(tmp_path: Path) -> N
         (OSError(errno.EDQUOT, "x"), "disk quota"),
         (RuntimeError("write: File too large"), "file size"),
         (OSError(errno.EFBIG, "x"), "file size"),
+        (OSError(errno.EMFILE, "x"), "open files"),
+        (OSError(errno.ENFILE, "x"), "files of the system"),
+        (OSError(errno.ENOMEM, "x"), "address space"),
+        (OSError(errno.ENOSPC, "x"), "disk"),
+        (MemoryError("x"), "address space"),
+        (RuntimeError("Too many open files in system"), "files of the system"),
+        (RuntimeError("Too many open files"), "open files"),
+        (RuntimeError("unable to allocate shared memory(shm) for file"), "shared memory"),
+        (RuntimeError("out of shared memory"), "shared memory"),
+        (RuntimeError("can't start new thread"), "processes"),
+        (RuntimeError("fork: Resource temporarily unavailable"), "processes"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "address space"),
+        (RuntimeError("mmap: Cannot allocate memory"), "address space"),
+        (RuntimeError("std::bad_alloc"), "address space"),
         (ImportError("failed to map segment from shared object"), "address space"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "disk"),
         (RuntimeError("failed (os error 24)"), "open files"),
@@ -302,6 +316,10 @@ def test_a_disk_counts_as_full_below_a_mebibyte_and_as_empty_above_a_gibibyte(
         fault = limits.disk_fault(None)
         assert f"{tmp_path}/b " in fault and said in fault
         assert fault.startswith("a disk is full, but") == (size == 1 << 30)
+    # A disk that the error names is the one, whatever is free there: a write may need more.
+    free[f"{tmp_path}/a"] = 5 << 29
+    fault = limits.disk_fault(tmp_path / "a", needed=1 << 32)
+    assert "is full: 2.5 GiB of" in fault and ", and 4.0 GiB are needed; free" in fault
 
 
 def test_a_disk_without_inodes_has_no_room_for_a_file(

@@ -583,6 +583,28 @@ def test_a_copy_that_fails_gives_its_memory_back(
     assert slot is not None and fault == ""
 
 
+def test_a_copy_is_made_anew_in_the_same_memory_if_another_rank_needs_a_new_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = Scene(tmp_path, monkeypatch, rank=1).saves
+    old, new = (PreparedSave(b"", [torch.full((3,), value)], {}) for value in (1.0, 2.0))
+    own, agreed = list[int](), [background.UNKNOWN, background.KNOWN]
+
+    def worst(verdict: int) -> int:
+        own.append(verdict)
+        return agreed.pop(0)
+
+    plans = SimpleNamespace(prepare_alike=lambda _: old, prepare=lambda _: new)
+    monkeypatch.setattr(saves, "_preparer", plans)
+    monkeypatch.setattr(saves, "_worst", worst)
+    saves.begin(5, dict, {}, {}, (), ())
+    assert own == [background.KNOWN, background.KNOWN]
+    (running,) = saves._running
+    assert saves._num_slots == 1 and saves._free == []
+    snapshot = SnapshotFile(Path(running.job.snapshot)).read()
+    assert snapshot is not None and torch.equal(snapshot.state()[1][0], new.values[0])
+
+
 def test_the_size_of_a_prepared_save_is_in_bytes() -> None:
     values = [torch.ones(3), torch.ones(5, dtype=torch.bfloat16), b"object"]
     assert PreparedSave(b"", values, {}).num_bytes == 3 * 4 + 5 * 2
@@ -659,6 +681,23 @@ def test_results_are_those_of_the_ranks_in_order(
     (job.folder / "__11.result").unlink()
     with pytest.raises(CheckpointError, match="rank 11 could not write .*: it could not even say"):
         helper._results(job)
+
+
+def test_results_of_ranks_are_no_part_of_the_published_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = helper.Job(1, 5, 0, 12, "", str(tmp_path), 1.0, CheckpointConfig())
+    job.folder.mkdir()
+    for name in ("__0.result", "__1.result", "__11.result", "__0_0.distcp", "common.pt"):
+        (job.folder / name).touch()
+    published_with = list[list[str]]()
+    monkeypatch.setattr(
+        helper.publish,
+        "publish",
+        lambda *_: published_with.append(sorted(path.name for path in job.folder.iterdir())),
+    )
+    helper._publish(job, {})
+    assert published_with == [["__0_0.distcp", "common.pt"]]
 
 
 def test_a_failure_is_told_on_a_full_disk_and_rank_0_removes_what_it_wrote(

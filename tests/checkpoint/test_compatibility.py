@@ -105,6 +105,11 @@ GROWING = "--start-weight-decay 0 --end-weight-decay {} --weight-decay-incr-styl
             "`--end-weight-decay` (0.2, before 0.1)",
         ),
         (
+            f"--train-iters 24 --lr-decay-iters 12 {GROWING.format(0.1)}",
+            f"--train-iters 12 --lr-decay-iters 12 {GROWING.format(0.1)}",
+            "`--train-iters` (24, before 12)",
+        ),
+        (
             "--train-iters 24 --lr-decay-iters 24 --global-batch-size 32",
             "--train-iters 24 --lr-decay-iters 24",
             "`--global-batch-size` (32, before 16)",
@@ -275,9 +280,16 @@ def test_a_run_is_compared_with_its_checkpoint_before_any_rank_starts(
     before = given("--train-iters 12")
     checkpoint = CheckpointRef(Path("run"), 7, weights_only=False)
     progress: Any = {}
+    common = {"args": Namespace(), "content_metadata": {}}
+
+    def find_intact(_: Any, own: Any) -> CheckpointRef:
+        checked = own({name: {} for name in ("common.pt", "run_config.json", "__0_0.distcp")})
+        assert checked == {"common.pt", "run_config.json"}  # What is read here is verified.
+        return checkpoint
+
     for name, value in {
-        "find_intact": lambda *_: checkpoint,
-        "common_state_of": lambda _: {"args": Namespace(), "content_metadata": {}},
+        "find_intact": find_intact,
+        "common_state_of": lambda _: common,
         "read_settings": lambda _: before.to_dict(),
         "read_progress": lambda _: progress["iteration"],
     }.items():
@@ -294,6 +306,11 @@ def test_a_run_is_compared_with_its_checkpoint_before_any_rank_starts(
         check_resume(given(sgd))
     for flag in ("--skip-train", "--no-load-optim"):
         check_resume(given(f"{sgd} {flag}"))
+    for precision in ("bf16", "fp16"):
+        common["args"] = Namespace(**{precision: True})
+        check_resume(given(f"{plain} --{precision}"))
+        with pytest.raises(CheckpointError, match="was saved in bf16 or fp16"):
+            check_resume(given(plain))
 
 
 def test_new_branches_and_new_scales_are_told_each_once() -> None:

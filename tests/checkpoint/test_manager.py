@@ -11,8 +11,11 @@ import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_ext.checkpoint import manager as manager_module
+from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.checkpoint.files import TRACKER, folder_of, published, root_of
-from megatron_ext.checkpoint.stored import find, read_run_config
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.stored import candidates, find, read_run_config
 from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
@@ -391,3 +394,34 @@ def test_what_flags_leave_out_is_neither_saved_nor_loaded(context: Any, tmp_path
         model=other.model, optimizer=other.optimizer, scheduler=other.scheduler, whole=True
     )
     assert draws() == expected and other.scheduler.num_steps == 1
+
+
+def test_weights_under_adapters_are_not_looked_for_where_the_adapters_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run with `--resume-mode auto` finds its own checkpoint first, which lacks them."""
+    looked = list[Any]()
+    base = FrozenBase("base", "digest")
+    monkeypatch.setattr(
+        CheckpointManager, "load", lambda self, **_: looked.append(candidates(self._config))
+    )
+    monkeypatch.setattr(FrozenBase, "given", lambda root, *, average: base)
+    monkeypatch.setattr(manager_module, "gather_or_raise", lambda work, _: [work()])
+    config = CheckpointConfig(
+        save="run", load="other", resume_mode="auto", pretrained_checkpoint="base"
+    )
+    none: Any = None
+    CheckpointManager(config, none)._restore_base(Path("run"), base, none)
+    assert looked == [[("base", None, True)]]
+
+
+def test_a_second_network_takes_its_own_weights_before_averages_of_the_first() -> None:
+    none: Any = None
+    for average, section, names in (
+        (False, None, []),
+        (True, None, ["ema."]),
+        (False, "critic", ["critic."]),
+        (True, "critic", ["critic.", "ema."]),
+    ):
+        config = CheckpointConfig(pretrained_average=average)
+        assert CheckpointManager(config, none, section=section)._names == names

@@ -60,7 +60,7 @@ class Manager:
 
     def restore(self, values: Any, **_: Any) -> list[str]:
         self.loads.append(values)
-        return []
+        return ["a queue starts anew"]
 
 
 class Scene:
@@ -172,6 +172,21 @@ def test_a_first_start_takes_snapshots_that_stay_or_were_left(
     recovery = Recovery("memory", 6, **store)
     assert scene.load(recovery) == ("memory" if looks else "checkpoint")
     assert recovery.calls == ([(3, True)] if looks else [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "with_earlier"),
+    [({}, True), ({"finetune": True}, False), ({"ckpt_step": 4}, False)],
+)
+def test_a_restart_takes_snapshots_of_earlier_runs_only_if_it_would_have_done_so_at_first(
+    flags: dict[str, Any], with_earlier: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(monkeypatch, 4, generation=1, **flags)
+    recovery: Any = Recovery("memory", 6, stays=True)
+    loaded, source = scene.resume.load([recovery], model="model")
+    assert source == "memory" and recovery.calls == [(3, with_earlier)]
+    assert scene.manager.loads == [{"values": "memory"}]
+    assert loaded is not None and loaded.notes == ["a note", "a queue starts anew"]
 
 
 def test_snapshots_of_another_layout_are_loaded_whole_through_a_checkpoint(

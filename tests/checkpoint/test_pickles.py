@@ -412,6 +412,17 @@ def _key(elements: int) -> bytes:
     return b"}(" + b"(" + b"K\x01" * elements + b"t" + b"Nu."
 
 
+def test_the_names_of_storages_at_the_end_of_an_old_file_are_looked_at_too() -> None:
+    parts = (torch.serialization.MAGIC_NUMBER, 1001, {}, [1])
+    head = b"".join(pickle.dumps(part, protocol=2) for part in parts)
+    good = head + pickle.dumps([], protocol=2)
+    assert plain_content(io.BytesIO(good), "the file") == [1]
+    for name in ("a deep value", "keys with one hash"):
+        payload, reason = IN_FILES[name]
+        with pytest.raises(CheckpointError, match=reason):
+            plain_content(io.BytesIO(head + b"\x80\x02" + payload), "the file")
+
+
 def _read(content: bytes) -> Any:
     """Return the value of a pickle of an index's parts, without the check of its class."""
     return MetadataMachine(b"\x80\x04" + content).load()

@@ -159,6 +159,18 @@ def test_only_older_checkpoints_are_removed_and_links_stay(tmp_path: Path) -> No
     assert published(tmp_path) == [1, 6, 8]
 
 
+def test_a_new_save_leaves_only_what_other_saves_are_writing(tmp_path: Path) -> None:
+    for name in ("iter_0000003.tmp", "iter_0000005.tmp", "iter_0000002.removed"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "iter_0000005.tmp" / "__0_0.distcp").touch()
+    publish.prepare(tmp_path, 7, [5])
+    assert folders(tmp_path) == ["iter_0000005.tmp", "iter_0000007.tmp"]
+    assert (tmp_path / "iter_0000005.tmp" / "__0_0.distcp").exists()
+    publish.prepare(tmp_path, 5)
+    assert folders(tmp_path) == ["iter_0000005.tmp"]
+    assert not any((tmp_path / "iter_0000005.tmp").iterdir())
+
+
 def test_the_newest_announcement_is_that_of_a_folder_with_its_final_name(tmp_path: Path) -> None:
     announcement, tracker = tmp_path / ANNOUNCEMENT, tmp_path / TRACKER
     assert announced(tmp_path) is None

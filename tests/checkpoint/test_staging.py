@@ -348,8 +348,13 @@ def test_the_test_of_an_address_leaves_only_whole_checkpoints(
     there = tmp_path / "there"
     (folder_of(there, 4) / MANIFEST).unlink()
     (there / "metrics").write_text("kept")
+    exported = there / "iter_0000002_hf"  # a user's own folder
+    exported.mkdir()
+    (exported / "config.json").write_text("{}")
     remote.check_writable()
     left = sorted(path.name for path in there.iterdir())
-    whole = [f"iter_000000{iteration}" for iteration in (2, 6, 8)]
-    assert left == [*whole, TRACKER, "metrics"]
+    assert left == [
+        "iter_0000002", "iter_0000002_hf", "iter_0000006", "iter_0000008", TRACKER, "metrics",
+    ]  # fmt: skip
+    assert remote._iterations() == [2, 6, 8]
     assert list(remote.root.iterdir()) == []

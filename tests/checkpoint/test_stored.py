@@ -1,5 +1,6 @@
 """Which checkpoint flags choose, and what they hear if there is none."""
 
+import dataclasses
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -42,6 +43,8 @@ def test_the_save_folder_may_be_empty_at_first(tmp_path: Path) -> None:
     (note,) = load_notes(config)
     assert note.endswith("holds no checkpoint yet; training starts from scratch.")
     assert load_notes(CheckpointConfig(save=str(tmp_path))) == []
+    # Such a run does not start from scratch.
+    assert load_notes(dataclasses.replace(config, starts_elsewhere=True)) == []
 
 
 def write(root: Path, *iterations: int) -> None:

@@ -54,6 +54,9 @@ def test_ramp_up_grows_by_its_increment_or_is_refused() -> None:
         "`--decrease-batch-size-if-needed`."
     ]
     assert _errors(2, rampup_batch_size=[4, 4, 24]) == []
+    # The steps of the ramp are equally long, even if that is no whole number: here 8 1/3 samples.
+    uneven = BatchSize(_training(rampup_batch_size=[4, 4, 25]), 8, 1)
+    assert [batch for batch, _ in _seen(uneven, 8, 9, 16, 17, 26)] == [4, 8, 8, 12, 16]
     # Without samples the ramp is over after the first step.
     at_once = _training(rampup_batch_size=[4, 4, 0], train_samples=60)
     size = BatchSize(at_once, 8, 1)
@@ -84,8 +87,9 @@ def test_sizes_are_rounded_down_to_what_ranks_can_share() -> None:
 
 
 def test_a_schedule_of_steps_counts_tokens() -> None:
-    # Sequences of 8 tokens: batch 4 from 0, 8 from 12 samples on, 16 from 250 samples on.
-    size = BatchSize(_training(step_batch_size_schedule="0:4 96:8, 2k:16"), 8, 1)
+    # Sequences of 8 tokens: batch 4 from 0, 8 from 12 samples on, 16 from 250 samples on. A
+    # sequence counts for a size if it holds the first of its tokens.
+    size = BatchSize(_training(step_batch_size_schedule="0:4 103:8, 2k:16"), 8, 1)
     seen = _seen(size, 0, 11, 12, 249, 250, 10**6)
     assert seen == [(4, 2), (4, 2), (8, 4), (8, 4), (16, 8), (16, 8)]
     # 3 steps of 4 reach 12 samples, 30 steps of 8 reach 252, then 16 each.

@@ -117,8 +117,16 @@ IDLE = {
     "--mtp-loss-scaling-factor 0.3": "--mtp-num-layers",
     "--moe-router-topk 1": "--num-experts",
     "--loss-scale 8": "--fp16",
+    "--initial-loss-scale 8": "--fp16",
+    "--min-loss-scale 2": "--fp16",
+    "--loss-scale-window 9": "--fp16",
+    "--hysteresis 3": "--fp16",
+    "--recompute-modules mlp": "--recompute-granularity selective",
     "--exit-signal SIGUSR1": "--exit-signal-handler",
     "--profile-step-start 3": "--profile",
+    "--profile-ranks 0": "--profile",
+    "--spike-window 9": "--on-spike",
+    "--spike-factor 9": "--on-spike",
     "--sgd-momentum 0.5": "--optimizer sgd",
     "--muon-extra-scale-factor 0.2": "--optimizer muon",
     "--lr-wsd-decay-iters 3": "--lr-decay-style WSD",
@@ -131,7 +139,11 @@ def test_a_flag_that_does_nothing_without_another_says_so(flags: str) -> None:
     name, needed = flags.split()[0], IDLE[flags]
     notes = parsed(f"{SMALL} {flags}").notes
     assert notes == [f"`{name}` has no effect without `{needed}`."]
-    value = {"--mtp-num-layers": " 1", "--num-experts": " 2 --moe-router-pre-softmax"}.get(needed)
+    value = {
+        "--on-spike": " log",
+        "--mtp-num-layers": " 1",
+        "--num-experts": " 2 --moe-router-pre-softmax",
+    }.get(needed)
     if needed == "--use-rope-scaling":
         value = " --position-embedding-type rope"
     both = f"{SMALL} {flags} {needed}{value or ''}"

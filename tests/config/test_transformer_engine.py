@@ -13,6 +13,7 @@ from megatron_ext.config.rules.transformer_engine import (
     MINIMUM,
     NEEDS,
     OVERLAPPED,
+    Need,
     version_errors,
 )
 from megatron_ext.config.run import RunConfig, transformer_fields
@@ -171,6 +172,16 @@ def test_every_feature_names_its_version() -> None:
         assert all('[pytorch]>=2.9.0"`.' in error for error in errors)
 
 
+def test_the_newest_of_the_needed_versions_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(TE)
+    needs = [Need(f"--needs-{minimum}", minimum, lambda _: True) for minimum in ("2.9.0", "2.10.0")]
+    monkeypatch.setattr(transformer_engine, "NEEDS", tuple(needs))
+    errors = version_errors(config, "2.8.1")
+    assert len(errors) == 2
+    assert all('[pytorch]>=2.10.0"`.' in error for error in errors)
+    assert version_errors(config, "2.10.0") == []
+
+
 def test_a_version_too_old_for_the_layers_is_said_once() -> None:
     config = configured(TE + TENSORWISE)
     for found in ("1.13.0", "2.3.0", "not a version"):
@@ -193,7 +204,7 @@ def test_the_version_is_checked_with_the_flags(monkeypatch: pytest.MonkeyPatch) 
 
 def test_needs_are_in_the_order_of_their_versions_from_the_requirements() -> None:
     minima = [need.minimum for need in NEEDS]
-    assert minima == sorted(minima) and minima[0] == MINIMUM
+    assert minima == sorted(minima, key=Version) and minima[0] == MINIMUM
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(r'^te = \["transformer-engine\[pytorch\]>=([\d.]+)"\]$', text, re.MULTILINE)
     assert found is not None and Version(found[1]) == Version(MINIMUM)

@@ -74,7 +74,7 @@ def test_a_file_that_was_cut_is_named_with_both_sizes(
         if remembered:
             bus.remember_size(path, SIZE)
         os.truncate(path, left)
-        return int(values[-1]), values.sum()
+        return int(values[left]), values.sum()  # exactly at the end of what is left
 
     _, error = in_child(work)
     had = SIZE if remembered else f"more than {SIZE - mmap.PAGESIZE}"

@@ -1,5 +1,6 @@
 """Files of strangers are read within bounds of size, depth and type, or refused in one sentence."""
 
+import json
 import os
 import time
 import tracemalloc
@@ -14,6 +15,7 @@ from megatron_ext.disk.reading import (
     MAX_DEPTH,
     UnreadableFile,
     is_count,
+    is_too_deep,
     lines_of,
     parse_json,
     parse_yaml,
@@ -242,6 +244,16 @@ def test_limits_are_the_largest_that_is_read(tmp_path: Path) -> None:
     for read in (lambda: read_bytes(path, 4), lambda: [*lines_of(path, limit=4)]):
         with pytest.raises(UnreadableFile, match="it is larger than 4 bytes"):
             read()
+    deep = {"a": json.loads("[" * 61 + "7" + "]" * 61)}  # 7 lies 62 deep
+    for depth, fits in ((64, True), (65, False)):
+        text = "[" * (depth - 62) + json.dumps(deep) + "]" * (depth - 62)
+        assert is_too_deep(json.loads(text)) is not fits
+        for parse in (parse_json, parse_yaml):
+            if fits:
+                assert parse(text, "x") == json.loads(text)
+            else:
+                with pytest.raises(UnreadableFile, match="nested more than 64 deep"):
+                    parse(text, "x")
     largest = 2**128 - 1
     for number in (largest, -largest):
         assert parse_json(f"[{number}]", "x") == [number]

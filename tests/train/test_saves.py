@@ -219,6 +219,25 @@ def test_pauses_begin_anew_after_a_save_that_has_worked(tmp_path: Path) -> None:
     assert [saves.must_repeat() for _ in range(2)] == [False, True]
 
 
+def test_a_save_that_did_not_begin_has_failed_whatever_those_in_the_background_do(
+    tmp_path: Path,
+) -> None:
+    def full(*, waits: bool) -> None:
+        raise CheckpointError("full")
+
+    saves, background = in_background(tmp_path)
+    background.num_failed = 2
+    background.newest = (True, False)  # An earlier save is still running.
+    assert not saves.save(full, 5, is_last=False)
+    assert saves.num_failed == 3
+    assert saves.newest_has_failed() and background.waits == 0
+    assert saves.must_repeat()
+    assert saves.save(works, 6, is_last=False)
+    assert not saves.newest_has_failed() and background.waits == 1
+    background.last_has_failed = True
+    assert saves.newest_has_failed()
+
+
 def test_the_events_of_saves_in_the_background_hold_both_of_their_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

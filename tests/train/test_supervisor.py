@@ -84,6 +84,19 @@ def test_ranks_that_end_after_one_did_not_answer_do_not_decide(
     assert forwarder.sent == [signal.SIGTERM, signal.SIGKILL]
 
 
+def test_after_a_lost_connection_no_rank_is_blamed_for_being_silent(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    forwarder = Forwarder()
+    forwarder.children.update({51: 1})
+    supervisor = Supervisor(forwarder, 10)
+    supervisor._ended(0, EXIT_CODE_LOST_CONTACT)
+    clock[0] += 2.1
+    supervisor._look(clock[0])
+    assert forwarder.sent == [signal.SIGTERM] and capsys.readouterr().err == ""
+    assert supervisor._code == EXIT_CODE_LOST_CONTACT
+
+
 def test_ranks_that_have_saved_give_the_others_a_minute(clock: list[float]) -> None:
     forwarder = Forwarder(signal.SIGTERM)
     supervisor = Supervisor(forwarder, 10)
