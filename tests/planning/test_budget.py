@@ -1,5 +1,8 @@
 """The time of a step by class of kernels."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from megatron_ext.device.gpus import GPUS
@@ -7,6 +10,8 @@ from megatron_ext.planning.budget import budget, budget_table
 from megatron_ext.planning.hardware import DEFAULT, GAP, Rates
 from megatron_ext.planning.kernels import KINDS, Phase, Work, gradient_bytes, update_work
 from megatron_ext.planning.memory import memory
+from megatron_ext.planning.network import Network
+from megatron_ext.planning.stages import LayerBytes, Stage
 from megatron_ext.planning.step_time import estimate
 from tests.text.cost.layouts import llama_network
 
@@ -21,6 +26,7 @@ H200 = GPUS["H200"]
         "--tensor-model-parallel-size 4 --sequence-parallel --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1",
         "--fp8-format hybrid --fp8-recipe delayed",
+        "--optimizer muon --use-distributed-optimizer --tensor-model-parallel-size 2",
     ],
 )
 def test_the_classes_make_up_the_whole_step(layout: str) -> None:
@@ -46,6 +52,10 @@ def test_a_class_takes_the_time_of_its_operations_and_bytes() -> None:
     assert lines["logits"].seconds == pytest.approx(6 * 8192 * 128256 / streams)
     assert lines["gaps"].seconds == pytest.approx(lines["gaps"].kernels * GAP)
     assert lines["gaps"].rates == "5 µs a kernel"
+    assert lines["linear"].rates.split(", ")[0] == f"{rate / 1e12:.0f} TFLOP/s"
+    assert lines["logits"].rates == f"{streams / 1e12:.2f} TB/s"
+    counted = sum(line.kernels for kind, line in lines.items() if kind != "gaps")
+    assert counted == pytest.approx(lines["gaps"].kernels)
 
 
 def test_the_classes_are_those_of_the_slowest_rank() -> None:
@@ -93,7 +103,8 @@ def test_bytes_of_an_update_by_weight() -> None:
 def test_the_table_says_the_share_of_the_matrix_rate() -> None:
     found = estimate(llama_network(), H200)
     shown = str(budget_table(found).caption)
-    assert f"take {found.matrix_share:.1%} of it" in shown
+    reached = f"at {H200.bf16 * DEFAULT.products / 1e12:.0f} TFLOP/s"
+    assert f"{reached}, take {found.matrix_share:.1%} of it" in shown
     assert "where flash attention 3 is installed" in shown
     assert "flash attention 3" not in str(
         budget_table(estimate(llama_network(), GPUS["B200"])).caption
@@ -107,6 +118,16 @@ def test_sums_of_weight_gradients_cost_more_after_the_first_micro_batch() -> Non
     assert [gradient_bytes(count, "delayed") for count in (1, 4)] == [2, (2 + 3 * 14) / 4]
     assert gradient_bytes(4, overwrites=False) == 6
     assert [gradient_bytes(count, "rowwise") for count in (1, 4)] == [6, (6 + 3 * 18) / 4]
+
+
+def test_a_network_that_counts_no_kernels_moves_what_autograd_keeps() -> None:
+    """The bytes once forward and twice backward, in 36 kernels a layer, a third of them forward."""
+    network: Any = SimpleNamespace(activations=lambda _: LayerBytes(300, 7))
+    stage = Stage.of_layers([4, 5], 0, 1)
+    assert Network.other_work(network, stage) == [
+        Work("pointwise", Phase.FORWARD, num_bytes=300, kernels=24),
+        Work("pointwise", Phase.INPUT, num_bytes=600, kernels=48),
+    ]
 
 
 def test_the_work_of_several_micro_batches_has_all_their_kernels() -> None:

@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.device.gpus import GPUS
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning import step_time
-from megatron_ext.planning.hardware import DEFAULT, Rates
+from megatron_ext.planning.hardware import DEFAULT, GAP, Rates
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.muon import muon_volume, muon_work
 from megatron_ext.planning.network import Volume
@@ -22,7 +22,9 @@ from megatron_ext.planning.step_time import (
     estimate,
     search,
     step_volume,
+    update_volume,
 )
+from megatron_ext.schedules.plan import price
 from megatron_ext.text.cost.network import GPT_COST, GptNetwork
 from megatron_ext.text.task import GPT
 from tests.planning.measure import configuration
@@ -107,6 +109,20 @@ def test_a_rank_with_two_chunks_takes_their_mean_and_the_slowest_decides() -> No
     assert Clock(uneven, clock.rates).slowest() == 1
 
 
+def test_an_update_takes_its_kernels_the_gaps_between_them_and_its_messages() -> None:
+    """Eight stages have no replicas; Muon's replicas are two tensor-parallel ranks apart."""
+    clock = clock_of("--pipeline-model-parallel-size 8")
+    rank = memory(clock.network)[3]
+    (work,) = clock.update_work(rank)
+    assert clock.after(rank) == pytest.approx(clock.rates.busy(work) + work.kernels * GAP)
+    assert work.kernels * GAP > 0.01 * clock.after(rank)
+    muon = clock_of(f"--optimizer muon {SHARED} --tensor-model-parallel-size 2")
+    (rank,) = memory(muon.network)
+    sent = update_volume(muon.network, rank)
+    assert sent.data > 0 and sent.tensor > 0
+    assert muon.update_exchange(rank) == pytest.approx(2 * sent.tensor + 8 * sent.data)
+
+
 def test_the_step_ends_with_the_rank_that_updates_longest() -> None:
     more = "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2"
     found = estimate(llama_network(more), GPUS["H100"])
@@ -114,6 +130,10 @@ def test_the_step_ends_with_the_rank_that_updates_longest() -> None:
     after = [clock.after(rank) for rank in found.ranks]
     assert after[0] < max(after)
     assert found.seconds == pytest.approx(found.price.makespan + max(after))
+    # The first micro-batch passes three borders between stages, and so does the last gradient.
+    passes = clock.rank_durations(clock.slowest())
+    silent = price(found.network.schedule, passes, 0.0).makespan
+    assert found.price.makespan - silent >= 5.99 * clock.latency() > 0
 
 
 def test_tokens_of_a_step_are_those_of_all_replicas() -> None:
@@ -201,6 +221,8 @@ def test_candidates_have_every_size_that_divides_ranks_layers_and_experts() -> N
     assert {(x.pp, x.chunks) for x in found} == {(1, 1), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3)}
     deep = [*candidates(llama("--num-layers 16"), 2, GPUS["H100"], GPT_COST)]
     assert {x.chunks for x in deep if x.pp == 2} == {1, 2, 4}
+    flat = [*candidates(llama("--num-layers 2"), 4, GPUS["H100"], GPT_COST)]
+    assert {x.pp for x in flat} == {1, 2}  # A stage has one layer at least.
     experts = dataclasses.replace(GPT_COST, num_experts=lambda _: 6)
     found = [*candidates(config, 4, GPUS["H100"], experts)]
     assert {(x.pp, x.ep) for x in found} == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)}
@@ -222,6 +244,30 @@ def test_a_candidate_is_a_run_with_its_flags() -> None:
     assert plain.parallel.virtual_pipeline_model_parallel_size is None
     sgd = layout.of(llama("--optimizer sgd"), GPT, 8, GPT_COST)
     assert not sgd.optimizer.use_distributed_optimizer
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 12",
+        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 12",
+        "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*20|t*12L",
+        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 8",
+    ],
+)
+def test_a_candidate_takes_nothing_from_the_stages_of_the_run(flags: str) -> None:
+    for chunks in (1, 2):
+        layout = Candidate(tp=2, pp=2, cp=1, ep=1, chunks=chunks, micro_batch=1, recompute="none")
+        plain, other = (layout.of(llama(x), GPT, 8, GPT_COST) for x in ("", flags))
+        assert other.parallel == plain.parallel
+
+
+def test_a_candidate_cuts_no_expert_over_tensor_ranks() -> None:
+    config = llama("--num-experts 4")
+    layout = Candidate(tp=2, pp=1, cp=1, ep=2, chunks=1, micro_batch=1, recompute="none")
+    assert layout.of(config, GPT, 8, GPT_COST).parallel.expert_tensor_parallel_size == 1
 
 
 def test_a_search_takes_the_first_mode_that_fits_and_counts_layouts_once(

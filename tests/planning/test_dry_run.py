@@ -1,5 +1,6 @@
 """``--dry-run`` and tools/plan.py: every error in one run, else a plan, and no rank is started."""
 
+import dataclasses
 import random
 import runpy
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.report import NO_COST, print_plan
 from megatron_ext.text.task import GPT
@@ -126,6 +128,15 @@ def test_a_task_without_a_cost_shows_its_schedule(capfd: pytest.CaptureFixture[s
     assert print_plan(config, None)
     shown = " ".join(capfd.readouterr().out.split())
     assert NO_COST in shown and "schedule 1f1b: bubble" in shown
+
+
+def test_a_model_that_megatron_core_refuses_is_not_planned() -> None:
+    config = configuration([*MODEL, *"--tensor-model-parallel-size 2 --nproc-per-node 2".split()])
+    refused = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, num_query_groups=3)
+    )
+    with pytest.raises(ConfigError, match="megatron-core refuses this model: num_query_groups"):
+        print_plan(refused, None)
 
 
 @pytest.mark.parametrize(("count", "text"), [(2.5e9, "2.50 GB"), (1234567, "1.23 MB"), (0, "–")])

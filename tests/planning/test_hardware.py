@@ -117,11 +117,16 @@ def test_a_gpu_that_no_table_has_is_as_it_was_measured(tmp_path: Path) -> None:
     gpu = gpu_named(machine(tmp_path))
     assert (gpu.name, gpu.memory, gpu.hopper) == ("NVIDIA X900", 100 * GB, True)
     assert (gpu.bf16, gpu.fp8, gpu.memory_bandwidth) == (8e14, 1.4e15, 4e12)
+    assert (gpu.fp32, gpu.link, gpu.network) == (8e14 / 16, 25 * GB, 25 * GB)
     assert not gpu_named(machine(tmp_path, capability=[8, 9])).hopper
     assert gpu_named(machine(tmp_path, fp8=None)).fp8 is None
     # A kind of the table keeps its links, with the memory that the machine has.
     known = gpu_named(machine(tmp_path, name="NVIDIA H200", memory=150 * GB))
     assert (known.memory, known.link) == (150 * GB, GPUS["H200"].link)
+    # Of kinds with one name, that with the nearest memory.
+    for memory, kind in ((42, "A100-40GB"), (85, "A100")):
+        a100 = gpu_named(machine(tmp_path, name="NVIDIA A100-SXM4", memory=memory * GB))
+        assert a100.memory_bandwidth == GPUS[kind].memory_bandwidth
 
 
 @pytest.mark.parametrize("wrong", [{"copy": 0}, {"fp8": -1}, {"memory": 0}])

@@ -9,11 +9,20 @@ import pytest
 
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import ConfigError
+from megatron_ext.planning import memory as memory_module
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.memory import check_host_memory, fullest, memory, walk, worst_case
 from megatron_ext.planning.network import Case, TaskCost, fp8_bytes, step_plan
-from megatron_ext.planning.stages import LayerBytes, Stage, in_order, recomputed
-from megatron_ext.planning.state import Weight, _filled, _share, buckets
+from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, in_order, recomputed
+from megatron_ext.planning.state import (
+    State,
+    Weight,
+    _filled,
+    _optimizer_bytes,
+    _share,
+    buckets,
+    rank_state,
+)
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import COMPUTE, Kind
 from megatron_ext.text.cost.network import GPT_COST, GptNetwork, with_recomputation
@@ -38,30 +47,87 @@ def test_the_peak_is_the_largest_sum_of_what_is_kept_and_what_lasts_a_moment() -
     [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)],
 )
 def test_a_walk_counts_what_is_held_at_its_peak(schedule: str, chunks: int) -> None:
-    """Stages of unlike sizes have their peak in the middle of a step; a set shows what is held."""
+    """Stages of unlike sizes have their peak in the middle of a step; sets show what is held.
+
+    A message that has arrived has a buffer until a computation takes it.
+    """
     plan = build_plan(schedule, pipeline_size=2, num_microbatches=6, num_chunks=chunks)
     draw = random.Random(3)
     for _ in range(20):
         num_stages = 2 * chunks
         costs = [LayerBytes(draw.randrange(1, 99), draw.randrange(99)) for _ in range(num_stages)]
         deferred = [draw.randrange(99) for _ in range(num_stages)]
+        boundary = draw.randrange(1, 99)
         for rank in range(2):
             held: dict[tuple[int, int], int] = {}
+            inputs = set[tuple[int, int]]()
+            gradients = set[tuple[int, int]]()
             peaks = []
             for action in plan.ranks[rank]:
-                if action.kind not in COMPUTE:
-                    continue
                 one = action.microbatch, action.stage
+                if action.kind not in COMPUTE:
+                    inputs |= {one} if action.kind is Kind.RECEIVE_INPUT else set()
+                    gradients |= {one} if action.kind is Kind.RECEIVE_GRADIENT else set()
+                    continue
                 if action.kind is Kind.FORWARD:
-                    held[one] = costs[action.stage].kept
-                peaks.append((sum(held.values()), costs[action.stage].transient, len(held)))
+                    held[one] = costs[action.stage].kept  # The layers count their input.
+                    inputs.discard(one)
+                kept = sum(held.values()) + boundary * len(inputs | gradients)
+                peaks.append((kept, costs[action.stage].transient, len(held)))
+                gradients.discard(one)
                 if action.kind is Kind.INPUT:
                     held[one] = deferred[action.stage]
                 elif action.kind is not Kind.FORWARD:
                     del held[one]
-            assert not held
+            assert not held and not inputs and not gradients
             peak = max(peaks, key=lambda at: at[0] + at[1])
-            assert walk(plan, rank, costs, deferred=deferred) == peak
+            assert walk(plan, rank, costs, deferred=deferred, boundary=boundary) == peak
+
+
+def test_the_memory_of_a_rank_is_that_of_all_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages of unlike size on one rank; of the zero-bubble schedule each keeps a rest."""
+    monkeypatch.setattr(memory_module, "rank_state", lambda *_: State(parameters=1000))
+    stages = [Stage(index, 0, index, (index,), 0, False, False, False) for index in range(2)]
+    eight = {0: 5, 1: 11}
+    network: Any = SimpleNamespace(
+        config=None,
+        sizes=SimpleNamespace(pp=1),
+        schedule=build_plan("interleaved", pipeline_size=1, num_microbatches=1, num_chunks=2),
+        boundary=0,
+        stages=lambda: stages,
+        stages_of=lambda _: stages,
+        activations=lambda stage: LayerBytes((30, 70)[stage.index], 1),
+        deferred=lambda _: 0,
+        weights=lambda _: [],
+        fp8_weights=lambda stage: eight[stage.index],
+    )
+    (rank,) = memory(network)
+    assert (rank.fp8_weights, rank.activations, rank.transient) == (16, 100, 1)
+    assert rank.total == 1000 + 16 + 100 + 1
+
+
+def test_the_memory_of_a_rank_has_what_waits_and_what_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first rank holds two micro-batches, the second one; each has one message waiting."""
+    monkeypatch.setattr(memory_module, "rank_state", lambda *_: State())
+    stages = [Stage.of_layers([index], index, 2, rank=index) for index in range(2)]
+    plan = build_plan("zb-h1", pipeline_size=2, num_microbatches=6)
+    peaks = {(0, 0): [200, 100], (40, 0): [200, 140], (0, 300): [500, 400]}
+    for (deferred, boundary), expected in peaks.items():
+        network: Any = SimpleNamespace(
+            config=None,
+            sizes=SimpleNamespace(pp=2),
+            schedule=plan,
+            boundary=boundary,
+            stages=lambda: stages,
+            stages_of=lambda rank: [stages[rank]],
+            activations=lambda _: LayerBytes(100, 0),
+            deferred=lambda _, each=deferred: each,
+            weights=lambda _: [],
+            fp8_weights=lambda _: 0,
+        )
+        assert [rank.activations for rank in memory(network)] == expected
 
 
 def test_what_runs_after_another_is_freed_first() -> None:
@@ -137,6 +203,42 @@ def test_the_state_of_an_optimizer_has_its_moments_and_formats() -> None:
         counters = 4 * len(rank.all_weights) if "sgd" not in flags else 0
         assert rank.state.optimizer == state * count + counters, flags
         assert rank.state.average == average * count, flags
+
+
+def test_moments_have_their_own_formats() -> None:
+    """Of 100 elements of 3 parameters Muon updates 40, which have no second moment."""
+    flags = dataclasses.replace(
+        layouts.llama().optimizer, optimizer="muon", exp_avg_dtype="bf16", exp_avg_sq_dtype="fp32"
+    )
+    assert _optimizer_bytes(flags, 100, 3, 40, half=True) == 100 * (4 + 2) + 60 * 4 + 3 * 4
+    other = dataclasses.replace(flags, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp16")
+    assert _optimizer_bytes(other, 100, 3, 40, half=False) == 100 * 4 + 60 * 2 + 3 * 4
+
+
+def test_only_the_first_chunk_of_a_model_has_several_buckets() -> None:
+    """Each of two weights fills a bucket of 128, in which both have room; a number has 2 bytes."""
+    config = layouts.llama("--use-distributed-optimizer --overlap-grad-reduce")
+    ranks = Ranks.of(config)
+    chunk = [Weight("a", 60), Weight("b", 60)]
+    flags = dataclasses.replace(config.optimizer, ddp_bucket_size=60)
+    sharded = dataclasses.replace(flags, data_parallel_sharding_strategy="optim_grads")
+    for optimizer, rank, elements in (
+        (flags, 0, 256 + 128), (flags, 1, 128 + 128), (sharded, 0, 512), (sharded, 1, 512),
+    ):  # fmt: skip
+        run = dataclasses.replace(config, optimizer=optimizer)
+        assert rank_state(run, ranks, rank, [chunk, chunk]).parameters == 2 * elements
+
+
+def test_dense_weights_and_experts_have_shares_of_their_own() -> None:
+    """8 replicas share 896 numbers with 800 weights, 2 replicas of an expert 128 with 100."""
+    config = layouts.llama("--use-distributed-optimizer")
+    ranks = dataclasses.replace(Ranks.of(config), expert_dp=2)
+    chunk = [Weight("a", 800), Weight("e", 100, expert=True)]
+    for replica, expert_replica, updated in ((0, 1, 112 + 36), (7, 0, 16 + 64), (7, 1, 16 + 36)):
+        state = rank_state(
+            config, ranks, 0, [chunk], replica=replica, expert_replica=expert_replica
+        )
+        assert (state.updated, state.count) == (updated, 900)
 
 
 def test_weights_in_8_bits_have_a_transposed_copy() -> None:

@@ -69,6 +69,12 @@ def test_the_headline_names_layout_size_and_numbers() -> None:
     )
     eight = GptNetwork.of(config)
     assert headline(eight, memory(eight)).endswith("bf16, layers in fp8 (hybrid, rowwise)")
+    layers = dataclasses.replace(config.model, transformer_impl="transformer_engine")
+    engine = GptNetwork.of(dataclasses.replace(config, model=layers))
+    assert headline(engine, memory(engine)).endswith(
+        "bf16, layers in fp8 (hybrid, rowwise); Transformer Engine's layers priced as the torch "
+        "layers"
+    )
 
 
 LAYER = (4 + 2 * 2) * 16 * 64 + 64 * 64 + 3 * 64 * 192 + 2 * 64
@@ -125,11 +131,19 @@ def test_a_caption_says_what_sharding_the_state_would_leave() -> None:
     )
     assert caption(f"{SHARED} --data-parallel-sharding-strategy optim_grads") is None
     assert caption("--tensor-model-parallel-size 8") is None
+    # With weight gradients put off, gradients cannot be sharded.
+    deferred = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"
+    assert caption(f"{SHARED} {deferred}") is None
 
 
 def test_recomputation_keeps_less_of_a_layer_and_its_input_at_least() -> None:
     network = llama_network(SHARED)
-    none, selective, full = rows_of(recomputation_table(network, GPT_COST))
+    table = recomputation_table(network, GPT_COST)
+    none, selective, full = rows_of(table)
+    loss = network.loss()
+    assert str(table.caption) == (
+        f"of them logits and loss: {size(loss.kept)}, for a moment {size(loss.transient)}"
+    )
     assert [row["recomputation"] for row in (none, selective, full)] == [*GPT_COST.modes]
     assert none["a layer keeps"] == size(network.layer().kept)
     assert full["a layer keeps"] == size(8192 * 4096 * 2)
@@ -248,6 +262,10 @@ def test_measured_rates_are_marked() -> None:
         "the datasheet's"
     )
     assert "measured" not in {row["share"] for row in rows_of(assumption_table(H100))}
+    older = assumption_table(dataclasses.replace(H100, measured=Measured(8e14, None, 4.2e12, "x")))
+    marked = {row["assumed"] for row in rows_of(older) if row["share"] == "measured"}
+    assert marked == {"products", "copies"}
+    assert str(older.caption).startswith("measured (x): bf16 800 TFLOP/s, copy 4.20 TB/s; ")
 
 
 def test_the_best_layouts_are_listed_with_their_figures() -> None:
@@ -308,3 +326,5 @@ def test_bars_of_the_picture_stand_on_each_other(
             assert bar.get_y() == pytest.approx(tops[index])
             tops[index] += bar.get_height()
     assert tops == pytest.approx([rank.total / GB for rank in memory(network)])
+    (limit,) = axes.lines
+    assert set(limit.get_ydata()) == {H100.memory / GB}
