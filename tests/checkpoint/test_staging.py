@@ -77,6 +77,17 @@ def test_the_first_checkpoint_that_is_found_is_copied_and_the_weights_under_adap
     assert notes[len(copies) :] == [f"note of {name}" for name, _ in wanted]
 
 
+def test_addresses_are_kept_however_often_a_configuration_is_completed() -> None:
+    given = CheckpointConfig(save="s3://b/run", load="local", usual_save_interval=7)
+    once = given.resolved(may_restart=True)
+    assert (once.save, once.load) == (str(staging_folder("s3://b/run")), "local")
+    assert once.addresses == {"save": "s3://b/run"}
+    assert (once.save_interval, once.passes_over_damaged) == (7, True)
+    assert once.resolved(may_restart=True) == once
+    back = once.as_given()
+    assert (back.save, back.load, back.addresses) == ("s3://b/run", "local", {})
+
+
 def test_a_folder_that_holds_checkpoints_comes_before_an_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

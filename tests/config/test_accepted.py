@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.config.run import transformer_fields
+from megatron_ext.errors import ConfigError
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from tests.config.runs import BF16, SMALL, with_transformer_engine
@@ -96,6 +97,17 @@ def test_transformer_engine_accepts_a_value_at_its_limit(
     with_transformer_engine(monkeypatch)
     config = config_of(f"{BF16} {TE} {words}", ranks=0, device="cuda")
     assert config.model.transformer_impl == "transformer_engine"
+
+
+def test_only_megatron_cores_fused_loss_needs_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It rounds gradients to bf16, and Transformer Engine's does not."""
+    with_transformer_engine(monkeypatch)
+    fused = f"{SMALL} --cross-entropy-loss-fusion --cross-entropy-fusion-impl"
+    assert config_of(f"{fused} te", ranks=0, device="cuda").loss.cross_entropy_impl == "te"
+    assert config_of(f"{fused} native --bf16", ranks=0, device="cuda")
+    assert config_of(f"{fused} native", ranks=0, device="cpu")
+    with pytest.raises(ConfigError, match="rounds the gradient of every logit to bf16"):
+        config_of(f"{fused} native", ranks=0, device="cuda")
 
 
 @pytest.mark.parametrize(

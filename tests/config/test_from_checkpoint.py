@@ -82,6 +82,8 @@ def test_a_permission_is_told_unless_the_user_gives_it() -> None:
     assert described(stored, [TokenizerConfig]) == {"tokenizer": {"tokenizer_model": "a"}}
     assert withheld_notes(stored, [TokenizerConfig], ()) == [NOTE]
     assert withheld_notes(stored, [TokenizerConfig], {"trust_remote_code"}) == []
+    off = {"tokenizer": {"trust_remote_code": False}}
+    assert withheld_notes(off, [TokenizerConfig], ()) == []
     parsed = parse_args(
         [*TRAIN, "--use-checkpoint-args", "--load", "x"], TEXT, world_size=1,
         device="cpu",

@@ -1,10 +1,14 @@
 """Flags that do not apply in a task of one's own, and the parts that implement them."""
 
+from typing import Any
+
 import pytest
 
 from megatron_ext.config.inapplicable import Inapplicable, without
-from megatron_ext.config.parser import read_words
+from megatron_ext.config.parser import parse_args, read_words
+from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import all_flags
+from megatron_ext.errors import ConfigError
 from megatron_ext.text.task import GPT, SFT
 from megatron_ext.train.task import STEP_FLAGS, TaskChoice
 from tests.config.runs import SMALL
@@ -44,6 +48,26 @@ def test_an_entry_may_hold_in_some_runs_only() -> None:
     sentence = "`--weight-decay` is too large for four layers; use 0.01."
     assert errors_of(f"{SMALL} --weight-decay 0.9", OWN) == (sentence,)
     assert parsed(f"{SMALL} --weight-decay 0.2", OWN).notes == []
+
+
+def test_defaults_of_a_program_come_before_those_of_its_task_and_are_not_refused() -> None:
+    task = GPT.replace(
+        defaults={**GPT.defaults, "weight_decay": 0.7, "clip_grad": 2.0},
+        inapplicable=(IN_SOME, *GPT.inapplicable),
+    )
+
+    def read(words: str, **defaults: Any) -> RunConfig:
+        flags = f"{SMALL} {words}".split()
+        return parse_args(flags, task, world_size=1, device="cpu", defaults=defaults).config
+
+    assert (read("").optimizer.weight_decay, read("").optimizer.clip_grad) == (0.7, 2.0)
+    found = read("", weight_decay=0.8, seed=5)
+    assert (found.optimizer.weight_decay, found.optimizer.clip_grad) == (0.8, 2.0)
+    assert found.training.seed == 5 and read("--seed 6", seed=5).training.seed == 6
+    assert read("--weight-decay 0.8", weight_decay=0.8).optimizer.weight_decay == 0.8
+    for value in (0.7, 0.9):  # no longer the default
+        with pytest.raises(ConfigError, match="is too large for four layers; use 0.01"):
+            read(f"--weight-decay {value}", weight_decay=0.8)
 
 
 def test_the_first_entry_that_holds_counts() -> None:

@@ -338,6 +338,10 @@ def test_empty_variables_of_a_launcher_count_as_none(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RANK", " ")
     check_launcher()
     assert "WORLD_SIZE" not in os.environ and "RANK" not in os.environ
+    # Some launchers leave spaces around their numbers.
+    monkeypatch.setenv("WORLD_SIZE", " 4\n")
+    check_launcher()
+    assert int(os.environ["WORLD_SIZE"]) == 4
 
 
 def test_a_variable_of_a_launcher_that_is_no_number_is_named(

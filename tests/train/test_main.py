@@ -289,13 +289,15 @@ class Steps:
         )
         self.run = SimpleNamespace(
             chunks=[],
-            progress=SimpleNamespace(iteration=0),
-            num_iterations=2,
+            progress=SimpleNamespace(iteration=5),
+            saved_at=3,  # It has resumed from a newer snapshot.
+            num_iterations=9,
             finish_saves=lambda: note("finish saves"),
             stores=[SimpleNamespace(remove=lambda: note("remove"))],
         )
         self.groups: dict[str, Any] = {}
         self.built: dict[str, Any] = {}
+        self.reported: dict[str, Any] = {}
         recorder = SimpleNamespace(close=lambda: note("close"))
         for name, stand_in in {
             "open_recorder": lambda: recorder,
@@ -305,7 +307,7 @@ class Steps:
             "compile_alike": lambda: note("compile alike"),
             "tell_bus_errors": lambda: None,
             "build_run": self.build_run,
-            "build_reporters": lambda *_, **__: nullcontext(),
+            "build_reporters": self.build_reporters,
             "train": self.train,
             "evaluate_at_end": lambda run: note("evaluate"),
             "supervision_of": lambda config: Supervision(),
@@ -320,6 +322,10 @@ class Steps:
     def build_run(self, *_: Any, **named: Any) -> Any:
         self.built = named
         return self.run
+
+    def build_reporters(self, *_: Any, **named: Any) -> Any:
+        self.reported = named
+        return nullcontext()
 
     def train(self, run: Any) -> int | None:
         self.events.append("train")
@@ -357,6 +363,7 @@ def test_a_rank_trains_evaluates_and_waits_for_its_saves(
     assert steps.start(launched=launched) == (code or 0)
     assert [event for event in steps.events if event != "compile nothing"] == events
     assert steps.built["started"] == 77.0
+    assert steps.reported == {"resumed_at": 5, "num_iterations": 9, "launched": launched}
     steps.start()
     assert steps.built["started"] is None
 
@@ -367,7 +374,8 @@ def test_a_rank_with_work_of_its_own_does_that_alone(monkeypatch: pytest.MonkeyP
         steps.config,
         parallel=dataclasses.replace(steps.config.parallel, distributed_timeout_minutes=3),
     )
-    assert steps.start(work=lambda run: 5) == 5
+    assert steps.start(work=lambda run: 5, launched=Launch(77.0, ends_itself=True)) == 5
+    assert steps.reported["launched"] is None
     assert [event for event in steps.events if event != "compile nothing"] == END
     assert steps.groups["timeout_minutes"] == 3
 

@@ -432,6 +432,14 @@ def test_losses_of_routers_are_means_over_the_layers_of_all_stages(
         "load_balancing_loss": 3.0,
         "z_loss": 6.0,
     }
+    # The depths of multi-token prediction are like the last layer.
+    for frequency, layers in (([1, 0], 1), ([0, 1], 1 + 3), ([0, 0], 1), ([1, 1], 2 + 3)):
+        config.moe_layer_freq, config.mtp_num_layers = frequency, 3
+        if context.pp_rank == 0:
+            router = SimpleNamespace(config=config, layer_number=1)
+            core.log_auxiliary_loss(router, "z_loss", torch.tensor(60.0))
+        found = take_auxiliary_losses(config, context, 3)
+        assert float(found["z_loss"]) == 60.0 / (layers * 3)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -92,6 +94,30 @@ def test_after_a_signal_the_code_says_whether_the_ranks_have_saved(
     assert ended(monkeypatch, error, left, *words) == expected
     # A node that a signal ended does not decide for the others.
     assert not (tmp_path / "codes").exists()
+
+
+def test_after_a_signal_ranks_have_time_to_save_before_they_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+    ranks = [SimpleNamespace(kill=lambda number=number: done.append(number)) for number in (1, 2)]
+    monkeypatch.setattr(module, "ignore_stop_signals", lambda: done.append("ignores signals"))
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(children=lambda: ranks))
+
+    def wait(processes: list[Any], seconds: float) -> tuple[list[Any], list[Any]]:
+        assert processes == ranks
+        done.append(seconds)
+        (tmp_path / "exit_code_0").write_text("0 143")
+        return ranks[:1], ranks[1:]
+
+    monkeypatch.setattr(psutil, "wait_procs", wait)
+    with pytest.raises(SignalException), module._ended_ranks(tmp_path) as left:
+        raise SignalException("ended", signal.SIGTERM)
+    assert done == ["ignores signals", 30.0, 2] and left == {143}
+    # Nobody is waited for, and no code is read, if no signal has come.
+    with module._ended_ranks(tmp_path) as left:
+        pass
+    assert len(done) == 3 and left == set()
 
 
 def test_a_run_that_ends_well_leaves_no_code(

@@ -279,6 +279,19 @@ def test_which_checkpoints_a_better_one_supersedes(monkeypatch: pytest.MonkeyPat
     assert [decision.save for decision, _ in none] == [False, True, False]
 
 
+def test_a_best_checkpoint_whose_save_has_failed_is_not_compared_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, _ = judge([5.0, 3.0], monkeypatch, keep_best=1)
+    (failed,) = run.progress.best_checkpoints
+    assert failed.iteration == 4
+    run.settle_best = lambda: setattr(run.progress, "best_checkpoints", run.best_before)
+    run.progress.iteration = 6
+    assert EarlyStopping(run).judge([{"lm loss": 4.0}], Decision())
+    assert [best.iteration for best in run.progress.best_checkpoints] == [6]
+    assert [best.iteration for best in run.best_before] == [2]
+
+
 def test_the_last_step_is_saved_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = judge([3.0], monkeypatch, keep_best=2)
     run.num_iterations = run.progress.iteration = 3
