@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.optimizer import ALL_TARGETS
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.video.data.setup import prepare_video
 from megatron_ext.video.task import FLOW, VIDEO
+from tests.training_runs import errors_of
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, steps, train, write_clips
 from tests.video.cost.test_cost import COMMON
 from tests.video.streaming.runs import flags_of
@@ -204,6 +206,8 @@ def test_short_runs_shorten_the_warm_up(data: Path, capfd: pytest.CaptureFixture
 def test_defaults_of_open_sora() -> None:
     """Report every 10 steps, save every 1000, and keep 16-bit weights on a GPU by default."""
     config = _parsed("--train-iters 2000 --save x").config
+    assert optimizer_of(config) == (1e-4, 1000, "constant", 0.9, 0.95, 1e-15, 1.0)
+    assert config.ema.ema_decay == 0.9999
     assert (config.logging.log_interval, config.checkpoint.save_interval) == (10, 1000)
     assert _parsed("--train-iters 2000").config.checkpoint.save_interval is None
     assert not config.precision.bf16
@@ -211,3 +215,53 @@ def test_defaults_of_open_sora() -> None:
         precision = _parsed(f"--train-iters 2000 {words}", "cuda").config.precision
         assert precision.bf16 is bf16, words
         assert precision.accumulate_allreduce_grads_in_fp32 is bf16
+
+
+def optimizer_of(config: Any) -> tuple[Any, ...]:
+    own = config.optimizer
+    rates = own.lr, own.lr_warmup_iters, own.lr_decay_style
+    return (*rates, own.adam_beta1, own.adam_beta2, own.adam_eps, own.clip_grad)
+
+
+def test_defaults_of_longlive() -> None:
+    flags = "--task streaming --prompts-path x --micro-batch-size 1 --train-iters 2000 --save x"
+    config = parse_args(flags.split(), VIDEO, world_size=1, device="cpu").config
+    assert optimizer_of(config) == (1e-5, 0, "constant", 0.0, 0.999, 1e-8, 10.0)
+    assert (config.ema.ema_decay, config.ema.ema_start, config.ema.ema_warmup) == (0.99, 200, False)
+    assert (config.logging.log_interval, config.checkpoint.save_interval) == (10, 1000)
+    assert config.training.eval_iters == 0
+
+
+STREAMED_ALONE = "does not go with `--task streaming`: "
+REFUSED_BY_STREAMING = {
+    "--num-workers 1": f"`--num-workers` (1) {STREAMED_ALONE}no clips are read; leave it out.",
+    "--pooled-width 32": f"`--pooled-width` (32) {STREAMED_ALONE}its networks take no pooled text",
+    "--train-epochs 2": f"`--train-epochs` (2) {STREAMED_ALONE}prompts follow one another",
+    "--apply-wd-to-qk-layernorm": f"(True) {STREAMED_ALONE}the norms of its queries and keys never",
+    "--overlap-grad-reduce": f"(True) {STREAMED_ALONE}blocks are trained one by one",
+    "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer": "`--overlap-param-"
+    f"gather` (True) {STREAMED_ALONE}blocks are generated one by one",
+    "--lora-rank 4 --lora-dropout 0.1": "`--lora-dropout` (0.1) does not go with `--task streaming",
+    "--lora-rank 4 --lora-target-modules linear_x": "linear_x",
+    "--text-dropout 0.5": "`--text-dropout` has no effect with `--task streaming`, whose data is",
+    "--i2v-head-weight 0.5": "`--i2v-head-weight` has no effect with `--task streaming`",
+    "--sigma-min 0.5": "`--sigma-min` has no effect with `--task streaming`",
+    "--fps-cap 12": "`--fps-cap` has no effect with `--task streaming`",
+    "--mmdit-size small": "`--mmdit-size` has no effect with `--task streaming`",
+    "--sample-negative-prompt blur --sample-interval 1 --sample-texts a --sample-dir d": "`--sample"
+    "-negative-prompt` has no effect with `--task streaming`, whose videos follow the flags",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_BY_STREAMING)
+def test_what_streaming_would_ignore_is_refused(words: str, tmp_path: Path) -> None:
+    said = errors_of(flags_of(tmp_path, f"--train-iters 1 {words}"), VIDEO)
+    assert any(REFUSED_BY_STREAMING[words] in line for line in said), said
+
+
+def test_layers_get_adapters_where_they_are_asked_for() -> None:
+    flags = "--task streaming --prompts-path x --micro-batch-size 1 --train-iters 1 --lora-rank 2"
+    for words, wanted in (("", ALL_TARGETS), ("--lora-target-modules linear_q", ["linear_q"])):
+        found = parse_args([*flags.split(), *words.split()], VIDEO, world_size=1, device="cpu")
+        assert found.config.lora.lora_target_modules == list(wanted)
+        assert found.config.lora.saves_adapters_only

@@ -138,6 +138,11 @@ def test_damaged_clips_are_replaced(source: Path, caplog: pytest.LogCaptureFixtu
     equal(online[7], online[0])
     assert "Clip 7 is replaced by the next of its bucket: The clip /gone cannot be" in caplog.text
     equal(online[8], OnlineVideos(clips, encoder(), PLAN)[8])
+    # Each clip that fails is named.
+    worse = dataclasses.replace(bad, clip=dataclasses.replace(bad.clip, path="/lost"))
+    equal(OnlineVideos([worse, bad, clips[0]], encoder(), PLAN)[0], online[0])
+    assert "Clip 0 is replaced by the next of its bucket: The clip /lost" in caplog.text
+    assert "Clip 1 is replaced by the next of its bucket: The clip /gone" in caplog.text
     only = OnlineVideos([bad], encoder(), PLAN)
     with pytest.raises(DataError, match=r"None of the 1 clips of 32px 5x32x32 can be decoded; the"):
         only[0]

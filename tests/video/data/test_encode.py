@@ -17,6 +17,7 @@ from megatron_ext.video.data import encode as encode_module
 from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.encode import (
+    Dropped,
     PlannedClip,
     VideoSample,
     _most_frames,
@@ -88,6 +89,18 @@ def test_every_clip_is_planned_or_dropped_with_its_reason(tmp_path: Path) -> Non
         plan_clips(clips, parse_plan({"512px": {"5": 1}}), EncodeConfig())
     assert len(error.value.messages) == 4
     assert "4 of 7 clips dropped: the clip has too few pixels for ev" in error.value.messages[1]
+
+
+def test_reasons_are_told_by_their_frequency_with_their_first_clips() -> None:
+    reasons = [Drop.TOO_SHORT, Drop.UNREADABLE, Drop.NO_CAPTION, Drop.UNREADABLE, Drop.TOO_SHORT]
+    dropped = [Dropped(i, f"{i}.mp4", reason) for i, reason in enumerate(reasons)]
+    dropped += [Dropped(5, "5.mp4", Drop.UNREADABLE, "the sixth.")]
+    assert report(dropped, 9) == [
+        "3 of 9 clips dropped: the clip cannot be read. First: 1.mp4.",
+        f"2 of 9 clips dropped: the clip {Drop.TOO_SHORT.value}. First: 0.mp4.",
+        "1 of 9 clips dropped: the clip has no caption. First: 2.mp4.",
+    ]
+    assert report(dropped[-1:], 1)[0].endswith("First: the sixth.")
 
 
 def test_no_later_frame_leaks_into_a_head_and_no_earlier_one_into_a_tail(tmp_path: Path) -> None:

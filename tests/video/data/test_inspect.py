@@ -92,6 +92,24 @@ def test_captions_numbers_and_copies_are_counted_by_hand(
     assert bare == "warning: 2 samples have no caption. First: 2: ''; 4: ''"
 
 
+def test_a_set_of_bad_numbers_alone_is_told_and_five_samples_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Spoil all of seven clips, of which three micro-batches of two are whole."""
+    folder = tiny.write_clips(tmp_path / "a", {tiny.SHORT: 7}, {tiny.SHORT: 2})
+    values = np.fromfile(folder / "shard_00000_text.bin", np.float32)
+    np.full_like(values, np.inf).tofile(folder / "shard_00000_text.bin")
+    assert main([str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "7 clips (100.0%), latents 3x8x8, 3 micro-batches of 2" in said.out
+    assert "numbers" not in said.out and "alike      0 more" in said.out
+    named = "; ".join(f"{number}: 'clip {number}'" for number in range(5))
+    assert said.err == (
+        "warning: 7 samples have numbers that are not finite, so that a run would end. First: "
+        f"{named}\n"
+    )
+
+
 def test_a_damaged_set_is_told_by_the_exit_code_wherever_it_stands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

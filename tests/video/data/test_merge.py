@@ -9,7 +9,9 @@ import torch
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.data.dataset import ShardedVideos
+from megatron_ext.video.data.encode import VideoSample
 from megatron_ext.video.data.merge import merge_videos
+from megatron_ext.video.data.shards import ShardWriter
 from tests.text.tiny import ROOT
 from tests.video.clips import IMAGE, LONG, SHORT, write_clips
 from tools.merge_datasets import video_sets_in
@@ -77,3 +79,24 @@ def test_datasets_that_cannot_be_joined(tmp_path: Path) -> None:
     assert not out.exists()
     with pytest.raises(DataError, match=r"exists already; give another folder"):
         merge_videos([a], tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
+def test_a_merge_that_ends_early_leaves_nothing_in_the_way(
+    stop: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """End it in the second shard, when the first one is finished."""
+    sets = [write_clips(tmp_path / name, {SHORT: 2}) for name in "ab"]
+    add, out = ShardWriter.add, tmp_path / "out"
+
+    def interrupt(writer: ShardWriter, sample: VideoSample, bucket: int) -> None:
+        if sample.number == 3:
+            raise stop
+        add(writer, sample, bucket)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "add", interrupt)
+        with pytest.raises(stop):
+            merge_videos(sets, out)
+    assert not out.exists()
+    assert merge_videos(sets, out) == 4

@@ -23,14 +23,14 @@ from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEn
 from megatron_ext.video.data import preprocess as run_module
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.dataset import ShardedVideos
-from megatron_ext.video.data.geometry import Bucket
+from megatron_ext.video.data.geometry import Bucket, parse_plan
 from megatron_ext.video.data.manifest import (
     VideoPreprocessOptions,
     make_manifest,
     sample_options,
     weights_stamp,
 )
-from megatron_ext.video.data.preprocess import main
+from megatron_ext.video.data.preprocess import main, parse_options
 from megatron_ext.video.data.shards import ShardWriter
 from megatron_ext.video.data.text_encoders import build_text_encoder
 from tests.video.data import making
@@ -565,3 +565,10 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"`--device` \(cuda\) needs a GPU that torch finds; use"):
         VideoPreprocessOptions("in", "out", making.PLAN, device="cuda")
+
+
+def test_flags_that_are_left_out_have_the_defaults_of_the_options() -> None:
+    """Let the plan begin with a blank, as in a script of several lines."""
+    plan = ' {"32px": {"5": [0.5, 3]}}'
+    found = parse_options(["--input", "in", "--output", "out", "--buckets", plan])
+    assert found == VideoPreprocessOptions("in", "out", parse_plan(plan))

@@ -6,11 +6,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.geometry import Bucket
-from megatron_ext.video.data.setup import VideoSource, bucket_table, open_split, planned_clips
+from megatron_ext.video.data.randomness import draw_noise
+from megatron_ext.video.data.setup import (
+    EVALUATION_SEED,
+    VideoSource,
+    _on_all_ranks,
+    bucket_table,
+    open_split,
+    planned_clips,
+)
 from megatron_ext.video.task import VIDEO
+from tests.ranks import ranks
 from tests.training_runs import prepared
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, write_clips
 
@@ -44,6 +56,10 @@ def test_a_bucket_that_fills_no_step_is_mixed_with_others(
         "> warning: 64px 1x64x64 has 5 clip(s), which are never trained: a step of one bucket "
         "takes 8; leave out `--no-mixed-buckets`, or give a smaller `--global-batch-size`"
     )
+    # What is never trained costs nothing.
+    flags = [*FLAGS, "--video-data-path", str(tmp_path / "clips"), "--no-mixed-buckets"]
+    (clip,) = planned_clips(prepared(flags, VIDEO)[1])
+    assert (clip.name, clip.share) == (str(SHORT), 1.0)
 
 
 def test_a_bucket_that_fills_no_micro_batch_is_told(
@@ -65,7 +81,9 @@ def test_the_default_depends_on_the_clips_alone(tmp_path: Path) -> None:
     """Full buckets keep steps of one bucket, as runs before had them; validation is mixed."""
     data = write_clips(tmp_path / "clips", {IMAGE: 8, SHORT: 9})
     flags = [*FLAGS, "--video-data-path", str(data), "--video-valid-path", str(data)]
-    for words, mixed in (("", False), (PP2, False), ("--mixed-buckets", True)):
+    for words, mixed in (
+        ("", False), (PP2, False), ("--mixed-buckets", True), ("--no-mixed-buckets", False)
+    ):  # fmt: skip
         config = prepared([*flags, "--eval-iters", "1", *words.split()], VIDEO)[1]
         train, valid = open_split(config), open_split(config, validates=True)
         assert (train.plan.steps.mixed, valid.plan.steps.mixed) == (mixed, True)
@@ -146,6 +164,9 @@ def test_faults_of_the_validation_set_name_it(clips: Path, tmp_path: Path) -> No
         "`--i2v-head-weight` (5.0) needs references of 1 latent frame(s), but the validation set "
         "has none; preprocess it with `--reference-lengths 1`, or set the weight to 0."
     )
+    # A picture, which gets no reference, hides nothing of the clips beside it.
+    beside = write_clips(tmp_path / "beside", {IMAGE: 1, LONG: 1}, lengths=())
+    assert "but the validation set has none" in refusal(clips, beside, buckets)
     short = write_clips(tmp_path / "short", {SHORT: 8})
     few = '--video-buckets {"64px":{"9":[1.0,2]}}'
     assert refusal(short, long, few).startswith(
@@ -166,3 +187,40 @@ def test_each_step_begins_after_the_samples_of_the_steps_before_it() -> None:
     )
     assert [source.next_step(1) for _ in range(3)] == [[], [], []]
     assert seen == [(0, 1, 10), (1, 1, 12), (2, 1, 17)] and source.coming == 3
+
+
+@ranks(tp=2)
+def test_a_batch_reaches_all_tensor_parallel_ranks_bit_for_bit(context: ParallelContext) -> None:
+    """Read tensors of several types, one of which is a view, on the first rank alone."""
+    latents = torch.arange(48.0).view(2, 2, 3, 2, 2).bfloat16() / 7
+    text, pooled = torch.arange(12.0).view(3, 2, 2).transpose(0, 1), torch.ones(2, 1).half()
+    wanted = VideoBatch(latents, text, pooled, {"head1": latents[:, :, :1] + 1})
+    given = wanted if context.tp_rank == 0 else None
+    found = _on_all_ranks(given, torch.device("cpu"), context.pgs.tp)
+    assert found.references.keys() == wanted.references.keys()
+    for name, tensor in wanted.tensors().items():
+        own = found.tensors()[name]
+        assert own.dtype == tensor.dtype and torch.equal(own, tensor), name
+
+
+def test_validation_has_none_of_the_noise_of_training() -> None:
+    """Take two seeds, of which the larger is not that of the other's validation."""
+    training, validation = (
+        {float(draw_noise(seed + more, [3], (1,))) for seed in (1, 1234)}
+        for more in (0, EVALUATION_SEED)
+    )
+    assert len(training | validation) == 4
+
+
+def test_the_shares_of_sets_are_told_before_the_buckets(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(write_clips(tmp_path / name, {SHORT: 8})) for name in "ab"]
+    prepared([*FLAGS, "--video-data-path", "1", paths[0], "3", paths[1]], VIDEO)
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "> sets of clips:",
+        f"  {paths[0]}: 8 clips, 1 times an epoch, 25.0% of the samples",
+        f"  {paths[1]}: 8 clips, 3 times an epoch, 75.0% of the samples",
+    ]
+    assert lines[3].startswith("> buckets, ")

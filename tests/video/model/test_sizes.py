@@ -37,6 +37,37 @@ def test_11b_is_open_sora_2_and_1_3b_and_14b_are_wan() -> None:
     assert num_parameters(large) == 14_288_491_584
 
 
+NAMED = {
+    # Hidden size, heads, rotary axes, double and single blocks, channels, text and pooled width.
+    "tiny": (64, 4, (4, 6, 6), 2, 2, 4, 32, 16),
+    "small": (384, 6, (16, 24, 24), 4, 8, 16, 512, 768),
+    "base": (768, 12, (16, 24, 24), 6, 12, 16, 4096, 768),
+    "large": (1536, 16, (16, 40, 40), 8, 16, 16, 4096, 768),
+    "3b": (2048, 16, (16, 56, 56), 12, 24, 16, 4096, 768),
+    "11b": (3072, 24, (16, 56, 56), 19, 38, 16, 4096, 768),
+}
+NAMED_WAN = {
+    # Hidden size, heads, width of feed-forward layers, blocks, channels, text width.
+    "tiny": (64, 4, 128, 2, 4, 32),
+    "mini": (128, 4, 512, 4, 16, 64),
+    "small": (384, 6, 1536, 8, 16, 512),
+    "base": (768, 12, 3072, 16, 16, 4096),
+    "1.3b": (1536, 12, 8960, 30, 16, 4096),
+    "14b": (5120, 40, 13824, 40, 16, 4096),
+}
+
+
+def test_a_name_always_means_the_same_network() -> None:
+    """Checkpoints hold the name of a size and the weights, of which heads and axes tell nothing."""
+    names = "hidden_size num_heads axes_dim num_double_blocks num_single_blocks channels text_width"
+    mmdit = [*names.split(), "pooled_width"]
+    assert {k: tuple(getattr(x, n) for n in mmdit) for k, x in MMDIT.items()} == NAMED
+    wan = "hidden_size num_heads ffn_size num_blocks channels text_width".split()
+    assert {k: tuple(getattr(x, n) for n in wan) for k, x in WAN.items()} == NAMED_WAN
+    for sizes in (*MMDIT.values(), *WAN.values()):
+        assert (sizes.patch_size, sizes.rope_theta) == (2, 10_000.0)
+
+
 def test_the_smallest_head_rotates_a_pair_for_each_axis() -> None:
     assert dataclasses.replace(WAN["tiny"], hidden_size=24).axes_dim == (2, 2, 2)
     assert dataclasses.replace(WAN["tiny"], hidden_size=64).axes_dim == (8, 4, 4)

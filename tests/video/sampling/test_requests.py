@@ -82,7 +82,8 @@ def test_rows_of_a_jsonl_have_references_or_switch_often(tmp_path: Path) -> None
         ClipRequest("three", "/b.mp4", "i2v_loop", 4.0),
     ]
     four = {"text": "four", "image": "a.png", "negative_prompt": "blur", "seed": 0, "steps": 1}
-    five = {"text": "five", "video": "b.mp4", "size": [1, 32], "seed": None}
+    five = {"text": "five", "video": "b.mp4", "size": [1, 32], "seed": None, "mode": None}
+    five |= {"image": None, "reference": None, "motion": None, "steps": None}
     assert read_requests(prompts(tmp_path, four, five)) == [
         ClipRequest(
             "four", str(tmp_path / "a.png"), "i2v_head", negative_prompt="blur", seed=0, steps=1

@@ -20,7 +20,10 @@ from megatron_ext.video.streaming.long_videos import NotFiniteError, Throughput
 from megatron_ext.video.streaming.prompts import FilePrompts
 from megatron_ext.video.streaming.step import StreamingRunner, WorkCounter
 from megatron_ext.video.streaming.task import sampler_of, streaming_step_stats
+from megatron_ext.video.task import VIDEO
 from tests.ranks import ranks
+from tests.training_runs import config_of
+from tests.video.streaming.runs import flags_of
 
 
 class Network(torch.nn.Module):
@@ -316,3 +319,81 @@ def test_a_step_of_two_micro_batches_takes_four_clips(
         f"critic by {divisor} everywhere", "observed", "settle", "update", "critic update",
         "_advance_schedules",
     ]  # fmt: skip
+
+
+def test_networks_and_scores_are_built_of_their_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (
+        "--train-iters 1 --negative-prompt blur --guidance-scale 3 --distribution-loss sid "
+        "--sid-alpha 0.5 --clip-grad 7 --critic-clip-grad 5"
+    )
+    config = config_of(flags_of(tmp_path, words), VIDEO)
+
+    def begin(self: Any, config: Any, task: Any, context: Any, *_: Any) -> None:
+        self.config, self.context, self.device = config, context, "cpu"
+        self.chunks, self.optimizer, self.scheduler = ["generator"], "optimizer", "schedule"
+
+    def prompts(*_: Any) -> Any:
+        return SimpleNamespace(encode=lambda captions: f"encoded {captions}")
+
+    monkeypatch.setattr(step_module.StepRunner, "__init__", begin)
+    monkeypatch.setattr(step_module, "FilePrompts", prompts)
+    monkeypatch.setattr(
+        step_module, "build_critic", lambda *_: SimpleNamespace(network="critic", chunks=[])
+    )
+    monkeypatch.setattr(step_module, "build_teacher", lambda *_: "teacher")
+    monkeypatch.setattr(step_module, "StreamingState", lambda *given: given)
+    monkeypatch.setattr(step_module, "WorkCounter", lambda networks: networks)
+    monkeypatch.setattr(StreamingRunner, "_sequence", lambda *_: "sequence")
+    own: Any = StreamingRunner(config, None, "context")  # type: ignore[arg-type]
+    scores = own.scores
+    assert (scores.critic, scores.teacher, scores.negative_text) == (
+        "critic", "teacher", "encoded ['blur']"
+    )  # fmt: skip
+    assert (scores.guidance_scale, scores.sid_alpha) == (3.0, 0.5)
+    generator = own.generator
+    assert (generator.network, generator.optimizer) == ("generator", "optimizer")
+    assert (generator.scheduler, generator.clip_grad) == ("schedule", 7.0)
+    assert own.work == ["generator", "critic", "teacher"]
+
+
+@pytest.mark.parametrize("two_phase", [True, False])
+@pytest.mark.parametrize("loss", ["dmd", "sid"])
+def test_losses_are_those_of_the_flags(
+    loss: str, two_phase: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tell the losses what critic and teacher say of the clip; sid tells its value, too."""
+    noted: list[Any] = []
+
+    def call(name: str, result: Any) -> Any:
+        def noting(*given: Any, **named: Any) -> Any:
+            noted.append((name, given, named))
+            return result
+
+        return noting
+
+    monkeypatch.setattr(step_module, "generator_direction", call("dmd", "D of dmd"))
+    monkeypatch.setattr(step_module, "sid_direction", call("sid", ("D of sid", "L_S")))
+    monkeypatch.setattr(step_module, "generator_losses", call("blocks", ["one", "two"]))
+    monkeypatch.setattr(step_module, "dmd_loss", call("clip", "whole"))
+    monkeypatch.setattr(step_module, "critic_clip_loss", call("critic", "of the critic"))
+    own = runner(distribution_loss=loss, two_phase=two_phase, denoising_loss="x0")
+    own.scores = "scores"  # type: ignore[assignment]
+    own.critic = SimpleNamespace(network="critic")  # type: ignore[assignment]
+    own.sequence = SimpleNamespace(generator="generator")  # type: ignore[assignment]
+    clip: Any = SimpleNamespace(latents="X", mask="M")
+    noised: Any = "X_t"
+    direction = f"D of {loss}"
+    values = "L_S" if loss == "sid" else None
+    given = (clip, noised, "scores") + ((own._whole_gradient,) if loss == "sid" else ())
+    assert list(own._generator_losses(clip, noised)) == (["one", "two"] if two_phase else ["whole"])
+    assert noted == [
+        (loss, given, {}),
+        ("blocks", (clip, direction, "generator", values), {})
+        if two_phase
+        else ("clip", ("X",), {"direction": direction, "mask": "M", "losses": values}),
+    ]
+    noted.clear()
+    assert list(own._critic_losses(clip, noised)) == ["of the critic"]
+    assert noted == [("critic", (clip, noised, "critic", "x0"), {})]
