@@ -12,6 +12,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.video.data.setup import prepare_video
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.task import FLOW, VIDEO
 from tests.training_runs import errors_of
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, steps, train, write_clips
@@ -130,6 +131,9 @@ def test_worst_and_typical_bucket_named(tmp_path: Path, capfd: pytest.CaptureFix
     assert any("64px 9x64x64" in line and "typical" in line for line in shown.splitlines())
     assert any("64px 17x64x64" in line and "worst" in line for line in shown.splitlines())
     assert "estimated on H200" in shown and "double" not in shown
+    # Activations are compared with those of a run that keeps, and of one that recomputes all.
+    rows = {line.strip(" │|").partition(" ")[0] for line in shown.splitlines()}
+    assert {"none", "full"} <= rows
 
 
 PER_EPOCH = 6
@@ -147,7 +151,8 @@ def test_steps_of_epochs(data: Path, tmp_path: Path, capfd: pytest.CaptureFixtur
     flags = {"flags": WITHOUT_ITERS}
     num_steps = 2 * PER_EPOCH
     wanted = steps(data, tmp_path / "steps", f"{EPOCHS} --train-iters {num_steps}", **flags)
-    assert "| epoch: 0.500 |" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "| epoch: 0.500 |" in shown and "| videos/s: " in shown
     for ranks in (1, 2):
         words = f"{EPOCHS} --train-epochs 2"
         rows = steps(data, tmp_path / str(ranks), words, ranks=ranks, **flags)
@@ -230,6 +235,8 @@ def test_defaults_of_longlive() -> None:
     assert (config.ema.ema_decay, config.ema.ema_start, config.ema.ema_warmup) == (0.99, 200, False)
     assert (config.logging.log_interval, config.checkpoint.save_interval) == (10, 1000)
     assert config.training.eval_iters == 0
+    # Videos of Wan 2.1 are 480 pixels high and 832 wide.
+    assert config.section(StreamingConfig).latent_size == (60, 104)
 
 
 STREAMED_ALONE = "does not go with `--task streaming`: "
@@ -241,6 +248,8 @@ REFUSED_BY_STREAMING = {
     "--overlap-grad-reduce": f"(True) {STREAMED_ALONE}blocks are trained one by one",
     "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer": "`--overlap-param-"
     f"gather` (True) {STREAMED_ALONE}blocks are generated one by one",
+    "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads": "`--data-parallel-"
+    f"sharding-strategy` (optim_grads) {STREAMED_ALONE}blocks are trained one by one; use optim.",
     "--lora-rank 4 --lora-dropout 0.1": "`--lora-dropout` (0.1) does not go with `--task streaming",
     "--lora-rank 4 --lora-target-modules linear_x": "linear_x",
     "--text-dropout 0.5": "`--text-dropout` has no effect with `--task streaming`, whose data is",

@@ -15,6 +15,7 @@ from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.randomness import draw_microbatch
 from megatron_ext.video.loss import FlowTargets
+from megatron_ext.video.model.tokens import pack
 from megatron_ext.video.networks import network as network_module
 from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.step import FlowMicrobatch
@@ -104,6 +105,28 @@ def test_words_and_pooled_vectors_are_dropped_by_draws_of_their_own() -> None:
     assert text is not None and pooled is not None
     assert [not row.any() for row in text] == drawn.drop_text.tolist()
     assert [not row.any() for row in pooled] == drawn.drop_pooled.tolist()
+
+
+def test_paths_and_weights_are_those_of_the_flags() -> None:
+    """Let a quarter of the noise stay at time 0, references count, and each clip weigh the same."""
+    config = mmdit("--sigma-min 0.25 --reference-loss all --loss-normalization per_sample")
+    batch = batch_on(config)
+    sections = {type(section).__name__: section for section in config.sections}
+    noise = draw_microbatch(
+        3, SAMPLES, SHAPE, sections["ConditionConfig"], sections["TextDropoutConfig"]
+    ).noise
+    times, image = batch.inputs["timesteps"], batch.inputs["img"]
+    assert times is not None and image is not None
+    t = times.view(3, 1, 1, 1, 1)
+    noised = (1 - t) * BATCH.latents + (t + 0.25 * (1 - t)) * noise
+    torch.testing.assert_close(image, pack(noised, 2))
+    targets = targets_of(batch)
+    torch.testing.assert_close(targets.velocity, pack(0.75 * noise - BATCH.latents, 2))
+    assert (targets.modes > 0).any() and (targets.weights > 0).all()
+    torch.testing.assert_close(targets.weights.sum(dim=1), torch.ones(3))
+    # By default tokens of references have no loss, and all others the weight 1.
+    usual = targets_of(batch_on(mmdit()))
+    assert usual.weights.unique().tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("per_token", [True, False])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.inapplicable import of_program
+import pretrain_gpt
+import pretrain_video
 from megatron_ext.text import task as text_task
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
-from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.task import VIDEO
 from tests.training_runs import TINY, mock_data
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, TEXT, write_clips
@@ -198,6 +198,7 @@ WRONG = {
     "--eval-iters 5": "`--eval-iters` needs `--video-valid-path`; give it, or 0.",
     "--eval-interval 5": "`--eval-interval` needs `--video-valid-path`; give it too.",
     "--pipeline-schedule core-1f1b": "`--pipeline-schedule core-1f1b` takes sequences of one len",
+    "--pipeline-schedule core-no-pipelining": "`--pipeline-schedule core-no-pipelining` takes sequ",
     "--guidance 2": "`--guidance` needs `--guidance-embed`; give both.",
     "--v2v-frames 3": "`--v2v-frames` needs a weight of v2v_head or v2v_tail; give one.",
     "--flow-shift 3 --shift-max 4": "`--shift-max` has no effect beside `--flow-shift`; leave one",
@@ -215,8 +216,8 @@ def test_what_an_mmdit_would_ignore_is_refused(refused: Refused, clips: Path, wo
 def test_text_runs_refuse_the_flags_of_video(capfd: pytest.CaptureFixture[str]) -> None:
     words = "--train-iters 1 --video-data-path x --mmdit-size small --flow-shift 2 --no-adaln-zero"
     flags = [*TINY, *mock_data(), *words.split()]
-    elsewhere = [of_program("pretrain_video.py", SECTIONS)]
-    assert main(text_task.TEXT, flags, elsewhere=lambda: elsewhere) == EXIT_CODE_USER_ERROR
+    video_flags = pretrain_gpt.video_flags
+    assert main(text_task.TEXT, flags, elsewhere=video_flags) == EXIT_CODE_USER_ERROR
     told = "error: `{}` is a flag of pretrain_video.py, not of this program; leave it out.".format
     names = ("--video-data-path", "--mmdit-size", "--flow-shift", "--no-adaln-zero")
     assert capfd.readouterr().err.splitlines() == [told(name) for name in names]
@@ -227,8 +228,7 @@ def test_video_runs_refuse_the_flags_of_text(
 ) -> None:
     words = f"--video-data-path {clips} --num-experts 4 --moe-permute-fusion"
     flags = [*FLAGS, *words.split()]
-    elsewhere = [of_program("pretrain_gpt.py", text_task.TEXT.sections)]
-    assert main(VIDEO, flags, elsewhere=lambda: elsewhere) == EXIT_CODE_USER_ERROR
+    assert main(VIDEO, flags, elsewhere=pretrain_video.text_flags) == EXIT_CODE_USER_ERROR
     told = "error: `{}` is a flag of pretrain_gpt.py, not of this program; leave it out.".format
     names = ("--num-experts", "--moe-permute-fusion")
     assert capfd.readouterr().err.splitlines() == [told(name) for name in names]
@@ -241,6 +241,7 @@ IGNORED_BY_WAN = {
     f"{TWIN} --i2v-head-weight 5": f"a {NO_REFERENCES}",
     f"{CAUSAL} --reference-loss all": f"a causal {NO_REFERENCES}",
     f"{TWIN} --hidden-size 128": "`--video-dit-size` decides",
+    f"{CAUSAL} --num-attention-heads 2": "`--video-dit-size` decides",
     f"{TWIN} --apply-wd-to-qk-layernorm": "the norms of its queries and keys never decay",
 }
 """Flags that a video DiT ignores, and why."""

@@ -138,6 +138,8 @@ def test_a_shape_is_priced_as_data_of_this_shape(network: str, long: Path) -> No
     (wanted,), (clip,) = planned_clips(of_data), planned_clips(of_flags)
     assert replace(clip, name=wanted.name) == wanted
     assert of_flags.model == of_data.model
+    # Without data nothing is evaluated.
+    assert of_flags.training.eval_iters == of_data.training.eval_iters == 0
     networks = [network_of(x).planned(wanted) for x in (of_data, of_flags)]
     assert memory(networks[0]) == memory(networks[1])
 

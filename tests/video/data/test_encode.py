@@ -367,6 +367,13 @@ def test_the_longest_bucket_that_a_clip_fills_or_why_it_has_none() -> None:
     assert drawn == [assign(ClipShape(9, 256, 256, 24), rare, i, seed=1) for i in range(2000)]
 
 
+def test_a_clip_of_four_fifths_of_the_pixels_is_enlarged_and_no_smaller_one() -> None:
+    """Give a resolution of 160 x 160 pixels clips of 128 and of 127 rows."""
+    plan = parse_plan({"160px": {"5": 1.0}})
+    found = [assign(ClipShape(5, n, 160, 8.0), plan, 0, seed=1) for n in (128, 127)]
+    assert isinstance(found[0], Bucket) and found[1] is Drop.TOO_SMALL
+
+
 def test_a_larger_resolution_in_the_plan_changes_no_draw_and_the_seed_does() -> None:
     """The reason of a clip without a bucket is that of its largest resolution."""
     one = parse_plan({"64px": {"5": 0.5}})
@@ -489,6 +496,7 @@ def test_windows_are_limited_by_the_longest_scene_and_by_default() -> None:
     config = EncodeConfig(video_windows="scenes")
     assert _most_frames(config, scenes) == 9
     assert _most_frames(config, [range(1), range(1, 2), range(2, 3)]) == 2
+    assert _most_frames(config, [range(1), range(1, 2)]) == 2
     assert _most_frames(config, [range(1)]) is None
     assert _most_frames(EncodeConfig(), None) is None
     for frames, least in ((5, 5), (20, 9)):
@@ -576,3 +584,11 @@ def test_scenes_give_a_window_each(tmp_path: Path) -> None:
 def test_flags_of_windows_that_would_have_no_effect(flags: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         EncodeConfig(**flags)
+
+
+@pytest.mark.parametrize("windows", ["first", "uniform", "all", "scenes"])
+def test_flags_of_windows_are_taken_where_they_have_an_effect(windows: str) -> None:
+    """Limit any window, and the number of all but the first; a time lapse has a low rate."""
+    counts = {"video_window_count": 2} if windows != "first" else {}
+    found = EncodeConfig(video_windows=windows, video_window_frames=5, video_fps=0.25, **counts)
+    assert (found.video_window_frames, found.video_window_count) == (5, (counts and 2) or None)

@@ -102,7 +102,7 @@ def test_a_set_of_bad_numbers_alone_is_told_and_five_samples_are_named(
     assert main([str(folder)]) == 0
     said = capsys.readouterr()
     assert "7 clips (100.0%), latents 3x8x8, 3 micro-batches of 2" in said.out
-    assert "numbers" not in said.out and "alike      0 more" in said.out
+    assert "numbers    of latents" not in said.out and "alike      0 more" in said.out
     named = "; ".join(f"{number}: 'clip {number}'" for number in range(5))
     assert said.err == (
         "warning: 7 samples have numbers that are not finite, so that a run would end. First: "

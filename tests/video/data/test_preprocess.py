@@ -81,6 +81,8 @@ def test_clips_to_shards_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "3 clips in 2 shards, 5 dropped" in said and "2 of 8 clips dropped" in said
     videos = ShardedVideos(output)
     assert len(videos) == 3 and videos.manifest["dropped"]["cannot be read"] == 2
+    # Of the two rates, the first; that of the picture is none.
+    assert videos.manifest["fps"] == 8
     assert videos[0].caption == "8 FPS. a red bar moves right"  # of seven words, six are kept
     assert videos[2].caption == "a red bar moves right" and not videos[2].references
     first = build_codec(making.CODEC).decode(videos[1].latents[None])[0]
@@ -270,6 +272,7 @@ def test_a_set_grows_by_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixtur
     # A row that was never encoded leaves no trace when it leaves the list.
     write_rows(source, [row for row in rows_of(source) if row != missing])
     assert run(source, output, "--clips-per-shard=3") == 0
+    assert ShardedVideos(output).manifest["fingerprint"] == grown.manifest["fingerprint"]
     assert "none.gif" in (before_of := after["clips.jsonl"].decode())
     entries = (output / "clips.jsonl").read_text().splitlines()
     assert [row for row in before_of.splitlines() if "none.gif" not in row] == entries
@@ -420,6 +423,39 @@ def test_one_shard_is_encoded_by_all_workers(
     monkeypatch.setattr(run_module, "_encode_part", real)
     assert run(source, tmp_path / "one") == 0
     assert contents(tmp_path / "many") == contents(tmp_path / "one")
+
+
+def test_parts_may_be_finished_in_any_order_and_progress_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encode six clips of three shards in parts of one, of all shards in turn; then two more."""
+    source = make_clips(tmp_path, 8)
+    rows = rows_of(source)
+    bars: list[tuple[int, int]] = []
+    seen: list[tuple[int, int]] = []
+
+    class Bar(run_module.Progress):
+        def __init__(self, total: int, earlier: int, *words: Any, **named: Any) -> None:
+            bars.append((total, earlier))
+            super().__init__(total, earlier, *words, **named)
+
+    def in_turn(work: Any, todo: Any, progress: Any) -> None:
+        shards = sorted({part.shard for part in todo.parts})
+        seen.append((len(shards), len(todo.parts)))
+        for number in (*range(0, len(todo.parts), 2), *range(1, len(todo.parts), 2)):
+            work(todo.parts[number], lambda *_: None)
+            todo.finish(number)
+
+    monkeypatch.setattr(run_module, "_MOST_CLIPS_OF_A_PART", 1)
+    monkeypatch.setattr(run_module, "Progress", Bar)
+    monkeypatch.setattr(run_module, "_encode_here", in_turn)
+    for count in (6, 8):
+        write_rows(source, rows[:count])
+        assert run(source, tmp_path / "out", "--clips-per-shard=2") == 0
+    assert seen == [(3, 6), (1, 2)]
+    # Headers are read of new clips only.
+    assert bars == [(6, 0), (6, 0), (2, 0), (8, 6)]
+    assert [video.number for video in ShardedVideos(tmp_path / "out")] == list(range(8))
 
 
 def test_an_interrupted_run_keeps_finished_shards(

@@ -101,6 +101,10 @@ def test_what_is_written_is_read_and_buckets_keep_their_numbers(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["clips.jsonl"]
     assert [entry.row for entry in entries] == ["b", "a"]
     assert register.shards() == {"shard_00001": entries[:1]}
+    # Samples are in the order of their shards, not of the rows that these come from.
+    register.entries = [*entries, Entry("c", 1, "/c", "shard_00000"), replace(entries[0], key="d")]
+    assert [*register.shards()] == ["shard_00000", "shard_00001"]
+    assert [entry.key for entry in register.shards()["shard_00001"]] == ["b.0", "d"]
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,10 @@ def test_sets_that_do_not_belong_together(tmp_path: Path) -> None:
         ConfigError, match=r"sizes\) has micro-batches of 1 for 64px .* has 2; give"
     ):
         joined(tmp_path, "a sizes")
+    tiny.write_clips(tmp_path / "unsized", {tiny.SHORT: 2})
+    for words, size, other in (("a unsized", None, 2), ("unsized a", 2, None)):
+        with pytest.raises(ConfigError, match=rf"batches of {size} for .* another set has {other}"):
+            joined(tmp_path, words)
     own = joined(tmp_path, "a sizes", '{"64px": {"9": [1, 3]}}')
     assert own.members(1)[tiny.SHORT].micro_batch_size == 3
     tiny.write_clips(

@@ -21,7 +21,7 @@ from megatron_ext.video.data.setup import (
     open_split,
     planned_clips,
 )
-from megatron_ext.video.task import VIDEO
+from megatron_ext.video.task import VIDEO, cases
 from tests.ranks import ranks
 from tests.training_runs import prepared
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, write_clips
@@ -128,6 +128,11 @@ def test_buckets_are_counted_in_the_table_and_in_the_costs(tmp_path: Path) -> No
     assert (image.share, short.share) == (0.75, 0.25)
     assert (image.micro_batch_size, short.micro_batch_size) == (1, 2)
     assert (image.num_text + image.num_image, short.num_text + short.num_image) == (24, 56)
+    assert [case.columns for case in cases(config)] == [
+        {"clips at a time": "1", "text + image tokens": "8 + 16"},
+        {"clips at a time": "2", "text + image tokens": "8 + 48"},
+    ]
+    assert [case.share for case in cases(config)] == [0.75, 0.25]
     assert config.model.seq_length == 56
     assert config.training.micro_batch_range == (1, 2)
     valid = ["--video-valid-path", str(data), "--eval-iters"]

@@ -72,6 +72,11 @@ def test_options_of_networks_follow_their_flags() -> None:
     assert found == (False, 1, "a2a", None)
     usual = network_of(wan("--frame-block 2 --window-frames 8", causal=True)).options
     assert usual.zero_head and usual.recompute_blocks == 0 and usual.window.block == 2
+    # One condition mode suffices to take references, unless it is that without any.
+    none = "--i2v-head-weight 0 --i2v-tail-weight 0 --i2v-loop-weight 0"
+    for words, takes in ((none, False), (f"{none} --i2v-tail-weight 2 --t2v-weight 0", True)):
+        checked = network_of(network_of(mmdit(words)).checked())
+        assert checked.sizes.cond_embed is takes
     sizes = network_of(mmdit("--mlp-ratio 2 --patch-size 4 --axes-dim 4 4 8")).sizes
     assert (sizes.mlp_size, sizes.patch_size, sizes.axes_dim) == (128, 4, (4, 4, 8))
     # The plan compares runs that recompute all blocks with runs that recompute none.

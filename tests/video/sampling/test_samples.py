@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.sampling import samples
-from megatron_ext.video.sampling.generate import groups_of, requests_of
+from megatron_ext.video.sampling.generate import decoded, groups_of, requests_of
 from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
 from megatron_ext.video.sampling.samples import ClipSampler, SampleWhileTraining
 from megatron_ext.video.task import VIDEO
@@ -78,6 +78,18 @@ def test_requests_are_sampled_in_groups() -> None:
     found = [(x.numbers, x.sampling.sample_steps, (x.shape.height, x.shape.width)) for x in groups]
     assert found == [([0, 1, 4], 7, (32, 48)), ([2], 4, (32, 48)), ([3], 7, (8, 16))]
     assert [x.draws for x in groups] == [[(42, 0), (0, 0), (42, 4)], [(42, 2)], [(42, 3)]]
+
+
+def test_a_decoder_gets_as_many_clips_as_were_sampled_at_once() -> None:
+    asked: list[int] = []
+
+    def decode(latents: Tensor) -> Tensor:
+        asked.append(len(latents))
+        return 10 * latents
+
+    codec: Any = SimpleNamespace(decode=decode)
+    latents = torch.arange(5.0).view(5, 1, 1, 1, 1)
+    assert torch.equal(decoded(codec, latents, 2), 10 * latents) and asked == [2, 2, 1]
 
 
 def rows_of(folder: Path, *rows: dict[str, str]) -> list[ClipRequest]:

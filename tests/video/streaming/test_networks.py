@@ -13,7 +13,7 @@ from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.streaming import networks
 from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.networks import build_critic, load_weights
+from megatron_ext.video.streaming.networks import TrainedNetwork, build_critic, load_weights
 from tests.ranks import ranks
 from tests.video.streaming.test_prompts import configured
 
@@ -32,6 +32,20 @@ def test_all_rates_of_the_critic_are_scaled_alike(context: ParallelContext, tmp_
         rates = critic.scheduler.max_lr, critic.scheduler.min_lr, critic.scheduler.init_lr
         assert rates == pytest.approx((1e-3 * ratio, 1e-4 * ratio, 2e-4 * ratio))
         assert critic.clip_grad == 3.0
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_gradients_are_reduced_as_they_are_asked_for(
+    everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(networks, "finalize_model_grads", lambda *x, **y: asked.append((x, y)))
+    chunks: Any = ["chunk"]
+    trained = TrainedNetwork(chunks, None, None, 1.0)  # type: ignore[arg-type]
+    for count in (None, torch.tensor(3)):
+        trained.reduce(count, everywhere=everywhere)
+    wanted = {"force_all_reduce": everywhere}
+    assert asked == [((chunks, None), wanted), ((chunks, torch.tensor(3)), wanted)]
 
 
 def test_weights_are_loaded_with_the_runs_flags_and_notes_are_told_once(

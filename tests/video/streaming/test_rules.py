@@ -144,7 +144,10 @@ def teacher(tensor: int | None = None, stages: int = 1, **others: Any) -> Stream
         (teacher(tensor=4), layout(tp=2, world=4, sequence_parallel=True), []),
         (teacher(tensor=4, latent_size=(4, 6)), layout(tp=2, world=4), []),
         (teacher(tensor=4, latent_size=(4, 6)), layout(tp=2, world=4, sequence_parallel=True),
-         ["tokens of a frame with `--sequence-parallel` (6)"]),
+         ["tokens of a frame with `--sequence-parallel` (6); use 1 or 2."]),
+        (teacher(stages=3), layout(world=3),
+         ["`--teacher-pipeline-model-parallel-size` (3) must be at most the number of the "
+          "teacher's blocks (2); use 2 or fewer."]),
         # Without a layout of its own, the run's frames are checked elsewhere.
         (teacher(teacher_size="tiny", latent_size=(2, 6)),
          layout(tp=2, world=2, sequence_parallel=True), []),

@@ -125,14 +125,14 @@ def test_weights_seed_and_sinks_are_followed(sample: Sample) -> None:
 
 
 def test_captions_on_the_command_line_switch_in_the_middle(sample: Sample, tmp_path: Path) -> None:
-    words = "--sample-second-texts c d --sample-batch-size 1 --sample-fps 8"
+    words = "--sample-second-texts d c --sample-batch-size 1 --sample-fps 8"
     sample(f"--sample-texts a b {words}")
     rows = [json.loads(line) for line in (tmp_path / "videos" / LIST).read_text().splitlines()]
     files = sorted((tmp_path / "videos").glob("*.mp4"))
     # As long as the longest sequence of the training.
     assert [row["latent_frames"] for row in rows] == [27, 27]
     assert [row["fps"] for row in rows] == [8, 8] == [read(x)[1] for x in files]
-    assert [row["switches"] for row in rows] == [[{"frame": 15, "text": text}] for text in "cd"]
+    assert [row["switches"] for row in rows] == [[{"frame": 15, "text": text}] for text in "dc"]
 
 
 ALONE = "--independent-first-frame --chunk-frames 10"

@@ -36,6 +36,9 @@ def state_of(
     return StreamingState(critic, sequence, SimpleNamespace(pgs=groups), config)  # type: ignore[arg-type]
 
 
+OF_CRITIC = StreamingState._critic_state
+
+
 @pytest.fixture(autouse=True)
 def no_critic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamingState, "_critic_state", lambda *_, **__: {CRITIC: {}})
@@ -162,3 +165,32 @@ def test_one_rank_of_a_replica_writes_the_sequence_and_each_its_cache() -> None:
     assert sorted(entry[SEQUENCE].replica_id for entry in entries) == [0, 1, 2, 3]
     assert len({entry[SEQUENCE].unique_key for entry in entries}) == 1
     assert len({entry[CACHE].unique_key for entry in entries}) == 4
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_the_critics_optimizer_is_saved_and_loaded_where_that_of_the_run_is(
+    with_optimizer: bool, is_loading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read the schedule of its learning rate from what was loaded, as it has no tensors."""
+    asked: list[Any] = []
+
+    def sharded(chunks: Any, optimizer: Any, **options: Any) -> dict[str, Any]:
+        asked.append((chunks, optimizer, options))
+        return {"model": "weights"}
+
+    prefixes: list[str] = []
+    monkeypatch.setattr(stored, "sharded_state", sharded)
+    monkeypatch.setattr(
+        stored, "add_prefix_for_sharding", lambda _, prefix: prefixes.append(prefix)
+    )
+    state = state_of(build(PLAIN, replica=REPLICA))
+    schedule = SimpleNamespace(state_dict=lambda: "schedule")
+    state._critic = SimpleNamespace(  # type: ignore[assignment]
+        base=None, chunks=["critic"], optimizer="optimizer", scheduler=schedule
+    )
+    found = OF_CRITIC(state, {"a": 1}, with_optimizer=with_optimizer, is_loading=is_loading)
+    optimizer = "optimizer" if with_optimizer else None
+    assert asked == [(["critic"], optimizer, {"metadata": {"a": 1}, "is_loading": is_loading})]
+    saved = {"opt_param_scheduler": "schedule"} if with_optimizer and not is_loading else {}
+    assert found == {CRITIC: {"model": "weights", **saved}} and prefixes == ["critic."]

@@ -146,6 +146,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (pipeline / "transformer" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"whole pipeline; give .*/pipeline/transformer\."):
         read_config(pipeline)
+    # A model of its own may have such a folder, too.
+    (pipeline / "config.json").write_text('{"num_layers": 3}')
+    assert read_config(pipeline) == {"num_layers": 3}
     with pytest.raises(CheckpointError, match=r"no `patch_embedding.weight` of 5 dimensions"):
         understand_shapes({"patch_embedding.weight": (3, 4)}, Naming.ORIGINAL, PATH)
     # A model narrower than one usual head has one head.
