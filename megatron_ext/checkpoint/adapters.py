@@ -41,7 +41,10 @@ MARK = ".lora."
 
 
 def adapters_among(names: Iterable[str]) -> list[str]:
-    """Return, sorted, the ``names`` of adapter matrices, without averages and optimizer state."""
+    """Return those of ``names`` that are LoRA matrices, sorted.
+
+    Averages (EMA) and optimizer state of such matrices are left out.
+    """
     weights = (n for n in names if "optimizer." not in n and not n.startswith(PREFIX))
     return sorted(name for name in weights if MARK in name)
 
@@ -51,7 +54,8 @@ def leave_out_new(
 ) -> dict[str, dict[str, Tensor]]:
     """Remove from ``state``, in place, the adapters and new branches that a checkpoint lacks.
 
-    A new branch is a tensor that an older checkpoint may lack; `is_new_branch` recognizes it.
+    A load would fail on them; so they keep their initial values. A new branch is any other tensor
+    that an older checkpoint may lack (`is_new_branch`).
 
     Args:
         path: folder of the checkpoint.
@@ -79,7 +83,7 @@ def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[st
 
     ``new`` is the result of `leave_out_new`: tensors, by chunk key and weight name, that the
     checkpoint ``path`` lacks and that keep their initial values. No message is made for adapters.
-    All histories of 8-bit scales share one message.
+    The histories of maxima from which FP8 scales are computed share one message.
     """
     names = [n for values in new.values() for n, value in values.items() if is_new_branch(value)]
     notes = [
@@ -143,7 +147,7 @@ class FrozenBase:
     def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
         """Return the identity of the weights in the checkpoint folder ``path``.
 
-        With ``average``, identify the averaged weights if the checkpoint has any.
+        With ``average``, identify the averaged (EMA) weights if the checkpoint has any.
         """
         manifest = path / MANIFEST
         # Megatron-LM writes no manifest. Its metadata at least identify names and shapes.
@@ -155,8 +159,8 @@ class FrozenBase:
     def given(cls, root: str, *, average: bool) -> FrozenBase:
         """Return the identity of the weights that ``--pretrained-checkpoint`` loads.
 
-        ``root`` is the value of the flag. With ``average``, identify the averaged weights if the
-        checkpoint has any.
+        ``root`` is the value of the flag. With ``average``, identify the averaged (EMA) weights if
+        the checkpoint has any.
         """
         checkpoint = find(CheckpointConfig(pretrained_checkpoint=root))
         assert checkpoint is not None
@@ -183,7 +187,7 @@ class FrozenBase:
 
     @classmethod
     def drawn(cls, seed: int) -> FrozenBase:
-        """Return the identity of the random weights that a run draws from its seed."""
+        """Return the identity of the random weights that a run initializes from ``seed``."""
         return cls(None, f"seed {seed}")
 
     @classmethod
@@ -229,7 +233,10 @@ def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:
 
 
 def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
-    """Add the model weights that ``loaded`` lacks to it, in place, with their current values."""
+    """Add to ``loaded``, in place, the model's weights that it lacks, with their current values.
+
+    ``loaded`` maps each key of `chunk_keys` to the loaded weights of that chunk, by name.
+    """
     for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True):
         loaded[key] = {**chunk.state_dict(), **loaded.get(key, {})}
 

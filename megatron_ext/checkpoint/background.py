@@ -78,7 +78,10 @@ class Helper:
             self.connection.send(job)
 
     def reports(self) -> list[Report] | None:
-        """Return the helper's new messages without waiting; return None if the helper has died."""
+        """Return the helper's messages since the last call (maybe none), without waiting.
+
+        Return None if there are none and the helper has died.
+        """
         reports: list[Report] = []
         try:
             while self.connection.poll():
@@ -165,7 +168,10 @@ class _Running:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a save, known to rank 0 only; ``reason`` is empty if the save worked."""
+    """The result of a save, known to rank 0 only.
+
+    ``reason`` says why the save failed, and is empty if it worked. ``seconds`` is its duration.
+    """
 
     iteration: int
     seconds: float
@@ -225,9 +231,9 @@ class BackgroundSaves:
         Args:
             iteration: number of training steps done, which gives the checkpoint its name.
             state: called once; returns the sharded and the common state to save, in one mapping.
-            progress: counters of the run, as values for JSON.
+            progress: counters of the run, such as consumed samples, as values for JSON.
             run_config: the resolved configuration, as sections of plain values.
-            best: the checkpoints with the lowest validation losses, lowest first; they are kept.
+            best: the checkpoints with the lowest validation losses, lowest first, which are kept.
             superseded: iterations whose checkpoints are removed once the new one is complete.
 
         Raises:
@@ -291,7 +297,7 @@ class BackgroundSaves:
         return slot, ""
 
     def _free_slot(self, num_bytes: int) -> SnapshotFile | None:
-        """Return a free slot for a copy of ``num_bytes``, or else a new one.
+        """Return a slot (file in memory) for ``num_bytes``: a free one, or else a new one.
 
         The result is None if the slots in use already fill the memory that ``--async-save-buffer``
         allows.
@@ -435,7 +441,7 @@ class BackgroundSaves:
     def _wait_for_iteration(self, iteration: int) -> None:
         """Wait for all running saves to end if the newest one saves the same ``iteration``.
 
-        Otherwise return at once. All ranks call this together.
+        Both would write to the same folder. Otherwise return at once. All ranks call this together.
         """
         # All ranks have started the same saves, but only rank 0 knows which are published.
         if self._count and iteration == self._last_iteration:

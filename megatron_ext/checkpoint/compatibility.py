@@ -302,7 +302,10 @@ def loads_random(
 
 @dataclass(frozen=True)
 class Change:
-    """A flag whose value differs from the checkpoint's."""
+    """A flag whose value differs from the checkpoint's.
+
+    ``before`` is the checkpoint's value; ``answer`` says what follows from the difference.
+    """
 
     name: str
     value: Any

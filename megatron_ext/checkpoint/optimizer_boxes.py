@@ -29,7 +29,7 @@ from megatron_ext.optim.update import parts_of
 PREFIX = "optimizer.state"
 _STEP = "step"
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The first index along each axis, and the size along each axis."""
+"""A rectangular block of a tensor: its first index and its size, both along each axis."""
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
@@ -125,11 +125,11 @@ def _shards_by_kind(
 def in_boxes(
     entry: ShardedTensor | ShardedTensorFactory, prefix: str, values: Tensor, start: int
 ) -> list[ShardedTensor]:
-    """Return sharded tensors for values that belong to a range of elements of a parameter.
+    """Return sharded tensors that save a range of a parameter's optimizer state, cut into boxes.
 
     Args:
         entry: the parameter's own sharded tensor, or a factory that makes several.
-        prefix: prefix of the parameter's name.
+        prefix: kind of state, put before the parameter's name in the checkpoint.
         values: one fp32 value per element, in any shape.
         start: index of the first element in the flattened parameter.
     """
@@ -143,7 +143,7 @@ def _cut(
 
     Args:
         shards: the parameter's own sharded tensors.
-        prefix: put before the parameter's name in the checkpoint.
+        prefix: kind of state, put before the parameter's name in the checkpoint.
         values: one value for each element of the range.
         start: index of the range's first element in the flattened parameter.
         instance: index of the distributed-optimizer instance, if several hold copies of the range.

@@ -33,7 +33,7 @@ RESHARDABLE = "fully_reshardable"
 """megatron-core's name of distributed optimizer state that loads in any layout."""
 SECOND_MOMENT = "exp_avg_sq"
 MAIN_WEIGHTS = "fp32_from_fp16_params"
-"""Key in an optimizer's state of the fp32 copies of 16-bit weights."""
+"""Key of the fp32 copies of 16-bit weights in an optimizer's state."""
 KIND_OF_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """Settings that distinguish an optimizer's parameter groups, besides ``is_expert_parallel``."""
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
@@ -154,7 +154,10 @@ def leave_out_nothing(state: dict[Any, Any]) -> None:
 
 
 def drop_main_weights(common: dict[Any, Any]) -> None:
-    """Drop, in place, the empty lists of fp32 weights in a checkpoint's common state."""
+    """Drop, in place, the lists of fp32 weights in a checkpoint's common state.
+
+    Their entries are empty, since the weights themselves are stored as shards.
+    """
     for part in (common, *_numbered(common)):
         part.pop(MAIN_WEIGHTS, None)
 

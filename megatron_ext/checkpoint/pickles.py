@@ -1,8 +1,8 @@
-"""A small machine for pickles, which calls nothing that a pickle names.
+"""Small unpicklers that call nothing that a pickle names.
 
 Python's own unpickler imports whatever a pickle names, calls it, and sets attributes on any object
-on its stack, even on classes. `Machine` follows the same instructions, but a name on its stack is
-only a `Name`, never the object itself. A subclass decides, from a list of its own, what a call or a
+on its stack, even on classes. `Machine` follows the same instructions, but puts only a `Name` on
+its stack, never the object itself. A subclass decides, from a list of its own, what a call or a
 state produces. Instructions that the writers of checkpoints do not use are refused.
 `MetadataMachine` builds the index of a checkpoint. `Scan` builds nothing: it refuses pickles that
 would be costly to read.
@@ -25,15 +25,19 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 MAX_BYTES = 1 << 32
 """Size limit of a pickle in bytes; a checkpoint index with 400,000 entries has about 80 MB."""
 MAX_NESTING = 100
-"""Limit of nesting; far beyond it Python's own functions would overflow the stack."""
+"""Limit of nested values; far beyond it Python's own functions would overflow the stack."""
 MAX_KEY = 64
-"""Limit of elements of a tuple that is a key, and of dimensions of a ``torch.Size``."""
+"""Limit of elements of a tuple used as a mapping's key, and of dimensions of a ``torch.Size``."""
 MAX_IN_TUPLE = 10_000
-"""Limit of elements of a tuple, counted with those of each tuple inside it."""
+"""Limit of elements of a tuple that contains tuples; the elements of inner tuples count, too."""
 MAX_SAME_HASH = 1_000
-"""Limit of keys with equal hashes, since a mapping compares them with each other."""
+"""Limit of keys in a pickle with the hash of another key, since mappings compare such keys."""
 MAX_REUSE = 8
-"""Limit of the bytes and elements that all calls in a pickle may copy, per byte of the pickle."""
+"""Limit of the arguments of all calls in a pickle, per byte of the pickle.
+
+Arguments are counted in bytes and elements. A pickle can pass one long value to many calls, and
+each call would copy it.
+"""
 
 
 class ForeignName(ValueError):
@@ -45,7 +49,7 @@ class Refused(ValueError):
 
 
 class Name:
-    """The name of a class or function. The object itself never gets onto a machine's stack."""
+    """The name of a class or function, which `Machine` uses in place of the object itself."""
 
     __slots__ = ("full", "module", "name")
 
@@ -57,7 +61,7 @@ class Name:
 
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 _WITHOUT_EQUALS = frozenset({int, bool, bytes, type(None)})
-"""Classes whose values rarely share a hash: integers are small, bytes are hashed with a secret."""
+"""Classes whose values rarely share a hash: integers are small, hashes of bytes are salted."""
 _LARGEST_KEY = 1 << 63
 
 
@@ -72,11 +76,12 @@ def _is_key(value: Any) -> bool:
 
 
 class Machine:
-    """Reads the instructions of pickle protocols 2 to 5 that checkpoints use; refuses all others.
+    """An unpickler for the instructions of pickle protocols 2 to 5 that checkpoints use.
 
-    `load` reads the pickle that starts at byte ``at`` of ``content``, returns its value, and sets
-    ``at`` to the first byte after it. Content that ends early or is inconsistent raises an error of
-    any class.
+    Other instructions are refused. `load` reads the pickle that starts at byte ``at`` of
+    ``content``, returns its value, and sets ``at`` to the first byte after it. For each class, call
+    and state in the pickle it calls a method that subclasses override. Content that ends early or
+    is inconsistent raises an error of any class.
     """
 
     def __init__(self, content: bytes, at: int = 0) -> None:
@@ -88,7 +93,9 @@ class Machine:
         self._same_hash = 0
 
     def name(self, module: str, name: str) -> Any:
-        """Return the object that represents the named class or function on this machine's stack.
+        """Return what replaces a class or function named in the pickle, such as a `Name`.
+
+        The result is passed to `call` and `new`.
 
         Raises:
             ForeignName: a pickle of this kind may not contain the name. The base class allows none.
@@ -96,11 +103,14 @@ class Machine:
         raise ForeignName(f"{module}.{name}")
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return the result of calling a function or class; the base class refuses every call."""
+        """Return the value to use for a call in the pickle; the base class refuses every call."""
         raise Refused("it calls a function")
 
     def new(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return an instance of a class, without its state; the base class refuses every class."""
+        """Return an instance of a class named in the pickle, still without state.
+
+        The base class refuses every class.
+        """
         raise Refused("it makes an instance")
 
     def build(self, target: Any, state: Any) -> None:
@@ -323,7 +333,7 @@ def _too_deep() -> NoReturn:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield the values directly inside a value that a machine has made."""
+    """Yield the values directly inside a value that a `Machine` has made."""
     kind = type(value)
     if kind is dict or kind is OrderedDict:
         return iter(value.values())
@@ -477,7 +487,7 @@ def _layout(name: Any) -> torch.layout:
 
 
 def _path_of(kind: type[PurePath]) -> Callable[..., PurePath]:
-    """Return a function that joins parts to a path without touching the file system."""
+    """Return a function that joins texts to a path of class ``kind``, without touching the disk."""
 
     def make(*parts: Any) -> PurePath:
         if any(type(part) is not str for part in parts):
@@ -488,7 +498,7 @@ def _path_of(kind: type[PurePath]) -> Callable[..., PurePath]:
 
 
 def member_of(kind: type[Enum]) -> Callable[..., Enum]:
-    """Return a function that maps a value to the member of an enumeration."""
+    """Return a function that maps a value to the member of the enumeration ``kind``."""
 
     def member(value: Any) -> Enum:
         if type(value) not in (int, str):
@@ -524,7 +534,10 @@ _CLASSES = {f"{kind.__module__}.{kind.__name__}": kind for kind in _FIELDS} | {
 
 
 class MetadataMachine(Machine):
-    """Builds the index of a checkpoint: instances of a few torch classes, with checked fields."""
+    """An unpickler for the index of a checkpoint (``.metadata``).
+
+    It makes only instances of a few torch classes, and checks their fields.
+    """
 
     def __init__(self, content: bytes) -> None:
         super().__init__(content)
@@ -635,7 +648,7 @@ _HASHING = frozenset(
     {f"{module}.set" for module in ("builtins", "__builtin__")}
     | {"collections.Counter", "collections.OrderedDict"}
 )
-"""Names of functions in pickles that hash the elements of their argument."""
+"""Names of functions in pickles that hash the elements of their argument, which may be costly."""
 
 
 class Unknown:

@@ -63,7 +63,7 @@ class PreparedSave:
 
 
 class SavePreparer:
-    """Prepares the checkpoints of a run on this rank."""
+    """Plans what this rank writes of each checkpoint, and reuses the plan where it can."""
 
     def __init__(self, config: CheckpointConfig, replicas: ProcessGroup) -> None:
         self._config = config

@@ -132,9 +132,10 @@ def expired(
 
     Args:
         older: iterations of all checkpoints except the new one, in ascending order.
-        retain: ``--save-retain-interval``. Multiples of it stay. As in Megatron-LM, only the
-            checkpoint just before the new one is removed, if it is no multiple.
-        keep: ``--keep-last``. This many stay, the new one included.
+        retain: ``--save-retain-interval``; None removes nothing by this rule. Otherwise the
+            checkpoint just before the new one is removed unless its iteration is a multiple. No
+            rule removes a multiple.
+        keep: ``--keep-last``: this many newest ones stay, the new one included; None keeps all.
         best: iterations of the checkpoints of ``--keep-best``. They stay and do not count towards
             ``keep``.
         superseded: iterations to remove, since they are no longer among the best.
@@ -176,7 +177,7 @@ def remove_old(
 
 
 def write_best(root: Path, best: BestCheckpoint) -> None:
-    """Write a checkpoint's iteration and loss to `BEST_TRACKER`, if its folder is in ``root``."""
+    """Write a checkpoint's iteration and loss to the file `BEST_TRACKER`, if its folder exists."""
     path = root / BEST_TRACKER
     if not folder_of(root, best.iteration).is_dir():
         return

@@ -31,7 +31,7 @@ from megatron_ext.parallel.context import ParallelContext
 
 
 class SnapshotStore(Protocol):
-    """A place where a run keeps snapshots of its state.
+    """A place where a run keeps snapshots of its state, such as host memory.
 
     Attributes:
         stays: whether the snapshots remain after the run has ended.
@@ -59,7 +59,9 @@ class SnapshotRecovery(Protocol):
         """Return the store in which this object looks for snapshots."""
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> Any:
-        """Return the newest snapshots that all ranks have, if they are new enough, else None.
+        """Return the newest snapshots that all ranks have, as an argument for the other methods.
+
+        The result is None if none are new enough.
 
         Args:
             newer_than: only snapshots of a later step than this are considered.
@@ -67,7 +69,7 @@ class SnapshotRecovery(Protocol):
         """
 
     def source(self, chosen: Any) -> str:
-        """Return where the chosen snapshots come from, in one word, such as "memory"."""
+        """Return where the snapshots ``chosen`` by `newest` come from, such as "memory"."""
 
     def state_of(self, chosen: Any) -> tuple[Any, Any, Any, Path]:
         """Return the state to resume from, and the folder of the snapshots.

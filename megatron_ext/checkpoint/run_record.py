@@ -21,7 +21,7 @@ RUN_VARIABLE = "MEGATRON_EXT_RUN_ID"
 """Environment variable: the name that a launcher gives to a run and its restarts."""
 RECORD = ".run.json"
 _ANY = "none"
-"""The run id that torchrun uses if the user gives none."""
+"""The run id that torchrun uses if the user gives none, so that many runs share it."""
 
 
 def run_id() -> str:
@@ -44,8 +44,8 @@ def goes_on(config: FaultToleranceConfig, restarts: int) -> bool:
 def own_checkpoints(root: Path, *, again: bool) -> list[int]:
     """Return the iterations of the checkpoints that this run wrote to ``root``, newest first.
 
-    Some may be damaged. At the first start of a run the list is empty. The checkpoints that are
-    already in the folder are then written to the record, as belonging to other runs.
+    Some may be damaged. At the first start of a run the list is empty, and a file in ``root`` then
+    records which checkpoints are already there, since they belong to other runs.
 
     Args:
         again: whether the run has been restarted.

@@ -140,7 +140,7 @@ class TensorFolder:
         return self._counted(self._file(name).get_tensor(name))
 
     def block(self, name: str, index: tuple[int | slice, ...]) -> Tensor:
-        """Return a block of a tensor as a view of its file, so that only the used part is read."""
+        """Return ``tensor[index]`` as a view of its file, so that only the used part is read."""
         return self._counted(self._file(name).get_slice(name)[index])
 
     def _counted(self, values: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ def _write_weights(folder: Path, tensors: Converted, max_shard_size: int | str, 
 
 
 MADE_BY_TORCH = {"format": "pt"}
-"""The metadata of a file of tensors, without which transformers refuses the file."""
+"""The metadata to write into a safetensors file; transformers refuses a file without it."""
 
 
 def plan_files(
@@ -338,7 +338,9 @@ def plan_files(
 
     Args:
         folder: where to write the index if there are several files; None writes nothing.
-        described: all tensors, on the meta device.
+        described: all tensors by name, on the meta device.
+        max_shard_size: size limit of each file, in bytes or as text such as ``"5GB"``.
+        stem: beginning of the files' names.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 

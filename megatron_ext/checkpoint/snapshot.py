@@ -50,7 +50,7 @@ _START = "<II"
 _ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes, so that any dtype can be viewed in place."""
 _BLOCK_WORDS = 1 << 15
-"""Number of 8-byte words that are summed into one number of the digest."""
+"""Number of 8-byte words in a block; a digest hashes one sum per block (`_digest`)."""
 _ROOM_FOR_GROWTH = 1 << 16
 """Spare bytes at the end of a file, since the pickled values of the next snapshot may be larger."""
 
@@ -155,7 +155,7 @@ def _lies_within(tensor: Tensor, end: int, other: Tensor, begin: int) -> bool:
 
 
 class _Mapping:
-    """A file of fixed size, mapped into memory; a GPU copies to it directly."""
+    """A file of fixed size, mapped into memory; `copy` pins it, so that a GPU can write to it."""
 
     def __init__(self, path: Path, size: int | None = None) -> None:
         flags = os.O_RDWR if size is None else os.O_RDWR | os.O_CREAT
@@ -250,7 +250,7 @@ class SnapshotFile:
         Args:
             iteration: number of training steps of the state.
             content: the state to write.
-            facts: stored as `Snapshot.facts`.
+            facts: values for JSON that are stored with the snapshot, as `Snapshot.facts`.
             with_digest: whether to store a digest, which takes time to compute. Without it, a
                 reader cannot tell whether the content has changed since.
         """

@@ -73,8 +73,9 @@ def fetched(flag: str, given: str, step: int | None = None) -> Path:
 def stage(config: RunConfig, *, is_first: bool) -> list[str]:
     """Download the checkpoints that the run loads from addresses such as ``s3://bucket/run``.
 
-    Every process calls this. Return notes on checkpoints that were skipped, the same in all
-    processes. The process with ``is_first`` also checks whether ``--save`` is writable.
+    Every process calls this, but each machine downloads once. Return log messages on the copies
+    and on skipped checkpoints, the same in all processes. The process with ``is_first``, which is
+    rank 0, also checks whether ``--save`` is writable.
 
     Raises:
         CheckpointError: an address cannot be used.
@@ -154,7 +155,7 @@ def _root(config: CheckpointConfig) -> Path:
 def copy_records(config: CheckpointConfig, *, is_first: bool) -> None:
     """Upload the records of a finished run, such as metrics, if ``--save`` is an address.
 
-    Only the process with ``is_first`` uploads. A failed upload prints a note and raises no error.
+    Only rank 0, the process with ``is_first``, uploads. If that fails, only a note is printed.
     """
     remote = None if config.save is None else remote_of(config, Path(config.save))
     if remote is None or not is_first:

@@ -39,7 +39,7 @@ from megatron_ext.parallel.context import ParallelContext
 
 Chunks = list[DistributedDataParallel]
 CRITIC = "critic"
-"""Prefix of the names of a second network, which judges the model of the run."""
+"""Prefix of the names of a second network, the critic that judges the model of the run."""
 EMA = "ema"
 PREFIX = f"{EMA}."
 SHARDING = "distrib_optim_sharding_type"
@@ -83,7 +83,10 @@ def sharding_of(metadata: dict[str, Any], context: ParallelContext) -> dict[str,
 
 
 def values_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a sharded state, as a load in the same layout would return them."""
+    """Return a state with plain values in place of sharded tensors and objects.
+
+    A load in the same layout would return the same.
+    """
 
     def value(entry: Any) -> Any:
         if isinstance(entry, LocalNonpersistentObject):
@@ -222,7 +225,7 @@ def apply_state(
 def _settle_rates(
     groups: list[dict[str, Any]], rates: list[dict[str, float]], scheduler: OptimizerParamScheduler
 ) -> None:
-    """Set the learning rates in each parameter group: this run's ``rates``, or the loaded ones.
+    """Set each parameter group's learning rates to this run's ``rates``, or to the loaded ones.
 
     megatron-core prefers rates in a group to those of the schedule. So with
     `--override-opt-param-scheduler` this run's rates replace the loaded ones; otherwise the loaded
@@ -372,7 +375,10 @@ def take_named(
 def averages_to_save(
     ema: ShardedEMA, model: Chunks, state: dict[str, Any], metadata: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return this rank's part of the averages, sharded like the weights in ``state``."""
+    """Return this rank's part of the averaged weights (EMA), sharded like the weights in ``state``.
+
+    The keys are numbers of weights, as text; in the format of `flat_state`, names of weights.
+    """
     if metadata.get(SHARDING) == flat_state.FLAT:
         return flat_state.averages(ema, model, metadata[flat_state.PLACE], PREFIX)
     entries = _entries_of({key: state[key] for key in chunk_keys(model)})

@@ -70,9 +70,9 @@ BACKEND, VERSION = "torch_dist", 1
 
 
 class DiskWriter(FileSystemWriter):
-    """torch's writer of one file per rank, restricted to one thread.
+    """torch's storage writer, with one thread, so that each rank writes one file.
 
-    If the disk is full, or another limit stops the write, the CheckpointError says so.
+    If the disk is full, or another limit stops a write, it raises a CheckpointError that says so.
     """
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
@@ -179,8 +179,8 @@ def save_strategy(
     """Return megatron-core's strategy for saving sharded state.
 
     With ``--ckpt-fully-parallel-save``, the ranks of the process group ``replicas``, which hold
-    the same weights, share the writing of them. ``writer`` is the argument of
-    `InProcessSaveStrategy`.
+    the same weights, each write a part of them; otherwise one of them writes all. ``writer`` is
+    the argument of `InProcessSaveStrategy`.
     """
     strategy = InProcessSaveStrategy(writer)
     shared = config.ckpt_fully_parallel_save

@@ -62,7 +62,7 @@ class DamagedFile(CheckpointError):
 
 
 Damaged = dict[Path, str]
-"""The fault of each checkpoint that is skipped, by folder."""
+"""Folder of each damaged checkpoint that is skipped -> what is wrong with it."""
 
 
 def cause_of(error: CheckpointError) -> str:
@@ -202,7 +202,10 @@ def candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
 
 
 def check_weights(flag: str, folder: str | None) -> None:
-    """Raise a CheckpointError if the folder given by ``flag`` holds no loadable checkpoint."""
+    """Raise a CheckpointError if the folder given by ``flag`` holds no loadable checkpoint.
+
+    None, for a flag that was not given, is accepted.
+    """
     if folder is None:
         return
     try:
@@ -296,7 +299,10 @@ def choose(root: Path, step: int | None, damaged: Damaged | None = None) -> int 
 
 
 def refusal(root: Path, iteration: int, fault: str) -> str:
-    """Return the error message about a checkpoint with a ``fault``; it suggests a complete one."""
+    """Return the message of the error that refuses a checkpoint for its ``fault``.
+
+    It suggests the newest complete checkpoint, if there is one.
+    """
     others = [i for i in published(root) if i != iteration]
     whole = [i for i in others if fault_of(standing_folder_of(root, i)) is None]
     advice = "there is no other whole one, so remove `--load` to start anew"

@@ -45,12 +45,12 @@ COMMON_STATE = "common_state"
 """Name of the object among the shards in which newer megatron-core saves the common state."""
 _OBJECT = f"{COMMON_STATE}/shard_0_1"
 _OF_NEWER_FLAGS = ("CudaGraphModule", "InferenceCudaGraphScope")
-"""Enumerations in the flags of Megatron-LM's checkpoints that older megatron-core lacks."""
+"""Enumerations that may occur in Megatron-LM's checkpoints, but that older megatron-core lacks."""
 _OLD_PICKLES = 5
-"""Number of pickles that begin a file in ``torch.save``'s old format, which is no zip archive."""
+"""Number of pickles at the start of a file in ``torch.save``'s old format (no zip archive)."""
 _NUMBERS = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248]|c(8|16))")
 _FOREIGN = re.compile(r"GLOBAL (\S+) w")
-"""Matches the name of the class that torch's restricted reader refuses, in its error."""
+"""Finds the name of a refused class in the error message of ``torch.load(weights_only=True)``."""
 
 
 def refused(path: Path | str, name: str) -> CheckpointError:
@@ -242,7 +242,7 @@ class PlainArray(np.ndarray):
 
 
 def _new_array(kind: Any, shape: Any, code: Any) -> PlainArray:
-    """Return an empty array; the pickle sets its shape, type and content next."""
+    """Return an empty array, whatever the arguments: the pickle sets shape, type and data next."""
     array: PlainArray = np.ndarray.__new__(PlainArray, (0,), np.int8)
     return array
 
