@@ -222,6 +222,13 @@ def test_underscores_stand_for_dashes_in_names_alone() -> None:
                 "`--workers-to-check` is known in Megatron-LM but not supported here: there is no",
             ],
         ),
+        (
+            ["--legacy-tokenizer", "--append-eos"],
+            [
+                "`--legacy-tokenizer` is known in Megatron-LM but not supported here: Megatron-LM",
+                "Unknown flag `--append-eos`; did you mean `--append-eod`?",
+            ],
+        ),
         (["--worker", "3"], ["Unknown flag `--worker`; did you mean `--workers`?", "Unknown arg"]),
         (["--append-eos"], ["Unknown flag `--append-eos`; did you mean `--append-eod`?"]),
         (["--workers", "two"], ["Argument --workers: invalid int value: 'two'; see --help."]),

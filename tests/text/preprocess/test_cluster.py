@@ -138,6 +138,34 @@ def test_only_the_tasks_of_this_plan_end_the_run(tmp_path: Path) -> None:
         (tmp_path / f"failed.{key}.json").write_text(json.dumps(failed))
     with pytest.raises(InexactEngine, match="ids differ"):
         watch.look()
+    failed = {"kind": "refused", "messages": ["no key", "bad lines are in x"], "key": "new"}
+    (tmp_path / "failed.new.json").write_text(json.dumps(failed))
+    with pytest.raises(DataError) as caught:
+        watch.look()
+    assert list(caught.value.messages) == failed["messages"]
+
+
+def test_parts_that_end_before_the_first_look_need_no_other_attempt(tmp_path: Path) -> None:
+    """All failures of an earlier run of the same plan are forgotten before the first task."""
+    part = Part("/in", "in", 0, 9, "plain", 9)
+    options = SimpleNamespace(log_interval=1, output_prefix="out")
+    job: Any = SimpleNamespace(folder=tmp_path, key="key", parts=[part] * 2, options=options)
+    for _ in range(2):
+        write_failure(tmp_path, Failure("refused", ["of the earlier run"], "key"))
+
+    class AtOnce(Here):
+        def submit(self, numbers: Sequence[int]) -> None:
+            super().submit(numbers)
+            for number in numbers:
+                writer = PartWriter(tmp_path, "key", number, 1, [np.dtype("uint16")])
+                writer.finish()
+
+        def running(self, left: Sequence[int]) -> bool:
+            return False
+
+    cluster = AtOnce()
+    cluster_module.encode_on(cluster, job, [0, 1], print)
+    assert cluster.attempts == [[0, 1]] and cluster.closed
 
 
 def test_numbers_of_parts_are_written_short() -> None:

@@ -8,17 +8,21 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_ext.data import indexed_writer
+from megatron_ext.disk.reading import UnreadableFile
 from megatron_ext.errors import ConfigError, DataError, MachineFault
+from megatron_ext.text.preprocess import datasets as dataset_module
 from megatron_ext.text.preprocess import encode as texts
 from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess import workers as worker_module
-from megatron_ext.text.preprocess.parts import PartWriter, WorkDirectory, read_marker
+from megatron_ext.text.preprocess.inputs import Part
+from megatron_ext.text.preprocess.parts import PartWriter, WorkDirectory, failure_of, read_marker
 from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.fast import FastEncoder
 from tests.text import tiny
@@ -232,10 +236,13 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run(tmp_path, tiny.write_jsonl(tmp_path / "old.jsonl", tiny.corpus(5)))
     old = read_pair(tmp_path / "out_text_document")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(indexed_writer, "_kernel_copy", fail(FULL))
-        with pytest.raises(DataError) as caught:
-            run(tmp_path, tmp_path / "lines.jsonl")
+    # The disk is full at the tokens, or at the index that is written after them.
+    for module, function in ((indexed_writer, "_kernel_copy"), (dataset_module, "write_index")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, function, fail(FULL))
+            with pytest.raises(DataError) as caught:
+                run(tmp_path, tmp_path / "lines.jsonl")
+        assert not list(tmp_path.glob("*.joining"))
     said = f"{tmp_path}/out was not written ([Errno 28] No space left on device); finished parts ar"
     assert str(caught.value).startswith(said)
     assert left_in(tmp_path) == ["out.parts", "out_text_document.bin", "out_text_document.idx"]
@@ -279,6 +286,9 @@ def test_refused_lines_of_a_file_with_any_name_are_written(tmp_path: Path) -> No
 
 
 def test_a_marker_with_values_of_other_types_is_none(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    tmp_path = tmp_path / "parts"
+    tmp_path.mkdir()
     writer = PartWriter(tmp_path, "key", 0, 1, [np.dtype("uint16")])
     writer.tally({"a": {"b": 1}})
     writer.finish()
@@ -288,7 +298,7 @@ def test_a_marker_with_values_of_other_types_is_none(tmp_path: Path) -> None:
     for change in (
         {"host": 3}, {"stem": None}, {"key": 3}, {"lines": True}, {"tokens": -1},
         {"seconds": "1"}, {"ended": None}, {"tally": {"a": {"b": -1}}}, {"tally": {"a": 1}},
-        {"more": 1}, {"sizes": {}} | {"documents": 1.5},
+        {"more": 1}, {"documents": 1.5}, {"sizes": {"../other": 0}}, {"stem": "../p000000"},
     ):  # fmt: skip
         path.write_text(json.dumps({**good, **change}))
         assert read_marker(tmp_path, "key", 0) is None, change
@@ -336,3 +346,49 @@ def test_a_run_that_starts_over_takes_no_part_of_an_earlier_one(
     assert [line.partition(" ")[0] for line in said] == ["Resuming:", "Tokenizing", "Starting"]
     assert report.resumed_parts == 0
     check_pair(tmp_path, texts_of(tiny.corpus(300)))
+
+
+def test_a_resumed_run_keeps_the_files_of_finished_parts_alone(tmp_path: Path) -> None:
+    """Part 1 was killed while it was written, and part 2 gave up."""
+    (tmp_path / "in").write_bytes(b"x" * 9)
+    parts = [Part(str(tmp_path / "in"), "in", 0, 9, "plain", 9) for _ in range(3)]
+    with WorkDirectory(str(tmp_path / "out")) as work:
+        work.begin({"a": 1}, parts)
+        writers = [PartWriter(work.folder, work.key, n, 2, [np.dtype("u2")]) for n in range(3)]
+        writers[0].finish()
+        files = len(list(work.folder.glob("p000002.*")))
+        assert files == len(list(work.folder.glob("p000001.*"))) == 7
+        writers[2].abandon()
+        assert not list(work.folder.glob("p000002.*"))
+        assert list(work.finished(3)) == [0]
+        left = sorted(path.name.split(".")[0] for path in work.folder.glob("p0*"))
+        assert left == ["p000000"] * (files + 1)
+        writers[1].abandon()
+        work.keep = True
+    with WorkDirectory(str(tmp_path / "out")) as work:
+        assert work.resumed_parts({"a": 2}) is None
+        assert work.resumed_parts({"a": 1}) == parts
+        # One of its inputs has become shorter, or is gone, such as the copy of a packed file.
+        work.begin({"a": 1}, [*parts, Part(str(tmp_path / "in"), "in", 0, 10, "plain", 10)])
+        assert work.resumed_parts({"a": 1}) is None
+        work.begin({"a": 1}, [*parts, Part(str(tmp_path / "gone"), "in", 0, 9, "gzip", 9)])
+        assert work.resumed_parts({"a": 1}) is None
+
+
+def test_a_failure_without_a_message_is_damaged(tmp_path: Path) -> None:
+    for messages in ([], None, "text"):
+        path = tmp_path / "failed.json"
+        path.write_text(json.dumps({"kind": "refused", "key": "k", "messages": messages}))
+        with pytest.raises(UnreadableFile, match="it holds no messages"):
+            failure_of(path)
+
+
+def test_the_progress_ends_with_a_run_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    progress = SimpleNamespace(close=lambda: ended.append(True))
+    monkeypatch.setattr(worker_module, "progress_of", lambda job, todo: progress)
+    job: Any = SimpleNamespace(options=SimpleNamespace(workers=1, output_prefix="out"))
+    monkeypatch.setattr(worker_module.PartPool, "run", fail(DataError("bad line")))
+    with pytest.raises(DataError, match="bad line"):
+        worker_module.encode_parts(job, [0], print)
+    assert ended == [True]

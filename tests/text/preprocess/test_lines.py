@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import os
 import tracemalloc
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,13 @@ from hypothesis import strategies as st
 from megatron_ext.errors import DataError
 from megatron_ext.text.preprocess import inputs, packed
 from megatron_ext.text.preprocess.encode import (
+    EMPTY,
+    ENDS_WITHIN,
     LANGUAGES,
+    TWICE,
+    UNREAD,
     BadLine,
+    Encoded,
     TextEncoder,
     parse_line,
     sentence_splitter,
@@ -49,6 +56,10 @@ from megatron_ext.text.preprocess.texts import _samples
         ),
         (b"{}", "has no key 'text' (it has none; `--json-keys` names other keys)"),
         (json.dumps(dict.fromkeys("abcdefghijklmn")).encode(), "has no key 'text' (it has a, b, "),
+        (
+            json.dumps(dict.fromkeys("abcdefghijkl")).encode(),
+            "has no key 'text' (it has a, b, c, d, e, f, g, h, i, j, k, l; `--json-keys` names ot",
+        ),
         (b'{"text": null}', "has null under key 'text', not a text or a list of texts"),
         (b'{"text": 3}', "has int under key 'text'"),
         (b'{"text": ["a", 3]}', "has list under key 'text'"),
@@ -188,6 +199,8 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         ("english", "On page 3.| Then 12.| Next."),
         ("english", "Ask the Dr.|\n\nNext one.|\n\nlower case.|\n\n and more"),
         ("english", "He (Mr.)| Smith came."),
+        ("english", "Choose b.| Then go on."),
+        ("dutch", "Op 3. Mei kwam dhr. Smit.| Goed."),
         ("french", "M. Dupont est l\u00e0.| Bien."),
     ],
 )
@@ -249,8 +262,9 @@ def test_a_line_of_the_greatest_length_is_read(
     path = tmp_path / "docs.jsonl"
     path.write_bytes(b"x" * (9 << 20) + b"\n{}\n")
     size = path.stat().st_size
-    part = Part(str(path), str(path), 0, size, "plain", size)
-    assert b"".join(block for block, _ in blocks(part)) == path.read_bytes()
+    for packing in ("plain", "array"):
+        part = Part(str(path), str(path), 0, size, packing, size)
+        assert b"".join(block for block, _ in blocks(part)) == path.read_bytes()
 
 
 def test_one_text_of_each_batch_is_compared_and_none_that_is_long() -> None:
@@ -288,3 +302,73 @@ def test_samples_come_from_all_over_the_input(tmp_path: Path) -> None:
     assert {"a0"} <= samples and {text[0] for text in samples} == set("abc")
     numbers = sorted(int(text[1:]) for text in samples)
     assert numbers[-1] > 1500 and len(numbers) > 500
+
+
+class Letters:
+    """A tokenizer of one id per letter, which refuses texts with a question mark."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if any("?" in text for text in texts):
+            raise ValueError("a question")
+        return [[ord(letter) for letter in text] for text in texts]
+
+
+def test_lines_keep_their_stream_beside_refused_ones_and_are_counted_by_what_they_hold() -> None:
+    """Lines 3 to 8 of a part, dealt to two streams; the tokenizer refuses the fifth."""
+    lines = [
+        {"text": "a", "title": ["", "b"], "id": 1},
+        {"text": ["", ""], "title": "c"},
+        {"text": "what?", "title": "d"},
+        {"text": "e!", "title": ""},
+        {"title": "f", "text": "g"},
+    ]
+    raw = [json.dumps(line).encode() for line in lines]
+    raw.append(b'{"text": "h", "title": "i", "in": {"text": 1, "title": 2}, "id": 1, "id": 2}')
+    refused: list[int] = []
+    written: dict[tuple[int, int], tuple[str, list[int]]] = {}
+    counted: dict[str, Counter[str]] = {}
+
+    def write(key: int, stream: int, encoded: Encoded) -> None:
+        text = "".join(map(chr, encoded.tokens.tolist()))
+        written[key, stream] = text, encoded.documents.tolist()
+
+    def tally(counts: Mapping[str, Mapping[str, int]]) -> None:
+        counted.update({kind: +Counter(named) for kind, named in counts.items()})
+
+    tokenizer: Any = Letters()
+    encoder = TextEncoder(tokenizer, None, ["text", "title"], 2, None, ord("!"))
+    refuse = lambda number, reason: refused.append(number)  # noqa: E731
+    assert encoder.encode(raw, 3, refuse, write, tally) == 5
+    assert refused == [5]
+    assert written == {
+        (0, 0): ("e!!h!", [0, 1, 1]), (0, 1): ("a!g!", [1, 1]),
+        (1, 0): ("c!i!", [1, 0, 1]), (1, 1): ("b!f!", [1, 1]),
+    }  # fmt: skip
+    assert counted == {
+        UNREAD: {"id": 2, "in": 1}, TWICE: {}, EMPTY: {"text": 1, "title": 1},
+        ENDS_WITHIN: {"text": 1},
+    }  # fmt: skip
+
+
+def test_a_change_of_the_last_bytes_is_seen_where_times_and_size_are_those_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"x" * 200_000)
+    about = os.stat(path)
+    monkeypatch.setattr(inputs.os, "fstat", lambda descriptor: about)
+    before = inputs.identity_of(str(path))
+    for change in (b"x" * 199_999 + b"y", b"y" + b"x" * 199_999):
+        path.write_bytes(change)
+        assert inputs.identity_of(str(path)) != before
+    path.write_bytes(b"x" * 200_000)
+    assert inputs.identity_of(str(path)) == before
+
+
+def test_groups_of_exactly_the_size_of_a_part_are_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "group_sizes", lambda *_: [10, 4, 6, 11, 3])
+    monkeypatch.setattr(inputs, "_size", lambda source: 34)
+    parts = cut([Source("f", "f", "parquet")], 1, 10 / 1e6)
+    assert [(part.start, part.end, part.num_bytes) for part in parts] == [
+        (0, 1, 10), (1, 3, 10), (3, 4, 11), (4, 5, 3),
+    ]  # fmt: skip

@@ -197,6 +197,9 @@ def test_a_run_that_ends_leaves_no_task_and_the_cluster_of_its_caller(
     assert ray.cancelled == [3, 5]
     assert waited == [([3, 5], {"num_returns": 2, "timeout": ray_tasks._SECONDS_TO_CANCEL})]
     assert ray.is_shut == ours
+    idle = Ray()
+    tasks_on(idle, monkeypatch, ours=ours).close()
+    assert idle.cancelled == [] and idle.is_shut == ours
 
 
 def test_without_ray_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

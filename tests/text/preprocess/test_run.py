@@ -89,7 +89,7 @@ def test_partitions_are_megatrons(tmp_path: Path, count: int, sequential: bool) 
 @pytest.mark.parametrize("sequential", [False, True])
 def test_a_refused_line_keeps_its_turn_in_the_dealing(tmp_path: Path, sequential: bool) -> None:
     texts: list[Any] = texts_of(tiny.corpus(80))
-    for bad in (0, 17, 18, 40, 79):
+    for bad in (0, 17, 18, 26, 27, 40, 54, 79):  # contiguous partitions begin at 27 and 54
         texts[bad] = None
     path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": t} for t in texts])
     run(tmp_path, path, partitions=3, keep_sequential_samples=sequential, on_bad_line="quarantine")
@@ -119,7 +119,7 @@ def test_sentences_in_one_run(tmp_path: Path, keep_newlines: bool) -> None:
     assert info.num_sequences > 2 * info.num_documents
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, 4])  # four share the three files, of which two are packed
 def test_packed_files_and_globs(tmp_path: Path, workers: int) -> None:
     documents = tiny.corpus(90)
     plain = tiny.write_jsonl(tmp_path / "a.jsonl", documents[:30])

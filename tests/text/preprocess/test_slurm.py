@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,11 +177,13 @@ def test_the_job_of_a_killed_run_is_cancelled_and_its_tasks_encode_nothing_of_th
 def test_tasks_read_the_options_of_their_run(tmp_path: Path) -> None:
     words = ["--input", "in.jsonl", "--output-prefix", str(tmp_path / "out"), "--workers", "3"]
     words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "folder"]
-    array = ["--executor=slurm", "--slurm-tasks=4", "--slurm-args=--time=1", "--slurm-script=a"]
+    array = ["--executor=slurm", "--slurm-tasks=4", "--slurm-script=a"]
+    array += ["--slurm-args=--time=1 \n--mem=2G"]
     for more in ([], ["--sft", "--sft-messages-key", "chat"]):
         options, local = (parse_options([*words, *more, *a])[0] for a in (array, []))
         job = SimpleNamespace(options=options, folder=tmp_path, key="k", fast=True)
         write_script(job, [0], tmp_path / "job.sh", lambda _: None)  # type: ignore[arg-type]
+        assert "\n#SBATCH --time=1 --mem=2G\n#\n" in (tmp_path / "job.sh").read_text()
         found = task.options_of(json.loads((tmp_path / "job.json").read_bytes()))
         assert type(found) is type(local)
         assert {**vars(found), "json_keys": ()} == {**vars(local), "json_keys": ()}
@@ -227,6 +230,25 @@ def test_parts_that_are_left_have_tasks_of_their_own(
     assert called[1][2:] == ["--array=0-5", script, *"456789"]
     assert called[2][2] == "--array=0-99" and called[2][4:6] == ["0", "1-2"]
     assert (tmp_path / "slurm_job").read_text() == "7"
+    # Whoever asks for more tasks than that gets as many again.
+    options = SimpleNamespace(slurm_tasks=150)
+    many = SlurmArrays(SimpleNamespace(options=options, folder=tmp_path), [], lambda _: None)  # type: ignore[arg-type]
+    for _ in range(2):
+        many.submit(range(400))
+        assert called[-1][2] == "--array=0-149"
+
+
+def test_a_queue_that_does_not_answer_ends_no_task_that_still_runs(
+    arrays: tuple[SlurmArrays, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = arrays
+    monkeypatch.setattr(slurm_module.time, "sleep", lambda seconds: None)
+    made.submit([1, 2])
+    for state, left, runs in (
+        ("unknown: busy", [2], True), ("RUNNING", [], True), ("unknown: busy", [], False),
+    ):  # fmt: skip
+        monkeypatch.setattr(made, "_queued", lambda state=state: Counter([state]))
+        assert made.running(left) == runs
 
 
 def test_the_job_of_an_earlier_run_is_cancelled_once(

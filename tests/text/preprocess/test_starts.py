@@ -61,6 +61,15 @@ def test_an_array_larger_than_what_is_read_at_once(
         starts.unpack_array(str(path), "plain", "in", tmp_path / "items")
         lines = (tmp_path / "items").read_text(encoding="utf-8").splitlines()
         assert [json.loads(line) for line in lines] == rows
+    good = json.dumps(rows).encode()
+    for content, sentence in (
+        (good[:-3] + b"\xff" + good[-3:], rf"is not UTF-8 \(byte {len(good) - 2}\); convert it"),
+        (good + b" " * 30 + b"{}", r"it goes on after the end of the array \(40 items\)"),
+        (good[:-1] + b" " * 30, "the file ends after its item 40, not a comma or a bracket"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=sentence):
+            starts.unpack_array(str(path), "plain", "in", tmp_path / "items")
 
 
 @pytest.mark.parametrize(
@@ -140,6 +149,9 @@ def test_contiguous_partitions_leave_blank_lines_out(tmp_path: Path) -> None:
     run(tmp_path, b"\n".join(lines), on_bad_line="quarantine", **more)
     check_pair(tmp_path, [TEXTS[0]], "0_text_document")
     check_pair(tmp_path, [TEXTS[1], TEXTS[0]], "1_text_document")
+    # Here only the blank lines at the end have no documents.
+    run(tmp_path, b"\n".join([*LINES, LINES[0], b"", b"", b""]), **more)
+    check_pair(tmp_path, [*TEXTS, TEXTS[0]], "0_text_document")
 
 
 def test_nothing_accepted_ends_with_code_1(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from rich.console import Console
 
 from megatron_ext.data.indexed import check_indexed_dataset
@@ -157,3 +158,37 @@ def test_a_row_sums_up_its_finished_parts() -> None:
         "0",
         "n/a",
     ]
+
+
+def rows_of(inputs: int, unfinished: int) -> list[list[str]]:
+    """Return names and numbers of parts of the table's rows, where one input is not finished."""
+    names = [f"in{number:02}" for number in range(inputs)]
+    parts = [Part("/in", name, 0, 1, "plain", 10**6) for name in names]
+    markers = [None if n == unfinished else marker(n, tokens=n) for n in range(inputs)]
+    table = status._table("out", parts, markers)
+    return [[*each] for each in zip(*(table.columns[i].cells for i in (0, 1, 4)), strict=True)]
+
+
+def test_a_table_has_the_unfinished_inputs_and_the_sum_of_all() -> None:
+    assert rows_of(1, 0) == [["in00", "0/1", "0"]]
+    assert rows_of(2, 1) == [["in00", "1/1", "0"], ["in01", "0/1", "0"], ["all", "1/2", "0"]]
+    twenty = rows_of(20, 7)
+    assert [row[0] for row in twenty] == [*(f"in{n:02}" for n in range(20)), "all"]
+    assert twenty[-1] == ["all", "19/20", str(sum(range(20)) - 7)]
+    more = rows_of(22, 7)
+    listed = [7, *(n for n in range(20) if n != 7)]
+    assert [row[0] for row in more] == [f"in{n:02}" for n in listed] + ["2 other inputs", "all"]
+    assert more[-2:] == [["2 other inputs", "2/2", "41"], ["all", "21/22", str(sum(range(22)) - 7)]]
+
+
+def test_a_run_that_holds_its_lock_is_running(tmp_path: Path) -> None:
+    (tmp_path / "started").write_text(str(time.time() - 500))
+    lines = list(status._lines(tmp_path, PARTS[3:], [None]))
+    assert lines[0].startswith("The run is not running; ")
+    with FileLock(tmp_path / "lock"):
+        lines = list(status._lines(tmp_path, PARTS[3:], [None]))
+    assert lines == [
+        "The run is running; 0 parts are being encoded; no part was finished since this start."
+    ]
+    lines = list(status._lines(tmp_path, PARTS[3:], [None]))
+    assert lines[0].startswith("The run is not running; ")

@@ -278,3 +278,53 @@ def test_a_dataset_that_selects_rows_is_refused(tmp_path: Path) -> None:
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(DataError, match=r"it selects rows by indices, which flatten_indices\(\)"):
         folders.files_of(str(folder))
+
+
+def test_the_rows_of_a_part_of_a_file_are_all_of_its_progress(tmp_path: Path) -> None:
+    documents = tiny.corpus(40)
+    parquet.write_table(table_of(documents), tmp_path / "a", row_group_size=10)
+    write_file(tmp_path / "b", table_of(documents), 10)
+    for name, packing in (("a", "parquet"), ("b", "arrow file")):
+        pieces = list(tables.rows_of(str(tmp_path / name), packing, 1, 3, ["title"]))
+        assert b"".join(lines for lines, _ in pieces).count(b"\n") == 20
+        shares = [share for _, share in pieces]
+        assert shares == sorted(shares) and shares[-1] == 1.0
+
+
+def test_nulls_within_lists_and_maps_of_a_table_are_those_of_jsonl(tmp_path: Path) -> None:
+    """Fields of structs that are null are missing ones, also in lists; other nulls stay."""
+    text = pyarrow.string()
+    json_map = pyarrow.map_(text, pyarrow.json_())
+    storage = pyarrow.array([[("k", '{"a": [1]}'), ("n", None)], None], pyarrow.map_(text, text))
+    table = pyarrow.table(
+        {
+            "structs": [[{"a": 1, "b": None}, {"a": None, "b": [None, {"c": None}]}], None],
+            "maps": pyarrow.array([[[("x", 1), ("y", None)], None], []],
+                                  pyarrow.list_(pyarrow.map_(text, pyarrow.int64()))),
+            "json": storage.cast(json_map),
+        }
+    )  # fmt: skip
+    (lines,) = [tables._lines(batch) for batch in table.to_batches()]
+    assert [json.loads(line) for line in lines.splitlines()] == [
+        {
+            "structs": [{"a": 1}, {"b": [None, {}]}],
+            "maps": [{"x": 1}, None],
+            "json": {"k": {"a": [1]}},
+        },
+        {"structs": None, "maps": [], "json": None},
+    ]
+
+
+def test_texts_are_read_without_their_marks_and_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "BLOCK_BYTES", 10)
+    contents = [b"\xef\xbb\xbfone", b"four", b"x" * 10, b"", b"last"]
+    paths = []
+    for number, content in enumerate(contents):
+        paths.append(str(tmp_path / str(number)))
+        Path(paths[-1]).write_bytes(content)
+    found = list(folders.text_lines(paths, "text"))
+    texts = [json.loads(line)["text"] for lines, _ in found for line in lines.splitlines()]
+    assert texts == ["one", "four", "x" * 10, "", "last"]
+    assert [size for _, size in found] == [10, 10, 4]

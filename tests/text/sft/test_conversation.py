@@ -120,6 +120,9 @@ def test_masks_of_other_programs(key: str) -> None:
     for value, rule in ((0.5, "must be 0 or 1, not 0.5"), ("no", "must be 0 or 1, not 'no'")):
         with pytest.raises(DataError, match=rf"`messages\[1\].{key}` {rule}"):
             read_conversation(with_message(**{key: value}), PLACE)
+    for mask in (0, 1):
+        alike = with_message(loss_mask=mask, **{key: bool(mask)})
+        assert read_conversation(alike, PLACE).trained == (False, bool(mask))
     with pytest.raises(DataError, match=rf"`messages\[1\].loss_mask` contradicts `{key}`"):
         read_conversation(with_message(loss_mask=1, **{key: False}), PLACE)
 
@@ -136,7 +139,10 @@ def test_an_older_function_call_is_a_tool_call() -> None:
 def test_json_text_stands_for_lists_and_objects_at_each_place() -> None:
     function = {"name": "add", "arguments": {"a": 1}}
     calls = [{"type": "function", "function": function}]
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": {}}}}]
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": "add", "parameters": {"a": {}}}},
+        {"name": "stop"},
+    ]
     plain = {"messages": [USER, {**ASSISTANT, "tool_calls": calls}], "tools": tools}
     texts = [
         {**plain, "messages": json.dumps(plain["messages"])},
@@ -145,11 +151,18 @@ def test_json_text_stands_for_lists_and_objects_at_each_place() -> None:
         {**plain, "messages": [USER, {**ASSISTANT, "tool_calls": [json.dumps(calls[0])]}]},
         with_message(tool_calls=[{**calls[0], "function": json.dumps(function)}])
         | {"tools": tools},
-        {**plain, "tools": [json.dumps(tools[0])]},
-        {**plain, "tools": [{**tools[0], "function": json.dumps(tools[0]["function"])}]},
-        {**plain, "tools": [{**tools[0], "function": {"name": "add", "parameters": '{"a": {}}'}}]},
+        {**plain, "tools": [json.dumps(tools[0]), tools[1]]},
+        {**plain, "tools": [{**tools[0], "function": json.dumps(tools[0]["function"])}, tools[1]]},
+        {
+            **plain,
+            "tools": [
+                {**tools[0], "function": {"name": "add", "parameters": '{"a": {}}'}},
+                tools[1],
+            ],
+        },
     ]
     expected = read_conversation(plain, PLACE)
+    assert (expected.intake.counts["tools"], expected.intake.counts["tool calls"]) == (2, 1)
     for row in texts:
         assert read_conversation(row, PLACE) == expected
     with pytest.raises(DataError, match=r"`messages` is a text that is not JSON"):
@@ -228,6 +241,9 @@ def test_a_row_of_another_layout_is_told_its_format() -> None:
     ):
         with pytest.raises(DataError, match=rf"or give `--sft-row-format {layout}`"):
             read_conversation(row, PLACE)
+    named = SftConfig(sft_row_format="sharegpt", sft_conversations_key="talk")
+    with pytest.raises(DataError, match=r"it has conversations\); name the column it has\.$"):
+        read_conversation({"conversations": []}, PLACE, named)
 
 
 def test_nothing_of_a_sharegpt_call_is_lost() -> None:
@@ -372,6 +388,7 @@ def test_the_first_messages_end_where_templating_it_alone_ends(family: str, syst
         "{% for m in messages %}{{ m.content }}{% endfor %}{% for m in messages %}{% endfor %}",
         "{% for m in messages|reverse %}{{ m.content }}{% endfor %}",
         "{% for m in messages[2:] %}{{ m.content }}{% endfor %}",
+        "{% set odd = messages[1::2] %}{% for m in odd %}{{ m.content }}{% endfor %}",
         "{% if 1 %}{% for m in messages %}{{ m.content }}{% endfor %}{% endif %}",
     ],
 )
@@ -417,3 +434,34 @@ def test_marks_give_the_mask_of_templating_each_turn(monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as patch:
             patch.setattr(chat, "marked_source", lambda source: None)
             assert tokenize_conversation(tokenizer, conversation) == found
+
+
+def test_a_conversation_that_spells_the_mark_has_the_mask_of_any_other() -> None:
+    tokenizer = tiny.tokenizer("chatml")
+    masks = []
+    for text in (f"{chat._MARK} and more", "?" * len(f"{chat._MARK} and more".encode())):
+        messages = talk(6)
+        messages[2]["content"] = messages[3]["content"] = text
+        conversation = read_conversation({"messages": messages}, Place("chats.jsonl", 1))
+        masks.append(tokenize_conversation(tokenizer, conversation).mask)
+    assert masks[0] == masks[1]
+
+
+def test_the_template_for_tools_is_that_of_rows_with_tools() -> None:
+    tokenizer = tiny.tokenizer("chatml")
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    for tools, source in (([{"name": "add"}], "{{ tools }}"), (None, "{{ messages }}")):
+        conversation = read_conversation({**GOOD, "tools": tools}, PLACE)
+        assert Template(tokenizer, conversation, {}).source() == source
+
+
+def test_half_a_pair_is_named_where_it_is() -> None:
+    tool = {"name": "add", "parameters": {"a": ["b", "\ud800"]}}
+    row = {"messages": [USER, ASSISTANT], "functions": [{"name": "stop"}, tool]}
+    sft = SftConfig(sft_tools_key="functions", sft_on_unrendered="note")
+    read = read_conversation(row, PLACE, sft)
+    template = tiny.tokenizer("chatml", template="{{ messages }}{{ tools[1].parameters.a[1] }}")
+    with pytest.raises(
+        DataError, match=r"row 12: `functions\[1\].parameters.a\[1\]` holds half a surrogate pair"
+    ):
+        tokenize_conversation(template, read, sft)

@@ -13,8 +13,8 @@ import torch
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import documents_of_positions
-from megatron_ext.data.samplers import StepPlan
-from megatron_ext.errors import DataError
+from megatron_ext.data.samplers import StepPlan, shuffled
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.dataset import (
     ConversationReport,
@@ -110,6 +110,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 
 
 ROWS = tiny.chats(40)
+PAD = tiny.tokenizer("chatml").pad_token_id
 BASE = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 300 --swiglu "
     "--max-position-embeddings 300 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 "
@@ -205,6 +206,37 @@ def test_splits_share_the_conversations_out(folder: Path) -> None:
     assert firsts(again.train) == parts[0]
     assert firsts(other.train) != parts[0]
     assert splits(folder, *paths, "--split", "1,0,0").valid is None
+    # Which ones they are must not change: a run that goes on would validate what it has trained.
+    order = shuffled(40, 1234, 2)
+    for part, chosen in zip(parts, (order[:32], order[32:38], order[38:]), strict=True):
+        assert part == {tuple((tokenized(n)[0][:-1] + [PAD] * 300)[:300]) for n in chosen.tolist()}
+
+
+def test_training_is_shuffled_and_held_out_conversations_keep_their_order(folder: Path) -> None:
+    paths = [f"--{name}-data-path={folder}/{file}.jsonl"
+             for name, file in (("train", "a"), ("valid", "b"), ("test", "b"))]  # fmt: skip
+    built = splits(folder, *paths, "--sft-batching", "padded")
+
+    def read(dataset: Any) -> list[int]:
+        plan = dataset.plan
+        steps = range(plan.steps_per_epoch)
+        return [n for s in steps for batch in plan.microbatches(s, 0) for row in batch for n in row]
+
+    assert sorted(read(built.train)) == list(range(25)) != read(built.train)
+    assert read(built.valid) == read(built.test) == list(range(15))
+    assert splits(folder, *paths[1:], "--skip-train").train is None
+    with pytest.raises(ConfigError, match="`--sft` needs conversations to train on"):
+        splits(folder, *paths[1:])
+
+
+def test_a_tokenizer_without_padding_fills_up_with_zeros(tmp_path: Path) -> None:
+    made = tiny.tokenizer("chatml")
+    made.pad_token = None
+    made.save_pretrained(tmp_path / "tokenizer")
+    path = tiny.write_jsonl(tmp_path / "a.jsonl", ROWS[:2])
+    found = splits(tmp_path, "--train-data-path", str(path)).train
+    assert isinstance(found, SftDataset)
+    assert found[()]["tokens"].tolist() == [0] * 300
 
 
 def report(folder: Path, *words: str) -> ConversationReport:
@@ -259,6 +291,19 @@ def test_a_valid_split_that_is_empty_is_noted(folder: Path) -> None:
     assert line.endswith("leaves it none of 5 conversations")
     assert len(report(folder, *words, "--split", "1,0,0").notes) == 1
     assert report(folder, *words, "--split", "1,1,0").notes[0].startswith("conversations: 5 rows, ")
+    never = ["--data-path", str(path), "--eval-iters", "0", "--split", "98,2,0"]
+    assert len(report(folder, *never).notes) == 1
+    masked = [{"messages": [{**m, "loss_mask": 0} for m in row["messages"]]} for row in ROWS[:3]]
+    both = ["--train-data-path", str(path), "--eval-iters", "1", "--valid-data-path"]
+    long = [f"--sft-max-length={len(tokenized(0)[0])}", "--sft-truncation", "right"]
+    asked = {"role": "user", "content": "x" * 200}
+    cut = [{"messages": [asked, *row["messages"]]} for row in ROWS[:3]]
+    for rows, more in ((masked, []), (cut, long)):
+        held_out = str(tiny.write_jsonl(folder / "held_out.jsonl", rows))
+        assert splits(folder, *both, held_out, *more).valid is None
+    assert report(folder, *both, held_out, *long).notes[-1] == (
+        "the valid split has no conversation with a trained token, so nothing is validated"
+    )
 
 
 def test_a_preprocessed_prefix_and_its_file_are_the_same(folder: Path, train: SftDataset) -> None:
@@ -344,6 +389,8 @@ def test_stores_of_earlier_versions_are_looked_through_and_told(folder: Path) ->
         told[0] == "2 of 6 conversations of the train split have no trained token, and are dropped"
     )
     assert told[1].startswith(f"{store.prefix} was made by an earlier version") and len(told) == 2
+    found = splits(folder, *prefix, str(folder / "a.jsonl")).train
+    assert isinstance(found, SftDataset) and len(found) == 4 + 25 and found.cut.dropped == 2
 
 
 def test_texts_of_several_days_are_told() -> None:

@@ -109,6 +109,10 @@ def test_text_parts_are_joined_unless_the_template_takes_lists() -> None:
     assert made.whole == "<user>abc<assistant>y"
     assert made.conversation.intake.changed == {"list of text parts, joined": 1}
     assert made.conversation.intake.ignored == {"`messages[].content[].cache`": 1}
+    asked = [{"role": "user", "content": PARTS}, answer]
+    intake = fit(AROUND, [*asked, *asked]).conversation.intake
+    assert intake.changed == {"list of text parts, joined": 2}
+    assert intake.ignored == {"`messages[].content[].cache`": 2}
     lists = (
         "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
         "{% else %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %}{% endfor %}"
@@ -157,3 +161,33 @@ def test_a_developer_is_the_system_where_only_that_exists() -> None:
     assert [m["role"] for m in fit(neither, messages).conversation.messages] == [
         "developer", "user", "assistant",
     ]  # fmt: skip
+
+
+def test_arguments_of_white_space_are_none() -> None:
+    made = fit(AROUND.replace("CALL", FORMS["as JSON"][0]), called(" \n"))
+    assert made.conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_a_row_that_the_template_refuses_does_not_decide_for_the_rows_after_it() -> None:
+    refusing = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
+    template = refusing + AROUND.replace("CALL", FORMS["joined to a text"][0])
+    refused = [{"role": "user", "content": "no"}, *called(VALUE)[1:]]
+    for messages, form in ((refused, VALUE), (called(VALUE), OBJECT)):
+        found = fit(template, messages).conversation.messages[1]["tool_calls"][0]["function"]
+        assert found["arguments"] == (form if form == OBJECT else json.loads(OBJECT))
+
+
+def test_all_developers_are_the_system_where_the_template_writes_some_only() -> None:
+    first = (
+        "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') or loop.first %}"
+        "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    messages = [
+        {"role": "developer", "content": "French."},
+        {"role": "user", "content": "x"},
+        {"role": "developer", "content": "Short."},
+        {"role": "assistant", "content": "y"},
+    ]
+    made = fit(first, messages)
+    assert made.whole == "<system>French.<user>x<system>Short.<assistant>y"
+    assert made.conversation.intake.changed == {"role developer as system": 2}

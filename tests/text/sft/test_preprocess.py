@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ import zstandard
 from pyarrow import parquet
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.preprocess.cli import main
 from megatron_ext.text.preprocess.encode import BadLine
 from megatron_ext.text.preprocess.inputs import Part, blocks
+from megatron_ext.text.sft import chat as chat_module
 from megatron_ext.text.sft import preprocess as preprocess_module
 from megatron_ext.text.sft.chat import Chat, build_chat, key_of, with_date, with_known_date
 from megatron_ext.text.sft.conversation import Place, read_conversation
@@ -34,7 +37,13 @@ from megatron_ext.text.sft.preprocess import (
     open_stores,
     with_date_of_stores,
 )
-from megatron_ext.text.sft.store import SftStore, about_path, merge_stores
+from megatron_ext.text.sft.store import (
+    SftStore,
+    about_path,
+    is_part_of_store,
+    merge_stores,
+    store_prefixes,
+)
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.text.sft import tiny
 
@@ -191,14 +200,14 @@ def test_a_run_keeps_the_date_of_its_stores(
     template.write_text(DATED)
     settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
 
-    def chat_on(day: str, given: str | None = None) -> Chat:
+    def chat_on(day: str, given: str | None = None, **more: Any) -> Chat:
         class Clock(datetime.date):
             @classmethod
             def today(cls) -> "Clock":
                 return cls.fromisoformat(day)
 
         monkeypatch.setattr(datetime, "date", Clock)
-        sft = SftConfig(sft=True, sft_chat_template=str(template), sft_date=given)
+        sft = SftConfig(sft=True, sft_chat_template=str(template), sft_date=given, **more)
         return build_chat(build_tokenizer(settings), settings, sft)
 
     path = str(tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(2)))
@@ -216,6 +225,10 @@ def test_a_run_keeps_the_date_of_its_stores(
     assert text_of(chat_on("2026-03-10", "2024-07-26")) == "26 Jul 2024"
     # Of several dates that the stores have, the latest counts.
     assert text_of(chat_on("2026-03-11")) == "09 Mar 2026"
+    # Those of stores with other settings do not count, however late they are.
+    later = chat_on("2026-04-01", sft_tool_arguments="string")
+    open_stores("--data-path", [path], chat=later, cache=None, vocab_size=1000)
+    assert text_of(chat_on("2026-04-02")) == "09 Mar 2026"
     old = open_stores("--data-path", [path], chat=chat_on("2026-03-09"), cache=None, vocab_size=999)
     with pytest.raises(
         DataError, match=r"the date 2026-03-09, but `--sft-date` \(2024-07-26\) is an"
@@ -575,6 +588,7 @@ def test_a_first_token_is_never_trained(monkeypatch: pytest.MonkeyPatch) -> None
         TokenizedConversation([1, 2, 3], [1, 0, 0]),
         TokenizedConversation([4, 5], [1, 1]),
         TokenizedConversation([6, 7, 8], [0, 0, 1]),
+        TokenizedConversation([9, 9], [0, 0]),
     ]
     monkeypatch.setattr(ConversationEncoder, "tokenize", lambda *_: (list(samples), Intake()))
     written: dict[int, list[int]] = {}
@@ -588,7 +602,7 @@ def test_a_first_token_is_never_trained(monkeypatch: pytest.MonkeyPatch) -> None
     assert encoder.encode([b"{}"], 0, lambda *_: None, write, counts.append) == 2
     assert written == {0: [4, 5, 6, 7, 8], 1: [1, 1, 0, 0, 1]}
     assert counts[0]["counts"] == {"conversations": 2, "tokens": 5, "trained tokens": 2}
-    assert list(counts[0]["dropped"].values()) == [1]
+    assert list(counts[0]["dropped"].values()) == [2]
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -596,13 +610,14 @@ def test_a_conversation_has_at_least_two_tokens(
     length: int, run: tuple[RunConfig, Chat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = TokenizedConversation([5] * length, [1] * length)
-    monkeypatch.setattr(preprocess_module, "tokenize_samples", lambda *_: [tokens])
+    longer = TokenizedConversation([5, 6, 7], [0, 1, 1])
+    monkeypatch.setattr(preprocess_module, "tokenize_samples", lambda *_: [longer, tokens])
     line = json.dumps(tiny.chats(1)[0]).encode()
     if length == 1:
         with pytest.raises(BadLine, match="gives 1 tokens, but at least 2 are needed"):
             ConversationEncoder(run[1]).tokenize(line, 0)
     else:
-        assert ConversationEncoder(run[1]).tokenize(line, 0)[0] == [tokens]
+        assert ConversationEncoder(run[1]).tokenize(line, 0)[0] == [longer, tokens]
 
 
 def test_a_store_that_is_being_replaced_is_not_whole(
@@ -655,6 +670,12 @@ def test_a_model_writes_the_date_of_its_training_or_today() -> None:
         text = made.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
         assert text.startswith(wanted) and sentence is not None
         assert sentence.startswith("the chat template writes the date 20")
+        assert dated.chat_template == DATED
+    dated.chat_template = {"default": DATED, "tool_use": "{{ tools }}"}
+    several, _ = with_known_date(dated, "2024-07-26")
+    assert several.chat_template == {
+        "default": with_date(DATED, datetime.date(2024, 7, 26)), "tool_use": "{{ tools }}",
+    }  # fmt: skip
     plain = tiny.tokenizer("chatml")
     assert with_known_date(plain, "2024-07-26") == (plain, None)
 
@@ -719,3 +740,72 @@ def test_the_day_of_a_template_can_be_set_again() -> None:
         chat = tiny.tokenizer("chatml", template=with_date(source, day))
         text = chat.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
         assert text == f"{wanted}user"
+
+
+def test_keywords_that_some_template_reads_are_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template among the keywords replaces those of the tokenizer, and may write the date."""
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    made = tiny.tokenizer("chatml")
+    made.chat_template = {"default": "{{ a }}{{ messages }}", "tool_use": "{{ b }}{{ tools }}"}
+    monkeypatch.setattr(chat_module, "load_chat_tokenizer", lambda *_: made)
+
+    def chat_with(**kwargs: str) -> Chat:
+        sft = SftConfig(sft=True, sft_template_kwargs=json.dumps(kwargs), sft_date="2024-07-26")
+        return build_chat(build_tokenizer(settings), settings, sft)
+
+    found = chat_with(a="1", b="2", c="3")
+    assert (found.unread, found.date) == (("c",), None)
+    found = chat_with(chat_template=DATED, a="1")
+    assert (found.unread, found.date) == (("a",), "2024-07-26")
+
+
+def test_parts_of_one_file_are_one_file_of_a_store() -> None:
+    """The parts of a table begin with groups 0, 1, 2, and those of a text with bytes."""
+    starts = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 900), ("a", 0)]
+    parts = [Part("/x", source, start, start + 1, "parquet", 1) for source, start in starts]
+    done: Any = {n: SimpleNamespace(documents=10**n) for n in range(len(parts))}
+    found = preprocess_module._conversations_of(parts, done)
+    assert found == [
+        (os.path.abspath("a"), 111), (os.path.abspath("b"), 11_000), (os.path.abspath("a"), 10**5)
+    ]  # fmt: skip
+
+
+def test_a_file_may_have_a_number_for_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"`--data-path` \(0.5\) is a weight, but `--sft`"):
+        preprocess_module.check_name("--data-path", "0.5")
+    (tmp_path / "0.5").touch()
+    preprocess_module.check_name("--data-path", "0.5")
+
+
+def test_both_datasets_of_a_store_are_known_by_their_names(store: SftStore) -> None:
+    prefix = store.prefix
+    names = [f"{prefix}_sft_mask", f"{prefix}_sft_document", "x_sft_document", "y_sft_mask", "z"]
+    assert store_prefixes(names) == [prefix]
+    assert [is_part_of_store(name) for name in (*names, prefix)] == [True, True] + [False] * 4
+
+
+def test_a_conversation_of_a_store_is_one_sequence(store: SftStore) -> None:
+    ids, mask = store.conversation(0)
+    for key, values in (("document", ids), ("mask", mask)):
+        with IndexedWriter(f"{store.prefix}_sft_{key}", values.dtype) as writer:
+            writer.add_document(np.asarray(values), [len(values) - 1, 1])
+    with pytest.raises(DataError, match="do not hold the same conversations; make both again"):
+        SftStore(store.prefix)
+
+
+def test_the_script_of_an_array_has_the_date_of_its_making(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its tasks may run on other days."""
+    (tmp_path / "dated.jinja").write_text(DATED)
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(2))
+    words = ["--input", path, "--output-prefix", tmp_path / "o", "--executor", "slurm"]
+    words += ["--slurm-script", tmp_path / "job.sh"]
+    assert preprocess(folder, *words, "--sft-chat-template", tmp_path / "dated.jinja") == 0
+    saved = json.loads((tmp_path / "o.parts" / "job.json").read_bytes())
+    assert saved["options"]["sft"]["sft_date"] == datetime.date.today().isoformat()

@@ -216,3 +216,40 @@ def test_a_value_is_left_out_or_cut_if_it_is_in_every_sample_that_has_it(
     assert left_out(("", ""), ("2", ""), ("", "2")) == (set(), {"2"})
     assert left_out(("t", ""), ("t", ""), ("", "t")) == (set(), {"t"})
     assert left_out(("", ""), ("t", ""), ("t", "")) == (set(), set())
+
+
+def test_a_text_that_is_written_apart_is_whole() -> None:
+    """A template takes the thoughts out of a text and writes them by themselves."""
+    thoughts = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHello."}
+    tokenizer, sft = tiny.tokenizer("qwen3"), SftConfig()
+    conversation = read_conversation({"messages": [USER, thoughts]}, Place("f", 1), sft)
+    tokenize_samples(tokenizer, conversation, sft)
+    assert conversation.intake.ignored == {} == conversation.intake.unrendered
+
+
+def test_marks_are_in_no_text() -> None:
+    for whole in ("", "zq", "zq zqq", "zqqqq zq zqq", "a zqq"):
+        assert rendered._nonce(whole) not in whole
+
+
+def test_an_argument_may_have_any_name() -> None:
+    """The `type` of a call says nothing, but an argument of that name does."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"type": "function"}}}
+    row = {"messages": [USER, {**ANSWER, "tool_calls": [call]}]}
+    names = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    name = r"`messages\[1\].tool_calls\[0\].function.arguments.type` \(a tool call\)"
+    with pytest.raises(DataError, match=rf"^f, row 1: {name} is left out of the text"):
+        read(row, KNOWN.replace("<|im_end|>", names + "<|im_end|>"))
+    every = names.replace("c.function.name", "c.function | tojson")
+    assert read(row, KNOWN.replace("<|im_end|>", every + "<|im_end|>")).ignored == {}
+
+
+def test_a_part_of_a_list_that_is_left_out_is_a_message() -> None:
+    last = KNOWN.replace(
+        "m.content or ''", "m.content if m.content is string else m.content[-1].text"
+    )
+    parts = [{"type": "text", "text": "lost"}, {"type": "text", "text": "kept"}]
+    row = {"messages": [{"role": "user", "content": parts}, ANSWER]}
+    name = r"`messages\[0\].content\[0\].text` \(a message of role user\)"
+    with pytest.raises(DataError, match=rf"^f, row 1: {name} is left out of the text"):
+        read(row, last)

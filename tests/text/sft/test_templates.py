@@ -15,6 +15,10 @@ MESSAGES = [{"role": "user", "content": "a b"}, {"role": "assistant", "content":
 _LOOP = "{% for _ in range(99999) %}"
 COSTLY = {
     "nested loops": (_LOOP * 2 + "{% endfor %}" * 2, "turns of its loops"),
+    "loops in a block": (
+        "{% block a %}" + _LOOP * 2 + "{% endfor %}" * 2 + "{% endblock %}",
+        "turns of its loops",
+    ),
     "a loop that calls itself": (
         "{% for x in [range(9)] recursive %}{{ loop(range(9)|map('list')) if 0 else '' }}"
         + _LOOP * 2
