@@ -91,7 +91,8 @@ def test_merge_of_stores_of_conversations(tmp_path: Path) -> None:
     def error(output: Path) -> str:
         return run("merge_datasets.py", "--input", folder, "--output-prefix", output).stderr
 
-    assert "is one of the stores to merge; give another." in error(folder / "a")
+    for path in (folder / "a", folder / ".." / "stores" / "b"):
+        assert "is one of the stores to merge; give another." in error(path)
     preprocess("whole", *rows, more=["--sft-template-kwargs", '{"a": 1}'])
     assert "were made with another template_kwargs, so they cannot be one" in error(tmp_path / "x")
     (folder / "whole_sft.json").unlink()
@@ -206,9 +207,11 @@ def test_a_changed_byte_is_found_by_the_digest(tmp_path: Path) -> None:
         r"[0-9a-f]{64}; the file was changed or damaged, so copy or make it again.\n",
         done.stderr,
     )
-    Path(f"{prefix}.sha256").write_text("nothing")
-    done = run("inspect_dataset.py", prefix, "--digest")
-    assert "must hold a SHA-256 for d.bin and d.idx; write it again" in done.stderr
+    one_file = Path(f"{prefix}.sha256").read_text().splitlines()[0]
+    for content in ("nothing", one_file):
+        Path(f"{prefix}.sha256").write_text(content)
+        done = run("inspect_dataset.py", prefix, "--digest")
+        assert "must hold a SHA-256 for d.bin and d.idx; write it again" in done.stderr
 
 
 def test_inspect_refuses_flags_that_make_no_sense(tmp_path: Path) -> None:
@@ -357,3 +360,39 @@ def test_a_damaged_folder_of_clips_and_a_dataset_named_twice(tmp_path: Path) -> 
         for names in ([prefix], [prefix, f"{prefix}.bin"])
     )
     assert once == twice and "3 documents with 11 tokens in 1 dataset" in once
+
+
+def test_a_digest_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = write(tmp_path / "d", [3])
+    before = sorted(tmp_path.iterdir())
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(inspect_module.os, "replace", refuse)
+    done = run("inspect_dataset.py", prefix, "--write-digest")
+    assert "cannot write" in done.stderr and done.returncode == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_report_shows_short_rare_and_empty_documents(tmp_path: Path) -> None:
+    """Ids count from 90; the tokenizer has 101, so the last two of 13 are beyond it."""
+    lengths = [16] * 80 + [1, 17, 13, 0]
+    prefix = write(tmp_path / "d", lengths, first=90)
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100))
+    lines = inspect_dataset(str(prefix), tokenizer, samples=len(lengths)).lines
+    assert [line.split() for line in lines if "#" in line] == [
+        ["0", "1", "#"], ["1", "1", "#"], ["8-15", "1", "#"], ["16-31", "81", "#" * 40],
+    ]  # fmt: skip
+    shown = {}
+    for number, line in enumerate(lines):
+        if line.startswith("document "):
+            ids, text = (each.split("  ")[-1].strip() for each in lines[number + 1 : number + 3])
+            shown[int(line.split()[1].rstrip(":"))] = line.split(": ")[1], ids, text
+    ids = [str(number) for number in range(90, 107)]
+    assert shown[79] == ("1 sequences, 16 tokens", " ".join(ids[:16]), repr(" ".join(ids[:11])))
+    assert shown[81][1] == " ".join(ids[:16]) + " ..."
+    assert shown[82][2] == repr(" ".join(ids[:11]))
+    assert shown[83][0] == "0 sequences, 0 tokens"

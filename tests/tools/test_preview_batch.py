@@ -325,3 +325,16 @@ def test_the_rows_are_those_of_a_run_on_a_blend(tmp_path: Path, more: str) -> No
         assert row.provenance.source == str(tmp_path / ("two" if high else "one"))
     for step in steps:
         assert len({row.provenance.sample for row in step.rows}) == len(step.rows)
+
+
+def test_the_program_is_known_by_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_ext.inspect.preview import videos
+    from tools import preview_batch
+
+    monkeypatch.setattr(videos, "preview_videos", lambda words, *_: ["a warning"])
+    monkeypatch.setattr(preview_batch, "preview", lambda *_: [])
+    for word, is_video in (
+        ("--video-data-path", True), ("--video_data_path", True), ("--video-data-path=x", True),
+        ("--data-path", False), ("--video", False),
+    ):  # fmt: skip
+        assert preview_batch.main(["--strict", "--", word, "x"]) == int(is_video), word

@@ -1,6 +1,7 @@
 """The direct order over files: GPTDataset's labels and masks, no sample lost or repeated."""
 
 import dataclasses
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.object_store import RemoteSpan
 from megatron_ext.data.order import SampleOrder
 from megatron_ext.data.samplers import SequentialSampler
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.data import checked, gpt
 from megatron_ext.text.data import plan as planning
 from megatron_ext.text.data.blend import BlendSpec, read_blend
@@ -27,6 +28,7 @@ from megatron_ext.text.data.splits import (
     _shortened,
     build_direct,
     build_held_out,
+    continued_split,
     marks_of,
 )
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
@@ -479,3 +481,116 @@ def test_about_sixteen_blocks_are_counted_of_all_sources_together() -> None:
         found = planning.cuts_by_source(order, dict.fromkeys(range(number)))  # type: ignore[arg-type]
         assert len(found) == sources
         assert all(value == (source, most) for source, value in found.items())
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_negative_ids_are_told_with_their_file(packing: str, tmp_path: Path) -> None:
+    """They would look like the places of a sample that hold no token."""
+    with IndexedWriter(str(tmp_path / "docs"), np.dtype(np.int32)) as writer:
+        for number in range(40):
+            writer.add_document(np.arange(20) - 5 * (number == 39), [20])
+    config = _config("--data-path", str(tmp_path / "docs"), "--document-packing", packing)
+    _, dataset = _plan(config)
+    with pytest.raises(DataError, match=r"docs.bin holds the token id -5, but the vocabulary has"):
+        dataset.batch(0, 50)
+
+
+def test_a_run_that_has_read_nothing_is_bound_to_no_order(tmp_path: Path) -> None:
+    """It was killed before its first step, and goes on with another length and seed."""
+    prefix = _numbered(tmp_path / "docs", 0, 50)
+    before = _plan(_config("--data-path", prefix, vocabulary=20_000))[0].to_dict()
+    config = _config("--data-path", prefix, "--seed", "5", length=12, vocabulary=20_000)
+    assert _plan(config, before, 0)[0].to_dict() == _plan(config)[0].to_dict()
+
+
+def test_data_of_a_split_are_whole_whatever_the_shares(tmp_path: Path) -> None:
+    a, b = _numbered(tmp_path / "a", 0, 30), _numbered(tmp_path / "b", 5000, 20)
+    words = ["--train-data-path", a, "--valid-data-path", b, "--split", "50,0,50"]
+    config = _config(*words, "--eval-iters", "1", vocabulary=20_000)
+    assert planning.split_span(config, a, 0).tokens == 30 * 64
+    assert planning.split_span(config, b, 1).tokens == 20 * 64
+    valid, test = build_held_out(config, build_tokenizer(config.section(TokenizerConfig)))
+    assert isinstance(valid, DirectDataset) and test is None
+    assert [span.tokens for span in valid.spans.values()] == [20 * 64]
+
+
+def test_datasets_at_addresses_are_looked_up_later_in_the_direct_order_alone(
+    tmp_path: Path,
+) -> None:
+    a = _numbered(tmp_path / "a", 0, 3)
+    config = _config("--data-path", a, "s3://bucket/b", a)
+    assert len(planning.dataset_checks(config)) == 1
+    data = dataclasses.replace(config.section(DataConfig), data_order="megatron")
+    checks = planning.dataset_checks(config.with_section(data))
+    assert len(checks) == 2
+    with pytest.raises(DataError, match="^s3://bucket/b is an address, which only pretraining"):
+        [check() for check in checks]
+
+
+def test_lengths_that_a_run_reaches_fit_its_flags(tmp_path: Path) -> None:
+    """The second stage begins at sample 240, after ten steps of 24."""
+    a = _numbered(tmp_path / "a", 0, 90)
+    words = _schedule(
+        tmp_path / "mixture.yaml", f"samples: 240, weights: {{{a}: 1}}",
+        f"seq_length: 8, weights: {{{a}: 1}}",
+    )  # fmt: skip
+    config = _config(*words, vocabulary=20_000)
+
+    def checked_with(steps: int, config: Any) -> None:
+        training = dataclasses.replace(config.training, train_iters=steps)
+        config = dataclasses.replace(config, training=training)
+        _check_lengths(config, _plan(config)[0], 0)
+
+    overlap = dataclasses.replace(config.engine, tp_comm_overlap=True)
+    graphs = dataclasses.replace(config.cuda_graphs, cuda_graph_impl="local")
+    for changed, flag in (
+        (dataclasses.replace(config, engine=overlap), "--tp-comm-overlap"),
+        (dataclasses.replace(config, cuda_graphs=graphs), "--cuda-graph-impl"),
+    ):
+        checked_with(10, changed)
+        with pytest.raises(ConfigError, match=f"which `{flag}` fixes when the run starts"):
+            checked_with(11, changed)
+    checked_with(11, config)
+
+
+def test_a_run_goes_on_with_its_new_mixture_and_its_way_to_fill_in_the_middle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (_numbered(tmp_path / name, 0, 60) for name in "ab")
+    first, second = (
+        _config("--data-path", "1", a, weight, b, "--train-iters", "20", vocabulary=20_000)
+        for weight in ("1", "3")
+    )
+    progress = SimpleNamespace(consumed_train_samples=0, data_order=None, iteration=0)
+    _, dataset = _plan(first)
+    dataset.is_training = True
+    dataset.fim = fim = SimpleNamespace()  # type: ignore[assignment]
+
+    def go_on(config: Any, consumed: int, rank: int = 0) -> list[tuple[int, float]]:
+        progress.consumed_train_samples = consumed
+        progress.iteration = consumed // 24
+        run: Any = SimpleNamespace(
+            config=config, progress=progress, context=SimpleNamespace(rank=rank)
+        )
+        found = continued_split(run, dataset)
+        assert isinstance(found, DirectDataset) and found is not dataset
+        assert found.fim is fim and found.marks is dataset.marks and len(found) == 480
+        stored = progress.data_order["stages"]
+        assert found.order.to_dict() == progress.data_order  # type: ignore[attr-defined]
+        return [(stage["start"], float(Fraction(stage["weights"][b]))) for stage in stored]
+
+    assert go_on(first, 0) == go_on(first, 24) == [(0, 1.0)]
+    assert capsys.readouterr().out == ""
+    assert go_on(second, 48) == [(0, 1.0), (48, 3.0)]
+    said = f"> the mixture changes at sample 48: {a} 0.25, {b} 0.75\n"
+    assert capsys.readouterr().out == said
+    assert go_on(second, 96) == [(0, 1.0), (48, 3.0)]
+    assert go_on(second, 48, rank=1) == [(0, 1.0), (48, 3.0)]
+    assert capsys.readouterr().out == ""
+    progress.data_order = None
+    go_on(second, 72)
+    assert "> the samples so far were in another order; the direct one takes its" in (
+        capsys.readouterr().out
+    )
+    dataset.is_training = False
+    assert continued_split(SimpleNamespace(), dataset) is dataset  # type: ignore[arg-type]

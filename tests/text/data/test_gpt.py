@@ -15,8 +15,14 @@ from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.text.data import checked, gpt
-from megatron_ext.text.data.blend import BlendSpec, given_lengths, read_blend, source_options
-from megatron_ext.text.data.config import DEFAULT_SPLIT, DataConfig
+from megatron_ext.text.data.blend import (
+    BlendSpec,
+    given_lengths,
+    plain_prefix,
+    read_blend,
+    source_options,
+)
+from megatron_ext.text.data.config import DEFAULT_SPLIT, DataConfig, FimConfig
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.training_runs import TINY, check_refused, config_of, train_steps, without
 
@@ -168,6 +174,9 @@ def test_blends_from_flags_and_files_are_those_of_megatron_lm(tmp_path: Path) ->
     splits.write_text('{"train": "a", "valid": ["b"], "test": ["c"]}')
     config = _config("--per-split-data-args-path", str(splits))
     assert read_blend(config.section(DataConfig)).per_split == [([x], None) for x in "abc"]
+    splits.write_text('{"train": "1 a 2 b", "valid": null, "test": ""}')
+    given = read_blend(config.section(DataConfig)).per_split
+    assert given == [(["a", "b"], [1.0, 2.0]), None, None]
     splits.write_text("[1]")
     with pytest.raises(DataError, match="must be a JSON object with the keys train, valid"):
         read_blend(config.section(DataConfig))
@@ -296,6 +305,14 @@ def test_the_first_id_beyond_the_vocabulary_is_refused_when_it_is_read(tmp_path:
     dataset.config.vocab_size = max(largest)
     with pytest.raises(DataError, match=f"docs.bin holds the token id {max(largest)}, but the voc"):
         [dataset[i] for i in range(len(dataset))]
+    # The last label of a sample is an id that it reads too.
+    dataset.config.vocab_size = 80
+    rows = [[*row["tokens"].tolist(), int(row["labels"][-1])] for row in map(dataset.__getitem__,
+            range(len(dataset)))]  # fmt: skip
+    sample = next(number for number, row in enumerate(rows) if row[-1] > max(row[:-1]))
+    dataset.config.vocab_size = rows[sample][-1]
+    with pytest.raises(DataError, match=f"holds the token id {rows[sample][-1]}, but the voc"):
+        dataset[sample]
 
 
 def test_indices_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,8 +362,49 @@ def test_flags_of_data_that_cannot_be_meant_are_refused(words: str, rule: str) -
 def test_shares_of_splits_may_be_written_in_several_ways() -> None:
     own = without(TINY, "--split")
     null = "--train-iters 1 --tokenizer-type NullTokenizer --vocab-size 90".split()
-    for given, kept in (("8/1/1", "8/1/1"), ("'7,3'", "7,3"), (None, DEFAULT_SPLIT), ("1", "1")):
+    for given, kept in (
+        ("8/1/1", "8/1/1"), ("'7,3'", "7,3"), ('"7,3"', "7,3"), (None, DEFAULT_SPLIT), ("1", "1")
+    ):  # fmt: skip
         words = [] if given is None else ["--split", given]
         config = config_of([*own, *null, "--data-path", "a", *words])
         assert config.section(DataConfig).split == kept
     assert config_of([*own, *null, "--train-data-path", "a"]).section(DataConfig).split is None
+
+
+def test_addresses_of_files_are_paths() -> None:
+    for given, path in (("file:///a/b", "/a/b"), ("file:////a", "/a"), ("a", "a"), ("/a", "/a")):
+        assert plain_prefix(given) == path
+
+
+def test_datasets_without_weights_hold_what_is_asked_of_each_split(tmp_path: Path) -> None:
+    """Half of 20 documents of 5 tokens has 6 samples of 8 and a last label: not 50 / 8."""
+    _write(str(tmp_path / "docs"), 20)
+    data, *rest = _inputs(str(tmp_path / "docs"), str(tmp_path / "docs"))
+    data = dataclasses.replace(data, split="50,50,0")
+    checked.check_inputs(data, *rest, [12, 12, 0])
+    several = dataclasses.replace(data, multiple_validation_sets=True)
+    checked.check_inputs(several, *rest, [12, 13, 0])
+    for given, sizes, name in (
+        (data, [13, 0, 0], "train"), (data, [12, 13, 0], "valid"), (several, [13, 13, 0], "train"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=f"The {name} split holds 12 samples, and .* but 13"):
+            checked.check_inputs(given, *rest, sizes)
+
+
+def test_the_memory_of_indices_is_that_of_documents_of_the_mean_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, documents in (("docs", 40), ("more", 20)):
+        _write(str(tmp_path / name), documents)
+    words = ["--data-path", "1", str(tmp_path / "docs"), "1", str(tmp_path / "more")]
+    config = _config(*words, "--data-cache-path", str(tmp_path / "cache"))
+    seen: list[Any] = []
+    monkeypatch.setattr(checked, "check_index_memory", lambda *given: seen.append(given))
+    checked.check_files(config, build_tokenizer(config.section(TokenizerConfig)))
+    assert seen[0][:2] == (5.0, SEQUENCE)
+
+
+def test_fragments_may_be_left_as_they_are() -> None:
+    fim = FimConfig(fim_data=True, fim_split_sample="x")
+    assert len(fim.own_errors()) == 1
+    assert dataclasses.replace(fim, fim_fragment_rate=0.0).own_errors() == []

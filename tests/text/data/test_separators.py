@@ -5,6 +5,8 @@ import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,7 +115,7 @@ def test_good_data_needs_no_word(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_data_without_ends_is_told_to_flags_that_need_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with IndexedWriter(str(tmp_path / "out_text_document"), np.dtype(np.uint16)) as writer:
         for number in range(200):
@@ -125,6 +127,10 @@ def test_data_without_ends_is_told_to_flags_that_need_them(
     said = capsys.readouterr().out
     assert f"> 0 of the first 200 documents of {tmp_path}/out_text_document end with" in said
     assert "by which `--eod-mask-loss` knows where one ends" in said
+    monkeypatch.setenv("RANK", "1")
+    for order in ([], ["--data-order", "direct"]):
+        prepare_gpt(config_of([*words, "--eod-mask-loss", *order]))
+    assert capsys.readouterr().out == "", "one rank has told it"
 
 
 @pytest.mark.parametrize("ambiguous", [False, True])
@@ -223,3 +229,6 @@ def test_appended_ends_that_a_run_would_not_know_are_told() -> None:
     assert padded.startswith("Documents end with 6 (`6`), which is the padding") and again == other
     tokenizer.pad = 5  # which is taken for an end, not for padding
     assert appended_warnings(tokenizer, 5) == []
+    for pad, allowed, padding in ((3, False, -1), (5, False, -1), (4, False, 4), (3, True, 3)):
+        ends: Any = SimpleNamespace(pad=pad, eos=3, eod=5)
+        assert padding_id(ends, allow_ambiguous=allowed) == padding

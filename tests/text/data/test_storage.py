@@ -335,3 +335,13 @@ def test_the_cache_has_the_size_and_the_folder_of_the_flags(tmp_path: Path) -> N
     assert (store_of(data).folder, store_of(data).limit) == (tmp_path, 3 << 29)
     assert store_of(data) is store_of(DataConfig(**vars(data)))
     assert store_of(DataConfig()).folder == user_cache() / "data"
+
+
+def test_requests_are_reported_by_runs_that_make_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each machine one rank prints; the others have no sink."""
+    for used, sinks, reports in ((True, [1], True), (False, [1], False), (True, [], False)):
+        store = SimpleNamespace(is_used=used, counts=dict)
+        monkeypatch.setattr(storage, "store_of", lambda data, store=store: store)
+        config = SimpleNamespace(section=lambda kind: kind())
+        run: Any = SimpleNamespace(config=config, reporters=SimpleNamespace(sinks=sinks))
+        assert (storage.storage_notes(run) is not None) == reports

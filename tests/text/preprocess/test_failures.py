@@ -236,8 +236,8 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run(tmp_path, tiny.write_jsonl(tmp_path / "old.jsonl", tiny.corpus(5)))
     old = read_pair(tmp_path / "out_text_document")
 
-    # The disk is full at the tokens, or at the index that is written after them.
-    for module, function in ((indexed_writer, "_kernel_copy"), (dataset_module, "write_index")):
+    # The disk is full at the tokens, or when both files are written.
+    for module, function in ((indexed_writer, "_kernel_copy"), (dataset_module, "publish")):
         with monkeypatch.context() as patch:
             patch.setattr(module, function, fail(FULL))
             with pytest.raises(DataError) as caught:
