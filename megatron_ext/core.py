@@ -67,7 +67,7 @@ def slice_batch(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
 
 
 def gradients_for_norm(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the gradients that this rank adds to the global norm; no other rank counts them."""
+    """Return the gradients that this rank adds to the global norm; no other rank adds them."""
     names = "get_main_grads_for_grad_norm", "get_grads_for_grad_norm"
     gradients: list[Tensor] = next(getattr(optimizer, x) for x in names if hasattr(optimizer, x))()
     return gradients

@@ -10,7 +10,9 @@ from megatron_ext.disk.host_folder import generation, restarts_by_torchrun
 from megatron_ext.errors import FlagError
 
 DISABLED, VALIDATE, STATS = "disabled", "validate_results", "report_stats"
-"""The values of ``--rerun-mode``, which are Megatron-LM's."""
+"""Values of ``--rerun-mode``: compute no step twice; let a second computation decide on a refused
+step; compute steps twice only to report whether they repeat.
+"""
 
 
 @dataclass(frozen=True)

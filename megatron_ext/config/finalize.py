@@ -131,7 +131,7 @@ def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningC
 
 
 def _core_errors() -> Iterator[FlagError]:
-    """Yield a sentence if the installed megatron-core is not among the tested releases."""
+    """Yield an error if the installed megatron-core is not among the tested releases."""
     installed = importlib.metadata.version("megatron-core")
     if not SpecifierSet(TESTED_CORES).contains(installed, prereleases=True):
         yield FlagError(
@@ -143,7 +143,7 @@ def _core_errors() -> Iterator[FlagError]:
 
 
 def _precision_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the flags of 8-bit products and of CUDA graphs."""
+    """Yield an error for each fault in the flags of 8-bit products and of CUDA graphs."""
     if changed_fields(run.fp8):
         from megatron_ext.config.rules.fp8 import fp8_errors
 

@@ -80,7 +80,7 @@ def _plain(value: float) -> str:
 COUNT = Range(1)
 NATURAL = Range(0)
 LONG_COUNT = Range(1, LARGEST_LONG)
-"""Range of a flag that counts samples, from 1."""
+"""Range of a count of samples: from 1 to the largest 64-bit integer."""
 LONG_NATURAL = Range(0, LARGEST_LONG)
 SIZE = Range(1, 10**6)
 """Range of a width, of a number of layers or experts, or of a number of ranks."""
@@ -103,9 +103,9 @@ IfChanged = Literal["refuse", "refuse_to_resume", "keep", "say", "allow"]
 
 "refuse": the weights mean something else, so the run ends. "refuse_to_resume": the model computes
 something else with the weights; a run that resumes ends, one that starts from the weights prints a
-note. "keep": an optimizer that resumes keeps the checkpoint's value, with a note. "say": the new
-value counts, and a run that resumes prints a note. "allow": the flag changes no result, is checked
-elsewhere, or is meant to change.
+note. "keep": a run that resumes the optimizer uses the checkpoint's value and prints a note. "say":
+the run uses its own value, and prints a note if it resumes. "allow": the flag changes no result, is
+checked elsewhere, or is meant to change.
 """
 
 

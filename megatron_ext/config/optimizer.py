@@ -197,7 +197,7 @@ class OptimizerConfig(Changeable):
         return self.data_parallel_sharding_strategy == "optim_grads"
 
     def muon_notes(self) -> list[str]:
-        """Return one note on the size of Muon's updates with the default scaling; [] otherwise."""
+        """Return a note if Muon's updates have another size than AdamW's, else []."""
         if self.optimizer != "muon" or self.muon_scale_mode != "spectral":
             return []
         return [
@@ -207,7 +207,7 @@ class OptimizerConfig(Changeable):
         ]
 
     def warmup_notes(self) -> list[str]:
-        """Return one note if this run shortens the task's default warm-up; [] otherwise."""
+        """Return a note if this short run shortens the task's default warm-up, else []."""
         usual = self.usual_warmup_iters
         warmup = self.lr_warmup_iters
         if warmup is None or warmup >= usual or self.lr_warmup_fraction is not None:

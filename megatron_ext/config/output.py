@@ -364,7 +364,7 @@ class LoggingConfig(UsersOwn):
 
 
 GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")
-"""GPUs whose rates are known; see `planning.hardware`."""
+"""GPUs whose FLOP/s and bandwidths `planning.hardware` knows, for dry runs."""
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ class PlanningConfig(UsersOwn):
     )
 
     def errors(self) -> Iterator[FlagError]:
-        """Yield a sentence for each fault in the flags of a dry run."""
+        """Yield an error for each fault in the flags of a dry run."""
         for name in ("dry_run_nodes", "dry_run_gpu"):
             value = getattr(self, name)
             if value is not None and not self.dry_run:

@@ -90,9 +90,9 @@ class ParallelConfig(Changeable):
 
     @property
     def counted_ends(self) -> int:
-        """Return how many layers embedding and loss count as when layers are divided among stages.
+        """Return how many of embedding and loss (0 to 2) count as a layer when stages are formed.
 
-        Each counts as one layer if its flag ``--account-for-…-in-pipeline-split`` is given.
+        Their flags are ``--account-for-…-in-pipeline-split``.
         """
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         return sum(ends)

@@ -182,7 +182,10 @@ def _shown(value: Any) -> str:
 
 
 def _subject(error: str) -> tuple[str, str] | str:
-    """Return the flag and value that an error is about; the whole error if it names no value."""
+    """Return what two errors must share to count as the same: the flag and its value.
+
+    An error that names no value is compared as a whole.
+    """
     if isinstance(error, FlagError) and error.value is not None:
         return error.subject, error.value
     return error

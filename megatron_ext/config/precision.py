@@ -107,7 +107,7 @@ class Fp8Config:
     )
 
     def resolved(self, *, te: bool) -> Fp8Config:
-        """Return a copy in which 8-bit weights are off unless Transformer Engine can keep them.
+        """Return a copy in which weights are kept in 8 bits only if Transformer Engine does that.
 
         ``te`` says whether the layers are Transformer Engine's.
         """

@@ -179,7 +179,7 @@ class TrainingConfig(Changeable):
         return sorted(sizes)
 
     def errors(self, data_parallel_size: int) -> Iterator[FlagError]:
-        """Yield a sentence for each fault in the flags of training."""
+        """Yield an error for each fault in the flags of training."""
         yield from self._length_errors()
         yield from self._batch_errors(data_parallel_size)
         patience = self.early_stop_patience
@@ -319,9 +319,10 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
-    """Read ``"0:768 250B:1536"`` as pairs (consumed tokens, global batch size from there on).
+    """Read a batch-size schedule such as ``"0:768 250B:1536"``, where B stands for 10**9 tokens.
 
-    The numbers of tokens must start at 0 and rise; otherwise a ValueError is raised.
+    Return pairs (consumed tokens, global batch size from there on). The numbers of tokens must
+    start at 0 and rise; otherwise a ValueError is raised.
     """
 
     def number(word: str) -> int:
@@ -405,7 +406,7 @@ class LossConfig:
         return dataclasses.replace(self, cross_entropy_impl=impl, loss=loss)
 
     def errors(self, *, per_token: bool, has_te: bool) -> Iterator[FlagError]:
-        """Yield a sentence for each fault in the flags of the loss.
+        """Yield an error for each fault in the flags of the loss.
 
         Args:
             per_token: whether gradients are divided by the number of targets of the global batch.

@@ -20,7 +20,7 @@ _no_graphs = partial(FlagError, "--cuda-graph-impl local", None)
 
 
 def cuda_graph_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in CUDA graphs' flags, and each flag that graphs exclude."""
+    """Yield an error for each fault in CUDA graphs' flags, and each flag that graphs exclude."""
     impl = run.cuda_graphs.cuda_graph_impl
     steps = run.cuda_graphs.cuda_graph_warmup_steps
     if impl == "none" and steps != WARMUP_STEPS:

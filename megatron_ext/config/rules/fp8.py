@@ -27,7 +27,7 @@ TOKENS = 8
 
 
 def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the flags of 8-bit matrix products.
+    """Yield an error for each fault in the flags of 8-bit matrix products.
 
     ``may_use_te`` is False if another flag excludes Transformer Engine's layers.
     """
@@ -98,7 +98,7 @@ def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> Iterator[Fl
 def _bf16_layer_errors(
     fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig, *, te: bool
 ) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the flags of layers that stay in bf16.
+    """Yield an error for each fault in the flags of layers that stay in bf16.
 
     ``te`` says whether the layers are Transformer Engine's. Then at most as many layers at each end
     of the model may stay in bf16 as a pipeline stage has.
@@ -140,7 +140,7 @@ def _bf16_layer_errors(
 
 
 def _te_errors(fp8: Fp8Config, model: ModelConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the 8-bit options of Transformer Engine's layers."""
+    """Yield an error for each fault in the 8-bit options of Transformer Engine's layers."""
     factory = fp8.fp8_quantizer_factory
     custom = fp8.fp8_recipe == "custom"
     if not fp8.fp8_wgrad:

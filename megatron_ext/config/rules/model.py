@@ -18,7 +18,7 @@ TENSOR = "--tensor-model-parallel-size"
 
 
 def model_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the flags of the model."""
+    """Yield an error for each fault in the flags of the model."""
     model = run.model
     if model.blocks_dealt_by_cost:
         yield from _recompute_errors(model, run.parallel)
@@ -59,7 +59,7 @@ def _layer_errors(model: ModelConfig, heads: int) -> Iterator[FlagError]:
 
 
 def _width_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each matrix or number of heads that ranks cannot share equally."""
+    """Yield an error for each matrix or number of heads that ranks cannot share equally."""
     tp = max(1, parallel.tensor_model_parallel_size)
     cp = parallel.context_parallel_size
     yield from must_divide("--ffn-hidden-size", model.ffn_hidden_size, TENSOR, tp)
@@ -146,7 +146,7 @@ def _activation_errors(model: ModelConfig) -> Iterator[FlagError]:
 
 
 def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the flags of recomputation."""
+    """Yield an error for each fault in the flags of recomputation."""
     if model.recompute_granularity == "full" and model.recompute_method is None:
         yield FlagError(
             "--recompute-granularity full",
@@ -209,7 +209,7 @@ def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
 
 
 def _gate_errors(model: ModelConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each setting of a gated activation that the layers do not support."""
+    """Yield an error for each setting of a gated activation that the layers do not support."""
     for name in ("activation_func_clamp_value", "glu_linear_offset"):
         number = getattr(model, name)
         if not number:

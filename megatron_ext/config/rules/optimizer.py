@@ -73,7 +73,7 @@ def resolve_optimizer(
 
 
 def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the flags of the optimizer."""
+    """Yield an error for each fault in the flags of the optimizer."""
     yield from _rate_errors(optimizer, training)
     yield from _decay_errors(optimizer)
     yield from _unit_errors(optimizer, training)
@@ -109,7 +109,7 @@ def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> It
 
 
 def sharding_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault of ``--data-parallel-sharding-strategy``."""
+    """Yield an error for each fault of ``--data-parallel-sharding-strategy``."""
     given = run.optimizer.data_parallel_sharding_strategy
     refused = partial(FlagError, "--data-parallel-sharding-strategy", given)
     if given == "optim_grads_params":
@@ -153,7 +153,7 @@ def sharding_errors(run: RunConfig) -> Iterator[FlagError]:
 
 
 def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the types of Adam's moments."""
+    """Yield an error for each fault in the types of Adam's moments."""
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         given = getattr(optimizer, name)
         said = f"--{name.replace('_', '-')}"
@@ -232,7 +232,7 @@ def _decay_errors(optimizer: OptimizerConfig) -> Iterator[FlagError]:
 
 
 def _unit_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the lengths of warm-up and decay, or in their units."""
+    """Yield an error for each fault in the lengths of warm-up and decay, or in their units."""
     by_samples = training.train_samples is not None
     unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
     for phase in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
@@ -263,7 +263,7 @@ def _unit_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterat
 
 
 def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the flags of averaged weights."""
+    """Yield an error for each fault in the flags of averaged weights."""
     needs = ("needs `--ema-decay`", "give one such as 0.9999")
     every = ema.ema_update_every
     if not ema.ema_decay and ema.ema_start not in (None, 1):
@@ -284,7 +284,7 @@ def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[FlagError]:
 
 
 def target_errors(lora: LoraConfig, names: Sequence[str]) -> list[FlagError]:
-    """Return a sentence if ``--lora-target-modules`` is empty or has names not in ``names``."""
+    """Return an error if ``--lora-target-modules`` is empty or has names not in ``names``."""
     targets = lora.lora_target_modules
     unknown = [name for name in targets or () if name not in names]
     if not unknown and targets != []:
@@ -299,7 +299,7 @@ def target_errors(lora: LoraConfig, names: Sequence[str]) -> list[FlagError]:
 def lora_errors(
     lora: LoraConfig, model: ModelConfig, optimizer: OptimizerConfig
 ) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in adapters' flags, and each flag that adapters exclude."""
+    """Yield an error for each fault in adapters' flags, and each flag that adapters exclude."""
     if lora.lora_rank is None:
         for field in dataclasses.fields(lora):
             # Stored configurations may name the layers of a GPT's blocks though nothing asks it.

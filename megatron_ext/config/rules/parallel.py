@@ -16,7 +16,7 @@ from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import FlagError, exclusive
 
 CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
-"""Number of virtual chunks on each rank for each schedule; ``interleaved`` allows any number."""
+"""Value of ``--pipeline-schedule`` -> virtual chunks of each rank; ``interleaved`` allows any."""
 MOST_REPETITIONS = 10_000
 """The largest n in a repetition ``t*n`` of a pipeline layout.
 
@@ -28,11 +28,11 @@ CUTS = (
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
 )
-"""Fields that decide how layers are split into stages if no pipeline layout is given."""
+"""Names of fields that decide how layers are split into stages if there is no pipeline layout."""
 
 
 def stages_of(layout: str) -> list[str]:
-    """Return the stages of ``--pipeline-model-parallel-layout``, each as letters.
+    """Return the stages of ``--pipeline-model-parallel-layout``, each as letters such as "Ett".
 
     E is the embedding, t a layer, m multi-token prediction, L the loss. Another letter, or a
     repetition such as ``*99`` with a number above `MOST_REPETITIONS`, raises a ValueError.
@@ -144,7 +144,7 @@ def rank_errors(
 
 
 def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the layout of a run."""
+    """Yield an error for each fault in the layout of a run."""
     tp = parallel.tensor_model_parallel_size
     cp = parallel.context_parallel_size
     etp = parallel.expert_tensor_parallel_size or tp
@@ -188,7 +188,7 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[Fl
 
 
 def share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each number of heads or tokens that the ranks cannot divide equally."""
+    """Yield an error for each number of heads or tokens that the ranks cannot divide equally."""
     tp = max(1, parallel.tensor_model_parallel_size)
     cp = max(1, parallel.context_parallel_size)
     tensor = "--tensor-model-parallel-size"
@@ -213,7 +213,7 @@ def share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagE
 
 
 def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the division of layers into stages and chunks."""
+    """Yield an error for each fault in the division of layers into stages and chunks."""
     layers = model.num_layers or 0
     stages = parallel.pipeline_model_parallel_size
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
@@ -253,7 +253,7 @@ def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[Flag
 def _layout_errors(
     parallel: ParallelConfig, model: ModelConfig, layout: str
 ) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in a pipeline layout, and each flag that contradicts it."""
+    """Yield an error for each fault in a pipeline layout, and each flag that contradicts it."""
     size = parallel.pipeline_model_parallel_size
     refused = partial(FlagError, "--pipeline-model-parallel-layout", layout)
     try:
@@ -309,7 +309,7 @@ def _content_errors(
 
 
 def _schedule_errors(parallel: ParallelConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each number of stages or chunks that the schedule cannot have."""
+    """Yield an error for each number of stages or chunks that the schedule cannot have."""
     schedule = (parallel.pipeline_schedule or "").removeprefix("core-")
     stages = parallel.pipeline_model_parallel_size
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
@@ -337,7 +337,11 @@ def _schedule_errors(parallel: ParallelConfig) -> Iterator[FlagError]:
 
 
 def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> Iterator[FlagError]:
-    """Yield an error if a step's micro-batches do not form the groups of ``core-interleaved``."""
+    """Yield an error if a step's micro-batches do not fit the schedule ``core-interleaved``.
+
+    It needs a whole group (``--microbatch-group-size-per-virtual-pipeline-stage``), and in an
+    incomplete last group at least as many micro-batches as the pipeline has ranks.
+    """
     replicas = parallel.data_parallel_size
     if parallel.pipeline_schedule != "core-interleaved" or any(training.errors(replicas)):
         return
@@ -356,7 +360,7 @@ def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> I
 
 
 def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each option that does not go with a zero-bubble schedule."""
+    """Yield an error for each option that does not go with a zero-bubble schedule."""
     schedule = parallel.pipeline_schedule or ""
     if schedule.startswith("zb-") and model.transformer_impl == "transformer_engine":
         yield FlagError(

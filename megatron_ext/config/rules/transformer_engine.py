@@ -40,8 +40,8 @@ BACKENDS = {
     "unfused": (0, 0, 1),
     "local": (0, 0, 0),
 }
-"""For each ``--attention-backend``, the values that megatron-core gives the environment variables
-`SWITCHES` of Transformer Engine.
+"""Value of ``--attention-backend`` -> the values that megatron-core gives Transformer Engine's
+environment variables `SWITCHES`.
 """
 SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
@@ -181,7 +181,7 @@ def read_overlap_settings(path: str | None) -> dict[str, Any]:
 
 
 def _environment_errors(model: ModelConfig, training: TrainingConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each environment variable that contradicts a flag."""
+    """Yield an error for each environment variable that contradicts a flag."""
     if model.blocks_dealt_by_cost:
         return
     backend = model.attention_backend
@@ -211,7 +211,7 @@ def _torch_only(run: RunConfig) -> list[str]:
 
 
 def _layer_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each given option that Transformer Engine's layers lack."""
+    """Yield an error for each given option that Transformer Engine's layers lack."""
     model = run.model
     if model.attention_backend == "local":
         yield FlagError(
@@ -247,7 +247,7 @@ def _layer_errors(run: RunConfig) -> Iterator[FlagError]:
 def _attention_errors(
     parallel: ParallelConfig, model: ModelConfig, engine: TransformerEngineConfig
 ) -> Iterator[FlagError]:
-    """Yield a sentence for context-parallel attention that Transformer Engine cannot compute."""
+    """Yield an error for context-parallel attention that Transformer Engine cannot compute."""
     cp = parallel.context_parallel_size
     tp = max(1, parallel.tensor_model_parallel_size)
     if cp <= 1:
@@ -272,7 +272,7 @@ DISTRIBUTION = "transformer-engine"
 
 
 class Need(NamedTuple):
-    """An option's spelling, the oldest Transformer Engine that has it, and when a run uses it."""
+    """An option: its spelling, oldest Transformer Engine that has it, and whether a run uses it."""
 
     spelled: str
     minimum: str
