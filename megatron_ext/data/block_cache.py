@@ -43,9 +43,11 @@ waiting. not_kept: pages for which the disk had no space.
 _WAYS = 16
 """Slots of a set, in any of which a page may lie (a 16-way set-associative cache)."""
 _HEADER = 16
-"""Words of the table's header: what the file is, and the counters."""
+"""Number of 8-byte words in the table's header: what the file is, and the counters."""
 _RECORD = 3
-"""Words of a slot's record: the object's key, the page's number plus 1 (0: empty), time of use."""
+"""Number of 8-byte words in a slot's record: key of the object, number of the page plus 1 (0 if the
+slot is empty), and time of last use.
+"""
 _BYTES_PER_SLOT = PAGE + 8 * _RECORD
 
 
@@ -145,7 +147,7 @@ class BlockCache:
         return entries
 
     def find(self, key: int, pages: Ints) -> Ints:
-        """Return the slot of each page ``[n]`` of the object ``key``; -1 for a missing page.
+        """Return the slot ``[n]`` of each of ``pages`` of the object ``key``; -1 for a missing page.
 
         Call this within `reading`.
         """

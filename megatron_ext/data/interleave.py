@@ -33,7 +33,10 @@ BLOCK = 1024
 """Number of places that are scheduled together."""
 _BLOCKS_KEPT = 64
 _CYCLE = 16 * BLOCK
-"""Most places in a cycle: as many periods of the schedule as fit, or one if none fits."""
+"""Most places in a cycle, the unit in which the schedule repeats: several of its periods.
+
+A period that is longer than this is a cycle of its own.
+"""
 
 Places = NDArray[np.uint16]
 

@@ -60,7 +60,10 @@ class StepDataset(Dataset[Any]):
 
     @property
     def seq_length_of(self) -> Callable[[int], int] | None:
-        """Return a function from a sample's number to its length; None if all lengths are equal."""
+        """Return a function from a sample's number in the run to its length in tokens.
+
+        None means that all samples have the same length.
+        """
         return None
 
     @property
@@ -261,7 +264,7 @@ def _steps_done(training: TrainingConfig, consumed_samples: int) -> int:
 
 
 class FilledUp(Dataset[dict[str, Any]]):
-    """A dataset padded to whole global batches by copies of its first sample with loss mask 0."""
+    """A dataset padded to whole global batches, with its first sample and loss mask 0."""
 
     def __init__(self, dataset: Dataset[Any], global_batch_size: int) -> None:
         self._dataset = dataset

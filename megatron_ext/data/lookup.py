@@ -91,7 +91,7 @@ def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> lis
     """Return which samples made of left-over parts hold any of the tokens ``begin`` to ``end`` - 1.
 
     Left-over parts are parts of windows that were not yet read when the sample length changed. The
-    samples made of them come first in a phase; numbers count the samples of the phase.
+    samples made of them come first in the new phase (see `Taken`), and are numbered within it.
     """
     source = order.sources[taken.source]
     phase = taken.phase
@@ -110,10 +110,10 @@ def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> lis
 
 
 def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> Ints:
-    """Return which samples of whole windows or their parts hold tokens ``begin`` to ``end`` - 1.
+    """Return which samples of a phase hold any of the tokens ``begin`` to ``end`` - 1.
 
-    Samples made of left-over parts come earlier in a phase and are not considered here: number 0
-    is the first sample after them. Some of the returned samples may not be among ``taken``.
+    Samples made of left-over parts (`_rest_numbers`) are not searched: number 0 is the first sample
+    after them. Some of the returned samples may not be among ``taken``.
     """
     phase = taken.phase
     own = order.sources[taken.source]
@@ -154,8 +154,8 @@ def _windows(
 ) -> tuple[Ints, Ints]:
     """Return the windows that hold any token from ``begin`` to ``end`` - 1, and their first tokens.
 
-    Only windows ``low`` to ``high`` - 1 are searched, counted through all epochs in the order in
-    which the source is read. First tokens are not reduced modulo the length of the source.
+    Windows are numbered through all epochs, in the order in which the source is read. Only windows
+    ``low`` to ``high`` - 1 are searched. First tokens may exceed the length of the source.
     """
     count = order.sources[source].windows
     epochs = np.arange(low // count, (high - 1) // count + 1, dtype=np.int64)

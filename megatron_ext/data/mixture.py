@@ -16,14 +16,14 @@ from fractions import Fraction
 from megatron_ext.data.order import SampleOrder, Stage
 
 STEPS = 64
-"""Largest number of mixtures in a ramp."""
+"""Largest number of mixtures that approximate a ramp, in which weights change linearly."""
 
 Weights = Mapping[str, Fraction]
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A stage of a schedule.
+    """A stage of a planned schedule: one mixture of sources, or a ramp that ends in it.
 
     Attributes:
         weights: weight of each source by name.
@@ -48,7 +48,7 @@ class Planned:
 
 
 def stages_of(planned: Sequence[Planned], begin: int = 0, batch: int = 1) -> list[Stage]:
-    """Return the mixtures of a schedule, each with the sample at which it starts.
+    """Return the mixtures of the schedule ``planned``, each with the sample at which it starts.
 
     The sample length can only change between steps: a stage with another length starts with the
     first step that begins at or after the planned sample, and all later stages are delayed as much.

@@ -123,7 +123,8 @@ class ObjectStore:
         return read_index(copy)
 
     def _copy_index(self, source: StoredObject, place: Path, version: str, name: str) -> None:
-        """Copy and check an index, and remove copies of its earlier versions."""
+        """Copy the index ``source`` to ``place / version / name``; check it; remove older versions.
+        """
         part = place / "part"
         remove(part)
         part.mkdir()
@@ -255,7 +256,7 @@ def _ranges(pages: Ints, unit: int, total: int) -> Iterator[tuple[int, int]]:
 
 
 def open_remote_span(prefix: str, first: int, end: int | None, store: ObjectStore) -> RemoteSpan:
-    """Return the tokens of sequences ``first`` to ``end`` - 1 (None: to the last).
+    """Return a reader of the tokens of sequences ``first`` to ``end`` - 1 (None: to the last).
 
     Raises:
         DataError: an object is missing or damaged, or index and tokens do not match.
@@ -267,7 +268,7 @@ def open_remote_span(prefix: str, first: int, end: int | None, store: ObjectStor
 
 
 class RemoteSpan(TokenSpan):
-    """A span of a dataset at an address, read through the cache of an `ObjectStore`."""
+    """A range of the tokens of a dataset at an address, read through an `ObjectStore`'s cache."""
 
     def __init__(
         self, name: str, dtype: np.dtype[Any], first: int, tokens: int, store: ObjectStore

@@ -34,7 +34,9 @@ BLOCK = 1024
 """Number of successive samples that are computed at once."""
 _BLOCKS_KEPT = 16
 _ORDER, _SHIFT = 1, 2
-"""Purposes of keys (see `derived`): to permute an epoch's windows, and to draw its first token."""
+"""Values of ``purpose`` for `derived`: keys that permute an epoch's windows, and keys that draw its
+first token.
+"""
 
 
 @dataclass(frozen=True)
@@ -181,10 +183,13 @@ class _Placed:
 
 
 class SampleOrder:
-    """The order of the samples of a run, from its sources and the history of its mixtures.
+    """Tells which tokens form each sample of a run, as a function of the sample's number.
+
+    A source is a named range of tokens. Each of its epochs cuts it into windows of equal length and
+    permutes them. A stage says in which ratios the sources are mixed from some sample on.
 
     Args:
-        tokens: tokens of each source by name, at least ``window`` of each.
+        tokens: number of tokens of each source by name, at least ``window``.
         stages: the mixtures; the first starts at sample 0.
         window: tokens of a window: a divisor or a multiple of every sample length.
         seed: seed of the run.
@@ -307,7 +312,7 @@ class SampleOrder:
         return shifts
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return the positions of windows in the order in which a source is read, ``[m]``.
+        """Return when windows are read: their positions ``[m]`` in the reading order of a source.
 
         Each epoch permutes its windows. Positions are counted through all epochs, from 0.
 
@@ -331,7 +336,10 @@ class SampleOrder:
         return {source.name: total for source, total in zip(self.sources, totals, strict=True)}
 
     def locate(self, start: int, stop: int) -> Pieces:
-        """Return the pieces of samples ``start`` to ``stop`` - 1."""
+        """Return the token ranges that form samples ``start`` to ``stop`` - 1 of the run.
+
+        These samples are the rows of the result, from 0.
+        """
         parts = []
         number = start
         while number < stop:
@@ -359,7 +367,7 @@ class SampleOrder:
         return pieces
 
     def _located(self, placed: _Placed, first: int) -> Pieces:
-        """Return the pieces of the block of samples that begins at sample ``first`` of a stage.
+        """Return the pieces of the `BLOCK` samples that begin at sample ``first`` of a stage.
 
         The samples may not all belong to the stage; the caller selects those that do.
         """
@@ -380,7 +388,7 @@ class SampleOrder:
         return Pieces(*(getattr(pieces, name)[order] for name in names))
 
     def _fresh(self, placed: _Placed, rows: Ints, sources: Ints, numbers: Ints) -> Pieces:
-        """Return the pieces of samples that are not made of left-over parts.
+        """Return the pieces of samples that are not made of left-over parts (`windows.Rest`).
 
         Args:
             rows: row of each sample in the result.

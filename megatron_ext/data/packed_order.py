@@ -24,11 +24,16 @@ from megatron_ext.data.permutation import Ints, Words, derived, permute, unpermu
 SAMPLES = 1024
 FEWEST = 128
 TOKENS = 1 << 22
-"""A block has about `TOKENS` tokens, but at most `SAMPLES` and at least `FEWEST` samples."""
+"""About how many tokens a block has; a block is a range of windows that are packed together.
+
+However long a sample is, a block has at least `FEWEST` and at most `SAMPLES` samples.
+"""
 BLOCKS = 8
 """Number of consecutive blocks whose samples are permuted together."""
 _BLOCK_ORDER, _SAMPLE_ORDER = 4, 5
-"""Purposes of keys (see `derived`): to permute blocks, and to permute the samples of blocks."""
+"""Values of ``purpose`` for `derived`: keys that permute blocks, and keys that permute the samples
+of blocks.
+"""
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class PackedOrder(SampleOrder):
         return epochs, blocks, samples
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return the positions of packed samples in the order in which a source is read, ``[m]``.
+        """Return when packed samples are read: their positions ``[m]`` in a source's reading order.
 
         Positions are counted through all epochs, from 0.
 
@@ -184,7 +189,8 @@ class PackedOrder(SampleOrder):
         return sizes, derived(derived(keys, epochs, _SAMPLE_ORDER), groups)
 
     def packed_block(self, source: int, epoch: int, block: int) -> tuple[PackedBlock, int]:
-        """Return a block after packing, and the position of its first token in its source."""
+        """Return a block of an epoch after packing, and its first token's position in the source.
+        """
         first, end = self._range(source, epoch, block)
         blocks = self._packed.setdefault(source, OrderedDict())
         if (epoch, block) in blocks:
@@ -211,7 +217,7 @@ class PackedOrder(SampleOrder):
         return first, first + min(self.block_samples, windows - begin) * self.window
 
     def cuts(self, source: int, most: int) -> Cuts:
-        """Count the cut documents in up to ``most`` blocks of the first epoch of a source."""
+        """Count the cut documents in up to ``most`` blocks, spread over a source's first epoch."""
         blocks = -(-self.sources[source].windows // self.block_samples)
         total = Cuts(0, 0, 0, 0)
         for block in np.unique(np.linspace(0, blocks - 1, most).astype(int)).tolist():

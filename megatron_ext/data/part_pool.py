@@ -39,9 +39,12 @@ ATTEMPTS = 3
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 Advance = Callable[[int, int], None]
-"""A function to call with a finished piece's amount (such as bytes) and number of items."""
+"""A function that a worker calls after each piece of a part.
+
+It takes the amount of the piece, such as bytes, and the number of its items.
+"""
 Work = Callable[[Any, Advance], None]
-"""A function that does a part, given the result of `PartPool.part_of` and an `Advance` to call."""
+"""A function that does one part; it takes the result of `PartPool.part_of`, and an `Advance`."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class PartPool:
         say: Callable[[str], None],
         on_done: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """Work on the parts with the numbers ``todo``; call ``on_done`` after each.
+        """Work on the parts with the numbers ``todo``; call ``on_done`` with each finished number.
 
         If a worker dies, ``say`` is called with a sentence about it. The worker's part is tried
         again after all other parts and with no other worker, so that it has the whole memory to
@@ -155,9 +158,9 @@ class PartPool:
     def _death(
         self, processes: Sequence[BaseProcess], batch: Sequence[int], board: _Board
     ) -> _WorkerDied:
-        """Return the error about the worker that died and broke the pool.
+        """Return the error about the worker whose death broke the pool.
 
-        That is the worker which did not end by SIGTERM: the pool ends all others by that signal.
+        The worker is the one that did not end by SIGTERM: the pool ends all others by that signal.
         """
         codes = [process.exitcode for process in processes]
         worker = next((i for i, code in enumerate(codes) if code not in (0, -signal.SIGTERM)), 0)
@@ -171,7 +174,7 @@ class PartPool:
 
 
 class _Started:
-    """A multiprocessing context that remembers the processes it has started."""
+    """A multiprocessing context that keeps the processes it starts, so that they can be killed."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -226,9 +229,9 @@ class _WorkerDied(Exception):
 
 @dataclass(frozen=True)
 class _Setup:
-    """The values that a worker process starts with: fields of `PartPool`, the board, and a counter.
+    """The values that a worker process starts with: fields of `PartPool`, and shared memory.
 
-    Each worker takes its number from the shared ``counter``.
+    On the ``board`` the worker notes its progress; from ``counter`` it takes its number.
     """
 
     start: Callable[[int], Work]

@@ -32,7 +32,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """The odd integer next to 2^64 divided by the golden ratio, SplitMix64's increment."""
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
-"""The multipliers of SplitMix64's finalizer."""
+"""`_FIRST` and `_SECOND` are the multipliers of SplitMix64's finalizer."""
 _ONE = np.uint64(1)
 LARGEST = 1 << 62
 """The largest n for which [0, n) can be permuted."""
@@ -106,10 +106,10 @@ def _walked(
 
 
 def _weights(sizes: Words, keys: Words) -> tuple[Words, NDArray[np.bool_]]:
-    """Return two arrays ``[m, n]``, for m elements and the largest n of their ``sizes``.
+    """Return the keys by which integers are ranked, ``[m, n]``, and a mask of the same shape.
 
-    The first has the key of each integer below n, derived from the element's key; the second tells
-    whether the integer is below the element's size.
+    Row i has a key for each integer below n, the largest of ``sizes`` ``[m]``, derived from
+    ``keys[i]``. The mask is True where the integer is below ``sizes[i]``.
     """
     all_values = np.arange(int(sizes.max()), dtype=np.int64)
     return derived(keys[:, None], all_values), all_values < sizes.astype(np.int64)[:, None]

@@ -62,7 +62,10 @@ class Progress:
             print(self.line(done, items, now - self._start), file=sys.stderr, flush=True)
 
     def line(self, done: int, items: int, seconds: float) -> str:
-        """Return the log line for an amount and a number of items after ``seconds``."""
+        """Return the log line: share done, number of items, rate and remaining time.
+
+        ``done`` and ``items`` are those of `show`, after ``seconds`` of this run.
+        """
         share = min(1.0, (self._earlier + done) / max(self._total, 1))
         left = round(max(0.0, (self._total - self._earlier - done) * seconds / max(done, 1)))
         clock = f"{left // 60}:{left % 60:02}" if left < 3600 else tqdm.format_interval(left)

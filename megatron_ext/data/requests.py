@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds before each retry."""
+"""Mean seconds before each retry; the actual pause is 0.5 to 1.5 times as long."""
 SHORTEST, LONGEST = 2.0, 60.0
 """Seconds: the smallest time limit of a first attempt, and the largest of any attempt."""
 _PATIENCE = 8
@@ -56,7 +56,10 @@ class StoredObject:
     is_versioned: bool = True
 
     def is_still(self, other: StoredObject) -> bool:
-        """Return whether the content is unchanged, as far as the storage can tell."""
+        """Return whether ``other``, a description of the object at another time, fits this one.
+
+        The content is then unchanged, as far as the storage can tell.
+        """
         return self.size == other.size and (not self.is_versioned or self.version == other.version)
 
 
@@ -66,7 +69,7 @@ def file_system(
     """Return fsspec's file system for an address, and the path of the address in that file system.
 
     Args:
-        named: the address with its flag, for the error message.
+        named: the address as error messages call it, for example with its flag.
         kind: the class of error to raise if the scheme's package is missing.
         options: arguments of the file system, besides those in fsspec's configuration.
     """

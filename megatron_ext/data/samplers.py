@@ -138,7 +138,7 @@ def shuffled(length: int, *seeds: int) -> Ints:
 
 
 class Epochs(Protocol):
-    """The rows (lists of sample indices) of each data-parallel rank in every step of an epoch."""
+    """Gives the rows (lists of sample indices) of each data-parallel rank in a step of an epoch."""
 
     steps_per_epoch: int
 
@@ -188,7 +188,10 @@ class StepPlan:
         return len(self._rows(step)[0]) // self._micro_batch_size
 
     def microbatches(self, step: int, rank: int) -> list[list[tuple[int, ...]]]:
-        """Return a data-parallel rank's micro-batches of a step, as rows of sample indices."""
+        """Return a data-parallel rank's micro-batches of a step of the run.
+
+        Each micro-batch is a list of rows, and a row is a tuple of sample indices.
+        """
         rows = [tuple(row) for row in self._rows(step)[rank]]
         size = self._micro_batch_size
         return [rows[i : i + size] for i in range(0, len(rows), size)]
