@@ -147,7 +147,7 @@ class BlockCache:
         return entries
 
     def find(self, key: int, pages: Ints) -> Ints:
-        """Return the slot ``[n]`` of each of ``pages`` of the object ``key``; -1 for a missing page.
+        """Return the slot of each page ``[n]`` of the object ``key``; -1 for a missing page.
 
         Call this within `reading`.
         """

@@ -123,8 +123,7 @@ class ObjectStore:
         return read_index(copy)
 
     def _copy_index(self, source: StoredObject, place: Path, version: str, name: str) -> None:
-        """Copy the index ``source`` to ``place / version / name``; check it; remove older versions.
-        """
+        """Copy ``source`` to ``place / version / name``; check the index; remove older versions."""
         part = place / "part"
         remove(part)
         part.mkdir()

@@ -189,8 +189,7 @@ class PackedOrder(SampleOrder):
         return sizes, derived(derived(keys, epochs, _SAMPLE_ORDER), groups)
 
     def packed_block(self, source: int, epoch: int, block: int) -> tuple[PackedBlock, int]:
-        """Return a block of an epoch after packing, and its first token's position in the source.
-        """
+        """Return a block of an epoch after packing, and where its first token is in the source."""
         first, end = self._range(source, epoch, block)
         blocks = self._packed.setdefault(source, OrderedDict())
         if (epoch, block) in blocks:
