@@ -79,7 +79,7 @@ def leave_out_new(
 
 
 def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Return one log message per new branch in ``new``; an empty list if there are none.
+    """Return a log message for each tensor in ``new`` that starts at zero; [] if there are none.
 
     ``new`` is the result of `leave_out_new`: tensors, by chunk key and weight name, that the
     checkpoint ``path`` lacks and that keep their initial values. No message is made for adapters.

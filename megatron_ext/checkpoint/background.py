@@ -43,8 +43,8 @@ _SECONDS_BETWEEN_LOOKS = 0.005
 KNOWN, BUSY, UNKNOWN, BROKEN = range(4)
 """How ready a rank is when a save begins, from best to worst.
 
-KNOWN: it can copy its state. BUSY: it must wait for free memory. UNKNOWN: it needs a new plan of
-what to write. BROKEN: it cannot save.
+KNOWN: it can copy its state by the plan of the last save. BUSY: it must wait for free memory.
+UNKNOWN: the plan does not fit, so all ranks must make a new one. BROKEN: it cannot save.
 """
 
 

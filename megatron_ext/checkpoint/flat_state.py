@@ -26,7 +26,7 @@ from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.context import ParallelContext
 
 FLAT = "flat"
-"""The value of megatron-core's ``distrib_optim_sharding_type`` for this format."""
+"""The value of megatron-core's ``distrib_optim_sharding_type`` for the format of this module."""
 PLACE = "place"
 """Key of a rank's `Place` in the ``metadata`` that megatron-core's sharding functions take."""
 RECORDS = "records"

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _SECONDS_FOR_THE_FOLDER = 5.0
-"""Time limit until a machine sees a folder that rank 0 has made on a shared file system."""
+"""Time limit until a machine sees the folder that rank 0 has made on the shared file system."""
 _NICENESS = 5
 """Added to the helpers' niceness, so that ranks on the same processors come first."""
 
@@ -80,7 +80,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """A message of a helper: the stage that a job has reached, or why it failed."""
+    """A message of a helper: the stage that the job ``number`` has reached, or why it failed."""
 
     number: int
     stage: str

@@ -61,7 +61,7 @@ class Name:
 
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 _WITHOUT_EQUALS = frozenset({int, bool, bytes, type(None)})
-"""Classes whose values rarely share a hash: integers are small, hashes of bytes are salted."""
+"""Classes of keys that rarely share a hash: integers are limited, hashes of bytes are salted."""
 _LARGEST_KEY = 1 << 63
 
 

@@ -70,7 +70,7 @@ def _written_at(root: Path, iteration: int) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the record of the last run in the folder; empty if there is none."""
+    """Return the content of a record (see `RECORD`), which the last run has written; {} if none."""
     try:
         return read_json_object(path)
     except UnreadableFile:

@@ -95,7 +95,7 @@ WEIGHT = Range(0, 1e6)
 FACTOR = Range(0, 1e6, above=True)
 FINITE = Range(-1e6, 1e6)
 NORM = Range(0, 1e30)
-"""Range of a limit on a norm; a very large limit has the effect of no limit."""
+"""Range of a limit on a norm, as of ``--clip-grad``; a very large one limits nothing."""
 
 
 IfChanged = Literal["refuse", "refuse_to_resume", "keep", "say", "allow"]

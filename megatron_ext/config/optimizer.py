@@ -274,7 +274,7 @@ LATENT_TARGETS = (
     "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1",
     "linear_fc2",
 )  # fmt: skip
-"""Linear layers of multi-latent-attention blocks whose weights tensor-parallel ranks divide."""
+"""Linear layers with adapters in blocks of multi-latent attention: those that TP ranks divide."""
 
 ALL_TARGETS = (*TARGETS, "linear_q", "linear_kv")
 """Linear layers that may have adapters; the last two are projections of cross-attention."""

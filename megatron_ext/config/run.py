@@ -317,7 +317,7 @@ FUSIONS = (
 
 
 def transformer_fields(run: RunConfig) -> dict[str, object]:
-    """Return the fields of megatron-core's TransformerConfig; dtypes and activations as names.
+    """Return values of megatron-core's TransformerConfig; dtypes and activations are names.
 
     A task's sections add their own fields (`LayerSection.transformer_fields`). Fused kernels of
     megatron-core are enabled only where they exist.

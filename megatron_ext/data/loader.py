@@ -87,7 +87,10 @@ _PLAIN = StepDataset()
 
 
 def as_step_dataset(dataset: Any) -> StepDataset:
-    """Return the dataset if it is a `StepDataset`, else a `StepDataset` with the defaults."""
+    """Return the object that tells how to draw the samples of ``dataset``.
+
+    It is ``dataset`` itself if that is a `StepDataset`; otherwise it has the defaults.
+    """
     return dataset if isinstance(dataset, StepDataset) else _PLAIN
 
 

@@ -167,9 +167,9 @@ def limited(
 
 
 def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) -> int:
-    """Return the largest n up to ``total`` whose first n samples use at most ``budget`` tokens.
+    """Return the largest n, up to ``total``, for which a source stays within a budget of tokens.
 
-    Only tokens of the source ``name`` count.
+    The first n samples of ``order`` use at most ``budget`` tokens of the source ``name``.
     """
     low = 0
     high = total

@@ -95,7 +95,7 @@ class ObjectStore:
         return bool(self._objects)
 
     def counts(self) -> Mapping[str, int]:
-        """Return the counters of the processes of this machine; see `block_cache.COUNTS`."""
+        """Return this machine's counters of requests and bytes by name (`block_cache.COUNTS`)."""
         return self._own.cache.counts()
 
     def index(self, prefix: str) -> Index:

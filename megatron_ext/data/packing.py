@@ -26,7 +26,7 @@ from megatron_ext.data.indexed import Index
 from megatron_ext.data.permutation import Ints
 
 DocumentStarts = Callable[[int, int], Ints]
-"""A function ``(begin, end)`` that returns the first tokens of the documents in this range."""
+"""A function ``(begin, end)`` that returns the first token of each document that starts there."""
 
 
 class IndexedDocuments:

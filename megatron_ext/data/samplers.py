@@ -47,7 +47,7 @@ class Announced(Sampler[list[int]]):
 
 @dataclass(eq=False)
 class SequentialSampler(Sampler[list[int]]):
-    """Micro-batches in the order of the (already shuffled) dataset, ``--dataloader-type single``.
+    """Yields micro-batches in the order of the (shuffled) dataset: ``--dataloader-type single``.
 
     ``consumed_samples`` counts the samples used by all data-parallel ranks together.
 
@@ -83,7 +83,7 @@ class SequentialSampler(Sampler[list[int]]):
 
 @dataclass(eq=False)
 class RandomSampler(Sampler[list[int]]):
-    """Micro-batches in a new random order every epoch, without end; ``--dataloader-type cyclic``.
+    """Yields micro-batches without end, each epoch in a new order: ``--dataloader-type cyclic``.
 
     With ``data_sharding`` each rank shuffles its own contiguous shard; otherwise the ranks share
     one permutation and each takes every ``dp_size``-th sample. The seed of a permutation is the

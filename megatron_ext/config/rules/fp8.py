@@ -100,8 +100,8 @@ def _bf16_layer_errors(
 ) -> Iterator[FlagError]:
     """Yield an error for each fault in the flags of layers that stay in bf16.
 
-    ``te`` says whether the layers are Transformer Engine's. Then at most as many layers at each end
-    of the model may stay in bf16 as a pipeline stage has.
+    ``te`` says whether the layers are Transformer Engine's. Each end of the model may then keep no
+    more layers in bf16 than one pipeline stage has.
     """
     if not fp8.first_last_layers_bf16:
         for name in (name for name in changed_fields(fp8) if name in OF_BF16_LAYERS):

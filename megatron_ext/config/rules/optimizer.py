@@ -54,7 +54,7 @@ def has_usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> bo
 def resolve_optimizer(
     optimizer: OptimizerConfig, training: TrainingConfig, device: str
 ) -> OptimizerConfig:
-    """Fill in warm-up and weight decay; replace ``dist_muon`` by the two flags that it means.
+    """Fill in warm-up and weight decay; resolve ``dist_muon``, Muon with the distributed optimizer.
 
     On a CPU, switch off communication that gloo cannot do.
     """
@@ -153,7 +153,7 @@ def sharding_errors(run: RunConfig) -> Iterator[FlagError]:
 
 
 def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault in the types of Adam's moments."""
+    """Yield an error for each fault in the dtypes of Adam's moments."""
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         given = getattr(optimizer, name)
         said = f"--{name.replace('_', '-')}"

@@ -144,7 +144,7 @@ def rank_errors(
 
 
 def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault in the layout of a run."""
+    """Yield an error for each fault in parallel sizes, the division of layers, or the schedule."""
     tp = parallel.tensor_model_parallel_size
     cp = parallel.context_parallel_size
     etp = parallel.expert_tensor_parallel_size or tp
