@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_ext import errors
 from megatron_ext.errors import (
     EXIT_CODE_BROKEN_PIPE,
     STOP_SIGNALS,
@@ -227,6 +228,30 @@ def test_signals_that_a_background_job_ignores_stay_ignored() -> None:
         return True
 
     assert in_child(stays)
+
+
+class _Interrupted:
+    def __del__(self) -> None:
+        raise KeyboardInterrupt
+
+
+class _Broken:
+    def __del__(self) -> None:
+        raise ValueError("of another kind")
+
+
+def test_an_interruption_that_a_destructor_would_swallow_ends_the_process(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def survives(kind: type) -> bool:
+        sys.unraisablehook = errors._on_unraisable
+        kind()
+        return True
+
+    assert in_child(lambda: survives(_Broken))
+    assert "of another kind" in capfd.readouterr().err
+    assert not in_child(lambda: survives(_Interrupted))
+    assert capfd.readouterr().err == "interrupted\n"
 
 
 def test_sigterm_lets_an_interrupted_program_clean_up() -> None:

@@ -255,6 +255,16 @@ def test_what_only_an_optimizer_without_parameters_has_is_left_out() -> None:
     }
 
 
+def test_empty_lists_of_main_weights_are_dropped_from_each_optimizer_of_a_chain() -> None:
+    """megatron-core saves them in the common state, where the weights themselves are not."""
+    one: dict[Any, Any] = {MAIN_WEIGHTS: [[]], "optimizer": {"state": {}}}
+    chain = {0: {MAIN_WEIGHTS: [[]], "grad_scaler": 1}, 1: {MAIN_WEIGHTS: []}, "x": {"y": 2}}
+    for state in (one, chain):
+        optimizer_state.drop_main_weights(state)
+    assert one == {"optimizer": {"state": {}}}
+    assert chain == {0: {"grad_scaler": 1}, 1: {}, "x": {"y": 2}}
+
+
 def _group(mult: float, rate: float, *, expert: bool = False, **more: Any) -> dict[str, Any]:
     kind = {"wd_mult": mult, "lr_mult": 1.0, "is_decoupled_lr": False}
     return {**kind, "is_expert_parallel": expert, "max_lr": rate, "min_lr": rate / 10, **more}

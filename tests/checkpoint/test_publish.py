@@ -155,8 +155,11 @@ def test_only_older_checkpoints_are_removed_and_links_stay(tmp_path: Path) -> No
     publish.remove_old(tmp_path, 6, CheckpointConfig(keep_last=1), {4}, ())
     assert published(tmp_path) == [1, 4, 6, 8]
     assert len(list(folder_of(tmp_path, 1).iterdir())) == FILES
+    # A kill has left a part of an earlier checkpoint of this step.
+    checkpoint(tmp_path / "iter_0000004.removed")
     publish.remove_old(tmp_path, 8, CheckpointConfig(save_retain_interval=3), (), {4})
     assert published(tmp_path) == [1, 6, 8]
+    assert not (tmp_path / "iter_0000004.removed").exists()
 
 
 def test_a_new_save_leaves_only_what_other_saves_are_writing(tmp_path: Path) -> None:

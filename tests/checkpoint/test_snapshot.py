@@ -176,6 +176,12 @@ def test_a_folder_without_room_is_told(shared_memory: Path) -> None:
         SnapshotPair(shared_memory, "rank0").reserve(1 << 50)
 
 
+def test_room_is_reserved_for_both_snapshots(tmp_path: Path) -> None:
+    pair = SnapshotPair(tmp_path, "rank0")
+    pair.reserve(300_000)
+    assert [file.path.stat().st_size > 300_000 for file in pair.files] == [True, True]
+
+
 def test_a_restart_writes_over_the_older_snapshot(tmp_path: Path) -> None:
     """Also over one that is not whole, before any that is."""
     pair = SnapshotPair(tmp_path, "rank0")

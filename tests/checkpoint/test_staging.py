@@ -312,10 +312,12 @@ def test_old_checkpoints_go_at_the_address_as_in_the_folder(
     remote.root.mkdir()
     (remote.root / TRACKER).write_text("6")
     (remote.root / "iter_0000006.tmp").mkdir()
+    (remote.root / "metrics.jsonl").write_text("{}\n")
     remote.finish(6, CheckpointConfig(keep_last=2), [], {2})
     left = sorted(path.name for path in (tmp_path / "there").glob("iter_*"))
     assert left == ["iter_0000004", "iter_0000006", "iter_0000008"]
     assert not (remote.root / "iter_0000006.tmp").exists()
+    assert (tmp_path / "there" / "metrics.jsonl").read_text() == "{}\n"
 
 
 def test_a_reference_names_the_folder_that_stands(tmp_path: Path) -> None:

@@ -212,6 +212,31 @@ def test_names_that_only_one_side_has_are_noted_but_for_random_states(
     assert "optimizer.state.exp_avg" in note and "rng_state" not in note
 
 
+def test_a_connection_that_is_lost_while_loading_is_no_misfit_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = [RuntimeError("gloo/transport Connection closed"), RuntimeError("sizes differ")]
+
+    def fail(*_: Any) -> None:
+        raise faults.pop(0)
+
+    monkeypatch.setattr(storage, "_load_state", fail)
+    none: Any = None
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        storage.read_state(tmp_path, {}, CheckpointConfig(), none, [])
+    with pytest.raises(CheckpointError, match="does not fit this run: sizes differ; give the"):
+        storage.read_state(tmp_path, {}, CheckpointConfig(), none, [])
+
+
+def test_arrays_that_numpy_1_has_pickled_are_read() -> None:
+    """Its modules had other names."""
+    file = io.BytesIO()
+    torch.save(np.arange(3.0), file, _use_new_zipfile_serialization=False)
+    for names in ((b"numpy._core.", b"numpy.core."), (b"numpy.core.", b"numpy._core.")):
+        found = plain_content(io.BytesIO(file.getvalue().replace(*names)), "the file")
+        assert found.tolist() == [0.0, 1.0, 2.0]
+
+
 def test_a_stream_is_read_from_where_it_stands() -> None:
     file = io.BytesIO()
     file.write(b"before")

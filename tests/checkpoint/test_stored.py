@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint import files, stored
+from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.files import MANIFEST, TRACKER, describe_file, folder_of
 from megatron_ext.checkpoint.stored import (
     CheckpointRef,
@@ -25,6 +26,7 @@ from megatron_ext.checkpoint.stored import (
 )
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.train.batch_size import Progress
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -192,6 +194,9 @@ BEST = {"iteration": 4, "loss": 1.5, "regular": True}
         ("skipped_iterations", 3, None),
         ("nan_iterations", 3, True),
         ("stale_evaluations", 0, -1),
+        ("average_updates", 7, "7"),
+        ("average_start", None, [1.0]),
+        ("average_start", 0.5, "all"),
         ("epoch", None, "1"),
         ("lowest_loss", 1.5, True),
         ("floating_point_operations", 1e20, None),
@@ -212,6 +217,20 @@ def test_each_counter_has_its_form(name: str, good: Any, bad: Any, tmp_path: Pat
     (tmp_path / stored.PROGRESS).write_text(json.dumps({name: bad}))
     with pytest.raises(CheckpointError, match=rf"damaged \(`{name}` is .* must be"):
         read_progress(tmp_path)
+
+
+def test_every_counter_of_a_run_has_a_form_that_its_own_values_have(tmp_path: Path) -> None:
+    assert {field.name for field in dataclasses.fields(Progress)} == set(stored._FORMS)
+    run = Progress(
+        iteration=3,
+        epoch=0.5,
+        best_checkpoints=[BestCheckpoint(2, 1.5, True)],
+        recent_values=[[1.0, 2.0]],
+        data_order={"a": [1]},
+    )
+    for progress in (Progress(), run):
+        (tmp_path / stored.PROGRESS).write_text(json.dumps(progress.to_dict()))
+        assert Progress.from_dict(read_progress(tmp_path)) == progress
 
 
 def test_the_device_of_a_run_is_stored_beside_its_sections(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ AT_THE_LIMIT = (
     "--full-validation --eval-iters 0 --ema-decay 0.9 --eval-ema",
     "--decoupled-lr 1e-5 --min-lr 1e-4 --decoupled-min-lr 0",
     "--init-method-std 0",
+    "--num-virtual-stages-per-pipeline-rank 1",
+    "--rerun-mode validate_results",
     f"{STAGES} --decoder-first-pipeline-num-layers 1",
     f"{STAGES} --decoder-last-pipeline-num-layers 3",
     f"{STAGES} --pipeline-model-parallel-layout Ett||t|tL",
@@ -118,6 +120,13 @@ def test_only_megatron_cores_fused_loss_needs_bf16(monkeypatch: pytest.MonkeyPat
         "--use-precision-aware-optimizer --use-distributed-optimizer",
         f"{STAGES} --pipeline-schedule zb-h1",
         "--transformer-impl local",
+        "--lora-rank 2",
+        "--deterministic-dropout",
+        "--attention-backend local",
+        "--reset-attention-mask",
+        "--fp8-format hybrid --fp8-recipe rowwise",
+        "--fp8-format hybrid --no-fp8-wgrad",
+        "--cuda-graph-impl local --attention-dropout 0",
     ],
 )
 def test_a_gpu_takes_the_torch_layers_for_what_the_others_lack(
@@ -126,6 +135,8 @@ def test_a_gpu_takes_the_torch_layers_for_what_the_others_lack(
     with_transformer_engine(monkeypatch)
     config = config_of(f"{BF16} {words}", ranks=0, device="cuda")
     assert config.model.transformer_impl == "torch"
+    plain = config_of(f"{BF16} --fp8-format hybrid", ranks=0, device="cuda")
+    assert plain.model.transformer_impl == "transformer_engine"
 
 
 def _model(words: str, **how: Any) -> Any:
@@ -193,6 +204,31 @@ def test_fields_of_the_core_are_named_as_it_names_them() -> None:
     assert fields["num_layers_in_last_pipeline_stage"] == 3
     assert fields["layernorm_zero_centered_gamma"] and fields["gated_linear_unit"]
     assert fields["activation_func"] == "silu" and fields["cp_comm_type"] == "p2p"
+    # None of these is a default, of the core or of ours.
+    others = fields_of(
+        "--hidden-dropout 0.3 --attention-dropout 0.2 --init-method-std 0.5 --no-bf16 --fp16 "
+        "--embedding-init-method-std 0.7 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.6 "
+        "--deterministic-mode --no-initialization --use-cpu-initialization --qk-layernorm "
+        "--normalization RMSNorm --disable-bias-linear --add-qkv-bias --kv-channels 8 "
+        "--ffn-hidden-size 96 --group-query-attention --num-query-groups 2 "
+        "--no-calculate-per-token-loss --apply-query-key-layer-scaling "
+        "--no-attention-softmax-in-fp32 --apply-residual-connection-post-layernorm "
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 3 "
+        "--layernorm-epsilon 1e-3"
+    )
+    wanted = {
+        "hidden_dropout": 0.3, "attention_dropout": 0.2, "init_method_std": 0.5, "fp16": True,
+        "embedding_init_method_std": 0.7, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.6,
+        "deterministic_mode": True, "perform_initialization": False,
+        "use_cpu_initialization": True, "qk_layernorm": True, "normalization": "RMSNorm",
+        "add_bias_linear": False, "add_qkv_bias": True, "kv_channels": 8, "ffn_hidden_size": 96,
+        "num_query_groups": 2, "calculate_per_token_loss": False, "num_attention_heads": 4,
+        "apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": False,
+        "apply_residual_connection_post_layernorm": True, "recompute_granularity": "full",
+        "recompute_method": "block", "recompute_num_layers": 3, "layernorm_epsilon": 1e-3,
+        "num_layers": 4, "hidden_size": 64, "bf16": False,
+    }  # fmt: skip
+    assert {name: others[name] for name in wanted} == wanted
     kinds = "--cp-comm-type p2p all_gather p2p a2a"
     assert fields_of(kinds)["cp_comm_type"] == ["p2p", "all_gather", "p2p", "a2a"]
     grouped = "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-vp-stage 4"

@@ -150,6 +150,39 @@ def test_a_flag_that_does_nothing_without_another_says_so(flags: str) -> None:
     assert not parsed(both).notes
 
 
+ON_A_CPU = (
+    "--no-bias-dropout-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--cross-entropy-loss-fusion --cross-entropy-fusion-impl --overlap-grad-reduce "
+    "--overlap-param-gather --no-align-grad-reduce --no-align-param-gather --tp-comm-overlap "
+    "--tp-comm-overlap-cfg --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs "
+    "--tp-comm-overlap-rs-dgrad --no-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad "
+    "--tp-comm-bootstrap-backend --tp-comm-overlap-disable-qkv --tp-comm-overlap-disable-fc1 "
+    "--ddp-bucket-size --ddp-average-in-collective --attention-backend --disable-jit-fuser "
+    "--log-memory-to-tensorboard --muon-fp32-matmul-prec --empty-unused-memory-level"
+).split()
+VALUES = {
+    "--cross-entropy-fusion-impl": "native",
+    "--tp-comm-overlap-cfg": "file",
+    "--tp-comm-bootstrap-backend": "gloo",
+    "--ddp-bucket-size": "1000",
+    "--attention-backend": "fused",
+    "--muon-fp32-matmul-prec": "high",
+    "--empty-unused-memory-level": "1",
+}
+
+
+def test_every_flag_for_gpus_says_that_a_cpu_does_nothing_with_it() -> None:
+    words = [word for name in ON_A_CPU for word in (name, VALUES.get(name)) if word is not None]
+    more = ["--use-distributed-optimizer"]
+    notes = parsed([*SMALL.split(), *words, *more]).notes
+    assert len(notes) == len(ON_A_CPU)
+    assert all(" has no effect on a CPU: " in note for note in notes), notes
+    # On a GPU the same flags have one, but for those of optimizers and layers of another kind.
+    gpu = [word for word in ON_A_CPU if "tp-comm" not in word and "muon" not in word]
+    words = [word for name in gpu for word in (name, VALUES.get(name)) if word is not None]
+    assert parsed([*SMALL.split(), "--bf16", *words, *more], device="cuda").notes == []
+
+
 def test_a_value_that_a_later_one_replaces_is_named() -> None:
     assert not parsed(f"{SMALL} --seed 5 --seed 5").notes
     found = parsed(f"{SMALL} --seed 5 --bf16 --seed 7 --no-bf16")

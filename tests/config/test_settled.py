@@ -164,6 +164,7 @@ def test_patterns_of_layers_count_from_one_and_experts_from_none() -> None:
     assert layers_without_rope("3", 5) == [False, False, True, False, False]
     assert windowed_layers(None, 2) == [True, True] and layers_without_rope(None, 1) == [False]
     assert windowed_layers("[1,0]", 2) == [True, False]
+    assert windowed_layers("[0]", 1) == [False] and layers_without_rope("[1]", 1) == [True]
     assert read_pattern("([0]*1+[1,0]*2)") == [0, 1, 0, 1, 0]
     assert len(read_pattern("[1]*1000000")) == 10**6  # type: ignore[arg-type]
     for text in ("[1]*0", "[1]*-1", "[1]*1000001", "[1,x]"):

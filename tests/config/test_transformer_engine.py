@@ -182,6 +182,14 @@ def test_the_newest_of_the_needed_versions_is_installed(monkeypatch: pytest.Monk
     assert version_errors(config, "2.10.0") == []
 
 
+def test_what_is_recomputed_needs_a_newer_version_in_8_bits_alone() -> None:
+    words = (
+        f"{TE} {EXPERTS} --recompute-granularity selective --recompute-modules layernorm moe_act"
+    )
+    assert version_errors(configured(words), MINIMUM) == []
+    assert len(version_errors(configured(f"{words} {TENSORWISE}"), MINIMUM)) == 2
+
+
 def test_a_version_too_old_for_the_layers_is_said_once() -> None:
     config = configured(TE + TENSORWISE)
     for found in ("1.13.0", "2.3.0", "not a version"):

@@ -161,6 +161,23 @@ def test_the_next_start_takes_over_what_a_killed_run_of_the_same_folder_has_left
         shutil.rmtree(alive)
 
 
+def test_what_an_agent_keeps_for_its_next_ranks_is_not_taken_over(tmp_path: Path) -> None:
+    """Between two starts of them nobody holds the lock of its folder."""
+    save = str(tmp_path / "save")
+    own = tmp_path / f"{host._PREFIX}own"
+    own.mkdir()
+    agents = host._name_of_agent(os.getpid()), f"{os.getpid()}_1{host._OF_AGENT}"
+    living, dead = (tmp_path / f"{host._PREFIX}{name}" for name in agents)
+    left_behind(tmp_path, save, "living").rename(living)
+    host._take_over(own, save)
+    assert living.is_dir() and not (own / "snapshots").exists()
+    assert not (own / host.TAKEN_OVER).exists()
+    left_behind(tmp_path, save, "dead").rename(dead)
+    host._take_over(own, save)
+    assert living.is_dir() and not dead.exists()
+    assert (own / "snapshots" / "own_0.0").read_text() == "dead"
+
+
 def test_sockets_of_data_workers_lie_in_the_folder_and_go_with_it(tmp_path: Path) -> None:
     """A socket of `multiprocessing` stays when its worker is killed."""
     assert multiprocessing.current_process()._config.get("tempdir") is None  # type: ignore[attr-defined]

@@ -127,6 +127,22 @@ def test_the_list_of_best_checkpoints_returns_if_the_save_of_the_newest_has_fail
     assert progress.best_checkpoints == ["again"]
 
 
+def test_the_last_save_is_one_of_the_last_step() -> None:
+    finished: list[Any] = []
+    saved: list[Any] = []
+    run = run_with(
+        progress=SimpleNamespace(iteration=7),
+        saved_at=4,
+        context=SimpleNamespace(recorder=SimpleNamespace(phase=lambda name: nullcontext())),
+        saves=SimpleNamespace(finish=lambda write, iteration: finished.append((write, iteration))),
+        save_now=lambda superseded, *, waits: saved.append((superseded, waits)),
+    )
+    run.finish_saves()
+    ((write, iteration),) = finished
+    write(waits=True)
+    assert iteration == 7 and saved == [((), True)]
+
+
 def test_a_run_that_does_not_save_has_nothing_to_do() -> None:
     run = run_with()
     run.config.checkpoint.save = None

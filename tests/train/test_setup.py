@@ -12,6 +12,7 @@ from megatron_ext.train import setup as module
 from megatron_ext.train.batch_size import Progress
 from megatron_ext.train.setup import (
     _background,
+    _continue_schedules,
     _follow_new_weights,
     _progress_after,
     _saves,
@@ -150,6 +151,37 @@ def test_optimizer_and_averages_follow_weights_that_the_task_has_set(
     assert events == ["optimizer", "average"] * 2 * (notes is not None)
     assert capsys.readouterr().out == "".join(f"> {note}\n" for note in notes or ())
     _follow_new_weights(notes, None, None, SimpleNamespace(rank=0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("notes", "rank", "said"),
+    [
+        (["the rate goes on", "a critic's rate"], 0, "> the rate goes on\n"),
+        (["the rate goes on"], 1, ""),
+        ([None, "a critic's rate"], 0, ""),
+        ([], 0, ""),
+    ],
+)
+def test_all_schedules_go_on_and_the_note_on_the_models_is_said_once(
+    notes: list[str | None], rank: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone_on: list[Any] = []
+
+    class Schedule:
+        def __init__(self, note: str | None) -> None:
+            self.note = note
+
+        def go_on(self, config: Any, iteration: int, consumed: int) -> str | None:
+            gone_on.append((config, iteration, consumed))
+            return self.note
+
+    runner: Any = SimpleNamespace(schedules=[Schedule(note) for note in notes])
+    progress = {"iteration": 9, "consumed_train_samples": 28}
+    loaded: Any = SimpleNamespace(progress=progress, iteration=7)
+    config: Any = "config"
+    _continue_schedules(runner, config, loaded, SimpleNamespace(rank=rank))  # type: ignore[arg-type]
+    assert gone_on == [("config", 7, 28)] * len(notes)
+    assert capsys.readouterr().out == said
 
 
 def test_a_run_says_what_it_has_loaded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from megatron_ext.train.callbacks.callback import (
     Decision,
     GarbageCollection,
     Losses,
+    SaveWatch,
     StepProfiler,
     StopConditions,
     WeightAverage,
@@ -141,6 +142,23 @@ def test_requests_to_stop_come_before_the_interval(
         run.progress.iteration = 9
         StopConditions(run).decide(other)
         assert (other.stop, other.save) == ("the diary is full", True)
+
+
+def test_a_failed_save_is_repeated_and_a_save_that_is_due_stays_due() -> None:
+    run = run_at(6)
+    looks: list[str] = []
+    for repeats, due_already, saved in (
+        (False, False, False), (True, False, True), (False, True, True), (True, True, True),
+    ):  # fmt: skip
+        run.saves = SimpleNamespace(
+            must_repeat=lambda repeats=repeats: repeats, look=lambda: looks.append("look")
+        )
+        decision = Decision(save=due_already)
+        watch = SaveWatch(run)
+        watch.after_step()
+        watch.decide(decision)
+        assert decision.save is saved
+    assert len(looks) == 4
 
 
 def test_a_time_limit_alone_needs_stop_conditions() -> None:

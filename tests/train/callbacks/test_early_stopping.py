@@ -274,6 +274,9 @@ def test_which_checkpoints_a_better_one_supersedes(monkeypatch: pytest.MonkeyPat
     assert [decision.superseded for decision, _ in retained] == [
         (), (), (2,), (4,), (6,), (10,),
     ]  # fmt: skip
+    # A save that is due anyway stays due after a loss that is not among the best.
+    _, worse = judge([1.0, 2.0, 3.0], monkeypatch, keep_best=1)
+    assert [decision.save for decision, _ in worse] == [True, True, False]
     _, none = judge([math.nan, 3.0, 4.0], monkeypatch, keep_best=1)
     assert [is_best for _, is_best in none] == [False, True, False]
     assert [decision.save for decision, _ in none] == [False, True, False]
