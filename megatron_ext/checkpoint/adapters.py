@@ -54,8 +54,8 @@ def leave_out_new(
 ) -> dict[str, dict[str, Tensor]]:
     """Remove from ``state``, in place, the adapters and new branches that a checkpoint lacks.
 
-    A load would fail on them; so they keep their initial values. A new branch is any other tensor
-    that an older checkpoint may lack (`is_new_branch`).
+    A load would fail on them. They keep their initial values instead. A new branch is any other
+    tensor that an older checkpoint may lack (`is_new_branch`).
 
     Args:
         path: folder of the checkpoint.

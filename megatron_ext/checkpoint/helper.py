@@ -149,7 +149,7 @@ def _do(job: Job, connection: Connection) -> str:
 
 
 def _tidy(job: Job) -> None:
-    """Remove the checkpoints that are not kept. A failed removal does not make the save fail."""
+    """Remove the old checkpoints that the flags and ``job`` do not keep; only log a failure."""
     root = Path(job.root)
     try:
         publish.tidy(root, job.iteration, job.config, job.best, job.superseded)
@@ -159,7 +159,7 @@ def _tidy(job: Job) -> None:
 
 
 def is_published(job: Job) -> bool:
-    """Return whether the job's checkpoint was already published by a helper that then died."""
+    """Return whether the job's checkpoint is published already, as by a helper that then died."""
     return not job.folder.is_dir() and folder_of(Path(job.root), job.iteration).is_dir()
 
 

@@ -86,9 +86,9 @@ class CheckpointManager:
         CheckpointError. Optimizer, scheduler, averages and extra state are saved if they are given.
 
         Args:
-            progress: counters of the run, as values for JSON.
+            progress: counters of the run, such as consumed samples, as values for JSON.
             run_config: the resolved configuration, as sections of plain values.
-            best: the checkpoints with the lowest validation losses, lowest first; they are kept.
+            best: the checkpoints with the lowest validation losses, lowest first, which are kept.
             superseded: iterations to remove, since they are no longer among the best.
             waits: whether to wait until the checkpoint is complete. Otherwise, a manager with a
                 ``background`` returns as soon as the state is copied to host memory.

@@ -154,7 +154,7 @@ class Machine:
             raise Refused(f"it has more than {MAX_SAME_HASH} keys with the hash of another one")
 
     def check_tuple(self, value: tuple[Any, ...]) -> None:
-        """Raise Refused if a tuple is too large for the code that reads it.
+        """Raise Refused if a tuple, with the tuples in it, is too large for a later unpickler.
 
         The base class accepts every tuple.
         """

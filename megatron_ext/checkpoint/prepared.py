@@ -184,4 +184,4 @@ def _stored(value: Any) -> bytes:
 
 
 _NOTHING = _stored(None)
-"""The stored bytes of a layer without extra state; most layers have none."""
+"""The stored bytes of a layer's ``_extra_state`` if it is None, as it is for most layers."""

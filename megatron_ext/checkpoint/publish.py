@@ -133,8 +133,8 @@ def expired(
     Args:
         older: iterations of all checkpoints except the new one, in ascending order.
         retain: ``--save-retain-interval``; None removes nothing by this rule. Otherwise the
-            checkpoint just before the new one is removed unless its iteration is a multiple. No
-            rule removes a multiple.
+            checkpoint just before the new one is removed unless its iteration is a multiple of it.
+            No rule removes a multiple.
         keep: ``--keep-last``: this many newest ones stay, the new one included; None keeps all.
         best: iterations of the checkpoints of ``--keep-best``. They stay and do not count towards
             ``keep``.

@@ -192,7 +192,10 @@ class Resume:
         return asks and not explicit and (checkpoint is None or not checkpoint.weights_only)
 
     def _find(self) -> CheckpointRef | None:
-        """Return the newest whole checkpoint, and report damaged ones."""
+        """Return the newest complete checkpoint, preferably one of this run itself, or None.
+
+        Report damaged ones.
+        """
 
         def look() -> tuple[CheckpointRef | None, CheckpointRef | None, Damaged]:
             if not self._passes_over:
@@ -206,7 +209,7 @@ class Resume:
         return checkpoint
 
     def _newest_of_this_run(self) -> CheckpointRef | None:
-        """Return the newest whole checkpoint in ``--save`` that this run itself has written."""
+        """Return the newest complete checkpoint that this run wrote to ``--save``, or None."""
         if self._config.save is None:
             return None
         root = Path(self._config.save)

@@ -36,7 +36,7 @@ from megatron_ext.errors import DataError
 RANGE = 64
 """Pages that one request fetches if the objects fit into the cache; otherwise it fetches fewer."""
 _FITS = 0.8
-"""Objects fit into the cache if they fill at most this share; beyond it, pages evict each other."""
+"""Objects fit into the cache if they fill at most this share of it; more evict each other."""
 _RECHECK = 300.0
 """Seconds after which the version of an object is requested again, to see if it has changed."""
 

@@ -224,7 +224,7 @@ class _Board:
 
 
 class _WorkerDied(Exception):
-    """Raised with (number of the part, sentence) when a worker process ends before its part."""
+    """A worker process has ended before its part was done: (number of the part, sentence)."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Requests:
     """Reads ranges of stored objects, several at a time; not to be shared by processes.
 
     Args:
-        count: adds to the counters of `block_cache.COUNTS` by name.
+        count: adds each keyword argument to the counter of that name (`block_cache.COUNTS`).
     """
 
     def __init__(self, count: Callable[..., None]) -> None:

@@ -22,7 +22,7 @@ from megatron_ext.errors import FlagError, exclusive
 
 
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Return the section with ``lr_warmup_iters`` filled in if it is None.
+    """Return ``optimizer`` with ``lr_warmup_iters`` filled in if it is None.
 
     The value is 0 if ``--lr-warmup-fraction`` is given or the task sets no default warm-up.
     Otherwise it is the task's default; but if the learning rate decays in no more steps than this
@@ -109,7 +109,7 @@ def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> It
 
 
 def sharding_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault of ``--data-parallel-sharding-strategy``."""
+    """Yield an error for each fault in the use of ``--data-parallel-sharding-strategy``."""
     given = run.optimizer.data_parallel_sharding_strategy
     refused = partial(FlagError, "--data-parallel-sharding-strategy", given)
     if given == "optim_grads_params":
