@@ -129,8 +129,8 @@ def test_clips_are_written_in_the_order_of_their_requests(
 ) -> None:
     """Let requests of two sizes alternate, and make each clip of its own number."""
     requests = [
-        ClipRequest(text, size=size)
-        for text, size in zip("abc", ((8, 8), (8, 16), (8, 8)), strict=True)
+        ClipRequest(text, size=size, steps=steps)
+        for text, size, steps in (("a", (8, 8), None), ("b", (8, 16), 9), ("c", (8, 8), None))
     ]
     sample = SampleConfig(sample_seed=3, sample_steps=4, sample_ema=wanted, sample_batch_size=1)
     events, said, written = list[str](), list[str](), list[Any]()
@@ -138,8 +138,8 @@ def test_clips_are_written_in_the_order_of_their_requests(
     found._sample, found._requests = sample, requests
     found._shape = SampleShape(9, 32, 48, fps=7.5)
     found._groups = groups_of(requests, found._shape, sample)
-    found._encoded = ["x" for _ in found._groups]  # type: ignore[misc]
-    found._velocity, found._codec = None, object()  # type: ignore[assignment]
+    found._encoded = [f"of {i}" for i, _ in enumerate(found._groups)]  # type: ignore[misc]
+    found._velocity, found._codec = "velocity", object()  # type: ignore[assignment]
     progress = SimpleNamespace(iteration=12, average_start=0.25, average_note="a quarter is old")
     found._run = SimpleNamespace(  # type: ignore[assignment]
         ema=Average(events) if kept else None, chunks=[], progress=progress, context="context",
@@ -148,8 +148,13 @@ def test_clips_are_written_in_the_order_of_their_requests(
         config=SimpleNamespace(section=lambda kind: kind.__name__),
     )  # fmt: skip
 
-    def latents(velocity: Any, encoded: Any, *, draws: list[tuple[int, int]], **_: Any) -> Tensor:
+    given = list[Any]()
+
+    def latents(
+        velocity: Any, encoded: Any, *, draws: list[tuple[int, int]], sampling: Any, **how: Any
+    ) -> Tensor:
         events.append("sampled")
+        given.append((velocity, encoded, sampling.sample_steps, how))
         return torch.tensor([number for _, number in draws], dtype=torch.float32)
 
     monkeypatch.setattr(samples, "generate_latents", latents)
@@ -157,6 +162,8 @@ def test_clips_are_written_in_the_order_of_their_requests(
     monkeypatch.setattr(samples, "on_reporting_rank", lambda work, what, context: work())
     monkeypatch.setattr(samples, "write_clips", lambda *x, **options: written.append((x, options)))
     found(tmp_path)
+    how = {"flow": "FlowConfig", "context": "context"}
+    assert given == [("velocity", "of 0", 4, how), ("velocity", "of 1", 9, how)]
     ((folder, clips, asked), options) = written[0]
     assert folder == tmp_path and [float(clip) for clip in clips] == [0.0, 1.0, 2.0]
     assert asked == requests

@@ -10,10 +10,17 @@ import torch
 
 from megatron_ext.checkpoint.state import CRITIC
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.streaming import networks
 from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.networks import TrainedNetwork, build_critic, load_weights
+from megatron_ext.video.streaming.networks import (
+    TrainedNetwork,
+    build_critic,
+    build_network,
+    load_weights,
+    of_role,
+)
 from tests.ranks import ranks
 from tests.video.streaming.test_prompts import configured
 
@@ -32,6 +39,22 @@ def test_all_rates_of_the_critic_are_scaled_alike(context: ParallelContext, tmp_
         rates = critic.scheduler.max_lr, critic.scheduler.min_lr, critic.scheduler.init_lr
         assert rates == pytest.approx((1e-3 * ratio, 1e-4 * ratio, 2e-4 * ratio))
         assert critic.clip_grad == 3.0
+
+
+@ranks()
+def test_only_the_generator_is_causal_and_each_network_has_its_size(
+    context: ParallelContext, tmp_path: Path
+) -> None:
+    config = configured(tmp_path, "--critic-size mini --recompute-blocks 1")
+    for role, hidden in (("generator", 64), ("critic", 128), ("teacher", 64)):
+        own = of_role(config, role)  # type: ignore[arg-type]
+        transformer_config = build_transformer_config(own)
+        chunk = build_network(config, transformer_config, context, role=role)  # type: ignore[arg-type]
+        window = chunk.options.window
+        assert (window is not None) == (role == "generator")
+        assert window is None or (window.block, window.window, window.sink) == (3, 6, 3)
+        assert (chunk.sizes.hidden_size, own.model.hidden_size) == (hidden, hidden)
+        assert chunk.options.recompute_blocks == 1 and not chunk.options.zero_head
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

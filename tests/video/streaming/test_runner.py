@@ -18,6 +18,7 @@ from megatron_ext.video.streaming import task
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.long_videos import NotFiniteError, Throughput
 from megatron_ext.video.streaming.prompts import FilePrompts
+from megatron_ext.video.streaming.sequence import Replica
 from megatron_ext.video.streaming.step import StreamingRunner, WorkCounter
 from megatron_ext.video.streaming.task import sampler_of, streaming_step_stats
 from megatron_ext.video.task import VIDEO
@@ -243,10 +244,10 @@ def training_runner(events: list[str], per_frame: bool) -> StreamingRunner:
     The loss of a clip is its number of frames times the weight of the network.
     """
     own = runner(generator_interval=2)
-    training = SimpleNamespace(calculate_per_token_loss=per_frame, seed=1)
+    training = SimpleNamespace(calculate_per_token_loss=per_frame, seed=5)
     own.config = SimpleNamespace(training=training)  # type: ignore[assignment]
     own.context = SimpleNamespace(recorder=Recorder(events))  # type: ignore[assignment]
-    own.schedule = None  # type: ignore[assignment]
+    own.schedule = "levels"  # type: ignore[assignment]
     own.observer = own.check_zeroed = None
     own.extra_state = SimpleNamespace(steps=0)  # type: ignore[assignment]
     made = iter(range(2, 99))
@@ -289,10 +290,17 @@ def test_a_step_of_two_micro_batches_takes_four_clips(
     per_frame: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Take clips of 2 and 4 frames for the generator, of 3 and 5 for the critic."""
-    monkeypatch.setattr(step_module, "noised_clip", lambda *_: None)
+    noised = list[tuple[int, Any, int, str]]()
+
+    def noise(clip: Any, schedule: Any, seed: int, kind: str) -> None:
+        noised.append((clip.mask.size(1), schedule, seed, kind))
+
+    monkeypatch.setattr(step_module, "noised_clip", noise)
     events = list[str]()
     own = training_runner(events, per_frame)
     own.train(StepInputs(None, 2), 7)
+    kinds = ("generator", "critic") * 2
+    assert noised == [(frames, "levels", 5, kind) for frames, kind in enumerate(kinds, 2)]
     frames = {"generator": 6, "critic": 8}
     reduced = [
         part
@@ -356,6 +364,38 @@ def test_networks_and_scores_are_built_of_their_flags(
     assert (generator.network, generator.optimizer) == ("generator", "optimizer")
     assert (generator.scheduler, generator.clip_grad) == ("schedule", 7.0)
     assert own.work == ["generator", "critic", "teacher"]
+
+
+@pytest.mark.parametrize("encodes", [True, False])
+def test_a_sequence_is_that_of_the_runs_seed_and_of_its_replica(
+    encodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generate two videos at a time on the second of three replicas, of six channels."""
+    made: list[Any] = []
+    words = "--train-iters 1 --latent-size 4 6 --latent-channels 6"
+    words += " --codec-channels 6" if encodes else " --no-encode-first-frame"
+    config = config_of(flags_of(tmp_path, words, micro=2, batch=2), VIDEO)
+    own = StreamingRunner.__new__(StreamingRunner)
+    own.config, own.streaming = config, config.section(StreamingConfig)
+    layout = SimpleNamespace(data_parallel_size=3)
+    own.context = SimpleNamespace(dp_rank=1, layout=layout)  # type: ignore[assignment]
+    own.device, own.schedule, own.chunks = torch.device("cpu"), "levels", ["wrapped"]  # type: ignore[assignment]
+    own.generator = SimpleNamespace(network="network")  # type: ignore[assignment]
+    bare = SimpleNamespace(new_cache=lambda *sizes, **named: (*sizes, named))
+    monkeypatch.setattr(step_module, "unwrap_model", lambda _: [bare])
+    monkeypatch.setattr(step_module, "Generator", lambda *given: given)
+    monkeypatch.setattr(step_module, "StreamingSequence", lambda *x, **y: made.append((x, y)))
+    prompts: Any = SimpleNamespace(first_frame="first frame")
+    own._sequence(prompts)
+    (((streaming, generator), options),) = made
+    cache = (2, 4, 6, {"chunk_frames": 9})
+    assert streaming is own.streaming and generator == ("network", cache, "levels")
+    like = options.pop("like")
+    assert like.shape == (0, 0, 6, 4, 6) and like.dtype == torch.float32
+    assert options == {
+        "prompts": prompts, "replica": Replica(7, 2, 1, 3),
+        "first_frame": "first frame" if encodes else None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("two_phase", [True, False])
