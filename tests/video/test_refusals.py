@@ -66,6 +66,12 @@ def test_a_shape_to_price_stands_alone(refused: Refused, clips: Path) -> None:
     ):
         said = refused(None, f"--dry-run --dry-run-shape {size}")
         assert f"({size}) must have" in said and said.endswith(f"choose {choice}.\n")
+    # The network looks at clips of a shape as at those of data.
+    blocks = "--video-model causal-video-dit --frame-block 2 --window-frames 8"
+    said = refused(None, f"--dry-run --dry-run-shape 64x64x17 {blocks}", usual=WAN_FLAGS)
+    assert said.startswith(
+        "error: Clips of `--dry-run-shape` (64x64x17) have 5 latent frames, which must be divisible"
+    )
     assert "(64x64) must be height, width and number of" in refused(None, "--dry-run-shape 64x64")
     assert "needs `--dry-run`; give both" in refused(None, "--dry-run-shape 64x64x17")
     assert "`--video-data-path` has no effect beside" in refused(clips, shape)

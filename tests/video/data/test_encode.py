@@ -21,6 +21,8 @@ from megatron_ext.video.data.encode import (
     PlannedClip,
     VideoSample,
     _most_frames,
+    _Probed,
+    _scenes,
     _windows,
     caption_for,
     check_codec,
@@ -28,6 +30,7 @@ from megatron_ext.video.data.encode import (
     rate_report,
     reference_names,
     report,
+    sample_rate,
 )
 from megatron_ext.video.data.frames import fit, probe, scene_starts
 from megatron_ext.video.data.geometry import (
@@ -192,6 +195,53 @@ def test_an_exact_rate_takes_frames_by_time_and_is_told(tmp_path: Path) -> None:
         for i in range(99)
     }
     assert len(starts) > 20 and max(starts) == 31 * 1.875
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"), [({"video_fps": 10.0}, 10), ({"fps_cap": 12}, 10), ({}, 15)]
+)
+def test_lengths_scenes_and_windows_are_counted_at_the_rate_of_samples(
+    flags: dict[str, Any], rate: int, tmp_path: Path
+) -> None:
+    """Let a clip of 30 frames per second have 12 frames, or 90 with a new scene at frame 45."""
+    write_folder(tmp_path / "a", pictures(12))
+    short = Clip(str(tmp_path / "a"), "a bar", 30.0)
+    planned, dropped = plan_clips([short], PLAN, EncodeConfig(**flags), may_be_empty=True)
+    frames = -(-12 * rate // 30)
+    assert [p.bucket.num_frames for p in planned] == ([5] if frames >= 5 else [])
+    assert [d.reason for d in dropped] == ([] if frames >= 5 else [Drop.TOO_SHORT])
+    shape = ClipShape(90, 32, 32, 30.0)
+    long = PlannedClip(0, short, shape, Bucket("32px", 5, 32, 32))
+    every = EncodeConfig(video_windows="all", **flags)
+    assert len(_windows(long, every, None)) == 3 * rate // 5
+    assert sample_rate(long, every) == rate
+    half = -(-3 * rate // 2)
+    scenes = _scenes(_Probed(shape, [0.0, 45.0]), every)
+    assert scenes == [range(half), range(half, 3 * rate)]
+
+
+def test_frames_are_decoded_as_the_flags_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at a random crop at an exact rate, whose interval and start are no whole frames."""
+    noted: list[Any] = []
+
+    def note(*given: Any, **how: Any) -> torch.Tensor:
+        noted.append((given, how))
+        return torch.zeros(3, 5, 32, 48)
+
+    monkeypatch.setattr(encode_module, "decode", note)
+    clip, shape = Clip("a.mp4", "a bar"), ClipShape(90, 64, 96, 30.0)
+    flags: dict[str, Any] = {
+        "video_fps": 16.0, "video_blend": True, "video_background": "black", "clip_seed": 3
+    }  # fmt: skip
+    encoder(EncodeConfig(**flags)).sample(PlannedClip(4, clip, shape, Bucket("x", 5, 32, 48)))
+    first = first_frame(shape, 5, 4, seed=3, fps_cap=24, video_fps=16.0)
+    assert first % 1.875 == 0 and first > 0
+    assert noted == [
+        (
+            (clip, first, 1.875, 5, (32, 48)),
+            {"shape": shape, "blend": True, "background": "black"},
+        )
+    ]
 
 
 def test_clips_slower_than_the_rate_are_named() -> None:

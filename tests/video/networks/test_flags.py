@@ -12,6 +12,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.config.run import MODES, ConditionConfig, VideoConfig
+from megatron_ext.video.config.stored import stored_video_model
 from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.randomness import draw_normals
 from megatron_ext.video.networks.lookup import (
@@ -221,6 +222,20 @@ def test_networks_of_wan_describe_themselves_to_each_other(kind: str, builds: st
     if kind == builds != "streaming":
         own = wan_rules.stored_model(stored, kind)
         assert own == {"video_dit": stored["video_dit"], "streaming": window}
+
+
+def test_checkpoints_older_than_tasks_and_names_of_networks_are_those_of_an_mmdit() -> None:
+    model = {"hidden_size": 64, "num_attention_heads": 4}
+    mmdit_flags = {"mmdit_size": "tiny"}
+    stored: dict[str, Any] = {
+        "video": {"video": True}, "model": {**model, "num_layers": 4}, "mmdit": mmdit_flags
+    }  # fmt: skip
+    assert stored_video_model(stored, mmdit()) == {"model": model, "mmdit": mmdit_flags}
+    with pytest.raises(ConfigError, match=r"is of an MMDiT, but this run builds a video DiT; give"):
+        stored_video_model(stored, wan())
+    for video in ({}, {"video": True, "video_model": "of a later version"}):
+        with pytest.raises(ConfigError, match="is of a model that this program does not train"):
+            stored_video_model({**stored, "video": video}, mmdit())
 
 
 def test_networks_are_found_by_all_their_names_and_listed_once() -> None:

@@ -194,3 +194,23 @@ def test_the_critics_optimizer_is_saved_and_loaded_where_that_of_the_run_is(
     assert asked == [(["critic"], optimizer, {"metadata": {"a": 1}, "is_loading": is_loading})]
     saved = {"opt_param_scheduler": "schedule"} if with_optimizer and not is_loading else {}
     assert found == {CRITIC: {"model": "weights", **saved}} and prefixes == ["critic."]
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_the_critic_is_restored_with_or_without_its_optimizer(
+    with_optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let the critic have adapters, whose frozen weights are put back before they are loaded."""
+    asked: list[Any] = []
+    monkeypatch.setattr(stored, "put_back_base", lambda *given: asked.append(("base", given)))
+    monkeypatch.setattr(stored, "apply_state", lambda *x, **named: asked.append((x, named)))
+    state = state_of(build(PLAIN, replica=REPLICA))
+    content = {**saved(state_of(begun())), CRITIC: "of the critic"}
+    state._critic = SimpleNamespace(  # type: ignore[assignment]
+        base="base", chunks=["critic"], optimizer="optimizer", scheduler="schedule"
+    )
+    state.load(content, with_optimizer=with_optimizer, notes=[])
+    given = ("of the critic", ["critic"], "optimizer", "schedule")
+    assert asked == [
+        ("base", ("of the critic", ["critic"])), (given, {"with_optimizer": with_optimizer})
+    ]  # fmt: skip
