@@ -111,6 +111,8 @@ def test_points_of_a_curve_stand_at_their_values() -> None:
     assert "keys" not in text
     ticks = re.findall(r'tick x" style="left:([\d.]+)%">([^<]+)<', text)
     assert ticks == [("0.00", "0"), ("25.00", "1"), ("50.00", "2"), ("75.00", "3"), ("100.00", "4")]
+    short = str(line_chart("the loss", [Curve("a", [0, 2], [1.0, 2.0], "line")], x_range=(0, 2)))
+    assert re.findall(r'tick x" style="left:[\d.]+%">([^<]+)<', short) == ["0", "1", "2"]
     assert line_chart("none", [Curve("a", [0], [NAN], "")], x_range=(0, 1)) is None
     two = [Curve(name, [0, 1], [1.0, 2.0], name) for name in ("a", "b")]
     assert str(line_chart("x", two, x_range=(0, 1))).count('class="key"') == 2
@@ -137,6 +139,9 @@ def test_columns_stand_above_their_labels() -> None:
     heights = [HEIGHT - float(top) for _, top, _, _ in drawn]
     assert heights == pytest.approx([4 * heights[2], 2 * heights[2], heights[2]], abs=0.3)
     assert "first: 4 s; second: 0 s; third: 2 s; 4th: 1 s" in text
+    # A column that is nearly nothing is a line still.
+    tiny = str(column_chart("time", [("all", "1", 1e6), ("one", "2", 1.0)], unit="s"))
+    assert re.findall(r"300V([\d.]+)H[\d.]+V300Z\"><title>one", tiny) == [f"{HEIGHT - 1}.0"]
     for none in ([], [("a", "a", 0.0)]):
         assert column_chart("x", none, unit="s") is None
 

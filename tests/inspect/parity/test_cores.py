@@ -188,6 +188,7 @@ def refuse(layouts: str, words: Sequence[str], against: str = "dp1") -> None:
         ("pp2zbv", DROPOUT, "pp2vpp2", "`pp2zbv` than in `pp2vpp2`"),
         ("dp2", [*EXPERTS, "--moe-input-jitter-eps", "0.1"], "dp1", "-jitter-eps` .*add `--det"),
         ("tp2[--deterministic-dropout]", DROPOUT, "dp1", "`--hidden-dropout`"),
+        ("tp2[--hidden-dropout 0.3]", [], "dp1", r"^`--hidden-dropout` \(0.3\) would change"),
         ("pp2", ["--lora-rank", "2", "--lora-dropout", "0.1"], "dp1",
          r"^`--lora-dropout` \(0.1\) would .* would differ; turn it off"),
     ],

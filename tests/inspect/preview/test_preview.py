@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megatron_ext.data.loader import StepDataset
 from megatron_ext.errors import ConfigError
-from megatron_ext.inspect.preview.collect import _columns, _Replica, _Start
+from megatron_ext.inspect.preview.collect import Numbered, _columns, _Replica, _Start
 from megatron_ext.inspect.preview.main import Options, Page, _notes, _show, parse_run
 from megatron_ext.inspect.preview.rows import Provenance, Row, Step, documents_of, target_exists
 from megatron_ext.inspect.preview.summary import (
@@ -307,6 +308,9 @@ def test_targets_and_attention_that_cross_documents(splitter: SpanSplitter) -> N
     beyond = [(67, 1.0), (256, 1.0), (9, 1.0), (0, 0)]
     (sentence,) = found(splitter, packed([GOOD], 4, depth_1=beyond))
     assert "crosses into another document" in sentence
+    # What padding attends to is no fault, on whichever side of it.
+    padded = dataclasses.replace(packed([GOOD], 6), reaches=np.arange(6) > 0)
+    assert not found(splitter, padded)
     joined = dataclasses.replace(packed([GOOD, GOOD], 8), reaches=np.arange(8) > 0)
     (sentence,) = found(splitter, joined)
     assert "crosses into another document" in sentence
@@ -456,6 +460,38 @@ def test_the_page_tells_which_context_parallel_rank_reads_a_token(tmp_path: Path
     alone = rendered(tmp_path, row, _columns(8, 1))
     assert not any("rank" in token["title"] or "cut" in token["kind"] for token in alone)
     assert [token["position"] for token in alone] == [*"01234567", ""]
+
+
+def test_the_page_tells_the_targets_of_each_depth(tmp_path: Path) -> None:
+    """The last token is only predicted, so that no depth predicts from it."""
+    row = packed([([65, 66, 67, 0], [1] * 3)], 3)
+    row = dataclasses.replace(
+        row,
+        mtp_labels=np.array([[67, 0, 9], [0, 9, 9]]),
+        mtp_weights=np.array([[1, 0.5, 0], [0.25, 0, 0]], np.float32),
+    )
+    told = [
+        [line.partition(": ")[2] for line in token["title"].split("&#10;") if "MTP" in line]
+        for token in rendered(tmp_path, row, _columns(3, 1))
+    ]
+    splitter = SpanSplitter(chatml(tmp_path))
+    two, none = (f"“{splitter.text_of(token)}” ({token}), weight" for token in (67, 0))
+    assert told == [[f"{two} 1", f"{none} 0.25"], [f"{none} 0.5", "∅"], ["∅", "∅"], []]
+
+
+def test_samples_of_a_preview_are_numbered_and_packed_as_their_dataset_says() -> None:
+    class Packed(StepDataset):
+        packs_documents = True
+
+        def __getitem__(self, index: int) -> dict[str, int]:
+            return {"token": 10 * index}
+
+    for packs in (True, False):
+        dataset = Packed()
+        dataset.packs_documents = packs
+        numbered = Numbered(dataset)
+        assert numbered.packs_documents is packs
+        assert numbered[3] == {"token": 30, "sample": 3}
 
 
 def test_position_ids_begin_lines_and_stand_at_intervals(tmp_path: Path) -> None:

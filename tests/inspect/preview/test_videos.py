@@ -19,6 +19,8 @@ from megatron_ext.inspect.preview.videos import (
     _frames_of_file,
     _never_whole,
     _notes,
+    _page,
+    _section,
 )
 from megatron_ext.video.config.run import MODES, ConditionConfig
 from megatron_ext.video.data.conditions import draw_modes, frame_masks
@@ -149,14 +151,23 @@ def test_samples_are_numbered_and_conditioned_as_in_the_run(tmp_path: Path) -> N
     assert len(modes) > 2 and set(notes) == {
         "64px 1x64x64, a picture", "64px 9x64x64, 24 FPS",
     }  # fmt: skip
-    few = list(_clips_of(config, split, None, Options(max_rows=3), 0))
-    assert len(few) == 3 or len(few) == split.plan.steps.num_samples(0) / 2 < 3
+    # Micro-batches have two clips, which need not all be shown.
+    for step in range(2):
+        of_rank = split.plan.steps.num_samples(step) // 2
+        for most in range(5):
+            few = list(_clips_of(config, split, None, Options(max_rows=most), step))
+            assert len(few) == min(most, of_rank)
 
 
 def test_letters_and_words_of_a_clip() -> None:
     sample = clip_of(SHORT, 3)
     shown = ShownClip(7, 9, "b", "t2v", sample, None, [True, True, False, False], [False, True] * 2)
     assert shown.strip == "Rr-."
+    squares = re.findall(r'<span class="([^"]*)"></span>', _section(shown))
+    assert squares == ["given", "given counts", "left", "counts"]
+    page = _page([(4, [shown]), (5, [])], ["a <warning>"], Options(step=5, rank=1))
+    assert re.findall(r"<h2>(Step \d+)</h2>", page) == ["Step 5", "Step 6"]
+    assert "Clips of step 5, data-parallel rank 1" in page and "⚠ a &lt;warning&gt;" in page
     assert str(shown) == "clip 7, sample 9: b, 24 FPS, latents 4x3x8x8, t2v"
     empty = "the empty caption takes the place of this one"
     for words, pooled, said in (
