@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ext.extras.report.goodput import Goodput, Interval, account, show_seconds
-from megatron_ext.extras.report.page import curves, shares
+from megatron_ext.extras.report.page import curves, shares, write_report
 from megatron_ext.extras.report.run_folder import (
     PostMortem,
     RunFolder,
@@ -21,6 +22,7 @@ from megatron_ext.extras.report.tables import (
     FaultStory,
     checkpoint_table,
     data_lines,
+    environment_table,
     fault_stories,
     newest_whole,
     noticed_table,
@@ -79,6 +81,28 @@ def test_steps_that_memory_kept_are_like_those_before(
     assert goodput.share * goodput.wall == pytest.approx((20 + kept) * WORKS)
     (unreported,) = [x for x in goodput.intervals if (x.start, x.end) == (BEGAN + 12, BEGAN + 16)]
     assert unreported.iteration == (restored if kept else 10)
+
+
+def test_steps_that_memory_kept_are_like_the_last_ones_that_a_row_tells() -> None:
+    """Between them and the fault, a row has no step, only the seconds of a save."""
+    rows = [
+        time_row(BEGAN, BEGAN + 10, 0, 10, **steps_of(10)),
+        time_row(BEGAN + 10, BEGAN + 12, 10, 10, save=2.0),
+        time_row(BEGAN + 17, BEGAN + 18, 14, 14, generation=1, start=1.0),
+    ]
+    goodput = account(rows, [fault(16.0, seen_after=0.0, iteration=14)])
+    assert goodput.seconds["lost"] == pytest.approx(0.0, abs=1e-6)
+    assert goodput.seconds["save"] == pytest.approx(2.0)
+    assert goodput.share * goodput.wall == pytest.approx(14 * WORKS)
+
+
+def test_a_sentence_names_the_three_largest_losses() -> None:
+    lost = {"lost": 8.0, "data": 5.0, "save": 4.0, "start": 3.0}
+    goodput = Goodput([Interval(0.0, 100.0, {"computing": 80.0, **lost}, 1)], [(0.0, 100.0)])
+    assert goodput.sentence() == (
+        "goodput 80.0% of 1 min 40 s; the largest losses: lost to faults 8.00 s (8.0%), waiting "
+        "for data 5.00 s (5.0%), saving 4.00 s (4.0%)"
+    )
 
 
 def test_each_launch_has_its_own_faults() -> None:
@@ -235,6 +259,9 @@ def test_a_fault_has_the_restart_and_the_post_mortem_that_follow_it() -> None:
     stories = fault_stories(folder_of(events=events, post_mortems=[first, second]))
     assert [s.restart and s.restart["steps_lost"] for s in stories] == [1, 2]
     assert [s.post_mortem for s in stories] == [first, second]
+    at_once = [fault(10.0), {"kind": "restart", "time": BEGAN + 10, "steps_lost": 3}]
+    (story,) = fault_stories(folder_of(events=at_once))
+    assert story.restart == at_once[1]
     named = [{**events[0], "postmortem": "postmortem_2"}, *events[1:]]
     stories = fault_stories(folder_of(events=named, post_mortems=[first, second]))
     assert [s.post_mortem for s in stories] == [second, second]
@@ -369,6 +396,34 @@ def test_curves_of_the_losses_at_the_end_and_of_each_split() -> None:
     assert curves(folder_of(), []) == []
 
 
+def test_the_environment_is_what_the_other_parts_of_a_page_do_not_show() -> None:
+    launched = {**launched_row(BEGAN, 0, 0), "settings": {"model": []}, "data": ["a line"]}
+    launched |= {"num_iterations": 9, "time": BEGAN, "versions": {"torch": "2.0", "my_own": "1"}}
+    table = environment_table(folder_of(launched))
+    named = [name for name, _ in table.rows]
+    assert {"host", "torch", "my own"} <= set(named)
+    assert not {"settings", "data", "num iterations", "time", "kind", "iteration"} & set(named)
+
+
+def test_faults_lead_to_their_post_mortems_from_wherever_the_page_is(tmp_path: Path) -> None:
+    """In the chart of time a fault stands at its time: after 5 of 20 seconds."""
+    run = tmp_path / "a run"
+    (run / "postmortem_1").mkdir(parents=True)
+    rows = [launched_row(BEGAN, 0, 0), train(10), time_row(BEGAN, BEGAN + 20, 0, 10)]
+    write_lines(run / "metrics.jsonl", rows)
+    write_lines(run / "faults.jsonl", [fault(5.0, iteration=4, postmortem="postmortem_1")])
+    (tmp_path / "pages").mkdir()
+    for page, address in (
+        (run / "report.html", "././postmortem_1/"),
+        (tmp_path / "pages" / "x.html", "./../a%20run/postmortem_1/"),
+    ):
+        write_report(read_run_folder(run), page)
+        text = page.read_text()
+        assert f'href="{address}"' in text
+        flags = re.findall(r'class="flag fault" style="left:([\d.]+)%"', text)
+        assert flags[-1] == "25.00" and set(flags[:-1]) == {"40.00"}
+
+
 def test_marks_lie_within_the_curves() -> None:
     spikes = [{"kind": "spike", "time": BEGAN, "iteration": i} for i in (0, 7, 10, 11)]
     resumed: list[Row] = [{"kind": "resumed", "iteration": i} for i in (4, 6)]
@@ -376,6 +431,11 @@ def test_marks_lie_within_the_curves() -> None:
     for iteration, shown in ((0, True), (7, True), (10, True), (11, False)):
         assert (f"spike at iteration {iteration}" in text) is shown
     assert "resumed at iteration 4" in text and "resumed at iteration 6" in text
+    kinds = ("non_finite", "mismatch", "slow_rank")
+    others: list[Row] = [{"kind": kind, "time": BEGAN, "iteration": 5} for kind in kinds]
+    text = drawn(*(train(i) for i in range(3, 11)), events=others)
+    assert "non finite at iteration 5" in text and "mismatch at iteration 5" in text
+    assert "slow rank" not in text
     story = FaultStory(1, fault(1.0, iteration=5), {"restored_iteration": 4}, None)
     folder = folder_of(*(train(i) for i in range(3, 11)), *resumed)
     text = "".join(map(str, curves(folder, [story])))
