@@ -1,14 +1,15 @@
 """Values of flags are read as Megatron-LM reads them, and rules hold at their limits."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ext.extras.audit.defect import Defect, State
+from megatron_ext.extras.audit.defect import RELEASES, Defect, State
 from megatron_ext.extras.audit.flags import Flags, Undecided, holds
 from megatron_ext.extras.audit.recipe import read_recipe
-from megatron_ext.extras.audit.report import audit, main
+from megatron_ext.extras.audit.report import DEFECTS, audit, main
 from megatron_ext.extras.audit.reproduced import Reproduced, layout_of
 from megatron_ext.extras.audit.rules import RULES
 from tests.extras.audit.test_audit import LATENT, MOE, MTP, PER_TOKEN, judged
@@ -120,6 +121,16 @@ EXPERTS = "--num-experts 8"
         (f"--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --save x {STAGES} "
          f"--untie-embeddings-and-output-weights {MTP}", "D41", True),
         (f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel", "D42", False),
+        ("--split 99,1,0 --data-path x --eval-iters 0", "D29", False),
+        ("--split 99,1,0 --data-path x --eval-iters 1", "D29", True),
+        (f"{MOE} --moe-router-enable-expert-bias --fp16", "D43", True),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+         "--no-overlap-p2p-communication", "D16", False),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2", "D16", True),
+        ("--decoupled-lr 1e-4 --load x --no-load-optim", "D38", False),
+        ("--dist-ckpt-optim-fully-reshardable --save x --overlap-grad-reduce", "D41", False),
+        (f"{MTP} --decoupled-lr 1e-4", "D6", False),
+        (f"{MTP} --decoupled-lr 1e-4 {STAGES}", "D6", True),
     ],
 )  # fmt: skip
 def test_rules_hold_for_these_flags_and_not_for_those(words: str, number: str, hit: bool) -> None:
@@ -164,6 +175,31 @@ def test_a_finding_that_depends_on_more_is_no_failure(capsys: pytest.CaptureFixt
     words = ["--core", "0.19.2", "--", "--data-path", "x", "--data-cache-path", "y"]
     assert main(words, "") == 0
     assert "D30 only if the files of the data changed" in capsys.readouterr().out
+
+
+def test_the_list_has_the_state_of_each_release(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"], "") == 0
+    rows: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        cells = [cell.strip() for cell in line.split("│")[1:-1]]
+        if cells and re.fullmatch(r"D\d+", cells[0]):
+            rows[cells[0]] = cells
+    for defect in DEFECTS:
+        states = [defect.state(release).kind for release in RELEASES]
+        assert rows[defect.number][2:-1] == states, defect.number
+    assert rows["D4"][2:-1] == ["there", "fixed", "fixed", "fixed"]
+    assert rows["D12"][-1].startswith("no flag") and rows["D4"][-1].startswith("judged")
+
+
+def test_the_length_that_samples_need_is_told() -> None:
+    words = f"{MTP} --sft --context-parallel-size 3".split()
+    (finding,) = [x for x in audit(words, "0.16.1").findings if x.number == "D10"]
+    assert finding.error == "IndexError on samples shorter than 6 tokens per depth."
+
+
+def test_a_value_with_spaces_stays_with_its_flag() -> None:
+    read = Flags(["--data-path=0.5 x", "--lr 0.1", "--name", "a b"], "pretrain_gpt.py")
+    assert read.values == {"--data-path": ("0.5 x",), "--lr": ("0.1",), "--name": ("a b",)}
 
 
 def test_a_value_of_nothing_is_left_out_and_a_zero_is_not(tmp_path: Path) -> None:

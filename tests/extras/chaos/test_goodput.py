@@ -3,10 +3,13 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_ext.extras.chaos import goodput
 from megatron_ext.extras.chaos.goodput import (
+    RATES,
     Costs,
     Point,
     best_interval,
@@ -45,6 +48,29 @@ def test_young_s_interval_is_the_best_where_faults_are_rare() -> None:
 def test_without_faults_only_copies_and_saves_cost_time() -> None:
     found = simulated(COSTS, 0, save_interval=10, hours=1)
     assert found == pytest.approx(10 / (10 * 1.02 + 5), abs=1e-3)
+
+
+def test_the_plot_compares_copies_with_checkpoints_at_their_best_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With copies, a checkpoint each half an hour is written, that is after 900 steps of 2 s."""
+    asked: dict[str, list[Any]] = {"simulated": [], "expected": []}
+
+    def note(name: str) -> Any:
+        def noted(*given: Any, **more: Any) -> float:
+            asked[name].append((*given, *more.values()))
+            return 0.5
+
+        return noted
+
+    for name in asked:
+        monkeypatch.setattr(goodput, name, note(name))
+    costs = Costs(step=2.0, snapshot=0.25, save=5.0, restart=3.0, copied_every=4)
+    plot_goodput(costs, [], tmp_path / "goodput.png", hours=7)
+    assert asked["simulated"] == [(costs, rate, 900, 7) for rate in RATES]
+    means = [3600 / rate for rate in RATES]
+    alone = [(mean, math.sqrt(2 * 5.0 * mean), 5.0, 3.0) for mean in means]
+    assert asked["expected"] == [*alone, *((mean, 8.0, 1.0, 3.0) for mean in means)]
 
 
 def test_the_plot_is_written(tmp_path: Path) -> None:

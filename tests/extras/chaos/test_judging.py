@@ -115,6 +115,12 @@ def test_checkpoints_and_losses_must_be_those_of_the_undisturbed_run(
         ({**rows, 2: {"lm loss": 1.25}}, "the lm loss of step 2 is 1.25, not 1.5"),
     ):
         assert judged({"a": "1", "b": "2"}, other).problems == (said,)
+    monkeypatch.undo()
+    # A run that ends with an older checkpoint has other digests, whatever is in it.
+    monkeypatch.setattr(outcome_module, "read_tracker", lambda save: 4)
+    for name in ("stored_entries", "read_tensors"):
+        monkeypatch.setattr(outcome_module, name, lambda *_: {})
+    assert list(outcome_module.digests(tmp_path)) == ["iteration 4"]
     failed = judged({}, ended=replace(ENDED, code=1))
     assert failed.different is None and not failed.weights_equal
 
@@ -302,6 +308,10 @@ def test_the_tool_runs_what_its_flags_ask_for(tool: Any, tmp_path: Path) -> None
     assert tool("--kills", "1", "--layouts", "tp2", "--folder", str(kept))[:2] == (0, kept)
     assert kept.exists()
     assert tool_module.main(["--faults", "flood"], "") == 2
+    words = ("--kills", "1", "--layouts", "tp2", "--minutes", "20", "--per-minute", "0.5")
+    code, _, (case,) = tool(*words)
+    # Steps of half a second.
+    assert code == 0 and case.steps == 20 * 60 * 2 and 3 < len(case.faults) < 25
 
 
 def program(monkeypatch: pytest.MonkeyPatch, body: Any, tmp_path: Path, **how: Any) -> Ended:
@@ -327,6 +337,20 @@ def test_a_program_ends_with_its_code_and_leaves_nobody(
     while process_states([pid])[pid] != GONE:
         assert time.monotonic() < end
     assert "hello mark" in (tmp_path / "log").read_text()
+
+    def talk() -> int:
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            os.close(writer)
+            os.read(reader, 1)  # until the program has ended
+            os.write(1, b"x" * 300_000)
+            os._exit(0)
+        return 0
+
+    monkeypatch.setattr(run_module, "_session", lambda pid: [])
+    program(monkeypatch, talk, tmp_path, log=tmp_path / "last")
+    assert len((tmp_path / "last").read_text()) == 300_000
+    monkeypatch.undo()
     for text, code in (("a text", 1), (5, 5), (None, 1)):
         assert program(monkeypatch, lambda x=text: sys.exit(x), tmp_path).code == code
     begun = time.monotonic()
@@ -371,14 +395,17 @@ def test_the_middle_of_a_checkpoint_is_damaged_and_only_a_small_limit_kills(
     folder.mkdir()
     path = folder / "__0_0.distcp"
     path.write_bytes(bytes(100))
+    snapshots = tmp_path / "host" / "snapshots"
+    snapshots.mkdir(parents=True)
     pid = os.fork()
     if pid == 0:
         try:
-            STRIKES["corrupt checkpoint"](target(save=tmp_path))
+            STRIKES["corrupt checkpoint"](target(save=tmp_path, host=snapshots.parent))
         finally:
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     assert path.read_bytes() == bytes(50) + b"\xff" + bytes(49)
+    assert snapshots.parent.is_dir() and not snapshots.exists()
     total = psutil.virtual_memory().total
     for limit, small in ((None, False), (total // 2, True), (total, False)):
         monkeypatch.setattr(strikes_module, "memory_limit", lambda limit=limit: limit)

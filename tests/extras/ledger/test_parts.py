@@ -185,6 +185,27 @@ def test_a_table_of_uses_has_epochs_of_each_source(tmp_path: Path) -> None:
     lines = [line for line in shown.splitlines() if str(tmp_path / "a") in line]
     cells = [cell.strip() for cell in lines[0].split("│")[1:-1]]
     assert cells[:2] == ["0", "16"] and cells[3:] == ["18", "288", "75.00%", "1.800"]
+    # A mixture that never changes needs no sum of its stages.
+    assert len(lines) == 1 and not [line for line in shown.splitlines() if "│ all " in line]
+
+
+def test_a_table_of_uses_has_what_does_not_count_of_each_source(tmp_path: Path) -> None:
+    """Steps 3 and 4 are lost, and 5 is left out; the sources have 3 and 1 of 4 samples."""
+    folder = recorded(tmp_path / "run", (0, 0, 8), (2, 16, 4))
+    writer = RecordWriter(folder)
+    writer.start(2, 16, None, None, time=0.0, generation=1)
+    writer.steps(Steps(2, 16, 16, 3, 3))
+    writer.write("left_out", first=3, last=3, why=NO_UPDATE)
+    console = Console(width=200, record=True)
+    _show_use(Ledger(folder), console, with_lost=True)
+    cells = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in console.export_text().splitlines()
+        if str(tmp_path) in line and "│" in line
+    ]
+    assert [(row[3], sorted(row[-2:])) for row in cells] == [
+        ("12", ["12", "6"]), ("4", ["2", "4"]),
+    ]  # fmt: skip
 
 
 def test_many_stages_that_differ_in_their_weights_share_a_row() -> None:

@@ -1,6 +1,7 @@
 """The figures of datasets at their limits, and how lines and page show them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +130,13 @@ def test_the_page_shows_the_same_figures() -> None:
         ("40", 100.0, "0.4%"), ("10", 25.0, "0.1%"),
     ]  # fmt: skip
     assert _odd(quality).rows[0] == ("25%", "5", "o0", "a:0")
+    groups = replace(quality.near, largest=[Excerpt(44, 9, [Place("d/a", 5)], "near text")])
+    text = quality_page(made_quality(near=groups), now=1e9)
+    exact, near = text.partition("<h2>Exact and near duplicates</h2>")[::2]
+    near = near.partition("</section>")[0]
+    assert "3 groups; 20 documents (10%) with 1,000 tokens" in exact and "g6" in exact
+    assert "5 groups; 50 documents (25%) with 3,000 tokens" in near and "near text" in near
+    assert "near text" not in exact and "g6" not in near and "of 0.8 or more" in near
     assert [_short(x) for x in (512, 1 << 10, 1 << 12, 1 << 20, 1 << 30)] == [
         "512", "1k", "4k", "1M", "1G",
     ]  # fmt: skip
@@ -301,6 +309,17 @@ def test_the_largest_groups_come_first(tmp_path: Path) -> None:
     found = measure([write(tmp_path / "d", texts)], None, QualityOptions())[0]
     assert [x.count for x in found.exact.largest] == [4, 3, 2]
     assert (found.exact.groups, found.exact.documents) == (3, 6)
+    many = measure([write(tmp_path / "m", [[1]] * 12)], None, QualityOptions())[0]
+    (group,) = many.exact.largest
+    assert (group.count, [place.document for place in group.places]) == (12, list(range(10)))
+    assert many.places_of(group).endswith(":3 and 8 more")
+
+
+def test_each_document_of_a_band_is_paired_with_the_first_and_the_one_before() -> None:
+    """Documents 1, 2, 4 and 5 of six have one key, 0 and 3 another."""
+    keys = np.array([8, 7, 7, 8, 7, 7], dtype=np.uint64)
+    coded = duplicates_module._pairs(keys).tolist()
+    assert [divmod(pair, 6) for pair in coded] == [(0, 3), (1, 2), (1, 4), (1, 5), (2, 4), (4, 5)]
 
 
 needs_suffixes = pytest.mark.skipif(suffix_library() is None, reason="needs pydivsufsort")
