@@ -45,7 +45,13 @@ from megatron_ext.extras.resilience.peers import CopyOverGroup, CopyThread, copy
 from megatron_ext.extras.resilience.picture import first_time, spans
 from megatron_ext.extras.resilience.postmortem import Case
 from megatron_ext.extras.resilience.process import GONE, MemoryKills, ProcessState, process_states
-from megatron_ext.extras.resilience.recovery import HeldSnapshot, Recovery, choose, same_weights
+from megatron_ext.extras.resilience.recovery import (
+    HeldSnapshot,
+    Recovery,
+    choose,
+    reader_of,
+    same_weights,
+)
 from megatron_ext.extras.resilience.slow import SlowRank
 from megatron_ext.extras.resilience.waits import Blame
 from megatron_ext.extras.resilience.watch import Fault as Kind
@@ -168,11 +174,14 @@ def test_a_dead_rank_is_blamed_and_only_running_ones_are_asked(
 ) -> None:
     asked: list[dict[int, int]] = []
     monkeypatch.setattr(watcher_module, "collect", lambda folder, pids, s: asked.append(pids) or {})
+    (machine.watcher.folder / "crash_1.txt").write_text("a crash")
     machine.board = [record(0, 99.0), record(1, 100.0), record(2, 100.0)]
     machine.states = {101: GONE, 102: ProcessState(stopped=True)}
     case = machine.watcher.investigate(Verdict(Kind.DEAD, (1,), 0.0), cause="SIGKILL")
     assert asked == [{0: 100}]
     assert (case.blame.ranks, case.cause) == ((1,), "SIGKILL")
+    # Those that do not run cannot answer, but may have written their stacks in a crash.
+    assert {rank: found.crash for rank, found in case.evidence.items()} == {1: "a crash", 2: ""}
     machine.states = {}
     case = machine.watcher.investigate(Verdict(Kind.DEAD, (2,), 0.0))
     assert (case.blame.ranks, case.blame.reason, case.cause) == ((2,), "has ended", "ended")
@@ -248,6 +257,29 @@ def test_neighbours_lie_on_different_machines() -> None:
     assert machines.ranks_on("b") == [2, 3]
     assert not dataclasses.replace(machines, rank=3).is_first
     assert not Machines(["a", "a"], 0, None).several  # type: ignore[arg-type]
+
+
+def test_only_snapshots_of_this_layout_up_to_the_present_step_are_kept() -> None:
+    store = MemoryCheckpoints.__new__(MemoryCheckpoints)
+    store._layout = dataclasses.asdict(layout_of(dp=2))
+    other = dataclasses.asdict(layout_of(tp=2))
+    for iteration, layout, kept in (
+        (4, store._layout, True), (3, store._layout, True), (5, store._layout, False),
+        (4, other, False), (3, None, False),
+    ):  # fmt: skip
+        snapshot: Any = SimpleNamespace(iteration=iteration, facts={"layout": layout})
+        assert store._is_of(snapshot, 4) is kept
+
+
+def test_the_copies_of_both_snapshots_are_awaited() -> None:
+    store = MemoryCheckpoints.__new__(MemoryCheckpoints)
+    awaited: list[str] = []
+    store._own = SimpleNamespace(files=["older", "newer"])  # type: ignore[assignment]
+    store._thread = None
+    store.wait()
+    store._thread = SimpleNamespace(wait=awaited.append)  # type: ignore[assignment]
+    store.wait()
+    assert awaited == ["older", "newer"]
 
 
 def test_a_copy_that_fails_holds_nobody_up(tmp_path: Path) -> None:
@@ -399,6 +431,11 @@ def test_what_lies_on_the_own_machine_is_preferred_to_what_must_be_sent() -> Non
     assert choose([near, far, own], layout, machines, 0) == [own]
     assert choose([far], layout, machines, 0) == [far]
     assert choose([own], layout, machines, 4) is None
+    two = layout_of(dp=2)
+    assert reader_of(held(1, "m1", dp=2), two, ["m0", "m1"]) == 1
+    assert reader_of(held(1, "m0", copy=True, dp=2), two, ["m0", "m1"]) == 0
+    # Of two ranks whose snapshots are on this machine, only one is left.
+    assert [reader_of(held(rank, "m0", dp=2), layout, machines) for rank in (0, 1)] == [0, 0]
     assert same_weights(layout_of(cp=2), layout_of(dp=2))
     assert not same_weights(layout_of(tp=2), layout_of(dp=2))
     assert Recovery.source([own, near]) == "peer" and Recovery.source([own, far]) == "memory"
@@ -677,6 +714,25 @@ def test_only_a_kill_may_be_one_for_memory(
     assert supervisor.fault is not None and supervisor.fault.cause == told
     assert supervisor.postmortem is None
     assert 3.0 <= (supervisor.fault.seen_after or 0.0) < 4.0
+
+
+def test_a_death_after_a_hang_takes_its_place(
+    forwarder: SignalForwarder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rank that ends prints why it does, unless the kernel has killed it for its memory."""
+    watcher: Any = Told()
+    telling = TellingSupervisor(forwarder, 1.0, watcher=watcher, save=str(tmp_path))
+    telling._drawings = SimpleNamespace(start=lambda folder: None)  # type: ignore[assignment]
+    telling._hangs(Verdict(Kind.HANG, (), 6.0))
+    assert telling._hung is not None and telling.postmortem == tmp_path / "postmortem_1"
+    telling._failed(1, 2)
+    assert telling._hung is None and telling.postmortem is None
+    capsys.readouterr()
+    telling._tell_end(Fault(3, "memory", 0.0), 1)
+    telling._tell_end(Fault(3, "SIGKILL", 0.0), 137)
+    assert capsys.readouterr().err == ""
+    telling._tell_end(Fault(3, "memory", 0.0), 137)
+    assert capsys.readouterr().err == "the kernel has killed rank 3 for want of memory\n"
 
 
 def guard_of(machine: Machine, monkeypatch: pytest.MonkeyPatch, place: int) -> Any:

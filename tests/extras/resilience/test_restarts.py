@@ -290,6 +290,11 @@ def test_snapshots_that_nobody_will_read_are_told(monkeypatch: pytest.MonkeyPatc
         "`--peer-checkpoint-interval` (1)",
         "`--non-persistent-save-interval` (3)",
     ]
+    # A folder on a disk is there for later runs as well.
+    local = (
+        memory[:2] + "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir x".split()
+    )
+    assert len(restart_notes(config_of([*peer, *local]))) == 1
     assert restart_notes(config_of([*peer, "--max-restarts", "1"])) == []
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     (note,) = restart_notes(config_of(peer))

@@ -173,6 +173,22 @@ def test_a_value_above_the_limit_of_half_a_window_is_a_spike(
     assert len(recent) == 4 and recent[-2:] == [[1.0, 50.0], [1.0, 1.0]]
 
 
+@pytest.mark.parametrize(("action", "applied"), [("log", True), ("skip", False), ("rewind", False)])
+def test_a_spike_is_said_to_be_applied_only_if_it_is(
+    action: str, applied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spikes, run, _ = spikes_of(tmp_path, action, monkeypatch)
+    said: list[str] = []
+    monkeypatch.setattr(
+        spikes_module, "announce", lambda run, kind, text, **facts: said.append(text)
+    )
+    run.progress.recent_values[:] = [[1.0, 1.0]] * 2
+    spikes._judge(5, 16, 20, [9.0, 1.0])
+    (sentence,) = said
+    assert sentence.startswith("iteration 5, samples 16 to 19: its loss is 9, above 1.16")
+    assert sentence.endswith("; its update is not applied") is not applied
+
+
 def test_each_step_is_judged_once_by_its_own_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +326,56 @@ def test_what_a_second_computation_shows_has_a_verdict(monkeypatch: pytest.Monke
         assert judged(monkeypatch, differing, norm=norm, applied=applied) == [told]
     # A spike, which another callback announces.
     assert judged(monkeypatch, {}, norm=9.0, applied=False) == []
+
+
+def test_a_third_computation_decides_which_of_two_was_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A number stands for the results of a computation; each begins in the state of the first."""
+    rerun = Rerun.__new__(Rerun)
+    rerun.run = made_run(Path("x"))
+    rerun._names = ["a", "b"]
+    asked: list[str] = []
+    told: list[tuple[Any, ...]] = []
+    start: Any = SimpleNamespace(restore=lambda: asked.append("restored"))
+    monkeypatch.setattr(rerun, "_outcome", lambda step: step)
+    monkeypatch.setattr(
+        rerun, "_differing", lambda one, other: {} if one == other else {2: ["a", "b"], 1: ["b"]}
+    )
+    monkeypatch.setattr(rerun_module, "places", lambda ranks, context: f"ranks {ranks}")
+    monkeypatch.setattr(
+        rerun_module, "announce",
+        lambda run, kind, text, **facts: told.append((kind, facts["verdict"], text)),
+    )  # fmt: skip
+    for validates, results, last, verdict in (
+        (True, [5, 7], 7, None),
+        (True, [5, 7], 7, "first"),
+        (True, [7, 5], 5, "second"),
+        (True, [7, 9], 9, "nondeterministic"),
+        (False, [7], 7, "different"),
+    ):
+        first = 5
+        computed = [first, first] if verdict is None else list(results)
+        if verdict == "first":
+            computed = [7, 7]
+        asked.clear()
+        told.clear()
+        left = iter(computed)
+        monkeypatch.setattr(
+            rerun, "_compute", lambda inputs, left=left: asked.append("computed") or next(left)
+        )
+        rerun._validates = validates
+        found = rerun._compare(None, first, start, 8)  # type: ignore[arg-type]
+        if verdict is None:
+            assert (found, told, asked) == (first, [], ["restored", "computed"])
+            continue
+        assert found == last
+        assert asked == ["restored", "computed"] * (2 if validates else 1)
+        ((kind, said, text),) = told
+        assert (kind, said) == ("mismatch", verdict)
+        assert "up to 2 of 2 gradients on ranks [1, 2], first `b`" in text
+        assert ("so the first was wrong" in text) is (verdict == "first")
+        assert ("so the second was wrong" in text) is (verdict == "second")
 
 
 def test_a_step_can_be_computed_again_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:

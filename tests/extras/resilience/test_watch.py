@@ -1,6 +1,7 @@
 """Verdicts on constructed boards, causes of death, and the words of a post-mortem."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,11 @@ def test_post_mortems_are_numbered_and_have_a_picture(tmp_path: Path) -> None:
     told = json.loads((folder / "timeline.json").read_text())
     assert [rank["first"] for rank in told["ranks"]] == [False, True]
     draw(folder)
-    assert "<svg" in (folder / "picture.svg").read_text()
+    picture = (folder / "picture.svg").read_text()
+    assert "<svg" in picture
+    # Only the rank that stopped first has a cross.
+    crosses = re.findall(r'<use [^>]*style="fill: #e15759', picture)
+    assert len(crosses) == 1
 
 
 def test_without_a_save_folder_the_report_is_printed_without_stacks(
@@ -252,6 +257,15 @@ def test_own_time_is_what_is_left_of_a_step_without_waiting() -> None:
     own = own_times([slow[0], fast[0]], {0: slow[1], 1: fast[1]})
     # Both go on when the slow rank has come, for the last 0.19 s of the phase.
     assert own == {0: pytest.approx(0.99, abs=1e-6), 1: pytest.approx(0.49, abs=1e-6)}
+
+
+def test_records_without_a_common_time_tell_no_own_times() -> None:
+    early, flight = steps_of(0, 0.8)
+    late = record(1, 0.0, events=(event(300.0, "F", "forward"), event(301.0, "F", "x", "END")))
+    flights = {0: flight, 1: (collective(9, over=True, created=300.5),)}
+    assert own_times([early, late], flights) is None
+    assert own_times([early, late], {0: flight}) is None
+    assert own_times([], {}) is None
 
 
 def test_a_slow_rank_is_named_once_by_its_twins() -> None:
