@@ -251,6 +251,8 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--input", "none.jsonl", "--output-prefix", "x"]) == 2
     assert "error: `--tokenizer-type` is missing; give one of" in capsys.readouterr().err
     words = ["--input", "none.jsonl", "--output-prefix", "x", "--tokenizer-type", "NullTokenizer"]
-    assert main([*words, "--vocab-size", "9"]) == 1
-    assert "`--input` (none.jsonl) matches no file" in capsys.readouterr().err
+    assert main([*words, "--vocab-size", "9", "--padded-vocab-size", "16"]) == 1
+    note, error = capsys.readouterr().err.splitlines()
+    assert note.startswith("`--padded-vocab-size` has no effect here: ")
+    assert error.startswith("error: `--input` (none.jsonl) matches no file")
     assert signal.getsignal(signal.SIGTERM) is before

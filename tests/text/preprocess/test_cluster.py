@@ -168,6 +168,23 @@ def test_parts_that_end_before_the_first_look_need_no_other_attempt(tmp_path: Pa
     assert cluster.attempts == [[0, 1]] and cluster.closed
 
 
+def test_three_faults_of_each_attempt_are_told(tmp_path: Path) -> None:
+    part = Part("/in", "in", 0, 9, "plain", 9)
+    options = SimpleNamespace(log_interval=1, output_prefix="out")
+    job: Any = SimpleNamespace(folder=tmp_path, key="key", parts=[part] * 5, options=options)
+
+    class Dying(Here):
+        def running(self, left: Sequence[int]) -> bool:
+            return False
+
+    said: list[str] = []
+    with pytest.raises(MachineFault, match=r"Parts 0-4 of out were not encoded in 3 attempts \(Ta"):
+        cluster_module.encode_on(Dying(), job, range(5), said.append)
+    died = ["Task 0 died.", "Task 1 died.", "Task 2 died."]
+    again = [f"Parts 0-4 are encoded again (attempt {attempt})." for attempt in (2, 3)]
+    assert said == [*died, again[0], *died, again[1], *died]
+
+
 def test_numbers_of_parts_are_written_short() -> None:
     for numbers, text in (([0], "0"), ([0, 1, 2, 7, 9, 10], "0-2,7,9-10"), ([5, 6], "5-6")):
         assert ranges(numbers) == text

@@ -20,8 +20,10 @@ from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.text.preprocess import datasets as dataset_module
 from megatron_ext.text.preprocess import encode as texts
 from megatron_ext.text.preprocess import inputs
+from megatron_ext.text.preprocess import parts as part_module
 from megatron_ext.text.preprocess import workers as worker_module
 from megatron_ext.text.preprocess.inputs import Part
+from megatron_ext.text.preprocess.jobs import encode_part
 from megatron_ext.text.preprocess.parts import PartWriter, WorkDirectory, failure_of, read_marker
 from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.fast import FastEncoder
@@ -327,6 +329,14 @@ def test_a_run_that_failed_leaves_its_logs(tmp_path: Path) -> None:
         (work.folder / "slurm_1_0.log").touch()
         raise KeyError
     assert not work.folder.exists()
+    for resumable, kept in ((True, "finished parts are kept"), (False, "nothing is kept")):
+        with (
+            pytest.raises(DataError, match=rf"/v1.0 was not written \(.*\); {kept}, so free space"),
+            WorkDirectory(str(tmp_path / "v1.0"), resumable=resumable) as work,
+        ):
+            (work.folder / "p000000.k.json").touch()
+            raise FULL
+        assert work.folder.exists() == resumable
 
 
 def test_a_run_that_starts_over_takes_no_part_of_an_earlier_one(
@@ -392,3 +402,65 @@ def test_the_progress_ends_with_a_run_that_fails(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DataError, match="bad line"):
         worker_module.encode_parts(job, [0], print)
     assert ended == [True]
+
+
+def test_a_marker_tells_who_wrote_a_part_when_and_for_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_module.socket, "gethostname", lambda: "node7")
+    clock = iter([50.0, 53.5])
+    monkeypatch.setattr(part_module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(part_module.time, "time", lambda: 1e9)
+    writer = PartWriter(tmp_path, "key", 3, 2, [np.dtype("u2"), np.dtype("i4")])
+    for key in (0, 1):
+        for stream in (0, 1):
+            ids = np.arange(3 + stream)
+            writer.write(key, stream, texts.Encoded(ids, ids[:1], ids[:2]))
+    writer.reject(4, "is bad (very)", b"\xff{")
+    writer.reject(9, "is bad (a little)", b"{")
+    writer.skip(11)
+    writer.count(7, 2)
+    writer.count(5, 3)
+    writer.finish()
+    done = read_marker(tmp_path, "key", 3)
+    assert done is not None
+    assert (done.host, done.seconds, done.ended) == ("node7", 3.5, 1e9)
+    assert (done.lines, done.documents, done.tokens) == (12, 5, 14)
+    assert (done.rejected, done.skipped) == (2, 1)
+    assert done.tally == {part_module.REFUSED: {"is bad": 2}}
+    sizes = {name.split(".", 2)[2]: size for name, size in done.sizes.items()}
+    assert [sizes[f"k{k}.s{s}.bin"] for k in (0, 1) for s in (0, 1)] == [6, 8, 12, 16]
+    records = list(part_module.read_rejected(tmp_path, done))
+    assert [record["line"] for record in records] == [4, 9, 11]
+    assert [record.get("text") for record in records] == ["\\xff{", "{", None]
+
+
+def test_progress_and_refused_lines_are_counted_over_the_blocks_of_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of about 40 bytes; two lines are refused, and the last ones are blank."""
+    monkeypatch.setattr(inputs, "BLOCK_BYTES", 40)
+    lines = [b'{"text": "%d"}' % number for number in range(20)]
+    lines[3] = b"bad"
+    lines[17] = b'{"text": 17}'
+    path = tmp_path / "in"
+    path.write_bytes(b"\n".join([*lines, b"", b" ", b""]))
+    size = path.stat().st_size
+    part = Part(str(path), "in", 0, size, "plain", size)
+    tokenizer: Any = SimpleNamespace(encode_batch=lambda batch: [[1] * len(text) for text in batch])
+    encoding = SimpleNamespace(dtypes=[np.dtype("u2")])
+    job: Any = SimpleNamespace(
+        options=SimpleNamespace(streams=1, on_bad_line="quarantine"), folder=tmp_path, key="key",
+        parts=[part], encoding=encoding,
+        encoder=texts.TextEncoder(tokenizer, None, ["text"], 1, None, None),
+    )  # fmt: skip
+    seen: list[tuple[int, int]] = []
+    encode_part(job, 0, lambda read, documents: seen.append((read, documents)))
+    done = read_marker(tmp_path, "key", 0)
+    assert done is not None and len(seen) > 5
+    assert (sum(read for read, _ in seen), sum(number for _, number in seen)) == (size, 18)
+    assert (done.lines, done.documents, done.rejected, done.skipped) == (22, 18, 2, 2)
+    records = list(part_module.read_rejected(tmp_path, done))
+    assert [(record["line"], record.get("text")) for record in records] == [
+        (3, "bad"), (17, '{"text": 17}'), (20, None), (21, None),
+    ]  # fmt: skip

@@ -17,9 +17,10 @@ import zstandard
 from megatron_ext.data.indexed import check_indexed_dataset
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess import packed
-from megatron_ext.text.preprocess.encode import sentence_splitter
+from megatron_ext.text.preprocess.encode import EMPTY, ENDS_WITHIN, UNREAD, sentence_splitter
 from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.run import _named, planned
+from megatron_ext.text.preprocess.parts import PartMarker
+from megatron_ext.text.preprocess.run import _named, _remarks, planned
 from megatron_ext.text.preprocess.texts import TextEncoding
 from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.fast import FastEncoder
@@ -130,8 +131,13 @@ def test_packed_files_and_globs(tmp_path: Path, workers: int) -> None:
         text = plain.with_name("piece")
         tiny.write_jsonl(text, piece)
         (tmp_path / name).write_bytes(pack(text.read_bytes()))
-    run(tmp_path, f"{tmp_path}/[abc].jsonl*", workers=workers)
+    _, said = run(tmp_path, f"{tmp_path}/[abc].jsonl*", workers=workers)
     check_pair(tmp_path, texts_of(documents))
+    unpacked = [line for line in said if line.startswith("Unpacking ")]
+    assert unpacked == [
+        f"Unpacking {tmp_path}/{name} into {tmp_path}/out.parts, to share it among 4 workers."
+        for name in ("b.jsonl.gz", "c.jsonl.zst") if workers == 4
+    ]  # fmt: skip
 
 
 def test_large_vocabulary_is_written_as_int32(tmp_path: Path) -> None:
@@ -311,12 +317,17 @@ def test_parts_are_taken_over_from_a_run_of_the_same_settings_alone(tmp_path: Pa
         options = PreprocessOptions(**{**good, **more})
         with planned(options, TextEncoding(options).identity, print) as (work, _, _):
             work.keep = True
+            starts.append(float((work.folder / "started").read_text()))
             return work.key
+
+    starts: list[float] = []
 
     for change in CHANGES:
         first = key_of()
         same = {"workers": 7, "log_interval": 3, "keep_sequential_samples": True, "partitions": 4}
         assert key_of() == key_of(**same) == first
+        # The speed of a run is that of its last start.
+        assert starts == sorted(set(starts))
         assert key_of(**change) != first
     assert len({repr(sorted(change.items(), key=str)) for change in CHANGES}) == len(CHANGES)
 
@@ -362,3 +373,23 @@ def test_a_sentence_names_forty_and_counts_the_others() -> None:
     counts = {f"k{number}": 1 for number in range(40)}
     assert _named(counts).endswith("k38 (1), k39 (1)")
     assert _named({**counts, "k40": 3, "k41": 1}).endswith("k39 (1), and 2 more")
+
+
+def test_forty_names_stand_in_a_sentence_and_more_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "out_remarks.json"
+    facts = {"lines": 9, "documents": 9, "tokens": 9, "rejected": 0, "skipped": 2, "sizes": {}}
+    for number in (40, 41):
+        names = {f"n{index:02}": 1 for index in range(number)}
+        tallies: list[Any] = [
+            {UNREAD: names, ENDS_WITHIN: {"a": 2, "b": 1}}, {UNREAD: {"n39": 5}, EMPTY: {"a": 0}},
+        ]  # fmt: skip
+        markers = [
+            PartMarker("p", "key", **facts, host="a", seconds=1.0, ended=1.0, tally=tally)  # type: ignore[arg-type]
+            for tally in tallies
+        ]
+        skipped, unread, within, *more = _remarks(markers, path)
+        assert skipped == "4 blank lines at the end of inputs were skipped."
+        assert unread.startswith("Keys of the lines that were not used: n39 (6), n00 (1), n01 (1)")
+        assert "is spelled out 3 times within texts" in within
+        assert unread.endswith("n38 (1)." if number == 40 else "n38 (1), and 1 more.")
+        assert path.exists() == bool(more) == (number == 41)

@@ -321,3 +321,26 @@ def test_states_are_those_of_whole_tasks(
     assert made._queued() == {"unknown: Unable to contact slurm controller": 1}
     monkeypatch.setattr(slurm_module.shutil, "which", lambda program: None)
     assert made._states() == {}
+
+
+def test_states_are_told_when_they_change(
+    arrays: tuple[SlurmArrays, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = arrays
+    said: list[str] = []
+    monkeypatch.setattr(made, "_say", said.append)
+    monkeypatch.setattr(slurm_module.time, "sleep", lambda seconds: None)
+    waiting, both, running = (
+        Counter({"PENDING": 2}), Counter({"RUNNING": 1, "PENDING": 1}), Counter({"RUNNING": 2})
+    )  # fmt: skip
+    states = iter([waiting, waiting, both, running, running, None, running])
+    monkeypatch.setattr(made, "_queued", lambda: next(states))
+    made.submit([1, 2, 5])
+    while made.running([1]):
+        pass
+    told = ["2 PENDING", "1 PENDING, 1 RUNNING", "2 RUNNING"]
+    first = "Slurm job 7: 3 tasks encode 3 parts."
+    assert said == [first, *(f"Slurm job 7: {state}." for state in told)]
+    # Another attempt tells its states again.
+    made.submit([1])
+    assert made.running([1]) and said[-1] == "Slurm job 7: 2 RUNNING."

@@ -20,6 +20,7 @@ from megatron_ext.text.sft.dataset import (
     ConversationReport,
     SftDataset,
     Truncation,
+    TruncationCounts,
     _about_stores,
     build_splits,
     cost_model,
@@ -414,3 +415,15 @@ def test_the_cost_of_experts_is_that_of_those_that_a_token_visits(folder: Path) 
     logits = 8 * (config.model.padded_vocab_size or 0)
     linear, quadratic = 2 * (4 * 64 + 3 * 8 * (2 * 12 + 5)) + logits, 2 * 2 * 4
     assert model.linear * quadratic == model.quadratic * linear
+
+
+def test_what_truncation_cuts_and_what_it_drops_is_one_sentence() -> None:
+    counts = TruncationCounts(5000, 1234, 98_765, 1000, 300, "left")
+    cut = (
+        "`--sft-truncation left` cuts 1,234 of 5,000 conversations of the valid split to "
+        "`--sft-max-length` (300), and 98,765 tokens are lost"
+    )
+    dropped = "1,000 of 5,000 conversations of the valid split have no trained token, and are drop"
+    assert counts.sentences("valid") == [f"{cut}; {dropped}ped"]
+    assert dataclasses.replace(counts, dropped=0).sentences("valid") == [cut]
+    assert dataclasses.replace(counts, shortened=0).sentences("valid") == [f"{dropped}ped"]

@@ -8,7 +8,7 @@ import pytest
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.sft import masks
-from megatron_ext.text.sft.chat import check_template_kwargs
+from megatron_ext.text.sft.chat import _described, check_template_kwargs
 from megatron_ext.text.sft.conversation import Conversation, Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation, tokenize_samples
 from tests.text.sft import tiny
@@ -344,3 +344,25 @@ def test_generation_marks_train_all_bytes_of_a_last_letter_and_no_token_after_it
         {"role": "user", "content": "b"},
     ]
     assert trained_text("chatml", messages, template=template) == "Hi[[a \U0001f642]]b"
+
+
+def test_a_refused_message_is_described_by_what_it_has_and_lacks() -> None:
+    """Values within the arguments of a call are its own affair."""
+    bare = {"name": "f", "arguments": {"x": {"y": 1}}, "id": "1"}
+    nested = {"type": "function", "function": {"name": "g"}, "extra": [{"a": 1}, {"b": 2}]}
+    for message, described in (
+        ({"role": "user", "content": "x"}, "role user, with content"),
+        ({"role": "tool", "content": [{"text": "x"}]},
+         "role tool, with content[].text, without tool_call_id"),
+        ({"role": "assistant", "tool_calls": [bare]},
+         "role assistant, with tool_calls[].name, tool_calls[].arguments, tool_calls[].id, "
+         "without content"),
+        ({"role": "assistant", "content": "", "tool_calls": [nested]},
+         "role assistant, with content, tool_calls[].type, tool_calls[].function.name, "
+         "tool_calls[].extra[].a, tool_calls[].extra[].b, without tool_calls[].id, "
+         "tool_calls[].function.arguments"),
+        ({"role": "assistant", "tool_calls": [{"name": "f"}]},
+         "role assistant, with tool_calls[].name, without content, tool_calls[].id, "
+         "tool_calls[].arguments"),
+    ):  # fmt: skip
+        assert _described(message) == described
