@@ -30,6 +30,7 @@ from megatron_ext.text.sft.dataset import (
 )
 from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
 from megatron_ext.text.sft.store import about_path
+from megatron_ext.text.sft.task import conversation_inputs, conversation_lines
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.train.task import Datasets
 from tests import training_runs
@@ -427,3 +428,30 @@ def test_what_truncation_cuts_and_what_it_drops_is_one_sentence() -> None:
     assert counts.sentences("valid") == [f"{cut}; {dropped}ped"]
     assert dataclasses.replace(counts, dropped=0).sentences("valid") == [cut]
     assert dataclasses.replace(counts, shortened=0).sentences("valid") == [f"{dropped}ped"]
+
+
+def test_all_files_of_a_run_are_looked_for_before_any_is_read(folder: Path, tmp_path: Path) -> None:
+    names = [str(tmp_path / name) for name in ("t.jinja", "a", "b", "c", "d")]
+    words = ["--train-data-path", *names[1:3], str(folder / "a.jsonl"), "--valid-data-path"]
+    words += [names[3], "--test-data-path", names[4], "--sft-chat-template", names[0]]
+    missing = []
+    for check in conversation_inputs(config_of(folder, *words)):
+        try:
+            check()
+        except DataError as error:
+            missing.append(str(error).partition("(")[2].partition(")")[0])
+    assert missing == names
+    assert len(conversation_inputs(config_of(folder, "--data-path", names[1]))) == 2
+
+
+def test_lines_on_the_data_tell_first_what_is_read_and_then_what_is_not(folder: Path) -> None:
+    rows = [{**ROWS[0], "id": 1}, ROWS[1]]
+    path = tiny.write_jsonl(folder / "extra.jsonl", rows)
+    config = config_of(folder, "--train-data-path", str(path), "--sft-date", "2024-07-26")
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    tokenizer.notes = lambda: ["of the tokenizer"]  # type: ignore[method-assign]
+    lines = conversation_lines(config, tokenizer)
+    assert [line.split(": ")[0] for line in lines] == [
+        "of the tokenizer", "conversations", "`--sft-date` (2024-07-26)",
+        "ignored, because neither this program nor the chat template uses it",
+    ]  # fmt: skip
