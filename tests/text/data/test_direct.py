@@ -30,6 +30,7 @@ from megatron_ext.text.data.splits import (
     build_held_out,
     continued_split,
     marks_of,
+    prepare_direct,
 )
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.training_runs import TINY, check_refused, config_of, prepared, without
@@ -594,3 +595,22 @@ def test_a_run_goes_on_with_its_new_mixture_and_its_way_to_fill_in_the_middle(
     )
     dataset.is_training = False
     assert continued_split(SimpleNamespace(), dataset) is dataset  # type: ignore[arg-type]
+
+
+def test_one_rank_tells_where_the_data_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50 windows of 64 tokens are 200 samples of 16, which are 8 whole steps of 24."""
+    a = _numbered(tmp_path / "a", 0, 50)
+    more = f"max_epochs: {{{a}: 1}}\nwhen_exhausted: stop"
+    words = _schedule(tmp_path / "mixture.yaml", f"weights: {{{a}: 1}}", more=more)
+    config = _config(*words, "--eval-iters", "0", vocabulary=20_000)
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    for rank, told in (("0", True), ("3", False)):
+        monkeypatch.setenv("RANK", rank)
+        assert prepare_direct(config, tokenizer).training.train_iters == 8
+        said = capsys.readouterr().out.splitlines()
+        assert said == [
+            f"> {a} reaches its limit of epochs at sample 200",
+            "> the run ends after 8 of 40 steps, where its data ends",
+        ] * told  # fmt: skip

@@ -182,7 +182,9 @@ def test_blends_from_flags_and_files_are_those_of_megatron_lm(tmp_path: Path) ->
         read_blend(config.section(DataConfig))
 
 
-def test_the_length_of_made_up_validation_data_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_length_of_made_up_validation_data_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = _config("--mock-data", "--full-validation")
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     gpt.check_mock_data(config, tokenizer)
@@ -191,6 +193,10 @@ def test_the_length_of_made_up_validation_data_is_told(capsys: pytest.CaptureFix
     samples = len(datasets.valid)
     told = f"goes through all {samples} samples of the made-up validation data, {samples // 16} st"
     assert told in capsys.readouterr().out
+    gpt.check_mock_data(_config("--mock-data"), tokenizer)
+    monkeypatch.setenv("RANK", "1")
+    gpt.check_mock_data(config, tokenizer)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -369,6 +375,9 @@ def test_shares_of_splits_may_be_written_in_several_ways() -> None:
         config = config_of([*own, *null, "--data-path", "a", *words])
         assert config.section(DataConfig).split == kept
     assert config_of([*own, *null, "--train-data-path", "a"]).section(DataConfig).split is None
+    for way in ({"data_args_path": "a"}, {"data_schedule": "a"}, {"mock_data": True}):
+        assert DataConfig(**way).resolved().split == DEFAULT_SPLIT
+    assert DataConfig(per_split_data_args_path="a").resolved().split is None
 
 
 def test_addresses_of_files_are_paths() -> None:

@@ -84,3 +84,6 @@ def test_counts_may_have_suffixes(tmp_path: Path) -> None:
     ):  # fmt: skip
         stage = f"stages: [{{weights: {{a: 1}}, tokens: {text}}}, {{weights: {{a: 1}}}}]"
         assert _read(tmp_path, stage).stages[0].tokens == count
+    for length in (4096, 2048):
+        stage = f"stages: [{{weights: {{a: 1}}, seq_length: {length}}}]"
+        assert _read(tmp_path, stage).stages[0].seq_length == length

@@ -23,6 +23,7 @@ from megatron_ext.text.preprocess.parts import PartMarker
 from megatron_ext.text.preprocess.run import _named, _remarks, planned
 from megatron_ext.text.preprocess.texts import TextEncoding
 from megatron_ext.text.tokenizers import TokenizerConfig
+from megatron_ext.text.tokenizers.base import NullTokenizer
 from megatron_ext.text.tokenizers.fast import FastEncoder
 from tests.reference import REFERENCE, corpus
 from tests.text import tiny
@@ -393,3 +394,14 @@ def test_forty_names_stand_in_a_sentence_and_more_in_a_file(tmp_path: Path) -> N
         assert "is spelled out 3 times within texts" in within
         assert unread.endswith("n38 (1)." if number == 40 else "n38 (1), and 1 more.")
         assert path.exists() == bool(more) == (number == 41)
+
+
+def test_what_a_tokenizer_has_to_say_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(2))
+    monkeypatch.setattr(NullTokenizer, "notes", lambda self: ["a note", "another"])
+    monkeypatch.setattr(NullTokenizer, "encode_batch", lambda self, texts: [[1]] * len(texts))
+    flags = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)
+    _, said = run(tmp_path, path, flags=flags, engine="native")
+    assert said == ["Tokenizing with NullTokenizer's own library, as asked.", "a note", "another"]

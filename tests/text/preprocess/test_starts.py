@@ -64,8 +64,8 @@ def test_an_array_larger_than_what_is_read_at_once(
     good = json.dumps(rows).encode()
     for content, sentence in (
         (good[:-3] + b"\xff" + good[-3:], rf"is not UTF-8 \(byte {len(good) - 2}\); convert it"),
-        (good + b" " * 30 + b"{}", r"it goes on after the end of the array \(40 items\)"),
-        (good[:-1] + b" " * 30, "the file ends after its item 40, not a comma or a bracket"),
+        (good + b" " * 3000 + b"{}", r"it goes on after the end of the array \(40 items\)"),
+        (good[:-1] + b" " * 3000, "the file ends after its item 40, not a comma or a bracket"),
     ):
         path.write_bytes(content)
         with pytest.raises(DataError, match=sentence):

@@ -27,6 +27,11 @@ def test_messages() -> None:
     assert read.messages == (USER, ASSISTANT, USER, ASSISTANT)
     assert read.trained == (False, False, False, True)
     assert read.tools is None and read.enable_thinking is None and read.place == PLACE
+    named = SftConfig(sft_enable_thinking_key="thinks", sft_tools_key="functions")
+    more = {"enable_thinking": False, "thinks": True, "tools": [{"name": "a"}]}
+    read = read_conversation({**GOOD, **more, "functions": [{"name": "b"}]}, PLACE, named)
+    assert (read.enable_thinking, read.tools) == (True, ({"name": "b"},))
+    assert read.intake.ignored == {"column `enable_thinking`": 1, "column `tools`": 1}
 
 
 def test_prompt_and_response_columns() -> None:

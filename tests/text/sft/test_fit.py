@@ -191,3 +191,18 @@ def test_all_developers_are_the_system_where_the_template_writes_some_only() -> 
     made = fit(first, messages)
     assert made.whole == "<system>French.<user>x<system>Short.<assistant>y"
     assert made.conversation.intake.changed == {"role developer as system": 2}
+
+
+def test_arguments_of_a_call_without_a_function_get_the_form_too() -> None:
+    template = AROUND.replace("CALL", "{{ c.arguments | tojson }}")
+    asked = {"role": "user", "content": "x"}
+    calls = [{"name": "v", "arguments": VALUE, "id": "1"}, {"name": "w", "arguments": OBJECT}]
+    made = fit(template, [asked, {"role": "assistant", "content": "", "tool_calls": calls}])
+    assert made.conversation.messages[1]["tool_calls"] == [
+        {"name": "v", "arguments": json.loads(OBJECT), "id": "1"},
+        {"name": "w", "arguments": json.loads(OBJECT)},
+    ]
+    calls[1]["arguments"] = "{"
+    rule = r"`messages\[1\].tool_calls\[1\].arguments` is a text that is not JSON"
+    with pytest.raises(DataError, match=rule):
+        fit(template, [asked, {"role": "assistant", "content": "", "tool_calls": calls}])

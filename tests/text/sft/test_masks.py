@@ -322,6 +322,8 @@ def test_turns_make_samples_of_their_own_and_what_follows_the_last_is_counted() 
         trained_text("chatml", [TALK[0], {**TALK[1], "loss_mask": 0}, *TALK[2:]]),
     ]
     assert given.intake.ignored == {"messages after the last trained turn": 3}
+    whole = tokenize_conversation(tokenizer, given, SftConfig(sft_split_turns=True))
+    assert tiny.shown(tokenizer, whole) == trained_text("chatml", messages)
 
 
 def test_the_first_of_equal_endings_is_taken() -> None:

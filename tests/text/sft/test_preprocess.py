@@ -27,6 +27,7 @@ from megatron_ext.text.preprocess.encode import BadLine
 from megatron_ext.text.preprocess.inputs import Part, blocks
 from megatron_ext.text.sft import chat as chat_module
 from megatron_ext.text.sft import preprocess as preprocess_module
+from megatron_ext.text.sft import store as store_module
 from megatron_ext.text.sft.chat import Chat, build_chat, key_of, with_date, with_known_date
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.intake import Intake
@@ -809,3 +810,15 @@ def test_the_script_of_an_array_has_the_date_of_its_making(
     assert preprocess(folder, *words, "--sft-chat-template", tmp_path / "dated.jinja") == 0
     saved = json.loads((tmp_path / "o.parts" / "job.json").read_bytes())
     assert saved["options"]["sft"]["sft_date"] == datetime.date.today().isoformat()
+
+
+def test_ids_beyond_those_that_are_looked_at_first_are_refused_when_they_are_read(
+    store: SftStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = int(store.conversation(0)[0].max())
+    monkeypatch.setattr(store_module, "id_range", lambda *_: None)
+    store.check(identity(folder), largest + 1)
+    store.conversation(0)
+    store.check(identity(folder), largest)
+    with pytest.raises(DataError, match=rf"o_sft_document.bin holds the token id {largest}, but"):
+        store.conversation(0)
