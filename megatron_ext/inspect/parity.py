@@ -95,9 +95,10 @@ def record(
     folder: Path,
     device: Device,
 ) -> Recording:
-    """Train ``steps`` steps in a layout with the flags ``words``, and record them in a new folder.
+    """Train ``program`` for ``steps`` steps in a layout, and record them in a new folder.
 
-    The layout's own flags follow ``words``. An error is returned as the recording's ``failure``.
+    ``words`` are the flags of the run; the layout's own flags come after them and so prevail. An
+    error is not raised, but returned as the recording's ``failure``.
     """
     folder.mkdir(parents=True)
     try:

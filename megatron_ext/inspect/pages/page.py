@@ -1,4 +1,4 @@
-"""Writes self-contained pages that open from disk; jinja2 escapes each string that is filled in."""
+"""Writes HTML pages that need no other file; jinja2 escapes each string that is filled in."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def write_page(path: Path, text: str) -> None:
 
 
 def page_of(package: str, template: str, /, **facts: object) -> str:
-    """Return a page from a template that extends `layout.html`, the layout of all reports.
+    """Return the HTML page that a jinja2 template of ours makes of ``facts``, its variables.
 
-    The file ``template`` is in ``package``, which must be one of ours, and may use macros from
-    `macros.html`. No other file is read. Each string of ``facts`` is escaped.
+    The file ``template`` lies in the package ``package``. It extends `layout.html`, the layout of
+    all reports, and may use macros from `macros.html`; it can read no other file. Each string of
+    ``facts`` is escaped.
     """
     # Imported here, since only pages need it.
     from jinja2 import DictLoader, StrictUndefined

@@ -44,7 +44,10 @@ class Table:
 
 
 def text_of(value: object, limit: int = _MAX_TEXT) -> str:
-    """Return a value from a file as a short text on one line, without control characters."""
+    """Return a value from a file as one line of at most ``limit`` characters; a dash for None.
+
+    Control characters become spaces; a longer text ends with "…".
+    """
     if value is None:
         return NOTHING
     if isinstance(value, float):

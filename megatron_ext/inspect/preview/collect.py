@@ -230,7 +230,11 @@ class _Replica:
             )
 
     def _provenance(self, row: int, drawn: dict[str, Tensor]) -> Provenance | None:
-        """Return the sample and dataset of a row; in a blend, ``dataset_id`` gives the dataset."""
+        """Return the sample and dataset of a row, or None if the samples carry no index.
+
+    ``drawn`` has the loader's tensors of the row's micro-batch: ``sample`` (see `Numbered`) and,
+    for a blend, ``dataset_id``.
+    """
         if "sample" not in drawn:
             return None
         dataset: Any = self._dataset
@@ -274,7 +278,10 @@ def _reaches(batch: Batch) -> Tensor:
 
 
 def _columns(length: int, size: int) -> list[Ints]:
-    """Return the columns of a row that megatron-core gives to each context-parallel rank."""
+    """Return, for each of ``size`` context-parallel ranks, the columns it gets of a row of tokens.
+
+    A row has ``length`` columns; megatron-core gives each rank two slices of it.
+    """
     if size == 1:
         return [torch.arange(length).numpy()]
     # For equal work, a rank gets one slice from the front and the mirrored slice from the end.
@@ -285,7 +292,7 @@ def _columns(length: int, size: int) -> list[Ints]:
 class Numbered(StepDataset):
     """Wraps a dataset so that each sample carries its index under the key ``sample``.
 
-    Samples of a dataset with a `StepPlan` stay as they are.
+    Samples of a dataset with a `StepPlan` stay as they are; their batches have ``sample_ids``.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -237,7 +237,7 @@ def preview(
 def parse_run(
     program: Task | TaskChoice, words: Sequence[str], options: Options, kind: str
 ) -> ParsedArgs:
-    """Parse the flags of the run to preview, for a device of the given ``kind``.
+    """Parse ``words``, the flags of the run to preview, for a device of kind "cuda" or "cpu".
 
     Raise a ConfigError if the layout has no data-parallel rank ``options.rank``.
     """
@@ -258,7 +258,7 @@ def parse_run(
 
 
 def whole_page(title: str, style: str, body: Sequence[str]) -> str:
-    """Return an HTML page with the layout of the reports and an additional ``style``."""
+    """Return an HTML page of lines ``body``, in the reports' style and the CSS ``style``."""
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

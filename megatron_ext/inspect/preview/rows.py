@@ -48,7 +48,8 @@ class Row:
         microbatch: index of the micro-batch in the step.
         number: index of the row in the micro-batch.
         tokens, labels, positions: ``[s]``.
-        weights: weights of the labels in the loss, after the reduction, ``[s]``.
+        weights: weights of the labels in the loss, after ``--loss-reduction``, ``[s]``; 0 trains
+            nothing.
         samples: number of the sample at each position, -1 in padding, ``[s]``; None if the row is
             cut from a stream of documents.
         reaches: whether a position attends to the previous position, ``[s]``; False at position 0.
@@ -167,7 +168,7 @@ class Document:
         return int(np.count_nonzero(self.targets))
 
     def mtp_targets(self, depth: int) -> tuple[Ints, Floats]:
-        """Return the targets that an MTP depth has where the row reads each token.
+        """Return the targets of an MTP depth (from 1) at the positions where tokens are read.
 
         Returns:
             The target's id, which is that of the token ``depth + 1`` after the token that is read,
@@ -181,7 +182,10 @@ class Document:
 
 
 def target_exists(row: Row, depth: int) -> NDArray[np.bool_]:
-    """Return, by position, whether the position ``depth`` later is in its document, ``[s]``."""
+    """Return whether each position has a target at an MTP depth (from 1), ``[s]``.
+
+    It has one if the position ``depth`` later is in the same document.
+    """
     attention = np.cumsum(~row.reaches)
     exists = np.zeros(row.size, dtype=np.bool_)
     if depth < row.size:

@@ -20,7 +20,8 @@ NEAR = 3
 class Share:
     """Counts of documents and of their predicted tokens, and the sum of the tokens' weights.
 
-    A document that is spread over several rows is counted once in each of them.
+    A predicted token is untrained if its weight is 0. A document that is spread over several rows
+    is counted once in each of them.
     """
 
     documents: int = 0
@@ -190,7 +191,10 @@ def _conversation_warnings(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def _turn_ends(documents: Sequence[Document], splitter: SpanSplitter) -> Iterator[str]:
-    """Warn of special tokens that follow trained tokens but are never trained themselves."""
+    """Yield a warning for each special token that follows trained ones but is never trained itself.
+
+    Such a token is probably the end of a turn, which the model then does not learn to write.
+    """
     ends: dict[int, str] = {}
     trained: set[int] = set()
     for document in documents:
@@ -212,7 +216,7 @@ def _turn_ends(documents: Sequence[Document], splitter: SpanSplitter) -> Iterato
 
 
 def _crosses(row: Row) -> bool:
-    """Return whether attention or a target crosses from one document into the next."""
+    """Return whether attention or an MTP target crosses from one document into the next."""
     if row.samples is not None:
         both = (row.samples[1:] >= 0) & (row.samples[:-1] >= 0)
         if (both & (row.samples[1:] != row.samples[:-1]) & row.reaches[1:]).any():

@@ -278,7 +278,7 @@ class Terminal:
             yield first, self._closed(line, weight)
 
     def _mark(self, before: float, weight: float) -> str:
-        """Return the brackets that show a change of weight between spans; empty with colours."""
+        """Return the brackets between spans with these two weights; "" with colours."""
         if not self._marks or before == weight or not (before > 0 or weight > 0):
             return ""
         begin = "" if not weight > 0 else "⟦" if weight == 1 else f"⟦{weight:.3g}|"

@@ -54,7 +54,7 @@ class ShownClip:
 
     Attributes:
         frames: the first, middle and last frame, ``[3, H, W, 3]``; None if they cannot be decoded.
-        given: for each latent frame, whether it conditions the model.
+        given: for each latent frame, whether it is given to the model as a condition.
         counts: for each latent frame, whether it counts in the loss.
         notes: which parts of the clip are cropped or replaced.
     """
@@ -121,7 +121,10 @@ def preview_videos(words: Sequence[str], options: Options, console: Console) -> 
 
 
 def _codec(config: RunConfig, manifest: dict[str, Any]) -> tuple[VideoCodec | None, list[str]]:
-    """Return the codec that decodes the latents, if it can be loaded, and warnings."""
+    """Return the codec that ``manifest``, the dataset's description, names for its latents.
+
+    If it cannot be loaded, return None instead. The second result is a list of warnings.
+    """
     folder = config.section(CodecConfig).codec
     try:
         return codec_from_manifest(manifest, None if folder == PATCH else folder), []
@@ -130,7 +133,10 @@ def _codec(config: RunConfig, manifest: dict[str, Any]) -> tuple[VideoCodec | No
 
 
 def _never_whole(steps: Any) -> Iterator[str]:
-    """Yield a sentence for each bucket that has clips which an epoch leaves out."""
+    """Yield a warning for each bucket (clips of one shape) of which an epoch leaves out some clips.
+
+    ``steps`` is the `BucketSteps` of the data.
+    """
     for bucket, count in sorted(steps.left_out.items()):
         if count:
             whole = len(steps.buckets[bucket].clips)
@@ -141,9 +147,10 @@ def _never_whole(steps: Any) -> Iterator[str]:
 def _clips_of(
     config: RunConfig, split: Any, codec: VideoCodec | None, options: Options, step: int
 ) -> Iterator[ShownClip]:
-    """Yield the clips of a step on one rank, at most `Options.max_rows`.
+    """Yield the clips of step ``step`` (from 0) on rank `Options.rank`, at most `Options.max_rows`.
 
-    ``codec`` decodes their frames from the latents; None reads the frames from the clips' files.
+    ``split`` is the `VideoSplit` to read. ``codec`` decodes frames from the latents; None reads the
+    frames from the clips' files.
     """
     plan = split.plan
     left = options.max_rows
