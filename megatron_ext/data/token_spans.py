@@ -3,7 +3,7 @@
 A span is the part of a `.bin` file that belongs to a split: consecutive whole sequences, read as a
 circle (see `order`). It is read through a memory map, which copies a batch without a Python loop
 over its ranges. With ``--no-mmap-bin-files`` there is one `pread` per range instead. `object_store`
-has another subclass of `TokenSpan`, for tokens at addresses.
+has another subclass of `TokenSpan`, for tokens in object storage or behind a URL.
 
 If a batch took long because its pages were not in memory, the kernel is asked to read all pages of
 the next batch at once, before the first of them is used.
@@ -26,14 +26,16 @@ from megatron_ext.disk.bus import cut_in_use, remember_size
 from megatron_ext.errors import DataError
 
 _SLOW = 20e-6
-"""A batch that took more seconds than this per range counts as read from a disk."""
+"""Seconds per range above which a batch must have come from a disk, not from cached pages; the next
+batch is then read ahead.
+"""
 
 
 class TokenSpan(ABC):
-    """A range of tokens that is read as a circle: its first token follows its last.
+    """A range of a dataset's tokens that is read as a circle: its first token follows its last.
 
     Args:
-        name: the dataset's prefix.
+        name: the dataset's path without ``.bin``.
         dtype: dtype of a token in the file.
         first: position of the range's first token in the file.
         tokens: length of the range.

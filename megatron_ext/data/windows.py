@@ -1,7 +1,8 @@
 """The windows of one source, and which of them a sample reads when the sample length changes.
 
-Windows have the sample length that the run began with, and are numbered through all epochs. It is
-best to begin with the longest. Shorter samples are parts of windows. The parts of `GROUP` windows
+A source is a range of tokens, which each epoch cuts into windows anew (see `order`). Windows have
+the sample length that the run began with, and are numbered through all epochs. It is best to begin
+with the longest. Shorter samples are parts of windows. The parts of `GROUP` windows
 are permuted together, so that neighbours in the text do not share a batch. Longer samples join
 windows. If the length changes within a group, the group's left-over parts are used first, cut or
 joined; padding may fill the last of them. A group lies within an epoch. So no token is lost or
@@ -20,21 +21,21 @@ from megatron_ext.data.permutation import Ints, Words, derived, key_of, permute
 GROUP = 4096
 """Number of windows whose parts are permuted together if samples are shorter than windows."""
 PARTS = 3
-"""The ``purpose`` in `derived` of the keys that permute the parts of a group."""
+"""The ``purpose`` for which `derived` makes a phase's key, so that it differs from other keys."""
 
 
 @dataclass(frozen=True)
 class Rest:
     """The parts of a group that were not yet read when the sample length changed.
 
-    They are described as a range of the group's tokens, with the parts in their permuted order.
+    They are a range of the group's tokens, if its parts are joined in their permuted order.
 
     Attributes:
         first_window: number of the group's first window, counted through all epochs.
         parts: number of the group's parts.
         key: key of the permutation of the group's parts.
-        part: tokens of a part.
-        begin, end: the tokens ``begin`` to ``end`` - 1 in the permuted order.
+        part: length of a part in tokens.
+        begin, end: the unread tokens are ``begin`` to ``end`` - 1 in the permuted order.
     """
 
     first_window: int

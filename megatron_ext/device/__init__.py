@@ -138,7 +138,7 @@ def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """An asynchronous copy of a few numbers ``[n]`` from any device to the host."""
+    """A copy of a few numbers ``[n]`` from any device to the host, begun without waiting for it."""
 
     def __init__(self, values: Tensor) -> None:
         self._host = values

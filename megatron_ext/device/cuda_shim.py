@@ -121,7 +121,10 @@ def stays(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def claims_cuda_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tensor.type``, so that it returns the name of a CUDA type for a CPU tensor."""
+    """Wrap ``Tensor.type`` to name CUDA types, which megatron-core's optimizer expects.
+
+    For example, a CPU tensor in fp32 has the type "torch.cuda.FloatTensor".
+    """
 
     @functools.wraps(type_of)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:

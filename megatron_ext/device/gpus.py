@@ -144,7 +144,7 @@ CONSUMER_BLACKWELL: Capability = (12, 0)
 
 
 def engine_recipes(capability: Capability) -> tuple[str, ...]:
-    """Return the fp8 recipes of Transformer Engine that a GPU supports.
+    """Return the fp8 recipes of Transformer Engine that a GPU supports, as in ``--fp8-recipe``.
 
     The rules are those of ``transformer_engine/pytorch/quantization.py`` 2.9.
     """

@@ -43,10 +43,10 @@ _LATER = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGINT
 """The signal at which Python raises the error, after the interrupted instruction."""
 
 mapped_sizes: dict[str, int] = {}
-"""The size in bytes of each mapped file when it was checked, by path."""
+"""The size in bytes of each mapped file when `remember_size` was called, by path."""
 _inodes: dict[str, tuple[int, int]] = {}
-"""For each path, the id of the process that checked the file, and the file's inode at that time;
-another file may have taken its name since.
+"""For each path in `mapped_sizes`, the id of the process that recorded the size, and the
+file's inode at that time; another file may have taken its name since.
 """
 _fault: list[MegatronExtError] = []
 """The newest fault, kept until Python raises it."""

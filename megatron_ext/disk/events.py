@@ -19,7 +19,7 @@ from megatron_ext.disk.writing import open_descriptor
 
 EVENTS_FILE = "faults.jsonl"
 REPORT, TIMELINE, PICTURE = "report.txt", "timeline.json", "picture.svg"
-"""Names of the files in the folder of a post-mortem."""
+"""Files written after a crash or hang: the report, the ranks' last events, and a plot of these."""
 
 
 def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:

@@ -1,8 +1,8 @@
 """The host folder: files that the processes of a run share on one machine, in memory if possible.
 
-It holds heartbeats, stacks, flight records and memory checkpoints. A launcher that forks its ranks
-creates and removes the folder. Under torchrun, the ranks of a machine use a folder named after
-their agent. The agent outlives them, so the folder survives a restart of the workers.
+It holds the ranks' heartbeats, stack traces, latest events and checkpoints in memory. A launcher
+that forks its ranks creates and removes the folder. Under torchrun, the ranks of a machine use a
+folder named after their agent. The agent outlives them, so the folder survives a restart.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ _OF_AGENT = "_of_agent"
 _SAVE = "save_folder"
 """Name of the file that stores the path of the run's save folder."""
 SNAPSHOTS = ("snapshots", "non_persistent")
-"""Subfolders of a host folder that hold snapshots of the ranks' state."""
+"""Subfolders of a host folder for checkpoints in memory, called snapshots: those that
+``--peer-checkpoint-interval`` and ``--non-persistent-ckpt-type in_memory`` ask for.
+"""
 RESIZE = "resize"
 """Name of the file that asks the ranks to save and exit, so that a new number of them can start."""
 TAKEN_OVER = "taken_over"
-"""Name of a file that marks the snapshots in the same host folder as those of an earlier run."""
+"""Name of an empty file beside snapshots that a killed run with the same save folder has left."""
 _SECONDS_FOR_DYING_RANKS = 2.0
 _LEFT = "exit_code_"
 _SECONDS_UNTIL_STALE = 600.0

@@ -38,7 +38,10 @@ class Flags:
                 self.values[current] = (*self.values[current], word)
 
     def has(self, *names: str) -> bool:
-        """Return whether any of the flags is given; add the given ones to the list ``used``."""
+        """Return whether any of the flags is given.
+
+        Those given are added to the list ``used``: the flags that decide whether a defect is hit.
+        """
         given = [name for name in names if name in self.values]
         self.used += given
         return bool(given)

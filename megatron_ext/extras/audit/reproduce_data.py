@@ -130,7 +130,7 @@ def _empty_split(folder: Path) -> tuple[float, str]:
 
 
 def d29() -> Reproduced:
-    """Measure defect D29: how many samples are read from a split that has no documents."""
+    """Measure D29 of `defects.yaml`: how many samples are read from a split without documents."""
     stock, outcome = measured(_empty_split)
     what = f"samples of a validation split that --split 99,1,0 leaves empty: it {outcome}"
     return Reproduced(stock, 0.0, what)
@@ -146,7 +146,10 @@ def _stale_cache(folder: Path) -> float:
 
 
 def d30() -> Reproduced:
-    """Measure defect D30: the last document in a sample index, cached before its files changed."""
+    """Measure D30 of `defects.yaml`: the last document in an outdated cached sample index.
+
+    The dataset's files have been replaced since megatron-core cached the index.
+    """
     stock = measured(_stale_cache)
     what = (
         "number of the last document in the sample index of 40 documents, whose files have "
@@ -166,9 +169,9 @@ def _first_document(folder: Path) -> list[int]:
 
 
 def d31() -> Reproduced:
-    """Measure defect D31: the ids of a document that ``--per-dataset-sequences-path`` reads.
+    """Measure D31 of `defects.yaml`: the ids that ``--per-dataset-sequences-path`` reads.
 
-    The vocabulary has 65,500 ids, and the figure is the sum of the ids 0 to 4.
+    The figure is the sum of the ids of a document, 0 to 4; the vocabulary has 65,500 ids.
     """
     read = measured(_first_document)
     shown = " ".join(map(str, read))
@@ -205,7 +208,10 @@ def _modes(folder: Path) -> tuple[float, list[str]]:
 
 
 def d32() -> Reproduced:
-    """Measure defect D32: the modes that a multimodal dataset of two sequences has by default."""
+    """Measure D32 of `defects.yaml`: how many modes a multimodal dataset of two sequences has.
+
+    A mode is a number that the index stores for each sequence; no modes are given here.
+    """
     stock, raised = measured(_modes)
     what = "number of modes of a multimodal dataset of 2 sequences in default modes"
     return Reproduced(stock, 2.0, "; ".join([what, *raised]))
@@ -223,7 +229,7 @@ def counted_samples(tokens: int, *, drop_last: bool) -> int:
 
 
 def d33() -> Reproduced:
-    """Measure defect D33: how many samples 2^24 + 2 tokens make, with a partial one at the end."""
+    """Measure D33 of `defects.yaml`: the samples in 2^24 + 2 tokens, the last one partial."""
     tokens = 2**24 + 2
     (stock,) = on_ranks(lambda _context: counted_samples(tokens, drop_last=False))
     what = f"sequences of 8 in {tokens} tokens with --no-drop-last-partial-validation-sequence"

@@ -58,7 +58,7 @@ def _refusals(context: ParallelContext) -> list[str]:
 
 
 def d34() -> Reproduced:
-    """Measure defect D34: how many of two layers can be built without Transformer Engine.
+    """Measure D34 of `defects.yaml`: how many of two layers need no Transformer Engine.
 
     These are attention at context-parallel size 2, and a norm with sequence parallelism.
     """
@@ -148,7 +148,7 @@ def expert_gradients(
 
 
 def d35() -> Reproduced:
-    """Measure defect D35: the gradient of experts if both TP ranks hold whole copies."""
+    """Measure D35 of `defects.yaml`: the gradient of experts if both TP ranks hold whole copies."""
     measure = partial(expert_gradients, name="fc1.weight", copies=True)
     stock, right, error = on_ranks(measure, tp=2, etp=1)[0]
     what = (
@@ -160,7 +160,7 @@ def d35() -> Reproduced:
 
 
 def d36() -> Reproduced:
-    """Measure defect D36: the gradient of an expert bias if TP ranks hold different experts."""
+    """Measure D36 of `defects.yaml`: the gradient of an expert bias with EP over the TP ranks."""
     measure = partial(expert_gradients, name="fc2.bias", copies=False)
     stock, right, error = on_ranks(measure, tp=2, ep=2, etp=1)[0]
     what = (
@@ -193,7 +193,7 @@ class CompressedQuery(torch.nn.Module):
         self.linear_q_up_proj.weight.data.copy_(weight.chunk(tp.size())[tp.rank()])
 
     def forward(self, compressed: Tensor) -> Tensor:
-        """Return this rank's part of the queries ``[tokens, n * dk / tp]``."""
+        """Return this rank's part of the queries, ``[tokens, 2 * HIDDEN / tp]``."""
         queries: Tensor = self.linear_q_up_proj(self.q_layernorm(compressed))[0]
         return queries
 
@@ -228,7 +228,7 @@ def _query_norm(context: ParallelContext) -> tuple[float, float]:
 
 
 def d42() -> Reproduced:
-    """Measure defect D42: the gradient of the compressed queries' norm layer on two TP ranks."""
+    """Measure D42 of `defects.yaml`: the gradient of the query norm of MLA on two TP ranks."""
     stock, right = on_ranks(_query_norm, tp=2)[0]
     what = (
         "norm of the gradient of q_layernorm of multi-latent attention with --q-lora-rank "
@@ -242,7 +242,7 @@ class EndlessError(Exception):
 
 
 def _step(context: ParallelContext, **options: Any) -> tuple[float, float, str]:
-    """Run one step of megatron-core's GPTModel.
+    """Run one step of megatron-core's GPTModel; ``options`` are fields of its TransformerConfig.
 
     Return the norm of all gradients and the number of forward passes of the last MLP (both NaN
     after an error), and a clause about the error.
@@ -301,7 +301,7 @@ def _recomputed(context: ParallelContext) -> tuple[float, list[str]]:
 
 
 def d37() -> Reproduced:
-    """Measure defect D37: the forward passes of a recomputed MLP with biases in one step."""
+    """Measure D37 of `defects.yaml`: the forward passes of a recomputed MLP with biases."""
     ((stock, clauses),) = on_ranks(_recomputed)
     what = "forward passes of an MLP with biases in a step with recomputation"
     return Reproduced(stock, 2.0, "; ".join([what, *clauses]))

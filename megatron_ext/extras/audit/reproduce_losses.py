@@ -113,7 +113,7 @@ def _fractional_count(_context: ParallelContext) -> tuple[float, str]:
 
 
 def d17() -> Reproduced:
-    """Measure defect D17: the gradient of a per-token loss whose number of targets is 2.5."""
+    """Measure D17 of `defects.yaml`: the gradient of a per-token loss with 2.5 targets."""
     ((stock, outcome),) = on_ranks(_fractional_count)
     what = f"gradient per token of a loss whose count of targets is the fraction 2.5: it {outcome}"
     return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 2.5, what)
@@ -124,7 +124,7 @@ def _logged(_context: ParallelContext) -> float:
 
 
 def d18() -> Reproduced:
-    """Measure defect D18: the logged value if a loss puts its own sum into the log."""
+    """Measure D18 of `defects.yaml`: the logged value if a loss puts its own sum into the log."""
     (stock,) = on_ranks(_logged)
     what = (
         "logged loss of a micro-batch whose detached sum over 3 targets is also the loss, which "
@@ -138,7 +138,7 @@ def _uncounted(_context: ParallelContext) -> float:
 
 
 def d19() -> Reproduced:
-    """Measure defect D19: the gradient of a loss that returns no token count, on two CP ranks."""
+    """Measure D19 of `defects.yaml`: a loss's gradient without a token count, on two CP ranks."""
     stock = on_ranks(_uncounted, cp=2)[0]
     replicated = on_ranks(_uncounted, dp=2)[0]
     what = (
@@ -178,7 +178,7 @@ def _hybrid_context_parallel(_context: ParallelContext) -> float:
 
 
 def d20() -> Reproduced:
-    """Measure defect D20: the gradient of a mean loss with the schedule of hybrid CP."""
+    """Measure D20 of `defects.yaml`: the gradient of a mean loss with the schedule of hybrid CP."""
     (stock,) = on_ranks(_hybrid_context_parallel)
     what = "gradient of the mean loss of a sample under the schedule of --hybrid-context-parallel"
     return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 3, what)
@@ -220,7 +220,7 @@ def _fused_gradient(context: ParallelContext) -> tuple[float, float, float]:
 
 
 def d22() -> Reproduced:
-    """Measure defect D22: the worst gradient of an fp32 logit with the fused cross-entropy."""
+    """Measure D22 of `defects.yaml`: the worst logit gradient of fused cross-entropy in fp32."""
     ((stock, right, unfused),) = on_ranks(_fused_gradient)
     what = (
         "gradient, in fp32, of the logit that is farthest off with --cross-entropy-loss-fusion; "
@@ -237,7 +237,7 @@ def _logit_after_the_loss(_context: ParallelContext) -> tuple[float, float]:
 
 
 def d23() -> Reproduced:
-    """Measure defect D23: an fp32 logit that the unfused cross-entropy has overwritten."""
+    """Measure D23 of `defects.yaml`: an fp32 logit overwritten by the unfused cross-entropy."""
     ((stock, right),) = on_ranks(_logit_after_the_loss)
     what = "logit in fp32, read after the unfused cross-entropy, which leaves the softmax in place"
     return Reproduced(stock, right, what)
@@ -264,7 +264,7 @@ def smoothed_loss(context: ParallelContext, smoothing: float) -> tuple[float, fl
 
 
 def d24() -> Reproduced:
-    """Measure defect D24: the label-smoothed loss of a target on two tensor-parallel ranks."""
+    """Measure D24 of `defects.yaml`: the label-smoothed loss of a target on two TP ranks."""
     smoothed = partial(smoothed_loss, smoothing=0.1)
     stock, right = on_ranks(smoothed, tp=2)[0]
     ((alone, exact),) = on_ranks(smoothed)

@@ -131,7 +131,7 @@ def _on_one_rank(targets: tuple[int, ...], **options: Any) -> Step:
 
 
 def no_targets() -> Reproduced:
-    """Measure defect D4: the gradient of an MTP depth in a step whose targets are all masked."""
+    """Measure D4 of `defects.yaml`: the gradient of an MTP depth if all targets are masked."""
     means = _on_one_rank((0,), per_token=False)
     return Reproduced(
         means.gradient,
@@ -159,7 +159,7 @@ def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
 
 
 def weight_of_a_depth() -> Reproduced:
-    """Measure defect D5: the weight of an MTP depth's target if the loss is averaged per token."""
+    """Measure D5 of `defects.yaml`: the weight of an MTP depth's target in a per-token loss."""
     short = min(RAGGED)
     long = max(RAGGED)
     weights = weight_of_a_target(RAGGED, RAGGED.index(short), RAGGED.index(long))
@@ -174,7 +174,7 @@ def weight_of_a_depth() -> Reproduced:
 
 
 def logged_loss() -> Reproduced:
-    """Measure defect D14: the logged loss of an MTP depth if target counts differ."""
+    """Measure D14 of `defects.yaml`: the logged loss of an MTP depth if target counts differ."""
     step = _on_one_rank(RAGGED)
     whole = _on_one_rank(RAGGED, micro_batch=len(RAGGED))
     kept = _one_further(_mask(RAGGED))
@@ -205,7 +205,7 @@ def _shifted_padding(_context: ParallelContext) -> float:
 
 
 def padded_packing() -> Reproduced:
-    """Measure defect D9: the number of targets of an MTP depth in packed samples with padding."""
+    """Measure D9 of `defects.yaml`: the targets of an MTP depth in packed samples with padding."""
     return Reproduced(
         on_ranks(_shifted_padding)[0],
         (5 - 1) + (6 - 1),
@@ -225,7 +225,7 @@ def _shifted_short(context: ParallelContext) -> tuple[float, str]:
 
 
 def short_packing() -> Reproduced:
-    """Measure defect D10: the number of targets of an MTP depth at context-parallel size 2.
+    """Measure D10 of `defects.yaml`: the number of targets of an MTP depth on two CP ranks.
 
     One of the two packed samples is so short that a rank's slice of it is a single position.
     """
@@ -271,7 +271,7 @@ def _recomputed(context: ParallelContext, recompute: bool) -> tuple[float, str]:
 
 
 def recomputed_packing() -> Reproduced:
-    """Measure defect D11: the gradient of an MTP depth with packed samples and recomputation."""
+    """Measure D11 of `defects.yaml`: the gradient of a recomputed MTP depth with packed samples."""
     stock, error = on_ranks(partial(_recomputed, recompute=True))[0]
     return Reproduced(
         stock,
@@ -297,7 +297,7 @@ def _logits_without_labels(context: ParallelContext) -> tuple[float, float, str]
 
 
 def no_labels() -> Reproduced:
-    """Measure defect D12: the logits of a model with an MTP depth that is given no labels."""
+    """Measure D12 of `defects.yaml`: the logits of a model with an MTP depth and no labels."""
     stock, right, error = on_ranks(_logits_without_labels)[0]
     what = "Norm of the logits of a model with multi-token prediction that is given no labels"
     return Reproduced(stock, right, f"{what}{error}.")
@@ -329,7 +329,7 @@ def _routed(context: ParallelContext) -> list[float]:
 
 
 def padding_of_a_depth() -> Reproduced:
-    """Measure defect D13: the tokens that an MTP depth's router counts in a padded sequence."""
+    """Measure D13 of `defects.yaml`: the unpadded tokens that an MTP depth's router counts."""
     counts = on_ranks(_routed)[0]
     right = LENGTH - PADDED
     return Reproduced(

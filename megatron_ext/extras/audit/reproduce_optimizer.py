@@ -76,7 +76,10 @@ def trainer(
 
 
 def scheduler(optimizer: MegatronOptimizer, **flags: Any) -> OptimizerParamScheduler:
-    """Build Megatron-LM's scheduler with a constant learning rate, which it sets for all groups."""
+    """Build Megatron-LM's scheduler with a constant learning rate, which it sets for all groups.
+
+    ``flags`` replace arguments of its class.
+    """
     phases = {"lr_warmup_steps": 0, "lr_decay_steps": 100, "lr_decay_style": "constant"}
     decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 100, "wd_incr_style": "constant"}
     rates = {"init_lr": 0.0, "max_lr": LR, "min_lr": 0.0}
@@ -107,7 +110,7 @@ def _nan_gradient(_context: ParallelContext) -> tuple[int, int]:
 
 
 def d21() -> Reproduced:
-    """Measure defect D21: how many weights are finite one step after a step with a NaN gradient."""
+    """Measure D21 of `defects.yaml`: how many weights are finite a step after a NaN gradient."""
     ((after_one, stock),) = on_ranks(_nan_gradient)
     what = (
         "weights of 48 that are numbers after a step in fp32 with --clip-grad 1 and one NaN among "
@@ -169,16 +172,16 @@ def both_rates(**resume: Any) -> tuple[float, str]:
 
 
 def d38() -> Reproduced:
-    """Measure defect D38: the learning rate of a matrix after a resume with ``--decoupled-lr``."""
+    """Measure D38 of `defects.yaml`: a matrix's learning rate after resuming ``--decoupled-lr``."""
     stock, clause = both_rates(decoupled=True)
     what = f"learning rate of a matrix after a resume with --lr 0.01 --decoupled-lr 0.001: {clause}"
     return Reproduced(stock, LR, what)
 
 
 def d40() -> Reproduced:
-    """Measure defect D40: the learning rate after a resume with ``--override-opt-param-scheduler``.
+    """Measure D40 of `defects.yaml`: the learning rate after a resume with a new ``--lr``.
 
-    The resumed run has a new ``--lr``, which this flag should apply.
+    The resumed run has ``--override-opt-param-scheduler``, which should apply the new rate.
     """
     stock, clause = both_rates(decoupled=False, lr=3 * LR, override=True)
     what = (
@@ -209,7 +212,7 @@ def _loss_scales(_context: ParallelContext) -> list[float]:
 
 
 def d39() -> Reproduced:
-    """Measure defect D39: the loss scale of experts after dense gradients have overflowed."""
+    """Measure D39 of `defects.yaml`: the loss scale of experts after dense gradients overflowed."""
     dense, experts = on_ranks(_loss_scales, dp=2, ep=2)[0]
     what = (
         "scale by which gradients of experts are divided with --fp16 and "
@@ -239,7 +242,7 @@ def _padded_buckets(_context: ParallelContext) -> tuple[float, float, float]:
 
 
 def d41() -> Reproduced:
-    """Measure defect D41: a weight in a fully reshardable distributed-optimizer checkpoint."""
+    """Measure D41 of `defects.yaml`: a weight in a fully reshardable optimizer checkpoint."""
     stock, right, share = on_ranks(_padded_buckets, dp=2)[0]
     what = (
         "weight that is farthest off in the fully reshardable checkpoint of "

@@ -46,7 +46,7 @@ class _PlainGating(TopKRouter):  # type: ignore[misc]
 def router_class() -> type[TopKRouter]:
     """Return megatron-core's router class, or a subclass of it that computes logits by torch.
 
-    The subclass is needed where megatron-core's own cannot compute logits (defect D25).
+    The subclass is needed where megatron-core's own cannot compute logits (D25 of `defects.yaml`).
     """
     return TopKRouter if hasattr(moe_utils, "te_general_gemm") else _PlainGating
 
@@ -167,7 +167,7 @@ def share_of(
 
 
 def parallel_ranks() -> Reproduced:
-    """Measure defect D1: the auxiliary loss if tokens are sharded over tensor-parallel ranks."""
+    """Measure D1 of `defects.yaml`: the gradient of an auxiliary loss with sharded tokens."""
     context = share_of("aux_loss", cp=2)
     z_loss = share_of("z_loss", tp=2)
     return Reproduced(
@@ -180,7 +180,7 @@ def parallel_ranks() -> Reproduced:
 
 
 def masked_targets() -> Reproduced:
-    """Measure defect D2: the auxiliary loss if half of the targets are masked."""
+    """Measure D2 of `defects.yaml`: the auxiliary loss if half of the targets are masked."""
     half = LENGTH * SEQUENCES // 2
     return Reproduced(
         share_of("aux_loss", targets=half),
@@ -191,7 +191,7 @@ def masked_targets() -> Reproduced:
 
 
 def sequences_of_a_micro_batch() -> Reproduced:
-    """Measure defect D3: the per-sequence load-balancing loss in micro-batches of 4 sequences."""
+    """Measure D3 of `defects.yaml`: the per-sequence load-balancing loss in micro-batches of 4."""
     return Reproduced(
         share_of("seq_aux_loss", micro_batch=4),
         1.0,
@@ -201,7 +201,7 @@ def sequences_of_a_micro_batch() -> Reproduced:
 
 
 def no_targets() -> Reproduced:
-    """Measure defect D28: the auxiliary loss of a step whose targets are all masked."""
+    """Measure D28 of `defects.yaml`: the auxiliary loss of a step whose targets are all masked."""
     multiple = share_of("aux_loss", targets=0)
     return Reproduced(
         multiple,
@@ -222,7 +222,7 @@ def _logits(context: ParallelContext) -> tuple[float, float, str]:
 
 
 def router_without_transformer_engine() -> Reproduced:
-    """Measure defect D25: the router's logits without Transformer Engine."""
+    """Measure D25 of `defects.yaml`: the router's logits without Transformer Engine."""
     stock, right, error = on_ranks(_logits)[0]
     what = "Norm of the router's logits of 8 tokens without Transformer Engine"
     return Reproduced(stock, right, f"{what}{f': NameError ({error})' if error else ''}.")
@@ -239,7 +239,7 @@ def _counted(context: ParallelContext) -> list[float]:
 
 
 def padding_of_the_expert_bias() -> Reproduced:
-    """Measure defect D26: the tokens counted for the expert bias if one of them is padding."""
+    """Measure D26 of `defects.yaml`: the tokens counted for the expert bias, one being padding."""
     counts = on_ranks(_counted)[0]
     return Reproduced(
         counts[1],
@@ -267,7 +267,7 @@ def _counted_in_16_bits(context: ParallelContext) -> list[tuple[float, float]]:
 
 
 def counts_in_16_bits() -> Reproduced:
-    """Measure defect D43: how many tokens are counted for the expert bias in a bf16 model."""
+    """Measure D43 of `defects.yaml`: the tokens counted for the expert bias in a bf16 model."""
     counts = on_ranks(_counted_in_16_bits)[0]
     stock, right = max(counts, key=lambda pair: pair[1] - pair[0])
     all_of_them = ", ".join(f"{mine:.0f} of {truth}" for mine, truth in counts)
@@ -300,7 +300,7 @@ def _log_size(context: ParallelContext, experts: bool) -> int:
 
 
 def log_without_experts() -> Reproduced:
-    """Measure defect D27: the size of the log of auxiliary losses on a stage without experts."""
+    """Measure D27 of `defects.yaml`: the log of auxiliary losses on a stage without experts."""
     without, with_experts = (on_ranks(partial(_log_size, experts=x))[0] for x in (False, True))
     return Reproduced(
         without,

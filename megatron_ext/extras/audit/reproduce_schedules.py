@@ -24,7 +24,7 @@ from megatron_ext.parallel.context import ParallelContext
 LENGTH, BATCH, WIDTH, MICROBATCHES = 64, 2, 32, 8
 FACTORS = (0.5, 1.25, 1.5, 0.75)
 STEPS = 8
-"""Number of steps in which defect D16 is measured; most steps, but not all, show it."""
+"""Number of steps in which D16 of `defects.yaml` is measured; most, but not all of them show it."""
 
 
 class Factor(MegatronModule):  # type: ignore[misc]
@@ -53,7 +53,7 @@ class Factor(MegatronModule):  # type: ignore[misc]
 def _gradients(context: ParallelContext, **messages: bool) -> list[float]:
     """Return the gradients of this rank's stages after one step of megatron-core's schedule.
 
-    ``messages`` are options of the pipeline's communication.
+    ``messages`` are fields of the TransformerConfig, such as ``overlap_p2p_comm``.
     """
     config = TransformerConfig(
         num_layers=4,
@@ -91,7 +91,7 @@ def _worst(what: str, *, steps: int, **messages: bool) -> Reproduced:
     Args:
         what: a sentence about the measurement, without a full stop.
         steps: number of steps; the gradients of all stages in all steps are compared.
-        messages: options of the pipeline's communication.
+        messages: the argument of `_gradients`.
     """
     ranks = on_ranks(partial(_steps, count=steps, messages=messages), pp=2, vpp=2)
     inputs = LENGTH * BATCH * WIDTH * sum(range(1, MICROBATCHES + 1))
@@ -111,7 +111,7 @@ def _worst(what: str, *, steps: int, **messages: bool) -> Reproduced:
 
 
 def batched_messages() -> Reproduced:
-    """Measure defect D15: the gradients with batched messages between two interleaved stages."""
+    """Measure D15 of `defects.yaml`: gradients with batched messages between interleaved stages."""
     return _worst(
         "Worst gradient of a chain of four virtual chunks on two stages with batched messages",
         steps=1,
@@ -122,7 +122,7 @@ def batched_messages() -> Reproduced:
 
 
 def deallocated_outputs() -> Reproduced:
-    """Measure defect D16: the gradients with overlapped messages and deallocated outputs."""
+    """Measure D16 of `defects.yaml`: gradients with overlapped messages and deallocated outputs."""
     return _worst(
         "Worst gradient of a chain of four virtual chunks on two stages with overlapped messages "
         f"and deallocated outputs, in {STEPS} steps",
@@ -134,7 +134,7 @@ def deallocated_outputs() -> Reproduced:
 
 
 def neither() -> Reproduced:
-    """Measure the correct gradients, without the options that trigger defects D15 and D16."""
+    """Measure the gradients without batched messages and deallocated outputs: they are correct."""
     return _worst(
         "Worst gradient of a chain of four virtual chunks on two stages with overlapped messages",
         steps=STEPS,

@@ -62,7 +62,7 @@ def _step_of_the_copy(context: ParallelContext) -> float:
 
 
 def decoupled_rate() -> Reproduced:
-    """Measure defect D6: the learning rate of an embedding copy with ``--decoupled-lr``."""
+    """Measure D6 of `defects.yaml`: an embedding copy's learning rate with ``--decoupled-lr``."""
     first, copy = on_ranks(_step_of_the_copy, pp=2)
     return Reproduced(
         copy,
@@ -93,7 +93,7 @@ def _summed_gradient(context: ParallelContext, tied: bool) -> tuple[float, float
 
 
 def stage_of_its_own() -> Reproduced:
-    """Measure defect D7: the gradient of the embedding if an MTP depth has a stage of its own."""
+    """Measure D7 of `defects.yaml`: the embedding's gradient if an MTP depth has its own stage."""
     untied = on_ranks(partial(_summed_gradient, tied=False), pp=3)
     tied = on_ranks(partial(_summed_gradient, tied=True), pp=3)
     given = on_ranks(
@@ -123,7 +123,10 @@ def _positions(context: ParallelContext) -> tuple[float, Tensor]:
 
 
 def learned_positions() -> Reproduced:
-    """Measure defect D8: the gradient of position embeddings with an MTP depth on a later stage."""
+    """Measure D8 of `defects.yaml`: the gradient of position embeddings with an MTP depth.
+
+    The depth is on a later stage, which holds a copy of the position embeddings.
+    """
     (first, start), (copy, start_of_copy) = on_ranks(_positions, pp=2)
     apart = float((start_of_copy - start).norm() / start.norm())
     return Reproduced(

@@ -31,6 +31,7 @@ class Campaign:
     """Runs of one program with the same flags, in different layouts and with different faults.
 
     Attributes:
+        words: the user's flags.
         folder: parent of the runs' folders.
         added: flags that the last run got in addition to the user's.
     """
@@ -80,7 +81,7 @@ class Campaign:
         return Truth(checksums, rows, statistics.median(times), ended.seconds, stall)
 
     def costs(self, layout: NamedLayout, restarts: Sequence[float] = ()) -> Costs:
-        """Return the times that steps, snapshots, saves and restarts take in a layout.
+        """Return the times that steps, snapshots in memory, saves and restarts take in a layout.
 
         They are measured in undisturbed runs, except the time of a restart: that is the median of
         ``restarts``, the seconds from each fault to the first new step.

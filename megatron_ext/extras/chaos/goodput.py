@@ -45,6 +45,8 @@ class Point:
 def expected(mean_time_between: float, work: float, keeping: float, restart: float) -> float:
     """Return the expected share of useful time if faults occur at random.
 
+    All times have the same unit.
+
     Args:
         mean_time_between: mean time between faults.
         work: useful time between two saved states; a fault loses all work since the last one.
@@ -60,7 +62,7 @@ def best_interval(mean_time_between: float, keeping: float) -> float:
     """Return the best useful time between two checkpoints, by Young's formula.
 
     The formula is ``sqrt(2 * keeping * mean_time_between)``, where ``keeping`` is the time to save
-    a checkpoint and ``mean_time_between`` the mean time between faults.
+    a checkpoint and ``mean_time_between`` the mean time between faults, all in the same unit.
     """
     return math.sqrt(2.0 * keeping * mean_time_between)
 

@@ -32,7 +32,9 @@ SLOW = "slow rank"
 KINDS = (*STRIKES, SLOW)
 _SECONDS_OF_A_SLOW_PASS = 0.05
 _COMPUTED = {"F": "forward", "B": "backward", "W": "backward"}
-"""Names of computations in "end of ...", by the letter of an action in the schedule."""
+"""Names in events such as "end of forward", by the schedule's letter for a computation (W: the
+gradients of weights).
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Fault:
         iteration: the first step in which the fault may happen, counted from 1. The fault happens
             at the first event ``at`` from that step on.
         rank: the rank to strike; None draws one with ``seed``.
-        at: the name of the event at which the fault happens: an event of the recorder, such as
+        at: the name of the event at which the fault happens: an event of a `Recorder`, such as
             "data", "update" or "save"; or an action of the pipeline schedule, such as "forward" (of
             any micro-batch), "forward of micro-batch 1" or "end of backward"; or "start", before
             the model is built, with ``iteration`` 0.
@@ -76,10 +78,11 @@ def as_variable(faults: Sequence[Fault], folder: Path | None = None) -> dict[str
 
 
 def name_of_event(name: str, detail: Any) -> str:
-    """Return the name by which `Fault.at` refers to an event of the recorder.
+    """Return the name by which `Fault.at` refers to an event.
 
-    ``detail`` is what the recorder tells about the event. For an action of the pipeline schedule,
-    the name includes the micro-batch, such as "forward of micro-batch 1".
+    The rank's `Recorder` passes the event's ``name`` and ``detail`` to its listeners. If the detail
+    is an action of the pipeline schedule, the result includes its micro-batch, such as "forward of
+    micro-batch 1".
     """
     kind = getattr(detail, "kind", None)
     microbatch = getattr(detail, "microbatch", None)
@@ -90,7 +93,7 @@ def name_of_event(name: str, detail: Any) -> str:
 
 
 class Injector:
-    """Listens to the events of one rank, and injects the faults meant for it."""
+    """Listener of one rank's `Recorder`, which injects the faults that are meant for this rank."""
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class Injector:
         self._slow_until, self._delay = 0, 0.0
 
     def __call__(self, name: str, iteration: int, detail: Any = None) -> None:
-        """Inject the faults that are due at an event of the recorder; `name_of_event` names it."""
+        """Inject the faults that are due at an event; the arguments come from the `Recorder`."""
         if name == "step":
             self._begin_step(iteration)
         due, self._due = self._due, []
@@ -222,10 +225,10 @@ def _rank_of(fault: Fault, world_size: int) -> int:
 
 
 def record_file(folder: Path, index: int) -> Path:
-    """Return the file that describes the fault ``index`` once it has happened."""
+    """Return the path of the file that describes the fault ``index`` once it has happened."""
     return folder / f"fault_{index:03d}.json"
 
 
 def steps_file(folder: Path, rank: int) -> Path:
-    """Return the file with a line for each step that a rank has begun."""
+    """Return the path of the file with a line for each step that a rank has begun."""
     return folder / f"steps_{rank:03d}.txt"

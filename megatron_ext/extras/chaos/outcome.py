@@ -41,9 +41,8 @@ TOLD: dict[str, tuple[str, tuple[str, ...]]] = {
     "NaN gradient": ("non_finite", ()),
     "bit flip": ("mismatch", ()),
 }
-"""For each kind of fault, how the run must report it: the kind of event, and the cause.
-
-The cause in the event must contain one of the given words; without words any cause is right.
+"""For each kind of fault, how the run must report it in `faults.jsonl`: the event's ``kind``, and
+words of which its ``cause`` must contain at least one; without words any cause is right.
 """
 NAMES_NO_RANK = {"full disk", "failed fsync", "lost socket"}
 """Faults without a definite rank: a lost connection has two ends, and a save fails as a whole."""
@@ -56,7 +55,10 @@ every 15 seconds, and a rank must be slow in two consecutive measurements."""
 
 @dataclass(frozen=True)
 class Truth:
-    """An undisturbed run: digests of its last checkpoint, its reported steps, and its times."""
+    """An undisturbed run: digests of its last checkpoint's tensors, its metrics by step, its times.
+
+    ``step_seconds`` and ``save_seconds`` are medians; ``seconds`` is the time of the whole run.
+    """
 
     digests: dict[str, str]
     rows: dict[int, Row]

@@ -30,7 +30,7 @@ PROGRAMS = {"pretrain_gpt.py": TEXT, "pretrain_video.py": VIDEO}
 
 
 def main(argv: Sequence[str], description: str) -> int:
-    """Run all cases and print the table; return the exit code."""
+    """Run all cases and print the table; return 0 if all runs survived, 1 if not, 2 on an error."""
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
     words = list(argv[len(own) + 1 :])
     args = _parser(description).parse_args(own)

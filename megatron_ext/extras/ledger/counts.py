@@ -19,10 +19,10 @@ Range = tuple[int, int]
 
 @dataclass
 class Use:
-    """The samples of one source that a run used in one stage of its mixture.
+    """The samples of one source that a run used in one stage, with one mixture and sample length.
 
     Attributes:
-        stage: first sample of the stage.
+        stage: number of the stage's first sample.
         tokens: tokens in the source's training split.
         counted: number of samples in steps whose updates are part of the weights.
         others: number of samples in all other steps, by the reason why they are not part of them.
@@ -70,7 +70,7 @@ Same = tuple[int, int, int]
 tokens, number of equal sources before it in the order).
 """
 Key = tuple[Same, int, bool, Phase]
-"""A source, the tokens of a window, whether documents are packed, and a phase.
+"""A source, the tokens of a window, whether documents are packed, and a phase (`data.windows`).
 
 Two runs with the same key have the same samples under the same numbers.
 """

@@ -161,7 +161,7 @@ class Ledger:
     def steps(self, *, with_lost: bool) -> list[Steps]:
         """Return the steps whose updates are part of the weights.
 
-        With ``with_lost``, the steps that were left out or lost by a restart are included.
+        With ``with_lost``, include steps whose update was skipped, rewound or lost by a restart.
         """
         if not with_lost:
             return [each for each in self.history.steps if each.reason is None]
@@ -170,7 +170,7 @@ class Ledger:
     def unknown(self, *, with_lost: bool) -> list[Steps]:
         """Return the steps whose order of samples was not recorded.
 
-        ``with_lost`` includes steps that were left out or lost, as in `steps`.
+        ``with_lost`` is the argument of `steps`.
         """
         return [each for each in self.steps(with_lost=with_lost) if each.order is None]
 

@@ -322,8 +322,8 @@ def _show_comparison(first: Ledger, second: Ledger, console: Console) -> None:
 def export(ledger: Ledger, path: Path, *, with_lost: bool) -> str:
     """Write a parquet file with a row for each part of a document that a sample contains.
 
-    ``with_lost`` adds the rows of steps that were lost or left out. Return a sentence on what was
-    written.
+    ``with_lost`` adds the rows of steps whose updates are not part of the weights. The result is a
+    sentence on what was written.
 
     Raises:
         ConfigError: pyarrow is missing, or the file cannot be written.
@@ -360,7 +360,7 @@ def export(ledger: Ledger, path: Path, *, with_lost: bool) -> str:
 def _blocks(ledger: Ledger, *, with_lost: bool) -> Iterator[dict[str, Any]]:
     """Yield the rows to export in blocks of samples, each a dict from column name to values.
 
-    ``with_lost`` adds the rows of steps that were lost or left out.
+    ``with_lost`` adds the rows of steps whose updates are not part of the weights.
     """
     for steps in ledger.steps(with_lost=with_lost):
         if steps.order is None:
