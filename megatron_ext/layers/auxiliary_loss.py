@@ -56,8 +56,9 @@ class _Attach(torch.autograd.Function):
 def attach(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
     """Return ``carrier``, whose backward pass also differentiates ``loss.sum()``.
 
-    The training step divides all gradients by its number of targets N. To divide a loss by another
-    number D, multiply it by N / D before calling this.
+    The loss is scaled by ``grad_scale_func`` of ``transformer_config``. The training step divides
+    all gradients by its number of targets N. To divide a loss by another number D, multiply it by
+    N / D before calling this.
     """
     attached: Tensor = _Attach.apply(carrier, loss, transformer_config)  # type: ignore[no-untyped-call]
     return attached

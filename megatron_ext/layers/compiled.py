@@ -43,8 +43,10 @@ class Compiler:
 
     Attributes:
         backend: torch.compile's backend; None runs everything eagerly.
-        on_cpu: whether functions are also compiled for CPU tensors. If False, a caller may skip
-            `compiles` for CPU tensors.
+        alike: whether all ranks must compile the same kernels; see `compile_alike`.
+        on_cpu: whether functions are also compiled for CPU tensors.
+        strict: whether to raise an error of the compiler instead of running the function eagerly.
+        checked: whether `compiles` has looked for what inductor needs.
     """
 
     backend: Backend | None = "inductor"

@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 
 
 def slices_of(rank: int, size: int) -> tuple[int, int]:
-    """Return the indices of a rank's two slices among the ``2 * size`` slices of a sequence."""
+    """Return the indices of a rank's two slices of a sequence; ``size`` is the number of ranks."""
     return rank, 2 * size - 1 - rank
 
 
 def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` from rank order (each rank's two slices in turn) to sequence order."""
+    """Reorder ``[s, ...]`` from the order of ``size`` ranks, two slices each, to sequence order."""
     slices = gathered.view(2 * size, gathered.size(0) // (2 * size), *gathered.shape[1:])
     slots = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
     # Slices instead of an index tensor, which would have to be copied to the device.
@@ -26,7 +26,7 @@ def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
 
 
 def to_rank_order(ordered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` from sequence order to rank order (each rank's two slices in turn)."""
+    """Reorder ``[s, ...]`` from sequence order to the order of ``size`` ranks, two slices each."""
     slices = ordered.view(2 * size, ordered.size(0) // (2 * size), *ordered.shape[1:])
     order = [i for rank in range(size) for i in slices_of(rank, size)]
     return torch.stack([slices[i] for i in order]).view_as(ordered)

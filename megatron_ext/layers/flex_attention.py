@@ -152,8 +152,8 @@ def block_mask(query: Tensor, key: Tensor, span: Span, mask: Tensor | None) -> B
     """Return the block mask for queries ``[b, n, q, d]`` and keys ``[b, g, k, d]``, cached.
 
     Attention is forbidden by ``span``, and also by ``mask`` unless it is None. ``mask`` is the
-    document of each position of the sequence ``[b or 1, s]``, or a dense mask ``[b or 1, 1, q,
-    k]``.
+    document index of each position of the sequence ``[b or 1, s]``, or a dense mask ``[b or 1, 1,
+    q, k]``, True where attention is forbidden.
     """
     lengths = query.size(2), key.size(2)
     if mask is None:
@@ -208,11 +208,10 @@ def _dense_block_mask(span: Span, lengths: Lengths, forbidden: Tensor) -> BlockM
 
 
 def _blocks_in_reach(span: Span, lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return, for each block of positions, whether some pairs are allowed, and whether all are.
+    """Return, for each block, whether ``span`` allows some pairs of query and key, and whether all.
 
-    Both results are boolean, ``[q blocks, k blocks]``. A pair is a query position and a key
-    position of the block. A block that extends beyond the end of the queries or keys never counts
-    as one that allows all pairs.
+    Both results are boolean, ``[q blocks, k blocks]``; ``lengths`` are the numbers q and k. A block
+    that extends beyond the end of the queries or keys never counts as one that allows all pairs.
     """
 
     def ends(length: int) -> tuple[Tensor, Tensor]:
@@ -255,7 +254,7 @@ def _in_order(
     """Return a block mask from the blocks that allow attention, ``[b or 1, q blocks, k blocks]``.
 
     ``some`` is True where a block allows some attention, ``whole`` where it allows all. In a block
-    that allows only some, ``rule`` decides for each pair.
+    that allows only some, ``rule`` (see `_rule`) decides for each pair of query and key.
     """
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

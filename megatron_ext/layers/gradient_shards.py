@@ -99,7 +99,7 @@ class GradientBucket:
         self.free()
 
     def gather(self) -> None:
-        """Fill the bucket with the sums of all ranks."""
+        """Fill `whole` with the reduced gradients: the `sums` of all ranks, one after another."""
         self.allocate()
         own = self.sums.to(self.whole.dtype)
         torch.distributed.all_gather_into_tensor(self.whole, own, group=self._group)

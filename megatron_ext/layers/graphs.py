@@ -35,7 +35,7 @@ Graphed = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Argument:
-    """Properties of a tensor argument of a layer."""
+    """The properties of a layer's tensor argument; a replay needs the same as the recording."""
 
     name: str
     shape: torch.Size

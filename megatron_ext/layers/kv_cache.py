@@ -208,7 +208,8 @@ class KeyValueCache:
     def all_positions(self, _module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace a rotary embedding's first argument, the length, by the longest allowed one.
 
-        This is a forward pre-hook of a rotary embedding; `token_angles` is its forward hook.
+        This is a forward pre-hook of a rotary embedding. From the angles of all positions its
+        forward hook, `token_angles`, selects those of the tokens.
         """
         return self.max_length, *arguments[1:]
 

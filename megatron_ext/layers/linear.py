@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Sent(NamedTuple):
-    """A tensor whose collective may still be running."""
+    """The result of a collective that may still be running; `get` waits for it."""
 
     tensor: Tensor
     work: Any = None

@@ -165,7 +165,7 @@ def _gain(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
 norm_with_residual = FusedResidual(
     _one_norm, saving=norm_and_statistics, gradients=norm_gradients, num_outputs=1
 )
-"""Return ``x`` for the residual connection, and its `norm`."""
+"""Takes the arguments of `norm`; returns ``x`` for the residual connection, and its norm."""
 
 
 def added(

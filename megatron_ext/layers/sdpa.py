@@ -51,10 +51,10 @@ CUDNN_GENERATIONS = (9, 10)
 CUDNN_ANY_LENGTH = 91501
 CUDNN_OF_TORCH_2_8 = 91002
 CUDNN_TILE = 128
-"""Versions of cuDNN, and the sequence lengths that are safe with them.
+"""Positions in a tile of cuDNN's kernels; old versions are safe only at multiples of it.
 
-From version `CUDNN_ANY_LENGTH` on, any length is safe. From `CUDNN_OF_TORCH_2_8` on, multiples of
-`CUDNN_TILE` are, the length of a tile of cuDNN's kernels.
+From version `CUDNN_ANY_LENGTH` on, any sequence length is safe; from `CUDNN_OF_TORCH_2_8` on,
+multiples of `CUDNN_TILE` are.
 """
 
 FLASH_3 = "FA3"
@@ -219,7 +219,7 @@ def flash_3_in_use() -> bool:
 
 
 def _try_flash(device: torch.device) -> None:
-    """Run the flash kernel forward and backward once, and wait for it."""
+    """Run the flash kernel forward and backward once, so that an unusable one raises an error."""
     shape = 1, 1, CUDNN_TILE, 64
     x = torch.ones(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

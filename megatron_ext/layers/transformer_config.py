@@ -62,7 +62,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
 
     Attributes:
         auxiliary_scale: factor of auxiliary losses; the step sets its value.
-        weight_gradients: queue of a zero-bubble schedule; None with other schedules.
+        weight_gradients: deferred weight gradients of a zero-bubble schedule; else None.
         deterministic_dropout: whether dropout masks are independent of the parallel layout.
         adds_in_place: whether the matrix product of a weight gradient adds to the data-parallel
             buffer.

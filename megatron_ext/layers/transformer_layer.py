@@ -1,9 +1,9 @@
 """megatron-core's transformer layer, attention and MLPs, with compiled and fused pointwise parts.
 
-One kernel adds a branch to the residual stream and normalizes the sum; another computes the
-gradients. Norm and rotary embedding of queries and keys are fused in the same way. All layers share
-one table of cosines and sines. An activation is compiled together with its bias and an expert's
-token scales.
+One kernel adds the output of attention or MLP to the residual stream and normalizes the sum;
+another computes the gradients. Norm and rotary embedding of queries and keys are fused, too. All
+layers share one table of cosines and sines. An activation is compiled together with its bias and an
+expert's token scales.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 
 def _after_norm(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a bias-dropout-add like ``add`` that first normalizes the branch's output."""
+    """Return a bias-dropout-add like ``add`` that first normalizes what it adds."""
 
     def bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         function: Callable[..., Tensor] = add(training, fused)
@@ -411,7 +411,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         )
 
     def _added(self, output: WithBias, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """Add a branch's output to the residual stream; return the sum and the normalized sum."""
+        """Add the output of attention or MLP to the residual; return the sum, and it normalized."""
         training = bool(self.training)
         bda = self.self_attn_bda
         if bda is not get_bias_dropout_add or not norm.compiled:

@@ -232,9 +232,9 @@ class _Replica:
     def _provenance(self, row: int, drawn: dict[str, Tensor]) -> Provenance | None:
         """Return the sample and dataset of a row, or None if the samples carry no index.
 
-    ``drawn`` has the loader's tensors of the row's micro-batch: ``sample`` (see `Numbered`) and,
-    for a blend, ``dataset_id``.
-    """
+        ``drawn`` has the loader's tensors of the row's micro-batch: ``sample`` (see `Numbered`)
+        and, for a blend, ``dataset_id``.
+        """
         if "sample" not in drawn:
             return None
         dataset: Any = self._dataset

@@ -60,8 +60,9 @@ def _write(  # type: ignore[no-untyped-def]
 
     It is written to ``rows`` ``[m, stride]`` and, transposed, to ``columns`` (with m padded to a
     multiple of 16); each may be None. Columns of the matrix from ``end`` on are not written.
-    ``noted`` is set to the largest magnitude of ``x`` if that is larger. Numbers that are not
-    finite become NaN. Elements of the tile outside the matrix must be zero.
+    ``noted`` is set to the largest magnitude of ``x`` if that is larger. Results are clamped to
+    ``LIMIT``, the largest number of the 8-bit format. Numbers that are not finite become NaN.
+    Elements of the tile outside the matrix must be zero.
     """
     i = tl.arange(0, x.shape[0])
     j = tl.arange(0, x.shape[1])
@@ -207,9 +208,11 @@ def _launch(
     activation: str,
     gated: bool,
 ) -> None:
-    """Launch the kernel ``name`` on matrices with at least one row.
+    """Launch a kernel on matrices with at least one row.
 
-    It writes its results to ``scales``, ``noted``, ``rows`` and ``columns``, where not None.
+    ``name`` is "cast", "activated" or "gradient_before"; ``given`` is the scale or, with
+    ``scales``, the largest magnitude. The kernel writes its results to ``scales``, ``noted``,
+    ``rows`` and ``columns``, where not None.
     """
     kernel, (block_m, block_k) = _KERNELS[name]
     m, k = inputs[0].shape
@@ -354,10 +357,10 @@ def signatures() -> list[Signature]:
 
 
 def _entry(name: str, types: Types, limit: float, **more: Any) -> Signature:
-    """Return the signature of the kernel ``name`` for a matrix with 14336 columns.
+    """Return the signature of the kernel ``name``; 14336 stands for any number of columns.
 
     ``types`` maps the kernel's arguments to their types; a type of None passes None for the
-    argument. ``more`` are constants.
+    argument. ``limit`` is the 8-bit format's largest number; ``more`` are further constants.
     """
     kernel, (block_m, block_k) = _KERNELS[name]
     constants = {"K": 14336, "LIMIT": limit, "BLOCK_M": block_m, "BLOCK_K": block_k, **more}

@@ -226,11 +226,12 @@ class AmaxHistories:
         self._pending: tuple[list[DelayedScaling], HostCopy] | None = None
 
     def marks(self) -> tuple[Any, list[bool]]:
-        """Return the part of the state that is kept on the host; `set_marks` restores it.
+        """Return the part of the state that is kept on the host, a pair that `set_marks` restores.
 
-        The state has two parts: for each layer, whether it is known to have a complete history
-        (`DelayedScaling.has_history`); and a copy from the device, perhaps still running, that
-        tells which other layers have one by now.
+        The second part tells for each layer whether it is known to have a complete history
+        (`DelayedScaling.has_history`). The first is a copy from the device that `advance` started,
+        perhaps still running, which tells which other layers have one by now; None if there is no
+        such copy.
         """
         return self._pending, [scaling.has_history for scaling in self.scalings]
 
