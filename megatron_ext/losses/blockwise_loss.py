@@ -32,9 +32,9 @@ def _values(
     token_weights: Tensor,
     gradients: Gradients,
 ) -> list[Tensor]:
-    """Return losses and extra values, each ``[s * b]``; store their gradients in ``gradients``.
+    """Return losses and extra values, each ``[s * b]``, 0 for tokens of weight 0.
 
-    All values are 0 for tokens of weight 0.
+    The gradients of the losses' weighted sum are stored in ``gradients``.
     """
     count = len(tokens)
     rows = head.rows(count)

@@ -19,9 +19,10 @@ from megatron_ext.layers.auxiliary_loss import MTPTargets
 
 Report = Mapping[str, Tensor]
 LossFunction = Callable[..., tuple[Tensor, Tensor, Report]]
-"""A function from the last stage's output to sum, count and report of the loss.
+"""A function from the last stage's output to the sum of losses, number of targets, and log entries.
 
-With ``non_loss_data=True`` it returns data for the task instead, if the task collects such data.
+With ``non_loss_data=True`` it returns data for `Task.process_non_loss_data` instead, if the task
+collects such data.
 """
 
 
@@ -50,8 +51,8 @@ def pair(total: Tensor, count: Tensor) -> Tensor:
 def call_loss(loss: LossFunction, output: Tensor, *, non_loss_data: bool = False) -> Any:
     """Call a loss, check its result, and return ``(sum, count, report)``.
 
-    With ``non_loss_data`` return instead what the loss collects for other purposes, unchecked: the
-    result of ``loss(output, non_loss_data=True)``.
+    With ``non_loss_data`` return instead, unchecked, what the loss collects for
+    `Task.process_non_loss_data`: the result of ``loss(output, non_loss_data=True)``.
 
     Raises:
         ConfigError: the result is not what the contract demands, or ``non_loss_data`` is set but
@@ -88,7 +89,7 @@ def checked(loss: LossFunction) -> LossFunction:
 
 
 def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
-    """Return ``loss(output, non_loss_data=True)``.
+    """Return ``loss(output, non_loss_data=True)``, the data for `Task.process_non_loss_data`.
 
     Raises:
         ConfigError: the loss has no argument ``non_loss_data``.

@@ -52,7 +52,11 @@ def fused_rows(num_tokens: int, hidden_size: int) -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """Options of an output head's loss, and how the head is split over the ranks."""
+    """Options of an output head's loss, and how the head is split over the ranks.
+
+    They are arguments of `weighted_linear_cross_entropy`; ``main_grad`` is its
+    ``gradient_accumulation_fusion``.
+    """
 
     block_size: int | None
     tp_group: ProcessGroup | None
@@ -288,7 +292,7 @@ class Gradients:
     """Sums the gradients of hidden states ``[s * b, h]``, weight and bias over the blocks.
 
     Gradients of weight and bias are in float32, gradients of hidden states in the dtype of the
-    hidden states. A gradient that is not needed is None.
+    hidden states. A gradient is None if ``needs_gradient``, in the same order, is False for it.
     """
 
     def __init__(self, needs_gradient: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:
@@ -307,8 +311,8 @@ class Gradients:
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias, and forget them.
 
-        The gradients of hidden states and bias have been multiplied by ``scale``; the caller must
-        scale the weight's gradient.
+        The gradients of hidden states and bias have been multiplied by ``scale``. The caller must
+        scale the weight's gradient, since it can do so while it adds or casts this large tensor.
 
         Raises:
             RuntimeError: on a second call.

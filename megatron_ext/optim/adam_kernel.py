@@ -50,7 +50,11 @@ def _update_block(  # type: ignore[no-untyped-def]
     gradients, weights, exp_avgs, exp_avg_sqs, copies, offsets, mask, divisor, step_size, root,
     decay, beta1, rest1, beta2, rest2, eps, HAS_COPY: tl.constexpr,
 ):  # fmt: skip
-    """Update one block of elements, in the order of operations of torch's fused AdamW."""
+    """Update one block of elements, in the order of operations of torch's fused AdamW.
+
+    ``divisor``, ``step_size`` and ``root`` are the last three of `Settings.scalars`. ``decay`` is
+    the learning rate times the weight decay; ``rest1`` is 1 - ``beta1``, ``rest2`` 1 - ``beta2``.
+    """
     gradient = tl.load(gradients + offsets, mask=mask) / divisor
     weight = tl.load(weights + offsets, mask=mask)
     exp_avg = tl.load(exp_avgs + offsets, mask=mask).to(tl.float32)
@@ -78,7 +82,7 @@ def adam_kernel(  # type: ignore[no-untyped-def]
         addresses: table with one row for each parameter: the addresses of the tensors, in the order
             of `Entry.tensors`, and the number of elements.
         chunks: for each program of the launch, (row of the parameter, number of the chunk).
-        scalars: `Settings.scalars`.
+        scalars: `Settings.scalars`; for ``decay``, ``rest1`` and ``rest2`` see `_update_block`.
     """
     if tl.load(scalars) != 0.0:
         return

@@ -182,9 +182,9 @@ def _model_weights(part: Any) -> dict[Tensor, Tensor]:
 
 
 def kernel_for(weight: Tensor) -> Callable[[], Kernel] | None:
-    """Return a function that makes a group's kernel for the device of ``weight``.
+    """Return a function that makes a parameter group's update kernel, for the device of ``weight``.
 
-    Return None on a CPU, and if compilation is impossible or switched off.
+    Return None on a CPU, and if compilation is impossible or switched off; torch then updates.
     """
     if not (weight.is_cuda and compiles(weight)):
         return None

@@ -22,7 +22,7 @@ from megatron_ext.optim.matrices import Matrix
 from megatron_ext.optim.shards import Shard
 
 ROUND = 2**24
-"""Largest number of elements that a rank gets in a round, unless one matrix has more."""
+"""Largest number of elements that a rank gets in one collective, unless one matrix has more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,8 @@ class Dealt:
         shard: this rank's elements of the weight.
         pieces: for each rank of the group, the slice of the flattened weight that it updates.
         owner: index of the owner in the group.
+
+    The group is that of the ranks that share the optimizer's state.
     """
 
     matrix: Matrix

@@ -70,8 +70,8 @@ def _samples(config: RunConfig, iterations: int, consumed: int = 0) -> int:
 def samples_of_decay_left(config: RunConfig, iteration: int, consumed: int) -> int:
     """Return the number of samples from step ``iteration`` to the end of the decay that flags set.
 
-    Return 0 if the end has passed. ``consumed`` is the number of samples in the steps up to
-    ``iteration``.
+    It is the decay of the learning rate. Return 0 if its end has passed. ``consumed`` is the number
+    of samples in the steps up to ``iteration``.
     """
     optimizer = config.optimizer
     training = config.training

@@ -1,5 +1,6 @@
-"""The board: shared memory with one slot for each rank of a machine, which watchers read.
+"""The board: shared memory where each rank of a machine records its progress for other processes.
 
+The watcher of hangs and the report of a run's time read it. Each rank has one slot of the board.
 A slot has a header, the names that its events use, and a ring of the latest events. Only the rank
 itself writes its slot, without locks: first an event, then the number of events. A reader copies
 the slot and ignores entries that may have been overwritten since. All times are of CLOCK_MONOTONIC,
@@ -25,12 +26,12 @@ PHASES = (
 """Phases of a run. "bubble" is the wait for a pipeline message, "reduce" sums gradients over
 replicas, "start" lasts until the first step, and "other" is time without a phase."""
 BOUNDLESS = frozenset({OTHER, START, "save", "evaluate"})
-"""Phases without a time limit; the others are parts of a step."""
+"""Phases that may last longer than a step, of which the other phases are parts."""
 
 BOARD = "board"
-"""Name of the board in the host folder."""
+"""Name of the board's file in the host folder (see `disk.host_folder`)."""
 RING, MAX_NAMES = 512, 64
-"""Events that a slot keeps, and names that its events may use."""
+"""Numbers of events that a slot keeps, and of different names that its events may use."""
 _NAME_BYTES = 48
 _SECONDS_AT, _NAMES_AT, _RING_AT = 512, 1024, 4096
 """Offsets in bytes, within a slot, of the phases' seconds, the names and the ring of events."""
@@ -56,7 +57,7 @@ class Word(IntEnum):
 
 
 class EventKind(IntEnum):
-    """Kinds of events: a phase begins or ends, a step begins, or a mark is set."""
+    """Kinds of events: a phase begins or ends, a step begins, or a mark (`Recorder.mark`)."""
 
     BEGIN = 0
     END = 1
@@ -71,7 +72,8 @@ class Event:
     Attributes:
         number: position of the event among all events of the rank, counted from 1.
         time: seconds of CLOCK_MONOTONIC.
-        name: a phase, a kind of action such as "F" or "receive input", or a mark.
+        name: a phase, a kind of pipeline action such as "F" (forward) or "receive input", a wait
+            such as "wait: receive input", "step", or a mark (`Recorder.mark`).
         phase: the phase that the rank is in after the event.
         microbatch, stage: of the action or message, otherwise -1.
         peer: rank at the other end of a message, otherwise -1.
@@ -90,11 +92,12 @@ class Event:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A copy of a rank's slot.
+    """The progress of a rank, copied from its slot of the board; times as in `Event`.
 
     Attributes:
         pipeline_rank: position of the rank in its pipeline; ranks with the same position have the
             same work.
+        generation: how many times the run had been restarted when the rank started.
         iteration: step that the rank is in, 0 before the first.
         mean_step: mean seconds of a step, without the phases of `BOUNDLESS` such as saving; 0.0
             before the first step has ended.
@@ -102,7 +105,7 @@ class RankRecord:
         started: time at which the process opened its slot.
         ended: whether the rank has closed its slot because its run is over.
         looked: time at which the rank's own watchdog last read the board; 0.0 if it never did.
-        seconds: total time of each phase, at the last event.
+        seconds: total time of each phase by its name, at the last event.
         events: the latest events, oldest first.
     """
 
@@ -137,10 +140,10 @@ class RankRecord:
 
 
 class Slot:
-    """The slot of one rank, as that rank writes it.
+    """The slot of one rank on the board, as that rank writes it.
 
     Attributes:
-        seconds: the total seconds of each phase, indexed by the number that stands for its name.
+        seconds: the total seconds of each phase, indexed by the number of its name (`name`).
     """
 
     def __init__(self, memory: mmap.mmap, index: int) -> None:
@@ -176,7 +179,7 @@ class Slot:
 
         Args:
             now: time in nanoseconds.
-            kind_and_name: kind of the event and number of its name, packed into one number.
+            kind_and_name: ``number of the name << 2 | EventKind``.
             phase: number of the phase after the event.
             detail: micro-batch, stage and peer.
         """
@@ -189,7 +192,7 @@ class Slot:
 
 
 class Board:
-    """The slots of the ranks of one machine, in a file of the host folder.
+    """Shared memory in which the ranks of one machine record their progress, one slot for each.
 
     Any process may be the first to open the file: its size depends only on the number of ranks, and
     a new file is all zeros, which is an empty board.
@@ -208,7 +211,7 @@ class Board:
 
     @classmethod
     def of_machine(cls, folder: Path) -> Board:
-        """Open the board in the host folder of this process, which is one of the local ranks.
+        """Open the board in the host folder ``folder``; this process must be one of its ranks.
 
         Raises:
             OSError: there is not enough memory.

@@ -44,7 +44,8 @@ def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
     """Run work without communication on every rank, and return all results by rank.
 
     Raises:
-        CheckpointError: on every rank, with the first failing rank's message.
+        CheckpointError: on every rank, with the first failing rank's message. ``what`` names the
+            work in it, unless the work itself raised a CheckpointError.
     """
     result: T | None = None
     fault: CheckpointError | None = None
@@ -61,7 +62,7 @@ def on_first_rank(work: Callable[[], T], what: str) -> T:
     """Run work without communication on rank 0 only; return its result on every rank.
 
     Raises:
-        CheckpointError: on every rank, if the work fails.
+        CheckpointError: on every rank, if the work fails; see `gather_or_raise`.
     """
     is_first = torch.distributed.get_rank() == 0
     return gather_or_raise(lambda: work() if is_first else None, what)[0]  # type: ignore[return-value]
@@ -74,13 +75,13 @@ def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext
 
     Raises:
         MegatronExtError: on every rank of the run, if the work fails. Other errors are printed with
-            their traceback, and raised as a DataError.
+            their traceback, and raised as a DataError that names the work ``what``.
     """
     return _on_some_ranks(context.is_reporting_rank, work, what, context, None)
 
 
 def on_first_of_replica(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
-    """Run work on the first rank of each replica, and return None on all other ranks.
+    """Run work on the first rank of each replica (`is_first_of_replica`); else return None.
 
     All ranks of the run call this together, and all raise an error as in `on_reporting_rank`.
     """
@@ -119,7 +120,7 @@ def _on_some_ranks(
 
 
 def is_first_of_replica(context: ParallelContext) -> bool:
-    """Return whether this rank is the first of its tensor- and context-parallel group."""
+    """Return whether this rank is the first of its replica (tensor- and context-parallel ranks)."""
     return context.tp_rank == 0 and context.cp_rank == 0
 
 

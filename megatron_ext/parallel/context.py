@@ -32,7 +32,7 @@ class ParallelContext:
 
     Attributes:
         pipeline_channels: two groups, for messages to higher and to lower pipeline ranks.
-        recorder: records what this rank does; the default one does not show it to other processes.
+        recorder: records what this rank does; the default one does not write to the `Board`.
     """
 
     layout: Layout
@@ -175,7 +175,7 @@ def init_groups(
         init_method: rendezvous address such as ``file:///path``; a single rank needs none.
         hierarchical_context_parallel_sizes: sizes of the inner (a2a) and outer (p2p) groups of
             ``--cp-comm-type a2a+p2p``.
-        recorder: records what this rank does; None creates one without a board.
+        recorder: records what this rank does; None creates one that does not write to a `Board`.
 
     Raises:
         ConfigError: the number of started ranks differs from the layout's, or a group of
@@ -242,7 +242,7 @@ def pipeline_channels(
 
 
 def _checked_context(layout: Layout, timeout: timedelta, recorder: Recorder) -> ParallelContext:
-    """Return the context with megatron-core's groups.
+    """Return the context with megatron-core's groups, after checking the ranks of each.
 
     Raises:
         ConfigError: a group's ranks are not those of the grid, which would change the training.

@@ -29,13 +29,17 @@ from megatron_ext.parallel.board import (
 Listener = Callable[[str, int, Any], None]
 """A function ``(name, iteration, detail)`` that is called after each event has been recorded.
 
-``detail`` is "begin" or "end" for a phase, the action for an action, and None for a step or a mark.
+``name`` is as in `Event`. ``detail`` is "begin" or "end" for a phase or a wait, and None for a step
+or a mark. For an action it is the `Action`, and "end" when the action ends.
 """
 _WHOLE = frozenset({PHASES.index("save"), PHASES.index("evaluate")})
 """Phases whose time also includes the time of phases nested in them."""
 _NO_DETAIL = (-1, -1, -1)
 _PHASE_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
-"""The phase of each kind of action; all other actions are messages."""
+"""The phase of each kind of computation; I and W are the gradients of input and weights.
+
+All other kinds of actions are messages.
+"""
 
 
 class _Kind(Protocol):
@@ -44,7 +48,7 @@ class _Kind(Protocol):
 
 
 class Action(Protocol):
-    """An action of a plan: a computation, a send or a receive of a pipeline rank."""
+    """An item of a pipeline schedule's plan: a computation, a send or a receive of a rank."""
 
     @property
     def kind(self) -> _Kind: ...
@@ -57,7 +61,7 @@ class Action(Protocol):
 class Recorder:
     """Records what a rank does.
 
-    With a ``slot``, the events are written to the shared-memory `board`, where other processes can
+    With a ``slot`` of a `Board`, events are written to shared memory, where other processes can
     read them. Without one, they are passed only to the listeners and counted in `seconds`.
 
     Attributes:
@@ -100,7 +104,7 @@ class Recorder:
         return phase
 
     def action(self, action: Action, peer: int | None = None) -> AbstractContextManager[None]:
-        """Return a context that records an action of the plan, and the phase for its kind.
+        """Return a context that records a pipeline schedule's action, and the phase of its kind.
 
         ``peer`` is the global rank at the other end of a message; None for a computation. Actions
         must not be nested.
@@ -144,14 +148,14 @@ class Recorder:
         self._event(EventKind.MARK, name, time.monotonic_ns(), _NO_DETAIL, None)
 
     def place(self, rank: int, world_size: int, pipeline_rank: int) -> None:
-        """Write the rank number, world size and pipeline rank to the board, if there is one."""
+        """Write the rank number, world size and pipeline rank to the slot, if there is one."""
         if self._slot is not None:
             self._slot.set(Word.RANK, rank)
             self._slot.set(Word.WORLD_SIZE, world_size)
             self._slot.set(Word.PIPELINE_RANK, pipeline_rank)
 
     def close(self) -> None:
-        """Note on the board that the run is over on this rank."""
+        """Note in the slot, if there is one, that the run is over on this rank."""
         if self._slot is not None:
             self.mark("end")
             self._slot.set(Word.ENDED, 1)
@@ -179,7 +183,7 @@ class Recorder:
     def _enter(self, phase: int, name: str, about: tuple[int, int, int], detail: Any) -> None:
         """Begin a phase, and record this as an event under ``name``.
 
-        ``about`` is ``(microbatch, stage, peer)`` for the board; listeners get ``detail`` instead.
+        ``about`` is ``(microbatch, stage, peer)`` for the slot; listeners get ``detail`` instead.
         """
         now = time.monotonic_ns()
         self._charge(now)
@@ -278,9 +282,10 @@ class _Waiting(AbstractContextManager[None]):
 
 
 def open_recorder(folder: Path | None = None) -> Recorder:
-    """Return a recorder that writes to this rank's slot of the board in the host folder.
+    """Return a recorder that writes to this rank's slot of the `Board` in the host folder.
 
-    If there is no host folder or not enough memory, return a recorder without a slot.
+    ``folder`` is the host folder (see `disk.host_folder`); None takes that of the run. If there is
+    none, or not enough memory, return a recorder without a slot.
     """
     folder = folder or host_folder()
     if folder is None:
