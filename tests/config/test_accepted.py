@@ -1,5 +1,6 @@
 """Values exactly at a limit are accepted, and derived values are those that the flags imply."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -234,6 +235,38 @@ def test_fields_of_the_core_are_named_as_it_names_them() -> None:
     grouped = "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-vp-stage 4"
     assert fields_of(f"{STAGES} {grouped}")["microbatch_group_size_per_vp_stage"] == 4
     assert "microbatch_group_size_per_vp_stage" not in fields_of(STAGES)
+
+
+def test_fields_of_layouts_and_of_special_layers_reach_the_core() -> None:
+    config = config_of(SMALL)
+    model: dict[str, Any] = {
+        "variable_seq_lengths": True,
+        "distribute_saved_activations": True,
+        "recompute_modules": ["mlp"],
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "fp32_residual_connection": True,
+    }
+    parallel: dict[str, Any] = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 3,
+        "context_parallel_size": 4,
+        "expert_model_parallel_size": 5,
+        "expert_tensor_parallel_size": 6,
+        "virtual_pipeline_model_parallel_size": 7,
+        "sequence_parallel": True,
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    }
+    before = transformer_fields(config)
+    changed = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **model),
+        parallel=dataclasses.replace(config.parallel, **parallel),
+    )
+    fields = transformer_fields(changed)
+    for name, value in (model | parallel).items():
+        assert fields[name] == value != before[name], name
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,40 @@ def test_sections_that_cannot_stand_are_refused(section: type, sentences: list[s
 
 
 @dataclass(frozen=True)
+class First:
+    shared: int = flag(1, "of it")
+    other: bool = flag(False, "of it", names="--short")
+
+
+@dataclass(frozen=True)
+class Second:
+    shared: int = flag(1, "of it")
+    third: bool = flag(False, "of it", names="--short")
+
+
+def test_two_sections_of_ones_own_share_no_name() -> None:
+    parsed(sections=(First,))
+    with pytest.raises(ConfigError) as caught:
+        parsed(sections=(First, Second))
+    told = "The section `Second` has the name `{}`, which is that of the section `first`"
+    assert [text.partition(";")[0] for text in caught.value.messages] == [
+        told.format(name) for name in ("shared", "--shared", "--short")
+    ]
+
+
+def test_the_last_of_several_files_wins_whatever_the_dashes_of_its_names(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text("global-batch-size: 32\ntraining:\n  seed: 5\n  --manual-gc-interval: 7\n")
+    two.write_text("training: {global_batch_size: 64}\nmanual-gc: true\nlr: 0.5\n")
+    bare = without(RUN, "--lr", "--global-batch-size")
+    found = config_of([*bare, "--config", str(one), "--config", str(two), "--lr", "0.25"])
+    training = found.training
+    assert (training.global_batch_size, training.seed, found.optimizer.lr) == (64, 5, 0.25)
+    assert (training.manual_gc, training.manual_gc_interval) == (True, 7)
+    assert config_of([*bare, "--config", str(two), str(one)]).training.global_batch_size == 32
+
+
+@dataclass(frozen=True)
 class DepthFlags(LayerSection):
     depth_scale: float | None = flag(None, "factor of the scores of attention", unit="units")
 

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megatron_ext.device import Device
 from megatron_ext.errors import (
     EXIT_CODE_INTERRUPTED,
+    EXIT_CODE_NOT_SAVED,
     ConfigError,
     MachineFault,
     MegatronExtError,
@@ -561,4 +562,34 @@ def test_the_end_of_a_rank_that_torchrun_has_started(
         ("code", code),
         *["folder"] * leaves_folder,
         *[(77, signal.SIGTERM)] * ends_agent,
+    ]
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGUSR1])
+def test_a_rank_of_torchrun_ends_with_its_agent_and_has_not_saved_before_it_says_so(
+    number: signal.Signals | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Any] = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(module, "is_under_torchrun", lambda: True)
+    monkeypatch.setattr(module, "parent_at_start", lambda: 77)
+    monkeypatch.setattr(module, "end_with_parent", lambda *given: events.append(given))
+    monkeypatch.setattr(module, "leave_exit_code", events.append)
+    exit_signal = ExitSignal(number)
+    monkeypatch.setattr(exit_signal, "end_by_sigterm", lambda tell: events.append("watches"))
+    supervision: Any = Supervision()
+    supervision.follow_earlier_process = lambda: events.append("counts")
+
+    def main() -> int:
+        events.append("runs")
+        return 0
+
+    assert _run_started_rank(main, exit_signal, lambda _: None, supervision) == 0
+    assert events == [
+        (77, number or signal.SIGKILL),
+        "counts",
+        *([] if number is None else [EXIT_CODE_NOT_SAVED]),
+        "watches",
+        "runs",
+        0,
     ]

@@ -22,7 +22,7 @@ from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train import main as module
 from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL, EXIT_CODE_USER_ERROR
 from megatron_ext.train.exit_signal import ExitSignal
-from megatron_ext.train.launch import Launch
+from megatron_ext.train.launch import End, Launch
 from megatron_ext.train.main import (
     LOGGED,
     check_folders,
@@ -477,6 +477,49 @@ def test_the_first_rank_alone_prints_a_plan(
     )
     assert main(GPT, [*TRAIN, "--dry-run"]) == code
     assert len(printed) == prints
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_what_a_program_does_before_its_ranks_train_and_after(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events: list[str] = []
+
+    class Watch(Supervision):
+        def prepare(self, configure: Any) -> None:
+            events.append("prepare")
+
+    def noted(name: str, result: Any) -> Any:
+        return lambda *_, **__: (events.append(name), result)[1]
+
+    levels: list[Any] = []
+    for variable, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, result in {
+        "stage": ["what lies elsewhere is staged."],
+        "check_host_memory": None,
+        "check_save_folder": None,
+        "launch": 3,
+        "copy_records": None,
+    }.items():
+        monkeypatch.setattr(module, name, noted(name, result))
+    monkeypatch.setattr(module, "supervision_of", Watch)
+    monkeypatch.setattr(module, "reported_end", lambda *_: nullcontext(End()))
+    monkeypatch.setattr(logging, "basicConfig", lambda *, level: levels.append(level))
+    words = [*TRAIN, "--save", f"file://{tmp_path}/there", "--logging-level", "15"]
+    assert main(GPT, words) == 3
+    first = rank == "0"
+    assert events == [
+        "stage",
+        "prepare",
+        "check_host_memory",
+        *["check_save_folder"] * first,
+        "launch",
+        "copy_records",
+    ]
+    assert ("> what lies elsewhere is staged." in capsys.readouterr().out) is first
+    assert levels == [15]
 
 
 @pytest.mark.parametrize("works", [True, False])
