@@ -119,10 +119,11 @@ def record_on(
     steps: int,
     folder: Path,
 ) -> Iterator[Recording]:
-    """Train in each layout in a process of ``environment``, and yield each complete recording.
+    """Train with the flags ``words`` in each layout, and yield each complete recording.
 
-    The process runs ``script``, which calls `serve`. If the process ends early, the remaining
-    layouts yield recordings with a ``failure``. Closing the iterator ends the process.
+    A process of ``environment`` runs ``script``, which calls `serve`. If the process ends early,
+    the remaining layouts yield recordings with a ``failure``. Closing the iterator ends the
+    process.
     """
     command = [str(environment.python), str(script), "--record-into", str(folder)]
     command += ["--steps", str(steps)]

@@ -189,7 +189,7 @@ def _grouped(documents: Documents, candidates: Ints, keys: Words, threshold: flo
 
 
 def _pairs(band: Words) -> Ints:
-    """Return pairs of documents whose keys in a band are equal.
+    """Return pairs of documents whose keys in a band, ``[n]``, are equal.
 
     Each document is paired with the first and with the previous document that have the same key.
     If up to three documents have a key, these are all pairs. Of n documents, the pair (i, j) is

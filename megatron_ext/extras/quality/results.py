@@ -96,9 +96,9 @@ def write_duplicates(quality: Quality, documents: Documents, path: Path) -> int:
 def _batches(
     duplicates: Duplicates, exact: Duplicates, documents: Documents
 ) -> Iterator[Iterator[dict[str, object]]]:
-    """Yield the rows of `write_duplicates` in batches.
+    """Yield the rows of `write_duplicates` in batches, with groups ordered by their first document.
 
-    Groups are ordered by their first document.
+    ``duplicates`` are all groups, and ``exact`` only those of exact duplicates.
     """
     all_positions = np.arange(len(duplicates.leaders))
     is_grouped = np.zeros(len(all_positions), dtype=np.bool_)

@@ -83,9 +83,9 @@ def repeated_spans(
 
 
 def _joined(documents: Documents, some: Ints, lengths: Ints) -> tuple[Array, Ints]:
-    """Join documents, each followed by a unique number; return the array and the documents' starts.
+    """Join the documents at the positions ``some``; return the array and the documents' starts.
 
-    The separators are unique, so no repeated span crosses the end of a document.
+    Each is followed by a unique number, so that no repeated span crosses the end of a document.
     """
     starts = np.concatenate([[0], np.cumsum(lengths[some] + 1)])
     text = np.empty(int(starts[-1]), dtype=np.int64)

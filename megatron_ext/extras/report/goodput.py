@@ -31,7 +31,7 @@ Row = Mapping[str, Any]
 Seconds = dict[str, float]
 
 PREFIX = "seconds/"
-"""Prefix of the names of phases in a row of kind "time"."""
+"""Prefix of the keys that hold a phase's seconds in a row of kind "time" of metrics.jsonl."""
 
 CATEGORIES = {
     "computing": "computing",
@@ -45,7 +45,7 @@ CATEGORIES = {
     "restart": "restarting",
     "other": "other",
 }
-"""The categories of time, with the names that readers see; the first three make up goodput."""
+"""The categories of time -> their names in the report; the first three make up goodput."""
 PRODUCTIVE = ("computing", "reduce", "bubble")
 _OF_PHASES = {"forward": "computing", "backward": "computing", "update": "computing"}
 _OUTSIDE_STEPS = ("start", "save", "restart")
@@ -139,7 +139,7 @@ def _category_of(name: str, *, restarted: bool) -> str:
 
 @dataclass(frozen=True)
 class _TimeRow:
-    """A row of kind "time" with checked fields; ``seconds`` are by category."""
+    """A row of kind "time" of metrics.jsonl with checked fields; ``seconds`` are by category."""
 
     start: float
     end: float

@@ -62,9 +62,9 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class PostMortem:
-    """The post-mortem of a fault, read from its folder.
+    """The report that a crash or hang left, read from its folder ``name``.
 
-    ``picture`` is its SVG; None if there is none or it is too large.
+    ``picture`` is an SVG of the ranks' last events; None if there is none or it is too large.
     """
 
     number: int
@@ -81,7 +81,7 @@ class RunFolder:
         rows: rows of metrics.jsonl, in order.
         events: faults, restarts, saves and other events, in order of time.
         settings: the configuration file, by section and field; {} if it cannot be read.
-        tracked: the iteration that the tracker names as the newest complete checkpoint.
+        tracked: the iteration in the file that names the newest complete checkpoint.
         problems: sentences on files that are damaged.
     """
 

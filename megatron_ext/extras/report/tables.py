@@ -35,7 +35,7 @@ _NOT_ENVIRONMENT = {
     "settings",
     "data",
 }
-"""Entries of a launch's row that are not part of the environment."""
+"""Keys of the row that each start of the ranks adds to metrics.jsonl, besides the environment."""
 NOTICED = {
     "spike": "spike",
     "non_finite": "not finite",
@@ -44,7 +44,7 @@ NOTICED = {
     "save_failed": "failed save",
     "checkpoint_refused": "refused checkpoint",
 }
-"""Kinds of events besides faults and saves, with the names that readers see."""
+"""Kinds of events besides faults and saves -> their names in the report."""
 
 
 def seconds_of(value: object) -> str:

@@ -1,6 +1,6 @@
 """Records in metrics.jsonl how a run's time is spent, and the environment of its ranks.
 
-The ranks of a machine write their seconds to a board in shared memory, which the reporting rank
+The ranks of a machine write their seconds to a `Board` in shared memory, which the reporting rank
 reads when it reports. So the account needs no communication and no synchronization with a device.
 With several machines it covers the ranks of the reporting machine, which has the last pipeline
 stages.
@@ -49,7 +49,7 @@ class TimeRows:
     """Appends a row of kind "time" to metrics.jsonl whenever the run reports its metrics.
 
     A row has the seconds spent in each phase since the last row: a mean over the ranks of this
-    machine, or this rank's own seconds if there is no board.
+    machine, or this rank's own seconds if there is no `Board` in shared memory.
     """
 
     def __init__(self, folder: Path, recorder: Recorder, launch: Launch, resumed_at: int) -> None:
@@ -70,7 +70,7 @@ class TimeRows:
     def _on_event(self, name: str, _iteration: int, _detail: Any) -> None:
         """Write a row for the time before the first step, when that step begins.
 
-        The recorder calls this at each event; after the first step has begun, it no longer does.
+        The rank's `Recorder` calls this at each event until the first step has begun.
         """
         if name == "step":
             others = [one for one in self._recorder.listeners if one != self._on_event]
@@ -111,7 +111,7 @@ class TimeRows:
     def _read(self) -> dict[int, Mapping[str, float]]:
         """Return the seconds that each local rank has spent in each phase since its start, by rank.
 
-        Without a board, return this rank's under key 0.
+        Without a `Board` in shared memory, return only this rank's, under key 0.
         """
         records = [] if self._board is None else self._board.read(num_events=1)
         by_rank: dict[int, Mapping[str, float]] = {}
@@ -151,7 +151,7 @@ class TimeRows:
 
 
 def _board() -> Board | None:
-    """Return the board of this machine's ranks; None if there is none or it cannot be opened."""
+    """Return the shared progress records of this machine's ranks; None if they cannot be opened."""
     host = host_folder()
     try:
         return None if host is None else Board.of_machine(host)

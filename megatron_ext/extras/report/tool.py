@@ -14,7 +14,7 @@ from megatron_ext.extras.report.run_folder import read_run_folder
 
 
 def main(argv: Sequence[str], description: str) -> int:
-    """Write the report on a folder; return the exit code."""
+    """Write the report on a folder; return 0, or 2 after an error, which is printed."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

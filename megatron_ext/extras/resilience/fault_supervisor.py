@@ -33,9 +33,9 @@ from megatron_ext.train.exit_codes import (
 from megatron_ext.train.supervisor import GRACE_SECONDS, SignalForwarder, Supervisor, say
 
 _SECONDS_BETWEEN_LOOKS = 0.1
-"""Seconds between two looks at the board; a look takes about 0.1 ms."""
+"""Seconds between two calls of `Watcher.look`, which take about 0.1 ms each."""
 _SECONDS_FOR_EVIDENCE = 0.3
-"""Longest time in seconds to wait for the ranks' evidence before they are killed."""
+"""Longest time in seconds to wait for the ranks' stacks and collectives before they are killed."""
 _PATIENCE_AFTER_A_HANG = 2.0
 """After a hang that ended by itself, only one that lasts this many times as long is reported."""
 _LASTING = (

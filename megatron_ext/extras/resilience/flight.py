@@ -1,7 +1,7 @@
-"""The latest collectives of a rank, from torch's flight recorder, in a file for watchers.
+"""The latest collectives of a rank, from torch's flight recorder, in a file for other processes.
 
 torch records each collective, with both gloo and NCCL: group, number, operation, time of the call,
-and whether it has ended. Pipeline messages are left out, because ranks record them on the board
+and whether it has ended. Pipeline messages are left out, because ranks record them in shared memory
 (`parallel.board`).
 """
 

@@ -12,7 +12,7 @@ from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.run import Run
 
 FAULT_TIME_VARIABLE = "MEGATRON_EXT_FAULT_TIME"
-"""Environment variable with the time at which the fault before this restart was detected."""
+"""Environment variable: when the fault before this restart was detected, by CLOCK_MONOTONIC."""
 FAULT_STEP_VARIABLE = "MEGATRON_EXT_FAULT_STEP"
 """Environment variable with the step in which the fault before this restart occurred."""
 
@@ -21,8 +21,8 @@ def follow_earlier_process() -> None:
     """Count this process as a restart if torchrun ran an earlier one in its place.
 
     torchrun's own count leaves out restarts that happen because a node joins or leaves. An earlier
-    process is recognized by its record on the board (`parallel.board`), in the slot of this local
-    rank. So all local ranks must call this before they write to the board.
+    process is recognized by its record in this local rank's slot of the `Board` in shared memory.
+    So all local ranks must call this before they write to the board.
     """
     folder = host_folder()
     if folder is None or not (folder / BOARD).exists():

@@ -1,8 +1,8 @@
 """Reports hangs and slow ranks under torchrun, and ends hangs if torchrun restarts ranks.
 
-torchrun's agent notices only processes that have ended. So a thread in each rank watches the board
-of its machine (`parallel.board`), on which all local ranks record what they do. If there is a hang,
-the thread of the lowest rank whose thread still runs writes the post-mortem. If torchrun restarts
+torchrun's agent notices only processes that have ended. So a thread in each rank reads the board
+of its machine (`parallel.board`): shared memory in which all local ranks record what they do. After
+a hang, the thread of the lowest rank whose thread still runs writes a report. If torchrun restarts
 ranks, this thread also kills the ranks that stopped first, so that torchrun notices.
 """
 
@@ -34,12 +34,15 @@ from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 _SECONDS_OF_A_SIGN = 2.0
-"""Seconds after a rank's last look at the board until a higher rank watches in its place."""
+"""Seconds since a rank's thread last checked for hangs after which the next rank's takes over."""
 
 
 @contextmanager
 def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
-    """Inside the block, answer watchers' requests; under torchrun, also watch the local ranks."""
+    """Inside the block, tell processes that ask what this rank does (`watchdog`).
+
+    Under torchrun, also watch the local ranks for hangs and slow ranks.
+    """
     folder = host_folder()
     with watchdog(folder, rank), _watching(config, folder):
         yield
@@ -49,7 +52,7 @@ def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
 def _watching(config: RunConfig, folder: Path | None) -> Iterator[None]:
     """Inside the block, watch the ranks of this machine in a thread if torchrun has started them.
 
-    Do nothing if our own launcher has forked and watches the ranks, or if there is no board.
+    Do nothing if our own launcher has forked and watches the ranks, or if there is no `Board`.
     """
     minutes = config.parallel.distributed_timeout_minutes
     size = os.environ.get("LOCAL_WORLD_SIZE")
@@ -97,7 +100,7 @@ class _Guard:
                 self._watcher.tell_slow_ranks(self._save)
 
     def _is_my_turn(self) -> bool:
-        """Return whether no lower rank of this machine is watching the board."""
+        """Return whether no lower rank of this machine is watching for hangs."""
         since = time.monotonic() - _SECONDS_OF_A_SIGN
         lower = (self._watcher.board.read_slot(place, 1) for place in range(self._place))
         return not any(record is not None and record.looked > since for record in lower)

@@ -176,6 +176,7 @@ class MemoryCheckpoints:
 
         It overwrites the older of this rank's two snapshots. The copy for the neighbour is made in
         the background; if the overwritten snapshot is still being copied, this call waits.
+        ``progress`` has the run's counters, and ``run_config`` its configuration.
         """
         if self._neighbours and self._thread is None:
             self._thread = CopyThread(self._copy())

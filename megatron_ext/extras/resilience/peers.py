@@ -46,7 +46,7 @@ def distance(machines: Sequence[str]) -> int:
 
 
 def pieces_of(raw: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the pieces of a raw snapshot, each with its offset."""
+    """Yield the pieces of a snapshot's bytes, uint8 ``[n]``, each with its offset."""
     for start in range(0, raw.numel(), PIECE):
         yield start, raw[start : start + PIECE]
 

@@ -31,14 +31,19 @@ _STEPS_SHOWN = 3
 
 
 def spans(events: Sequence[Sequence[Any]]) -> Iterator[tuple[float, float, str]]:
-    """Yield start, end and name of each phase; the last one lasts until the fault, at time 0."""
+    """Yield start, end and name of each phase; the last one lasts until the fault, at time 0.
+
+    ``events`` are one rank's in timeline.json: [time, kind, name, phase, step].
+    """
     for event, after in zip(events, [*events[1:], [0.0]], strict=True):
         if after[0] > event[0]:
             yield event[0], after[0], event[3]
 
 
 def first_time(ranks: Sequence[dict[str, Any]]) -> float:
-    """Return the time at which the drawing starts, in seconds before the fault (negative).
+    """Return the time at which the drawing starts, in seconds relative to the fault (negative).
+
+    ``ranks`` are those in timeline.json.
 
     The drawing shows the last `_STEPS_SHOWN` steps, but no more than `_SECONDS_SHOWN` seconds.
     """

@@ -125,8 +125,8 @@ class Recovery:
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> list[HeldSnapshot] | None:
         """Return the snapshots of all ranks to resume from; None if none are new enough.
 
-        Report and remove snapshots that fail their checksum. For ``with_earlier`` see
-        `MemoryCheckpoints.listed`.
+        Report and remove snapshots that fail their checksum. ``newer_than`` is an argument of
+        `choose`, and ``with_earlier`` one of `MemoryCheckpoints.listed`.
         """
         names = self._machines.names
         parts = from_all_ranks(self._listed(with_earlier), None)

@@ -72,7 +72,10 @@ class Rerun(Callback):
         return Outcome(self._own, digests(self._gradients), digest_of_reports(step.reports))
 
     def _replicas_agree(self, _totals: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-        """Return whether the norm is finite and the same on all ranks, bool ``[]``."""
+        """Return whether the norm is finite and the same on all ranks: an approval of an update.
+
+        The arguments and the result, bool ``[]``, are those of `StepRunner.approvals`.
+        """
         comparable = torch.where(norm.isfinite(), norm, math.inf)
         extremes = torch.stack([comparable, -comparable])
         torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
@@ -135,7 +138,8 @@ class Rerun(Callback):
         Args:
             differing: how the two computations differ.
             refused, again: results of the updates after the first and the second computation.
-            facts: where the first computation's values are not finite, as `describe` returns it.
+            facts: where the first computation's values are not finite, a result of
+                `non_finite.describe`.
         """
         run = self.run
         finite = math.isfinite(refused.grad_norm) and facts["cause"] == "norm"

@@ -84,10 +84,10 @@ class RestartPolicy:
         return len(self.world_sizes) > 1
 
     def requested_size(self) -> tuple[int, int] | None:
-        """Return the number of ranks that an operator requests, and the time of the request.
+        """Return the number of ranks that an operator requests, and when, in nanoseconds.
 
-        The number is the largest that fits into the requested nodes, or else the smallest allowed
-        one. Return None without a request.
+        The number is the largest allowed one that fits into the requested nodes, and the smallest
+        allowed one if none fits. Return None without a request.
         """
         request = requested_nodes(self.save) if self.is_elastic and self.save else None
         if request is None:
@@ -251,8 +251,8 @@ class _Launcher:
     def _follow(self, fault: Fault, code: int, postmortem: Path | None) -> int:
         """Count a fault, and decide whether the ranks are restarted.
 
-        Return `_GO_ON` if so, otherwise the exit code of the run. ``postmortem`` is the folder of
-        the fault's post-mortem, whose picture is drawn meanwhile; None if there is none.
+        Return `_GO_ON` if so, otherwise the exit code of the run. Also start a process that draws a
+        picture of the fault into ``postmortem``, the folder of its report; None draws none.
         """
         self._drawings.start(postmortem)
         history = self._history

@@ -49,7 +49,10 @@ class RestingState(Callback):
                 self._before = digests([tensor for _, tensor in resting_tensors(self.run)])
 
     def _is_unchanged(self, _totals: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-        """Return True, bool ``[]``; raise a MachineFault on all ranks if a bit has changed."""
+        """Return True; raise a MachineFault on all ranks if a bit has changed.
+
+        The arguments and the result, bool ``[]``, are those of `StepRunner.approvals`.
+        """
         unchanged = torch.ones((), dtype=torch.bool, device=norm.device)
         if self._before is None:
             return unchanged
@@ -98,7 +101,10 @@ def resting_tensors(run: Run) -> list[tuple[str, Tensor]]:
 
 
 def _kept(part: object, main: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield, with names, the parameter shard ``main`` and the tensors of its optimizer state."""
+    """Yield, with names, the parameter shard ``main`` and its state in the optimizer of ``part``.
+
+    ``part`` is one of the optimizers that megatron-core chains.
+    """
     yield "the optimizer's copy", main.detach()
     state = part.optimizer.state.get(main, {})  # type: ignore[attr-defined]
     for name, value in state.items():

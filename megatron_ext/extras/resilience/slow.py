@@ -1,7 +1,7 @@
 """Detects slow ranks (stragglers) by the time that each rank computes, without its waits.
 
 A collective begins for all ranks when the last one arrives; until then, the others wait. The time
-in which a stage waits for messages is the recorder's phase "bubble". The rest of a step is a rank's
+in which a stage waits for messages is the phase "bubble" of its `Recorder`. The rest is the rank's
 own time. It is compared with the own time of the rank's twins: ranks with the same pipeline rank,
 which have equal work. A rank without twins is compared with its own earlier time, multiplied by the
 factor by which the other ranks have become slower since.
@@ -50,7 +50,7 @@ class SlowRank:
 def own_times(
     board: Sequence[RankRecord], flights: Mapping[int, Flight]
 ) -> dict[int, float] | None:
-    """Return by rank the seconds of an average step in which the rank computes, without waits.
+    """Return, by rank, how many seconds of an average step the rank computes without waiting.
 
     The average is over the latest whole steps that the records of all ranks cover; if there are too
     few, over all the time that they cover. Return None if the records of a rank are missing or too
@@ -131,7 +131,7 @@ class SlowRanks:
         """Return the ranks that have become slow since the last call.
 
         Args:
-            own: seconds of a step in which each rank computes, from `own_times`.
+            own: by rank, how many seconds of a step it computes, from `own_times`.
             places: pipeline rank of each rank; ranks with the same one are twins.
         """
         slow = []

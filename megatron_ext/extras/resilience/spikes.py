@@ -99,7 +99,7 @@ class Spikes(Callback):
         self._read = None
 
     def _approve(self, totals: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-        """Return whether the step is not a spike, bool ``[]``."""
+        """Return whether the step is no spike, as one of `StepRunner.approvals` of its update."""
         first = next(iter(totals.values()), None)
         self._read = self._shared(None if first is None else mean_of(first), norm).read()
         spike = self._spike_in(self._read)

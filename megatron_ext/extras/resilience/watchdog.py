@@ -1,8 +1,9 @@
-"""The watchdog of a rank: a thread that answers watchers' requests even if the rank itself hangs.
+"""The watchdog of a rank: a thread that tells what the rank does, even if the rank itself hangs.
 
-It sleeps in the operating system until a watcher writes to its pipe in the host folder, and costs
-nothing until then. A Python stack needs no thread: a signal makes faulthandler write it, even while
-a library call holds the interpreter. Only the main thread's stack is written, because that thread
+It sleeps in the operating system until a watcher, which looks for hangs, writes to its pipe in the
+host folder; it then writes the rank's latest collectives to a file. A Python stack needs no thread:
+a signal makes faulthandler write it, even while a library call holds the interpreter. Only the main
+thread's stack is written, because that thread
 stands still while it runs the handler; reading the frames of a running thread could crash the
 process. A stopped process answers neither request.
 """

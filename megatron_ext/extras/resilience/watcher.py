@@ -26,11 +26,13 @@ SECONDS_BETWEEN_MEASUREMENTS = 15.0
 """Seconds between two measurements of the ranks' own times."""
 _SECONDS_BETWEEN_STATES = 1.0
 _SECONDS_OF_A_PAUSE = 2.0
-"""If two looks are further apart than this, in seconds, all processes must have been stopped."""
+"""If calls of `Watcher.look` are more seconds apart, the whole machine must have been suspended."""
 
 
 class Watcher:
-    """Watches the board in ``folder``, which has ``num_ranks`` slots.
+    """Finds faults, hangs and slow ranks by the `Board` in ``folder``, with ``num_ranks`` slots.
+
+    Ranks record on this board, which is in shared memory, what they do.
 
     Attributes:
         resident: last known bytes in main memory, by rank.
