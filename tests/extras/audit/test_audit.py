@@ -126,6 +126,38 @@ def test_seeded_flags_are_named(number: str, core: str) -> None:
     assert (number in depends) == (there and number in ("D13", "D26", "D29", "D30"))
 
 
+IDLE = {
+    "--position-embedding-type": "D4 D5 D6 D7 D9 D10 D11 D13 D14 D27",
+    "--moe-aux-loss-coeff": "D13 D25 D26 D35 D36 D39 D43",
+    "--recompute-method": "D11",
+    "--num-layers": "D16",
+    "--calculate-per-token-loss": "D20",
+    "--bf16": "D21",
+    "--fp16": "D22",
+    "--data-path": "D29 D30",
+    "--seq-length": "D5",
+    "--sft": "D5",
+    "--vocab-size": "D31",
+    "--modelopt-enabled": "D42",
+}
+"""Flags of seeds that do not decide alone, and the defects that the other flags hit without them.
+
+The last three make a defect certain or larger.
+"""
+
+
+@pytest.mark.parametrize("number", SEEDED)
+def test_a_defect_is_named_only_if_all_its_flags_are_given(number: str) -> None:
+    program = "pretrain_hybrid.py" if number == "D7" else "pretrain_gpt.py"
+    (defect,) = [x for x in DEFECTS if x.number == number]
+    core = "0.16.1" if defect.state("0.16").kind != "fixed" else "0.19.2"
+    flags = [f"--{each}" for each in SEEDED[number].split("--")[1:]]
+    for flag in flags:
+        others = " ".join(each for each in flags if each != flag)
+        named = number in set.union(*judged(others, core, program))
+        assert named is (number in IDLE.get(flag.split()[0], "").split()), flag
+
+
 def test_norms_of_compressed_queries_depend_on_the_layers() -> None:
     flags = f"{DENSE} {LATENT} --tensor-model-parallel-size 2"
     assert judged(flags, "0.19.2") == (set(), {"D42"})

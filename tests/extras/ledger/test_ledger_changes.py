@@ -220,6 +220,27 @@ def test_packed_samples_are_not_matched_with_windows(tmp_path: Path) -> None:
     assert sum(row["length"] for row in rows) == 20 * WINDOW
 
 
+def test_a_branch_may_change_the_length_of_its_samples(tmp_path: Path) -> None:
+    """The first run goes on in the order from before the branch, the second in a new one."""
+    name = str(tmp_path / "a")
+    _dataset(tmp_path / "a", 20, np.random.default_rng(0))
+    sizes, weights = {name: 320}, {name: Fraction(1)}
+    stages = [Stage(0, 16, weights)]
+    halves = continued(stages, [Stage(0, 8, weights)], 12)
+    first = {"first_tokens": {name: 0}}
+    writer = RecordWriter(tmp_path / "first")
+    writer.start(0, 0, None, None, time=0.0, generation=0)
+    writer.order({**SampleOrder(sizes, stages, WINDOW, 5).to_dict(), **first})
+    writer.steps(Steps(0, 0, 4, 5, 5))
+    branch = RecordWriter(tmp_path / "second")
+    branch.start(3, 12, tmp_path / "first", None, time=0.0, generation=0)
+    branch.order({**SampleOrder(sizes, halves, WINDOW, 5).to_dict(), **first})
+    branch.steps(Steps(3, 12, 4, 6, 6))
+    step, (row,) = compare(Ledger(tmp_path / "first"), Ledger(tmp_path / "second"))
+    assert (step, row.before, row.first, row.second, row.both) == (3, 12, 8, 12, 0)
+    assert (row.repeated, row.lost) == (0, 0)
+
+
 def test_ranges_are_merged_shared_and_have_holes() -> None:
     rng = np.random.default_rng(3)
     for _ in range(50):
