@@ -179,8 +179,8 @@ def test_experts_have_replicas_of_their_own() -> None:
 
 
 def test_muon_deals_the_matrices_of_experts_to_their_replicas() -> None:
-    """A matrix [4, 6] of a layer is dealt to 8 replicas, one of an expert to 2."""
-    ranks = dataclasses.replace(Ranks.of(llama()), expert_dp=2)
+    """A matrix [4, 6] of a layer is dealt to 4 × 2 replicas, one of an expert to 2."""
+    ranks = dataclasses.replace(Ranks.of(llama()), dp=4, cp=2, expert_dp=2)
     flags = llama(f"--optimizer muon {SHARED}").optimizer
     one = 4 * 16 * 6 + 2 * 64
     steps = flags.muon_num_ns_steps

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning import memory as memory_module
@@ -15,13 +16,16 @@ from megatron_ext.planning.memory import check_host_memory, fullest, memory, wal
 from megatron_ext.planning.network import Case, TaskCost, fp8_bytes, step_plan
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, in_order, recomputed
 from megatron_ext.planning.state import (
+    Linear,
     State,
     Weight,
     _filled,
     _optimizer_bytes,
     _share,
     buckets,
+    distinct,
     rank_state,
+    with_frozen,
 )
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import COMPUTE, Kind
@@ -203,6 +207,27 @@ def test_the_state_of_an_optimizer_has_its_moments_and_formats() -> None:
         counters = 4 * len(rank.all_weights) if "sgd" not in flags else 0
         assert rank.state.optimizer == state * count + counters, flags
         assert rank.state.average == average * count, flags
+
+
+def test_a_sharded_layer_and_its_adapter_have_parts_on_several_ranks() -> None:
+    """12 outputs on 2 ranks and 6 inputs on 3, of each of 7 experts; rank 5."""
+    layer = Linear("linear_proj", 12, 6, rows=2, columns=3, copies=7, expert=True)
+    adapted = LoraConfig(lora_rank=5, lora_target_modules=["linear_proj"])
+    found = layer.weights(adapted, "mlp.")
+    assert [(weight.name, weight.numel, weight.parts, weight.expert) for weight in found] == [
+        ("mlp.linear_proj.weight", 6 * 2, 2 * 3 * 7, True),
+        ("mlp.linear_proj.bias", 6, 2 * 7, True),
+        ("mlp.linear_proj.lora.a", 5 * 2, 3 * 7, True),
+        ("mlp.linear_proj.lora.b", 6 * 5, 2 * 7, True),
+    ]
+    assert found[0].matrix == (12, 6)
+    assert len(layer.weights(LoraConfig(lora_rank=5, lora_target_modules=["linear"]))) == 2
+    frozen = with_frozen(adapted, found)
+    assert [weight.frozen for weight in frozen] == [True, True, False, False]
+    # All of it over all ranks, and a table of the vocabulary with a copy on another stage.
+    table = Weight("embedding", 100, parts=2, shared=True)
+    numbers = 7 * (12 * 6 + 12 + 5 * 6 + 12 * 5) + 2 * 100
+    assert distinct([[*found, table], [table]]) == numbers
 
 
 def test_moments_have_their_own_formats() -> None:

@@ -6,7 +6,12 @@ from megatron_ext.device.gpus import GPUS
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.muon import muon_work
 from megatron_ext.planning.state import rank_state
-from megatron_ext.planning.step_time import estimate, update_volume
+from megatron_ext.planning.step_time import (
+    estimate,
+    rank_volume,
+    step_volume,
+    update_volume,
+)
 from tests.text.cost import layouts
 
 SHARED = "--use-distributed-optimizer"
@@ -21,6 +26,8 @@ def cost(flags: str) -> tuple[float, float, float]:
     (rank,) = memory(network)
     found = muon_work(network.config.optimizer, network.sizes, rank.all_weights)
     volume = update_volume(network, rank)
+    outside = step_volume(network, rank, 3)
+    assert rank_volume(network, rank, 3).total == pytest.approx(outside.total + volume.total)
     return sum(x.flops for x in found), volume.data, volume.tensor
 
 

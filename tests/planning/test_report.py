@@ -10,7 +10,7 @@ import pytest
 from rich.table import Table
 
 from megatron_ext.config.precision import Fp8Config
-from megatron_ext.device.gpus import GB, GPUS, Measured
+from megatron_ext.device.gpus import GB, GPUS, Gpu, Measured
 from megatron_ext.planning import budget, report
 from megatron_ext.planning.budget import Line, budget_table
 from megatron_ext.planning.hardware import FLASH_3, size
@@ -130,6 +130,8 @@ def test_a_caption_says_what_sharding_the_state_would_leave() -> None:
         f"with --data-parallel-sharding-strategy optim_grads: gradients {size(gradients)}"
     )
     assert caption(f"{SHARED} --data-parallel-sharding-strategy optim_grads") is None
+    slices = caption(f"{SHARED} --context-parallel-size 8")
+    assert slices is not None and slices.startswith("with --data-parallel-sharding-strategy")
     assert caption("--tensor-model-parallel-size 8") is None
     # With weight gradients put off, gradients cannot be sharded.
     deferred = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"
@@ -223,6 +225,25 @@ def test_exactly_enough_memory_fits() -> None:
         gpu = dataclasses.replace(H100, memory=needed + spare)
         assert estimate(network, gpu).fits is fits
         assert report_cases([Case(network)], gpu, GPT_COST)[1] is fits
+
+
+def test_the_parts_of_a_report_are_in_order() -> None:
+    def titles(cases: list[Case], gpu: Gpu | None) -> list[str]:
+        parts, _ = report_cases(cases, gpu, GPT_COST)
+        return [str(x.title) if isinstance(x, Table) else x.split()[0] for x in parts]
+
+    network = llama_network(SHARED)
+    plan = ["plan:", "stages", "memory of a rank", "activations by recomputation"]
+    plan += ["bytes that a rank sends in a step", "schedule"]
+    assert titles([Case(network)], None) == plan
+    named = titles([Case(network, "wide", 0.5), Case(network, "high", 0.5)], None)
+    assert named == [*plan[:2], "buckets", *plan[2:]]
+    timed = titles([Case(network)], GPUS["H200"])
+    assert timed == [
+        *plan, "estimated", "fits:",
+        "time of a step on the slowest rank, by class of kernels", "kept free on each GPU",
+        "what the time rests on",
+    ]  # fmt: skip
 
 
 def test_rows_of_the_budget_have_units_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,18 @@ def test_saves_keep_their_steps_and_faults_may_strike_restarts() -> None:
     )
 
 
+def test_a_plot_has_the_seconds_from_each_fault_to_the_first_new_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(tool_module, "plot_goodput", lambda *given: drawn.append(given))
+    campaign: Any = SimpleNamespace(costs=lambda layout, restarts: (layout.name, restarts))
+    unseen = Result(case_of(KILL), ENDED, (Outcome(KILL, seen_after=7.0),), None)
+    asked = argparse.Namespace(minutes=None, json=None, plot=tmp_path / "x.png")
+    tool_module.report(campaign, [*results_of(), unseen], asked)
+    assert drawn == [(("tp2", [1.0, 2.0, 6.0, 4.0]), [], tmp_path / "x.png")]
+
+
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that runs the tool with results that are made up, and what it ran."""

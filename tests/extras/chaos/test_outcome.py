@@ -109,6 +109,10 @@ def test_a_rank_must_be_told_as_slow_if_it_stays_slow(tmp_path: Path) -> None:
         assert wrong(result) == told
 
 
+def test_a_run_lasts_from_its_first_step_to_its_end(tmp_path: Path) -> None:
+    assert judged(tmp_path).seconds == 110.0 - 101.0
+
+
 def test_a_fault_that_did_not_happen_is_a_failure(tmp_path: Path) -> None:
     assert wrong(judged(tmp_path, struck=None)) == ("it did not happen",)
 

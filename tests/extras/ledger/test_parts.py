@@ -1,5 +1,6 @@
 """Parts of documents, records and comparisons at their edges, from records that tests write."""
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -28,8 +29,10 @@ from megatron_ext.extras.ledger.step_record import (
     Steps,
     joined,
 )
-from megatron_ext.extras.ledger.tool import _reads_table, _show_use, _stages
+from megatron_ext.extras.ledger.tool import Texts, _reads_table, _show_use, _stages
+from megatron_ext.extras.ledger.tool import main as tool
 from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.tokenizers.base import ByteLevelTokenizer
 from tests.extras.ledger.test_step_record import ORDER, _run, _shown
 
 
@@ -187,6 +190,52 @@ def test_a_table_of_uses_has_epochs_of_each_source(tmp_path: Path) -> None:
     assert cells[:2] == ["0", "16"] and cells[3:] == ["18", "288", "75.00%", "1.800"]
     # A mixture that never changes needs no sum of its stages.
     assert len(lines) == 1 and not [line for line in shown.splitlines() if "│ all " in line]
+
+
+def test_a_document_that_is_read_in_two_epochs_is_counted_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """12 samples of 16 tokens are read of 160 tokens, in a document each."""
+    folder = recorded(tmp_path / "run", (0, 0, 8))
+    assert tool([str(folder), "--document", str(tmp_path / "a"), "0"], "") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "was read in 2 steps and 12 samples: 100.0% of its tokens, each 1 to 2 times" in out
+    assert "1.20 on average." in out
+    assert tool([str(folder), "--step", "1"], "") == 0
+    shown = re.findall(r"(\d+) to (\d+) of 160", capsys.readouterr().out)
+    assert sum(int(last) - int(first) + 1 for first, last in shown) == 8 * 16
+
+
+def test_steps_that_are_known_only_together_cannot_be_cut(tmp_path: Path) -> None:
+    recorded(tmp_path / "first")
+    writer = RecordWriter(tmp_path / "first")
+    writer.steps(Steps(0, 0, None, 10, 10, end=43))
+    writer.steps(Steps(10, 43, 4, 12, 12))
+    first = Ledger(tmp_path / "first")
+    with pytest.raises(
+        ConfigError, match=r"`--step` \(3\) is not recorded by itself, as steps 1 t"
+    ):
+        first.step(3)
+    assert first.step(11)[1:] == (43, 47)
+    recorded(tmp_path / "second")
+    writer = RecordWriter(tmp_path / "second")
+    writer.start(5, 20, tmp_path / "none", None, time=0.0, generation=0)
+    writer.steps(Steps(5, 20, 4, 6, 6))
+    second = Ledger(tmp_path / "second")
+    assert second.record.own_start == 5
+    with pytest.raises(
+        ConfigError, match="Steps 1 to 10 are recorded only as a whole, so that the"
+    ):
+        compare(first, second)
+
+
+def test_texts_are_cut_after_their_characters() -> None:
+    texts = Texts.__new__(Texts)
+    texts._tokenizer = ByteLevelTokenizer()
+    documents: Any = SimpleNamespace(read=lambda begin, length: np.frombuffer(b"a'c", np.uint8))
+    for characters, shown in ((0, '"a\'c"'), (2, '"a\'"…'), (3, '"a\'c"'), (4, '"a\'c"')):
+        texts._characters = characters
+        assert texts.of(documents, 0, 3) == shown
 
 
 def test_a_table_of_uses_has_what_does_not_count_of_each_source(tmp_path: Path) -> None:

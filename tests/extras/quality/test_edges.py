@@ -137,6 +137,7 @@ def test_the_page_shows_the_same_figures() -> None:
     assert "3 groups; 20 documents (10%) with 1,000 tokens" in exact and "g6" in exact
     assert "5 groups; 50 documents (25%) with 3,000 tokens" in near and "near text" in near
     assert "near text" not in exact and "g6" not in near and "of 0.8 or more" in near
+    assert "1: 3 documents; 2–3: 4 documents" in quality_page(quality, now=1e9)
     assert [_short(x) for x in (512, 1 << 10, 1 << 12, 1 << 20, 1 << 30)] == [
         "512", "1k", "4k", "1M", "1G",
     ]  # fmt: skip

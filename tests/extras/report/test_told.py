@@ -209,6 +209,8 @@ def test_sentences_hold_the_layout_the_way_and_the_losses() -> None:
     older = told(folder_of(*rows, settings=settings))
     assert older.startswith("4 ranks (tensor 2 × pipeline 1 × context 1 × data 2) trained a model")
     assert "It reached iteration 30 of 50" in older
+    alone = {**launched, "world_size": 1}
+    assert told(folder_of(alone)).startswith("1 rank on node-07 trained.")
     assert main_loss([{"train/loss": 1.0, "mtp loss": 2.0}]) == "mtp loss"
 
 
@@ -394,6 +396,10 @@ def test_curves_of_the_losses_at_the_end_and_of_each_split() -> None:
         many = drawn(*(train(i) for i in range(1, count + 1)))
         assert ("lm loss, smoothed" in many) is smooth
     assert curves(folder_of(), []) == []
+    # Norms and speeds begin at zero, losses do not.
+    facts = {"grad_norm": 4.0, "learning_rate": 2e-3, "tokens_per_second": 900.0}
+    charts = [str(chart) for chart in curves(folder_of(*(train(i, **facts) for i in (1, 2))), [])]
+    assert ['data-y0="0"' in chart for chart in charts] == [False, True, True, True]
 
 
 def test_the_environment_is_what_the_other_parts_of_a_page_do_not_show() -> None:

@@ -553,7 +553,9 @@ def test_a_launcher_asks_for_another_size_once_for_each_request(
     assert not asked.exists() and launcher._size == 4
 
 
-def test_a_launcher_follows_faults_as_long_as_it_may(launcher: Any) -> None:
+def test_a_launcher_follows_faults_as_long_as_it_may(
+    launcher: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     fault = Fault(3, "SIGKILL", 12.5, iteration=7)
     assert launcher._follow(fault, 137, None) < 0
     environment = launcher._environment
@@ -561,6 +563,12 @@ def test_a_launcher_follows_faults_as_long_as_it_may(launcher: Any) -> None:
     assert launcher._follow(dataclasses.replace(fault, iteration=None), 137, None) < 0
     assert environment[FAULT_STEP_VARIABLE] == "0"
     assert launcher._follow(fault, 137, None) == 137
+    assert capsys.readouterr().out.splitlines() == [
+        "> rank 3 has failed at iteration 7 (SIGKILL); restart 1 of 2",
+        "> rank 3 has failed (SIGKILL); restart 2 of 2",
+        "> rank 3 has failed at iteration 7 (SIGKILL); the run ends, for it has been started again "
+        "as often as `--max-restarts` (2) allows",
+    ]
     launcher._forwarder.stop_signal = signal.SIGINT
     assert launcher._follow(fault, 1, None) == 130
 
@@ -865,7 +873,9 @@ class Store:
         return note
 
 
-def test_snapshots_are_taken_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_are_taken_when_they_are_due(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[Any] = []
     run: Any = SimpleNamespace(
         stores=[Store(asked, 2), Store(asked, 3, is_behind=True)],
@@ -879,6 +889,13 @@ def test_snapshots_are_taken_when_they_are_due(monkeypatch: pytest.MonkeyPatch) 
         ("prepare", 2, "state"), ("discard_others", 2, 4),
         ("prepare", 3, "state"), ("take", 3, 4), ("wait", 3), ("discard_others", 3, 4),
     ]  # fmt: skip
+    assert capsys.readouterr().out == ""
+    run.context.rank = 0
+    callback.on_train_start()
+    assert capsys.readouterr().out == "".join(
+        f"> snapshots after every {steps} steps: 2 for each rank, 0.0 MiB on this machine, in x\n"
+        for steps in (2, 3)
+    )
     taken = []
     for iteration in (5, 6, 8):
         asked.clear()

@@ -284,5 +284,7 @@ def test_a_stage_with_more_work_is_not_slow_but_one_that_becomes_slow_is() -> No
         assert ranks.judge({0: 1.0, 1: 4.0}, places) == []
     for _ in range(3):  # the whole machine is slower
         assert ranks.judge({0: 3.0, 1: 12.0}, places) == []
+    for _ in range(2):  # within its own factor, which is larger than that of twins
+        assert ranks.judge({0: 1.0, 1: 5.6}, places) == []
     assert ranks.judge({0: 1.0, 1: 8.0}, places) == []
     assert [slow.rank for slow in ranks.judge({0: 1.0, 1: 8.0}, places)] == [1]

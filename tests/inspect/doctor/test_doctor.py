@@ -255,6 +255,10 @@ def test_rates_that_could_not_be_measured_say_why() -> None:
     assert "rates: the measurement failed: torch.OutOfMemoryError" in text_of(machine)
     assert "printed nothing that could be read" in text_of(Machine(rates=Outcome(0, "")))
     assert "rates: not measured (`--no-measure`)" in text_of(Machine(), measure=False)
+    tried = {"CUDA graphs", "torch.compile"}
+    for measure in (True, False):
+        names = {finding.name for finding in examine(Machine(), measure=measure).findings}
+        assert names & tried == (tried if measure else set())
     a100 = {**H200, "gpus": [["NVIDIA A100", 8, 0, 85_000_000_000]]}
     older = Machine(a100, rates={"bf16": 2.4e14, "fp8": None, "copy": 1.5e12})
     assert "fp8: its matrix units do not take it" in text_of(older)

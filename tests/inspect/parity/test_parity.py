@@ -36,6 +36,7 @@ def test_equal_runs_pass(tmp_path: Path) -> None:
     truth, mine = recording(tmp_path / "a", "dp1"), recording(tmp_path / "b", "tp2")
     result = parity.compare(mine, truth, parity.Tolerances())
     assert result.passed
+    assert parity.compare(mine, truth, parity.Tolerances(0.0, 0.0)).passed
     assert (result.loss and result.loss.size, result.gradient and result.gradient.size) == (0, 0)
 
 
