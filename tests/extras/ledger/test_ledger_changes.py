@@ -206,15 +206,17 @@ def test_packed_samples_are_not_matched_with_windows(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"order of their own \(seed, tokens, packing or length"):
         compare(plain, packed)
     assert [(row.both, row.first) for row in compare(packed, packed)[1]] == [(20, 20)]
-    # Windows of another length have other tokens as well.
-    halves = [Stage(0, 8, {name: Fraction(1)})]
-    writer = RecordWriter(tmp_path / "halves")
-    writer.start(0, 0, None, None, time=0.0, generation=0)
-    order = SampleOrder(sizes, halves, WINDOW // 2, 5)
-    writer.order({**order.to_dict(), "first_tokens": {name: 0}})
-    writer.steps(Steps(0, 0, 4, 5, 5))
-    with pytest.raises(ConfigError, match="both runs read it in an order of their own"):
-        compare(plain, Ledger(tmp_path / "halves"))
+    # Samples of 8 tokens are others if windows have 8 or 16, and others than samples of 16.
+    for window, folder in ((16, "parts"), (8, "windows")):
+        order = SampleOrder(sizes, [Stage(0, 8, {name: Fraction(1)})], window, 5)
+        writer = RecordWriter(tmp_path / folder)
+        writer.start(0, 0, None, None, time=0.0, generation=0)
+        writer.order({**order.to_dict(), "first_tokens": {name: 0}})
+        writer.steps(Steps(0, 0, 4, 5, 5))
+    parts, halves = (Ledger(tmp_path / folder) for folder in ("parts", "windows"))
+    for first, second in ((plain, halves), (parts, halves)):
+        with pytest.raises(ConfigError, match="both runs read it in an order of their own"):
+            compare(first, second)
     assert tool([str(packed.folder), "--export", str(tmp_path / "rows.parquet")]) == 0
     rows = pq.read_table(tmp_path / "rows.parquet").to_pylist()
     assert sum(row["length"] for row in rows) == 20 * WINDOW
