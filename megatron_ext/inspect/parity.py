@@ -1,6 +1,6 @@
 """Compares training in parallel layouts with training in a reference layout.
 
-Each layout trains a few steps on forked ranks and keeps its losses, norms and gradients.
+Each layout trains a few steps on forked ranks and keeps its losses, gradients and their norms.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ class Parity:
     """The result of comparing one layout with the reference.
 
     Attributes:
-        loss, grad_norm, gradient: the largest difference of each kind; None if the kind was not
-            compared.
-        first: the worst value of the first step that is out of tolerance.
+        loss, grad_norm, gradient: the largest relative difference of each kind; None if the kind
+            was not compared.
+        first: the largest difference in the first step that is out of tolerance; None if all pass.
         problem: why the layout could not be compared.
     """
 
@@ -237,7 +237,7 @@ def _worst(differences: Sequence[Difference]) -> Difference | None:
 
 
 def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -> Table:
-    """Return a table with a row for each result.
+    """Return a table of the largest differences from the reference ``truth``, a row per result.
 
     If ``truth`` names a release of megatron-core, the first column has the results' releases.
     """

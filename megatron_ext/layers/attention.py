@@ -97,7 +97,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             )
 
     def _add_sinks(self, config: TransformerConfig) -> None:
-        """Register the sinks ``[n]`` like megatron-core: one logit for each head of this rank."""
+        """Register the sinks ``[n]``, for each head a logit that takes a share of the softmax."""
         heads = config.num_attention_heads // self.tp_group.size()
         device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.softmax_offset = torch.nn.Parameter(

@@ -119,7 +119,7 @@ def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def limit_on(device: torch.device, softcap: float) -> Tensor:
-    """Return the soft cap as a tensor ``[]``; each number would be compiled into separate code."""
+    """Return the soft cap as a tensor ``[]``, since each float would be compiled into new code."""
     # As in `_position_mask`, the first call may come from evaluation.
     with torch.inference_mode(False):
         return torch.full((), softcap, device=device)

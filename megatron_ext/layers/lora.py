@@ -39,7 +39,7 @@ from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, 
 
 Layer = ColumnParallelLinear | RowParallelLinear
 _IN_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
-"""Matches parameters of layers. A chunk with only an embedding and an output head has none."""
+"""Matches names of parameters in layers; a chunk of embedding and output head may have none."""
 
 
 class Adapter(torch.nn.Module):
@@ -61,7 +61,7 @@ class Adapter(torch.nn.Module):
         self.sequence_parallel = layer.sequence_parallel
         self.is_row = isinstance(layer, RowParallelLinear)
         self.sides_cut = {"a": 1} if self.is_row else {"b": 0}
-        """The dimension along which matrix "a" or "b" is split; whole matrices are missing."""
+        """The dimension along which matrix "a" or "b" is split; no entry for a whole matrix."""
         for name, parameter in self.named_parameters():
             if name in self.sides_cut:
                 set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)

@@ -349,7 +349,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 mlp.token_dispatcher.set_shared_experts(mlp.shared_experts)
 
     def _normalize_outputs(self) -> None:
-        """Add a norm to the output of attention and to that of the MLP, if the layer has them."""
+        """Add a norm to the outputs of attention and MLP, of which the layer may lack one."""
         size = self.config.hidden_size
         epsilon = self.config.layernorm_epsilon
         if not isinstance(self.self_attention, IdentityOp):

@@ -23,7 +23,10 @@ from megatron_ext.config.rules.optimizer import has_usual_warmup
 from megatron_ext.config.run import RunConfig
 
 WSD = "wsd_decay_steps"
-"""Key in a state dict for the length of WSD's final decay, which megatron-core does not save."""
+"""Key in a state dict for the length of the final decay of ``--lr-decay-style WSD``, in samples.
+
+megatron-core does not save it.
+"""
 
 
 def schedule_lengths(config: RunConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ PHASES = (
 """Phases of a run. "bubble" is the wait for a pipeline message, "reduce" sums gradients over
 replicas, "start" lasts until the first step, and "other" is time without a phase."""
 BOUNDLESS = frozenset({OTHER, START, "save", "evaluate"})
-"""Phases that may last longer than a step, of which the other phases are parts."""
+"""Phases that may last longer than a step, and count as a hang only much later."""
 
 BOARD = "board"
 """Name of the board's file in the host folder (see `disk.host_folder`)."""
@@ -192,7 +192,7 @@ class Slot:
 
 
 class Board:
-    """Shared memory in which the ranks of one machine record their progress, one slot for each.
+    """A file in memory in which the ranks of one machine record their progress, a slot for each.
 
     Any process may be the first to open the file: its size depends only on the number of ranks, and
     a new file is all zeros, which is an empty board.

@@ -81,7 +81,7 @@ def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext
 
 
 def on_first_of_replica(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
-    """Run work on the first rank of each replica (`is_first_of_replica`); else return None.
+    """Run work on the first rank of each replica (`is_first_of_replica`); others return None.
 
     All ranks of the run call this together, and all raise an error as in `on_reporting_rank`.
     """

@@ -149,11 +149,11 @@ class Layout:
 
     @property
     def order(self) -> str:
-        """Return the order of the axes, innermost first, in megatron-core's notation."""
+        """Return the order of the axes, innermost first, in megatron-core's notation "tp-cp-…"."""
         return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
 
     def sizes(self) -> dict[str, int]:
-        """Return the number of ranks along each axis of the dense grid."""
+        """Return the number of ranks along each axis ("tp", "cp", …) of the dense grid."""
         return {
             "tp": self.tensor_model_parallel_size,
             "cp": self.context_parallel_size,
@@ -163,7 +163,7 @@ class Layout:
         }
 
     def expert_sizes(self) -> dict[str, int]:
-        """Return the number of ranks along each axis of the experts' grid."""
+        """Return the number of ranks along each axis ("tp", "ep", …) of the experts' grid."""
         fixed = {
             "tp": self.expert_tp,
             "cp": 1,
@@ -181,7 +181,7 @@ class Layout:
         return groups_of(tuple(self.order.split("-")), self.expert_sizes(), set(axes.split("-")))
 
     def position(self, rank: int) -> dict[str, int]:
-        """Return the index of a rank along each axis of the dense grid."""
+        """Return the index of a rank along each axis ("tp", "cp", …) of the dense grid."""
         sizes = self.sizes()
         index = {}
         for axis in self.order.split("-"):

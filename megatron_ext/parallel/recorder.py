@@ -262,7 +262,7 @@ class _ActionScope(AbstractContextManager[None]):
 
 
 class _Waiting(AbstractContextManager[None]):
-    """The context of one wait for a message."""
+    """The context that `Recorder.waiting` returns, for one wait for a message."""
 
     __slots__ = ("_about", "_kind", "_recorder")
 

@@ -23,7 +23,7 @@ class Table:
 
     Attributes:
         columns: headings; those in ``numeric`` are aligned to the right.
-        ids: the anchors of the rows, if other parts of the page link to them.
+        ids: the HTML ids of the rows, if other parts of the page link to them.
         note: a sentence below the table.
     """
 

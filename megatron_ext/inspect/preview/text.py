@@ -27,7 +27,10 @@ from megatron_ext.inspect.preview.rows import Document, Floats, Row, documents_o
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 LONGEST = 8
-"""Largest number of tokens that are tried as one character; a character has at most 4 bytes."""
+"""Largest number of tokens that are tried as one span.
+
+A character has at most 4 bytes and so 4 tokens, but a token may also begin the next character.
+"""
 
 _SHOWN = {"\n": "↵", "\t": "⇥"}
 _UNKNOWN = "\ufffd"

@@ -23,7 +23,7 @@ from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, 
 Layer = ColumnParallelLinear | RowParallelLinear | WholeLinear
 
 _IN_A_LAYER = re.compile(r"^(?!mtp\.).*\b(layers|blocks|double_blocks|single_blocks)\.")
-"""Matches names inside the layers of a model, except those of multi-token prediction."""
+"""Matches names of modules and parameters in layers, but not in multi-token prediction."""
 
 
 def attach_fp8(

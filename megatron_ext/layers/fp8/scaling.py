@@ -265,7 +265,7 @@ class Scaling(torch.nn.Module):
 
 
 class RowScaling(Scaling):
-    """One scale for each vector that a product sums over (``--fp8-recipe rowwise``)."""
+    """One scale per row or column, each a vector that a product sums (``--fp8-recipe rowwise``)."""
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
         """Return ``[m, k]`` in 8 bits with a scale per row; with ``columns`` also its transpose."""
@@ -391,7 +391,7 @@ class DelayedScaling(Scaling):
 
 
 def _follow_history(scaling: Any, _keys: Any) -> None:
-    """Recompute the scales from a history that was just loaded."""
+    """Recompute scales and `has_history` from a loaded history; called by ``load_state_dict``."""
     scaling.scale.copy_(scaling.scale_of(scaling.amax_history))
     scaling.inverse.copy_(scaling.scale.reciprocal())
     scaling.has_history = bool(scaling.amax_history.any(dim=0).all())
