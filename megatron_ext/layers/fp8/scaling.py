@@ -265,7 +265,7 @@ class Scaling(torch.nn.Module):
 
 
 class RowScaling(Scaling):
-    """One scale per row or column, each a vector that a product sums (``--fp8-recipe rowwise``)."""
+    """One scale for each row or column along which a product sums (``--fp8-recipe rowwise``)."""
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
         """Return ``[m, k]`` in 8 bits with a scale per row; with ``columns`` also its transpose."""
