@@ -587,7 +587,7 @@ def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] |
         whole: the text of the conversation without marks.
     """
     source = marked_source(template.source())
-    if source is None or count < 2 or _MARK in whole:
+    if source is None or count < 2:
         return None
     texts = template.text(count, chat_template=source).split(_MARK)
     before_loop = count - (len(texts) - 1)

@@ -1,5 +1,6 @@
 """Whole runs in this process: the bytes are Megatron-LM's, whatever the input is read from."""
 
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -15,12 +16,18 @@ import pytest
 import zstandard
 
 from megatron_ext.data.indexed import check_indexed_dataset
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.text.preprocess import packed
 from megatron_ext.text.preprocess.encode import EMPTY, ENDS_WITHIN, UNREAD, sentence_splitter
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import PartMarker
-from megatron_ext.text.preprocess.run import _named, _remarks, planned
+from megatron_ext.text.preprocess.run import (
+    Report,
+    _named,
+    _remarks,
+    planned,
+    run_or_explain,
+)
 from megatron_ext.text.preprocess.texts import TextEncoding
 from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.base import NullTokenizer
@@ -60,7 +67,7 @@ def test_bytes_are_megatrons(tmp_path: Path, make: Any, engine: str, append_eod:
     for key in ("text", "title"):
         values = [document[key] for document in documents]
         check_pair(tmp_path, values, f"{key}_document", **how)
-    assert report.documents == 300
+    assert (report.documents, report.input_bytes) == (300, path.stat().st_size)
     assert report.tokens == sum(check_indexed_dataset(p).num_tokens for p in report.prefixes)
     names = [f"out_{key}_document" for key in ("text", "title")]
     assert left_in(tmp_path) == [f"{name}.{kind}" for name in names for kind in ("bin", "idx")]
@@ -405,3 +412,37 @@ def test_what_a_tokenizer_has_to_say_is_said(
     flags = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)
     _, said = run(tmp_path, path, flags=flags, engine="native")
     assert said == ["Tokenizing with NullTokenizer's own library, as asked.", "a note", "another"]
+
+
+def test_a_run_ends_with_a_line_of_figures_or_with_its_errors() -> None:
+    """MB are millions of bytes; what an interrupt leaves is kept."""
+    good = Report(
+        prefixes=["out_a_document", "out_b_document"], shown=["out_a_document", "out_b_document"],
+        documents=30, tokens=400, input_bytes=5_000_000, rejected=2,
+        rejected_path=Path("out.rejected.jsonl"), remarks=["A remark."], resumed_parts=0,
+        seconds=2.0,
+    )  # fmt: skip
+    figures = "30 documents, 400 tokens, 5.0 MB in 2.0 s (2.5 MB/s) -> "
+    bad = "2 bad lines are in out.rejected.jsonl, each with its reason."
+    shards = dataclasses.replace(
+        good, prefixes=["x_00000", "x_00001"], shown=["x_{00000..00001}"], rejected_path=None
+    )
+    train = "Train on the shards with `--data-path x_{00000..00001}`; bash writes them out."
+    interrupted = "Interrupted; finished parts are kept, so run the same command again to go on."
+    for outcome, code, lines in (
+        (good, 0, [f"{figures}out_a_document, out_b_document", bad, "A remark."]),
+        (shards, 0, [f"{figures}x_{{00000..00001}}", train, "A remark."]),
+        (None, 0, []),
+        (DataError(["One.", "Two."]), 1, ["error: One.", "error: Two."]),
+        (MachineFault("Full."), 1, ["error: Full."]),
+        (ConfigError("Flag."), 2, ["error: Flag."]),
+        (KeyboardInterrupt(), 130, [interrupted]),
+    ):  # fmt: skip
+
+        def end(outcome: Any = outcome) -> Report | None:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        said: list[str] = []
+        assert (run_or_explain(end, said.append), said) == (code, lines)

@@ -672,6 +672,9 @@ def test_a_model_writes_the_date_of_its_training_or_today() -> None:
         assert text.startswith(wanted) and sentence is not None
         assert sentence.startswith("the chat template writes the date 20")
         assert dated.chat_template == DATED
+    dated.chat_template = {"default": DATED}
+    one, _ = with_known_date(dated, "2024-07-26")
+    assert one.chat_template == {"default": with_date(DATED, datetime.date(2024, 7, 26))}
     dated.chat_template = {"default": DATED, "tool_use": "{{ tools }}"}
     several, _ = with_known_date(dated, "2024-07-26")
     assert several.chat_template == {
