@@ -252,13 +252,16 @@ def test_a_run_that_goes_on_with_another_length_is_not_asked_for_those_before(
 
 def test_a_batch_tells_which_tokens_of_which_file_it_holds(tmp_path: Path) -> None:
     prefix = _numbered(tmp_path / "docs", 0, 50)
-    config = _config("--data-path", prefix, "--split", "50,50,0", vocabulary=20_000)
-    _, dataset = _plan(config)
-    tokens = dataset.batch(7, 12)["tokens"]
-    for sample, name, first, count in dataset.token_ranges(7, 12):
-        assert name == prefix
-        row = tokens[sample - 7].tolist()
-        assert row[: min(count, 1600 - first)] == list(range(first, min(first + count, 1600)))
+    words = ["--data-path", prefix, "--split", "50,50,0", "--eval-iters", "1"]
+    config = _config(*words, vocabulary=20_000)
+    valid, _ = build_held_out(config, build_tokenizer(config.section(TokenizerConfig)))
+    for dataset, end in ((_plan(config)[1], 1600), (valid, 3200)):
+        assert isinstance(dataset, DirectDataset)
+        tokens = dataset.batch(7, 12)["tokens"]
+        for sample, name, first, count in dataset.token_ranges(7, 12):
+            assert name == prefix
+            row = tokens[sample - 7].tolist()
+            assert row[: min(count, end - first)] == list(range(first, min(first + count, end)))
 
 
 def test_other_files_under_the_same_name_do_not_go_on(tmp_path: Path) -> None:

@@ -190,6 +190,11 @@ def test_held_out_documents_are_moved_too(prefix: str) -> None:
     assert isinstance(built.valid, DirectDataset)
     tokens = built.valid.batch(0, len(built.valid))["tokens"]
     assert (tokens == PREFIX).any() and (tokens == MIDDLE).any()
+    config = config_of([*WORDS, *words[:2], "--split", "60,20,20", "--fim-data", "--eval-iters=1"])
+    built = build_direct(config, build_tokenizer(config.section(TokenizerConfig)))
+    for name in ("train", "valid", "test"):
+        dataset = getattr(built, name)
+        assert dataset.fim._key == key_of("fim", 1234, name)
 
 
 def test_tokens_that_the_vocabulary_lacks_are_told(prefix: str) -> None:

@@ -21,6 +21,7 @@ from megatron_ext.text.data.blend import (
     plain_prefix,
     read_blend,
     source_options,
+    training_blend,
 )
 from megatron_ext.text.data.config import DEFAULT_SPLIT, DataConfig, FimConfig
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
@@ -262,6 +263,9 @@ def test_each_dataset_of_several_splits_is_named_once() -> None:
     spec = read_blend(data)
     assert spec.per_split == [(["b", "/a"], None), None, (["/a", "c"], [1.0, 2.0])]
     assert spec.prefixes() == ["b", "/a", "c"]
+    assert training_blend(data) == spec
+    with pytest.raises(DataError, match=r"^No training data is given; use `--data-path` PREFIX, "):
+        training_blend(DataConfig())
 
 
 def test_lengths_of_datasets_are_two_counts_for_each(tmp_path: Path) -> None:

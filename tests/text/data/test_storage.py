@@ -345,3 +345,11 @@ def test_requests_are_reported_by_runs_that_make_some(monkeypatch: pytest.Monkey
         config = SimpleNamespace(section=lambda kind: kind())
         run: Any = SimpleNamespace(config=config, reporters=SimpleNamespace(sinks=sinks))
         assert (storage.storage_notes(run) is not None) == reports
+
+
+def test_a_flag_decides_whether_files_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr(storage, "open_span", lambda *span, mapped: opened.append((span, mapped)))
+    for flag in (True, False):
+        storage.open_tokens(DataConfig(mmap_bin_files=flag), "/a", 3, 7)
+    assert opened == [(("/a", 3, 7), True), (("/a", 3, 7), False)]

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from megatron_ext.errors import DataError
 from megatron_ext.text.preprocess import inputs, packed
@@ -154,6 +156,11 @@ def test_inputs_are_expanded_and_lone_packed_ones_shared(tmp_path: Path) -> None
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
     assert expand([f"{tmp_path}/*s/"]) == [f"{tmp_path}/texts"]
+    assert f"{tmp_path}/texts" not in expand([f"{tmp_path}/*"])
+    for rows, alone in ((2, [f"{tmp_path}/t"]), (1, [])):  # a group of two rows, or two groups
+        parquet.write_table(pyarrow.table({"a": [1, 2]}), tmp_path / "t", row_group_size=rows)
+        assert needs_spool([f"{tmp_path}/t"], 2, ["a"]) == alone
+    assert inputs.identity_of("/dev/null") != inputs.identity_of("/dev/null")
 
 
 def test_workers_get_parts_of_a_size_that_keeps_them_busy(

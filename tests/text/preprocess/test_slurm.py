@@ -1,6 +1,7 @@
 """Preprocessing in a job array of Slurm writes the bytes of one machine, over deaths and errors."""
 
 import json
+import os
 import re
 import subprocess
 import time
@@ -183,8 +184,11 @@ def test_tasks_read_the_options_of_their_run(tmp_path: Path) -> None:
         options, local = (parse_options([*words, *more, *a])[0] for a in (array, []))
         job = SimpleNamespace(options=options, folder=tmp_path, key="k", fast=True)
         write_script(job, [0], tmp_path / "job.sh", lambda _: None)  # type: ignore[arg-type]
-        assert "\n#SBATCH --time=1 --mem=2G\n#\n" in (tmp_path / "job.sh").read_text()
-        found = task.options_of(json.loads((tmp_path / "job.json").read_bytes()))
+        script = (tmp_path / "job.sh").read_text()
+        assert "\n#SBATCH --time=1 --mem=2G\n#\n" in script and "--cpus-per-task=3\n" in script
+        saved = json.loads((tmp_path / "job.json").read_bytes())
+        assert (saved["cwd"], saved["key"], saved["fast"]) == (os.getcwd(), "k", True)
+        found = task.options_of(saved)
         assert type(found) is type(local)
         assert {**vars(found), "json_keys": ()} == {**vars(local), "json_keys": ()}
         assert list(found.json_keys) == list(local.json_keys)

@@ -103,6 +103,9 @@ def test_the_command_needs_only_the_prefix(
         status.show_status(str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="has neither a run in "):
         status.show_status(str(tmp_path / "elsewhere"))
+    (tmp_path / "early" / "out.parts").mkdir(parents=True)
+    text = " ".join(shown(tmp_path / "early").split())
+    assert text == f"The run in {tmp_path}/early/out.parts has not cut its input into parts yet."
 
 
 def marker(number: int, **more: Any) -> PartMarker:

@@ -333,6 +333,9 @@ def test_texts_are_read_without_their_marks_and_in_blocks(
     texts = [json.loads(line)["text"] for lines, _ in found for line in lines.splitlines()]
     assert texts == ["one", "four", "x" * 10, "", "last"]
     assert [size for _, size in found] == [10, 10, 4]
+    Path(paths[3]).unlink()
+    with pytest.raises(DataError, match=rf"^{paths[3]} cannot be read \(No such file"):
+        list(folders.text_lines(paths, "text"))
 
 
 def test_values_that_json_lacks_are_written_as_what_they_are(tmp_path: Path) -> None:
