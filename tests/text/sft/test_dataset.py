@@ -365,6 +365,9 @@ def test_rows_are_planned_for_the_schedule_and_known_by_what_determines_them(fol
     others = ["--seq-length 290", "--seed 5", "--sft-batching packed", "--global-batch-size 4"]
     changed = {plan_of("--num-layers", "2", *other.split()).identity for other in others}
     assert len({plain.identity, *changed}) == 5
+    kinds = {"padded": False, "packed": True, "token-budget": True}
+    for kind, packs in kinds.items():
+        assert plan_of("--num-layers", "2", "--sft-batching", kind).packs_documents == packs
 
 
 def test_stores_of_earlier_versions_are_looked_through_and_told(folder: Path) -> None:

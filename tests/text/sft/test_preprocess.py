@@ -718,7 +718,7 @@ def test_a_store_with_keywords_serves_a_run_that_gives_none(
 
 
 def test_a_merged_store_has_the_counts_of_all_its_parts_or_none(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, rows in (("a", tiny.chats(2)), ("b", tiny.chats(3))):
         path = tiny.write_jsonl(tmp_path / f"{name}.jsonl", rows)
@@ -732,6 +732,15 @@ def test_a_merged_store_has_the_counts_of_all_its_parts_or_none(
     about_path(prefixes[0]).write_text(json.dumps(about))
     merge_stores(prefixes, str(tmp_path / "both"))
     assert SftStore(str(tmp_path / "both")).intake is None
+
+    def full(*_: Any) -> None:
+        raise DataError("The disk is full.")
+
+    monkeypatch.setattr(store_module, "merge_indexed", full)
+    with pytest.raises(DataError, match="The disk is full"):
+        merge_stores(prefixes, str(tmp_path / "both"))
+    # Its datasets may be those of before or of now, so nobody may take them for a whole store.
+    assert not about_path(tmp_path / "both").exists()
 
 
 def test_the_day_of_a_template_can_be_set_again() -> None:

@@ -158,6 +158,12 @@ def test_reasoning_of_earlier_turns_is_trained_by_samples_of_their_own() -> None
         DataError, match="`--sft-split-turns`, train the turn as it is written with"
     ):
         read({"messages": THINKS}, last)
+    # Of the last turn no sample of its own would write it either.
+    never = {"messages": [*THINKS[:1], ANSWER, *THINKS[2:], {**USER, "content": "bye"}]}
+    with pytest.raises(DataError) as caught:
+        read(never)
+    assert "`messages[3].reasoning_content` (the reasoning of a trained turn)" in str(caught.value)
+    assert "; give a template that writes it, take it out of the row, or count" in str(caught.value)
     intake = read(row, last, sft_split_turns=True)
     assert intake.ignored == {"messages after the last trained turn": 1}
     assert read({"messages": THINKS}, last, sft_on_mismatch="realign").ignored == {
