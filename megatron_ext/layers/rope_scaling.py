@@ -135,7 +135,8 @@ def yarn_scaling(
 
     If both ``mscale`` and ``mscale_all_dim`` are given, this factor is `yarn_magnitude` with
     ``mscale``, divided by `yarn_magnitude` with ``mscale_all_dim``; otherwise it is YaRN's default
-    (`RopeScaling.magnitude`). Hugging Face's code uses the quotient only if neither is 0.
+    (`RopeScaling.magnitude`). Hugging Face's code uses the quotient only if neither is 0. The other
+    arguments are fields of `RopeScaling`; ``original`` is the context length before scaling.
     """
     magnitude = None
     if mscale is not None and mscale_all_dim is not None:

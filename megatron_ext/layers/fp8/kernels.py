@@ -43,7 +43,10 @@ def _read(  # type: ignore[no-untyped-def]
     matrix, first_m, first_k, m, stride: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Read a tile of ``[m, K]`` in float32, with zeros outside the matrix."""
+    """Return a tile of a matrix ``[m, K]`` in float32, with zeros outside the matrix.
+
+    The tile begins at row ``first_m`` and column ``first_k``; rows are ``stride`` elements apart.
+    """
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_K)[None, :]
     start = matrix + first_m.to(tl.int64) * stride + first_k
@@ -59,7 +62,8 @@ def _write(  # type: ignore[no-untyped-def]
     """Multiply a float32 tile ``x`` by ``scale``, and write it in 8 bits.
 
     It is written to ``rows`` ``[m, stride]`` and, transposed, to ``columns`` (with m padded to a
-    multiple of 16); each may be None. Columns of the matrix from ``end`` on are not written.
+    multiple of 16); each may be None. It begins there at row ``first_m`` and column ``first_k`` of
+    the matrix. Columns of the matrix from ``end`` on are not written.
     ``noted`` is set to the largest magnitude of ``x`` if that is larger. Results are clamped to
     ``LIMIT``, the largest number of the 8-bit format. Numbers that are not finite become NaN.
     Elements of the tile outside the matrix must be zero.
@@ -124,7 +128,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 
     If ``scales`` is not None, ``given`` holds the largest magnitude of the matrix instead. The
     kernel then computes the scale from it (`matrices.scale_for`), and writes the scale and its
-    inverse to ``scales``.
+    inverse to ``scales``. For ``noted``, ``rows``, ``columns`` and ``LIMIT`` see `_write`.
     """
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first_m = tl.program_id(0) // tiles * BLOCK_M
@@ -151,7 +155,8 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Cast the activation of ``wide`` to 8 bits, ``[m, K]``.
 
-    ``wide`` is ``[m, K]``, or if ``GATED`` ``[m, 2 K]`` with the gate's half first.
+    ``wide`` is ``[m, K]``, or if ``GATED`` ``[m, 2 K]`` with the activated half first. The other
+    arguments are as in `_cast_kernel`.
     """
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     stride: tl.constexpr = 2 * K if GATED else K
@@ -170,7 +175,8 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Cast the gradient of ``wide`` to 8 bits, given the activation's ``gradient`` ``[m, K]``.
 
-    For ``wide`` see `_activation_kernel`; its gradient has its shape.
+    For ``wide`` see `_activation_kernel`, and for the other arguments `_cast_kernel`. The result
+    has the shape of ``wide``.
     """
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     stride: tl.constexpr = 2 * K if GATED else K

@@ -172,12 +172,12 @@ def _given(compute: Callable[..., Tensor], call: LinearCall) -> Tensor | None:
 
 
 def _add(compute: Callable[..., Tensor], weight: Tensor, main_grad: Tensor | None) -> None:
-    """Compute a weight's gradient and add it to ``main_grad``.
+    """Compute a weight's gradient and add it to ``main_grad``, the weight's gradient buffer.
 
-    If ``main_grad`` is None, `accumulate` adds the gradient to the weight's own ``main_grad`` or
-    ``grad``. The first gradient of a step is written directly to ``main_grad``. Later ones need a
-    separate addition, since ``torch._scaled_mm`` cannot add to its output (its beta is 0). If
-    ``main_grad`` is float32, no gradient is rounded to 16 bits.
+    If the argument is None, the gradient is rounded to the weight's dtype, and `accumulate` adds
+    it. Otherwise the product has the dtype of ``main_grad``: the first one of a step is written
+    directly to it. Later ones need a separate addition, since ``torch._scaled_mm`` cannot add to
+    its output (its beta is 0).
     """
     if main_grad is None:
         accumulate(weight, compute(weight.dtype))
