@@ -21,7 +21,7 @@ from megatron_ext.data.permutation import Ints, Words, derived, key_of, permute
 GROUP = 4096
 """Number of windows whose parts are permuted together if samples are shorter than windows."""
 PARTS = 3
-"""The ``purpose`` for which `derived` makes a phase's key, so that it differs from other keys."""
+"""The ``purpose`` that tells the keys of phases and groups from other keys that `derived` makes."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Rest:
 
 @dataclass(frozen=True)
 class Phase:
-    """The samples that a source gives between two changes of the sample length.
+    """A period of a run with one sample length, and where its samples of a source come from.
 
     Attributes:
         seq_length: tokens of a sample.
@@ -94,7 +94,7 @@ class Source:
         self._phases = 0
 
     def begin(self, seq_length: int) -> Phase:
-        """Return the phase with which a run begins, whose samples have ``seq_length`` tokens."""
+        """Return the first phase of a run, whose samples have ``seq_length`` tokens."""
         return Phase(seq_length, self._phase_key())
 
     def change(self, phase: Phase, used: int, seq_length: int) -> Phase:
@@ -166,18 +166,18 @@ class Source:
 def groups(
     numbers: Ints, first: Ints, windows: Ints, group: Ints, per_window: int
 ) -> tuple[Ints, Ints, Ints]:
-    """Return the groups of some samples that are shorter than a window.
+    """Return the groups of windows to which some samples belong that are shorter than a window.
 
     Args:
-        numbers: samples of a phase, counted from its first window.
-        first: first window of the phase, counted through all epochs.
-        windows: windows of an epoch.
-        group: windows of a whole group.
-        per_window: samples in a window.
+        numbers: numbers of the samples in their phase, counted from its first window.
+        first: number of the phase's first window, counted through all epochs.
+        windows: number of windows in an epoch.
+        group: number of windows in a whole group; the last group of an epoch may have fewer.
+        per_window: number of samples in a window.
 
     Returns:
-        The first window of each sample's group, the group's number of windows, and the number of
-        the sample in the group.
+        The number of the first window of each sample's group, how many windows the group has, and
+        the number of the sample in the group, from 0.
     """
     # The phase may begin in the middle of an epoch, after other windows of that epoch.
     here = windows - first % windows

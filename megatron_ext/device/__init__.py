@@ -35,7 +35,7 @@ class Device:
     def activate(self, local_rank: int) -> torch.device:
         """Make this process use the device, before any process group exists; return torch's device.
 
-        On a CPU this installs the shim of ``torch.cuda``.
+        On a CPU this also replaces parts of ``torch.cuda`` by stand-ins (`cuda_shim`).
 
         Raises:
             ConfigError: this machine has more ranks than GPUs.

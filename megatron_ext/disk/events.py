@@ -25,9 +25,10 @@ REPORT, TIMELINE, PICTURE = "report.txt", "timeline.json", "picture.svg"
 def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:
     """Append a line to the log in the save folder ``folder``; do nothing if it is None.
 
-    ``facts`` are details such as iteration, rank and generation. Facts that are None are omitted,
-    and numbers that are not finite become text, since JSON has none. Each line is a single write,
-    so lines of several processes do not mix. A failed write does not fail the run.
+    ``kind`` names the event, such as "fault" or "restart", and ``facts`` are its details, such as
+    iteration and rank. Facts that are None are omitted, and numbers that are not finite become
+    text, since JSON has none. Each line is a single write, so lines of several processes do not
+    mix. A failed write does not fail the run.
     """
     if folder is None:
         return

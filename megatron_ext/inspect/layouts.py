@@ -93,9 +93,10 @@ def refuse_random_draws(
     steps: int,
     device: Device,
 ) -> None:
-    """Check that all layouts draw the same random numbers in their forward passes as ``truth``.
+    """Check that all layouts draw the same random numbers as ``truth``, the layout to compare with.
 
-    A layout that cannot be parsed is skipped; `record` reports it.
+    Only the numbers of forward passes count. A layout that cannot be parsed is skipped; `record`
+    reports it.
 
     Raises:
         ConfigError: dropout or noise depends on the layout; the message names the flags and the

@@ -46,8 +46,8 @@ class Rule:
     """The flags that trigger a defect.
 
     Attributes:
-        all_of: conditions that must all hold.
-        error: the size of the error with these flags.
+        all_of: functions of the flags that must all return True.
+        error: the size of the error with these flags, as a sentence or a function that returns it.
         advice: what the user should do.
         only: the releases to which the rule applies, separated by spaces; empty for all.
         depends: a further condition for the defect, which the flags do not show; "" if there is
@@ -117,6 +117,6 @@ class Defect:
         return dict(self.between).get(release, self.since if release >= self.began else before)
 
     def row(self) -> str:
-        """Return the defect's row of the table in docs/numerics.md."""
+        """Return the defect's row of the table in docs/numerics.md, in Markdown."""
         cells = self.number, self.affected, self.stock, str(self.since), self.ours, self.test
         return f"| {' | '.join(cells)} |"

@@ -35,7 +35,7 @@ def _defects() -> tuple[Defect, ...]:
 
 
 DEFECTS = _defects()
-"""All defects, ordered by number."""
+"""All known defects of megatron-core (`defects.yaml`), ordered by number."""
 
 PROGRAM = "pretrain_gpt.py"
 """The program of Megatron-LM that flags belong to, unless another is named."""
@@ -166,7 +166,7 @@ def show_list(console: Console) -> None:
 
 
 def reproduce(number: str) -> str:
-    """Reproduce a defect on the installed megatron-core; return its figures in a sentence.
+    """Reproduce a defect, such as "D2", on the installed megatron-core; return its figures as text.
 
     Raises:
         ConfigError: the defect is unknown, or has no reproduction.

@@ -185,8 +185,8 @@ def d31() -> Reproduced:
 def _modes(folder: Path) -> tuple[float, list[str]]:
     """Write two multimodal datasets of two sequences: with default modes, and with given modes.
 
-    Return the number of modes that can be read back (NaN after an error), and a clause for each
-    error.
+    A mode is a number that the index stores for each sequence. Return the number of modes that can
+    be read back (NaN after an error), and a clause for each error.
     """
     modes = math.nan
     raised = []

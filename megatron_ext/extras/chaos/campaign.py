@@ -115,7 +115,7 @@ class Campaign:
         return Point(len(result.case.faults) / (goodput.wall / 3600.0), goodput.share)
 
     def run(self, case: Case) -> Result:
-        """Run a case, and return the outcomes of its faults.
+        """Run a case, a run with faults to inject, and return their outcomes.
 
         Raises:
             ConfigError: a fault cannot happen, or the undisturbed run fails.

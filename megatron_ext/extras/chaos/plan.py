@@ -79,7 +79,7 @@ def draw(
 ) -> Case:
     """Draw rank and moment of each fault; the same arguments give the same case.
 
-    Faults that end a rank happen at the beginning of a phase of a step. If ``step_seconds``, the
+    Faults that end a rank happen at one of the `MOMENTS` of a step. If ``step_seconds``, the
     time of a step, is given, half of them happen at a random time within a step instead.
     """
     random = Random(f"{layout.name} {seed} {','.join(kinds)}")

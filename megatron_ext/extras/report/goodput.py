@@ -127,7 +127,7 @@ def show_seconds(seconds: float) -> str:
 
 @lru_cache(1024)
 def _category_of(name: str, *, restarted: bool) -> str:
-    """Return the category of a phase; ``name`` is the key of the phase in a row of kind "time".
+    """Return the category of a phase; ``name`` is its key in a row of kind "time" of metrics.jsonl.
 
     If ``restarted`` is true, the phase "start" counts as "restart".
     """

@@ -196,7 +196,7 @@ def _checkpoints(root: Path, problems: list[str]) -> Iterable[StoredCheckpoint]:
 
 
 def _post_mortems(root: Path) -> Iterable[PostMortem]:
-    """Yield the post-mortems of a folder by number, without following links out of the folder."""
+    """Yield the reports in the folders ``postmortem_<n>`` of ``root`` by n; follow no links."""
     try:
         matches = [(m, entry) for entry in root.iterdir() if (m := _POST_MORTEM.match(entry.name))]
     except OSError:

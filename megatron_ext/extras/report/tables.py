@@ -57,7 +57,7 @@ def seconds_of(value: object) -> str:
 
 @dataclass(frozen=True)
 class FaultStory:
-    """A fault with the restart that followed and its post-mortem, if any."""
+    """A fault, the restart that followed, and the report written at the fault, if there are any."""
 
     number: int
     fault: Row
@@ -79,7 +79,7 @@ class FaultStory:
 
 
 def fault_stories(folder: RunFolder) -> list[FaultStory]:
-    """Join each fault with the first restart after it, and with its post-mortem."""
+    """Join each fault with the first restart after it, and with the report written at the fault."""
     faults = folder.events_of(FAULT)
     restarts = folder.events_of(RESTART)
     by_name = {p.name: p for p in folder.post_mortems}
@@ -151,9 +151,9 @@ def fault_table(stories: Sequence[FaultStory]) -> Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A post-mortem as the page shows it.
+    """The report written at a fault (post-mortem), as the page shows it.
 
-    ``data`` is the ``data:`` address of its SVG, or "" if it is shown without a picture.
+    ``data`` is the ``data:`` URL of an SVG of the ranks' last events, or "" to show no picture.
     """
 
     title: str
@@ -165,9 +165,9 @@ class Picture:
 def pictures(
     stories: Sequence[FaultStory], limit: int = 10, max_bytes: int = 1_000_000
 ) -> list[Picture]:
-    """Return the newest post-mortems, at most ``limit``.
+    """Return the reports on the newest faults, at most ``limit``.
 
-    A post-mortem loses its picture if all pictures together would exceed ``max_bytes``.
+    A report is shown without its picture if all pictures together would exceed ``max_bytes``.
     """
     chosen = list[Picture]()
     left = max_bytes

@@ -92,12 +92,12 @@ def append_fault(
 
 
 class FaultSupervisor(Supervisor):
-    """Waits for the ranks of one start of a run; reports faults as post-mortems and as events.
+    """Waits for the ranks of one start of a run; writes a report and an event about a fault.
 
     Attributes:
         fault: why the ranks ended or hang; None if they ended on purpose, or for a reason that
             would end them again after a restart.
-        postmortem: the folder of the fault's post-mortem; None if there is none.
+        postmortem: the folder of the report on the fault; None if there is none.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class FaultSupervisor(Supervisor):
     def _note(self, verdict: Verdict, cause: str) -> Case | None:
         """Investigate and report a fault that was just detected, and store it in `fault`.
 
-        Return what is known about it; None if there is no watcher, or if the investigation failed.
+        Return what is known about it; None without a `Watcher`, or if the investigation failed.
         """
         now = time.monotonic()
         seen_after = now - self._polled if verdict.fault is Kind.DEAD else verdict.silent
@@ -232,7 +232,7 @@ class TellingSupervisor(FaultSupervisor):
         return Drawings()
 
     def wait(self) -> int:
-        """Wait for all ranks and until the post-mortems are drawn; return the exit code."""
+        """Wait for all ranks, and for the pictures of all faults; return the exit code."""
         code = super().wait()
         if self.fault is not None and self._hung is None:
             self._tell_end(self.fault, code)

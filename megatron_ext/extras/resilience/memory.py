@@ -32,7 +32,9 @@ from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
 from megatron_ext.parallel.context import ParallelContext
 
 VALUES, SHARDED, PROGRESS, RUN_CONFIG = "values", "sharded", "progress", "run_config"
-"""Keys of the parts of a snapshot."""
+"""Keys of the parts of a snapshot: the state as plain values and again as sharded tensors, the
+run's counters, and its configuration.
+"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Machines:
 
 
 class MemoryCheckpoints:
-    """Takes this rank's snapshots, and copies them to its neighbour.
+    """Takes this rank's snapshots, and copies them to its neighbour, another rank (`peers`).
 
     Attributes:
         is_behind: whether the run has resumed with another number of replicas than the run that

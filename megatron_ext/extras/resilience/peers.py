@@ -27,12 +27,12 @@ PIECE = 1 << 24
 
 
 def own_files(folder: Path, rank: int) -> SnapshotPair:
-    """Return the files of a rank's own snapshots."""
+    """Return the two files that take a rank's own snapshots in turn."""
     return SnapshotPair(folder, f"rank_{rank:05d}")
 
 
 def copy_files(folder: Path, rank: int) -> SnapshotPair:
-    """Return the files in which a rank's neighbour keeps the copies of the rank's snapshots."""
+    """Return the two files in which a rank's neighbour keeps copies of the rank's snapshots."""
     return SnapshotPair(folder, f"held_{rank:05d}")
 
 

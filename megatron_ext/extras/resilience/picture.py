@@ -25,7 +25,7 @@ COLOURS = {
     "save": "#76b7b2",
     "evaluate": "#9c755f",
 }
-"""Colours of phases; all others are white."""
+"""Colours of the phases of a step; all others are white."""
 _SECONDS_SHOWN = 20.0
 _STEPS_SHOWN = 3
 
@@ -55,7 +55,7 @@ def first_time(ranks: Sequence[dict[str, Any]]) -> float:
 
 
 def draw(folder: Path) -> None:
-    """Draw the ``timeline.json`` in a post-mortem's folder as ``picture.svg``."""
+    """Draw ``picture.svg`` in ``folder`` from ``timeline.json`` there (`postmortem`)."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

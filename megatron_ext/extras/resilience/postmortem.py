@@ -33,7 +33,10 @@ class Case:
 
     Attributes:
         cause: one or two words, such as "hang", "SIGKILL", "memory" or "exception".
+        blame: the ranks that stopped first, and why.
+        board: what each rank of this machine has recorded in shared memory (`parallel.board`).
         now: when the fault was detected, in seconds of CLOCK_MONOTONIC.
+        evidence: stacks and latest collectives, by rank.
         states: states of the processes, by process id.
         resident: last known bytes in main memory, by rank.
     """
@@ -47,7 +50,7 @@ class Case:
     resident: Mapping[int, int] = field(default_factory=dict)
 
     def record(self, rank: int) -> RankRecord | None:
-        """Return the record of a rank of this machine; None for a rank of another machine."""
+        """Return the record of a rank in ``board``; None for a rank of another machine."""
         return next((record for record in self.board if record.rank == rank), None)
 
     @property
@@ -118,7 +121,7 @@ def _frame_of_ours(evidence: Evidence) -> Frame | None:
 
 
 def report(case: Case) -> str:
-    """Return the text of a post-mortem."""
+    """Return the report on a fault: its cause, who waits for whom, and the stacks of ranks."""
     lines = [case.sentence, "", "Who waits for whom:"]
     lines += [f"  {_wait_line(wait)}" for wait in case.blame.waits] or ["  nobody, as far as told"]
     lines += ["", "Ranks:"]
@@ -155,9 +158,9 @@ def _stacks(case: Case, record: RankRecord, evidence: Evidence) -> str:
 
 
 def write_postmortem(case: Case, save: str | Path | None) -> Path | None:
-    """Write a post-mortem to a new folder ``postmortem_<n>`` in the save folder, and return it.
+    """Write a fault's report to a new folder ``postmortem_<n>`` in ``save``; return the folder.
 
-    Without a save folder, or if the post-mortem cannot be written, print its first lines and return
+    Without a save folder, or if the report cannot be written, print its first lines and return
     None.
     """
     text = report(case)
@@ -177,7 +180,7 @@ def write_postmortem(case: Case, save: str | Path | None) -> Path | None:
 
 
 def _head(text: str) -> list[str]:
-    """Return the lines at the start of a post-mortem's text, up to the stacks of the ranks."""
+    """Return the lines of a `report` up to the stacks of the ranks."""
     return text.partition("\n\nStacks of rank")[0].splitlines()
 
 
@@ -194,7 +197,10 @@ def _new_folder(save: Path) -> Path:
 
 
 def _timeline(case: Case) -> dict[str, object]:
-    """Return the data of the picture: events by rank, in seconds before the fault was detected."""
+    """Return what timeline.json holds: the events of each rank.
+
+    Times are in seconds relative to the detection of the fault, before which they are negative.
+    """
     return {
         "title": case.sentence,
         "ranks": [
@@ -212,13 +218,13 @@ def _timeline(case: Case) -> dict[str, object]:
 
 
 class Drawings:
-    """The helper processes that draw the pictures of a run's post-mortems."""
+    """The helper processes that draw, for each fault of a run, the ranks' last events."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, folder: Path | None) -> None:
-        """Start drawing the picture of the post-mortem in ``folder``; do nothing for None."""
+        """Start drawing a picture into ``folder``, which has the report; do nothing for None."""
         if folder is not None and (process := start_drawing(folder)) is not None:
             self._processes.append(process)
 
@@ -234,7 +240,7 @@ class Drawings:
 
 
 def start_drawing(folder: Path) -> subprocess.Popen[bytes] | None:
-    """Start a helper process that draws the picture of a post-mortem; return the process.
+    """Start a helper process that draws a picture into a report's ``folder``; return the process.
 
     It has low priority, so that drawing does not delay a restart. Return None if it cannot start.
     """

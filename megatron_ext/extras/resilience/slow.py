@@ -18,7 +18,7 @@ from megatron_ext.extras.resilience.flight import Flight
 from megatron_ext.parallel.board import EventKind, RankRecord
 
 COMPUTES = frozenset({"forward", "backward", "reduce", "update"})
-"""Phases that make up a rank's own time. Reading data and writing logs are left out, since only
+"""Phases of a step that count as computing. Reading data and writing logs are left out, since only
 some ranks do that.
 """
 _LEAST_STEPS = 3
@@ -112,7 +112,9 @@ def _overlap(spans: Sequence[Span], waits: Sequence[Span]) -> float:
 
 
 class SlowRanks:
-    """Judges repeated measurements of the ranks' own times, and names each slow rank once.
+    """Judges repeated measurements of the time that each rank computes; names each slow rank once.
+
+    Twins are ranks with the same pipeline rank.
 
     Args:
         twin_factor: a rank is slow if it computes this many times as long as its twins.
@@ -151,9 +153,9 @@ class SlowRanks:
     ) -> float | None:
         """Return the time that was expected of a rank if the rank is slow; None if it is not.
 
-        This is the median own time of the rank's twins, which have the same pipeline rank. For a
-        rank without twins, it is the rank's least own time while it was not slow, multiplied by the
-        median factor by which other ranks have become slower (at least 1).
+        This is the median of ``own`` over the rank's twins. For a rank without twins, it is the
+        least time of the rank while it was not slow, multiplied by the median factor by which other
+        ranks have become slower (at least 1).
         """
         twins = [own[r] for r in own if r != rank and places[r] == places[rank]]
         if twins:

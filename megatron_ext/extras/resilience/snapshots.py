@@ -23,7 +23,7 @@ def snapshot_stores(
     """Return the stores in which the flags let a run keep snapshots; all ranks call this together.
 
     Each store is a folder with its own interval, on the machine's disk or in ``host_folder``, which
-    is in memory; None if there is no such folder.
+    is in memory; ``host_folder`` is None if there is no folder in memory.
 
     Raises:
         CheckpointError: the flags require snapshots in memory, but ``host_folder`` is None.

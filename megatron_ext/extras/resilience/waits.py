@@ -157,7 +157,7 @@ def _stands_in_wait(stack: Sequence[Frame]) -> bool:
 
 
 def _arrived(collective: Collective, flight: Flight | None) -> bool:
-    """Return whether the rank of ``flight`` has called ``collective`` as well."""
+    """Return whether a rank, whose latest collectives are ``flight``, has called ``collective``."""
     numbers = [entry.number for entry in flight or () if entry.group == collective.group]
     return bool(numbers) and max(numbers) >= collective.number
 

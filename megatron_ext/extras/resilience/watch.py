@@ -45,7 +45,7 @@ USUAL = Limits()
 
 @dataclass(frozen=True)
 class Verdict:
-    """A fault that a watcher has detected.
+    """A fault that `verdicts` or a supervisor has detected.
 
     Attributes:
         ranks: ranks that have ended, or that are stopped by a signal. For any other hang this is
@@ -67,10 +67,10 @@ def verdicts(
     limits: Limits = USUAL,
     busy: bool = False,
 ) -> list[Verdict]:
-    """Return the faults that a board shows at time ``now`` of CLOCK_MONOTONIC.
+    """Return the faults that ranks' records show at time ``now`` of CLOCK_MONOTONIC.
 
     Args:
-        board: records of the ranks of this machine.
+        board: what each rank of this machine has recorded in shared memory (`parallel.board`).
         states: states of the ranks' processes, by process id; a missing process is not judged.
         busy: whether any rank has been using the processor for most of the silence.
     """

@@ -3,9 +3,8 @@
 It sleeps in the operating system until a watcher, which looks for hangs, writes to its pipe in the
 host folder; it then writes the rank's latest collectives to a file. A Python stack needs no thread:
 a signal makes faulthandler write it, even while a library call holds the interpreter. Only the main
-thread's stack is written, because that thread
-stands still while it runs the handler; reading the frames of a running thread could crash the
-process. A stopped process answers neither request.
+thread's stack is written, because that thread stands still while it runs the handler; reading the
+frames of a running thread could crash the process. A stopped process answers neither request.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _ASK, _END = b"?", b"."
 
 @dataclass(frozen=True)
 class Evidence:
-    """The answers of a rank to a watcher, and the stacks that it wrote when it crashed.
+    """Answers of a rank that was asked what it does, and the stacks that it wrote when it crashed.
 
     Attributes:
         flight: the latest collectives; None without an answer.
@@ -50,7 +49,7 @@ class Evidence:
 
 @contextmanager
 def watchdog(folder: Path | None, rank: int) -> Iterator[None]:
-    """Inside the block, let a watcher ask this process what it does; answers go into ``folder``.
+    """Inside the block, let other processes ask what this one does; answers go into ``folder``.
 
     An answer has the main thread's Python stack and the list of the latest collective operations,
     such as all-reduces. If the process crashes, for example by a segmentation fault, it writes the

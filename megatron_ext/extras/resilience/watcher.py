@@ -98,7 +98,7 @@ class Watcher:
                 self._quiet[record.pid] = (record.last_time, state.cpu_seconds)
 
     def _busy(self, board: list[RankRecord], now: float) -> bool:
-        """Return whether any rank has computed for most of the time since its last event.
+        """Return whether any rank has computed for most of the time since its last record.
 
         This is measured by the processor time of the rank's process.
         """
@@ -153,7 +153,7 @@ class Watcher:
         pids: Mapping[int, int] | None = None,
         seconds: float = 0.5,
     ) -> Case:
-        """Gather the evidence of this machine's ranks about a fault, and find out what happened.
+        """Ask this machine's ranks for stacks and collectives, and find out what caused a fault.
 
         Args:
             verdict: the fault.
@@ -187,7 +187,7 @@ class Watcher:
 
 
 def open_watcher(folder: Path | None, num_ranks: int, minutes: float) -> Watcher | None:
-    """Return a watcher; None without a host folder or without enough memory for a board.
+    """Return a watcher; None without a host folder, or without enough memory for the `Board`.
 
     ``minutes`` is the longest silence in phases without a usual length.
     """
