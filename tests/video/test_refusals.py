@@ -12,7 +12,7 @@ from megatron_ext.text import task as text_task
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.video.task import VIDEO
-from tests.training_runs import TINY, mock_data
+from tests.training_runs import TINY, errors_of, mock_data
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, TEXT, write_clips
 from tests.video.wan_run import FLAGS as WAN_FLAGS
 from tests.video.wan_run import KINDS
@@ -217,6 +217,16 @@ WRONG = {
 def test_what_an_mmdit_would_ignore_is_refused(refused: Refused, clips: Path, words: str) -> None:
     (said,) = refused(clips, words).splitlines()
     assert said.startswith(f"error: {WRONG[words]}")
+
+
+def test_no_other_shift_stands_beside_one_for_all_clips() -> None:
+    words = "--shift-base 2 --shift-base-tokens 3 --shift-max-tokens 5000 --no-shift-by-length"
+    flags = [*FLAGS, "--video-data-path", "x", "--flow-shift", "3", *words.split()]
+    beside = " has no effect beside `--flow-shift`; "
+    said = [line.partition(beside) for line in errors_of(flags, VIDEO)]
+    assert [remedy for _, _, remedy in said] == ["leave one of them out."] * 4
+    names = [word for word in words.split() if word.startswith("--")]
+    assert sorted(name.strip("`") for name, _, _ in said) == sorted(names)
 
 
 def test_text_runs_refuse_the_flags_of_video(capfd: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from megatron_ext.video.streaming.decisions import (
 from megatron_ext.video.streaming.rollout import StreamClip
 from tests.video.streaming.network import PAPER
 from tests.video.streaming.runs import after_each_step, observed, on_each_clip, runner_of
+from tests.video.streaming.test_prompts import configured
 
 OPTIONS = dataclasses.replace(PAPER, max_new_frames=21, sequence_lengths=(99, 120, 240))
 LIKE = torch.empty(0)
@@ -194,6 +195,21 @@ def test_aliasing_is_what_happens(clips: int, accumulation: int) -> None:
     assert warns == (len(seen) < clips)
     if accumulation == 1:
         assert warns == (math.gcd(6, clips) > 1)
+
+
+@pytest.mark.parametrize(("batch", "seen"), [(1, 4), (2, 2)])
+def test_a_run_tells_which_clips_its_micro_batches_take(
+    batch: int, seen: int, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Train the generator in one of 2 steps, on 1 clip of 3 or on 2 of 6."""
+    with caplog.at_level(logging.WARNING):
+        configured(tmp_path, f"--global-batch-size {batch}")
+    said = capsys.readouterr().out.splitlines()
+    of = f"on {seen} of the 4 trained chunks of a sequence"
+    assert said[:1] == [f"> the generator is trained in one of 2 steps, {of}"]
+    assert said[1:] == ["> the teacher has random weights; give `--teacher-checkpoint`"]
+    assert ("make the generator see only chunks 0, 2" in caplog.text) == (seen < 4)
 
 
 def test_a_configuration_that_aliases_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
