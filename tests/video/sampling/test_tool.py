@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.sampling import tool
@@ -146,6 +146,25 @@ def test_the_size_of_clips_is_that_of_the_largest_bucket() -> None:
     own = SampleConfig(sample_size=(16, 48), sample_frames=5, sample_fps=7.5)
     found = shape_of(own, manifest)
     assert (found.num_frames, found.height, found.width, found.fps) == (5, 16, 48, 7.5)
+
+
+def test_windows_prompts_and_codecs_of_long_videos_are_looked_at_before_ranks_start(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "late.jsonl").write_text(
+        '{"text": "a", "switches": [{"frame": 25, "text": "b"}]}\n'
+    )
+    late = f"--sample-interval 1 --sample-dir d --sample-prompts {tmp_path / 'late.jsonl'}"
+    usual = "--sample-interval 1 --sample-dir d --sample-texts a"
+    for words, said in (
+        (f"{usual} --window-frames 5", r"`--window-frames` \(5\) must be at least"),
+        (f"{usual} --recache-frames 10", r"`--recache-frames` \(10\) must be a positive multiple"),
+        (late, "switches at latent frame 25, but the last frame block begins at 24"),
+        (f"{usual} --codec-channels 8", "has 8 latent channels, but"),
+    ):
+        config = config_of(flags_of(tmp_path, f"--train-iters 1 {words}"), VIDEO)
+        with pytest.raises((ConfigError, DataError), match=said):
+            streaming_tool.prepare_sampling(config)
 
 
 SEEN = Throughput(videos=2, blocks=6, frames=45, seconds=2.5, first_block=0.75)
