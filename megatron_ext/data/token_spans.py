@@ -88,7 +88,7 @@ class TokenSpan(ABC):
 
 
 class MappedSpan(TokenSpan):
-    """A span in a memory map, which each process opens at its first read."""
+    """A `TokenSpan` in a memory map, which each process opens at its first read."""
 
     _map: mmap.mmap | None = None
     _was_slow = False
@@ -152,7 +152,7 @@ class MappedSpan(TokenSpan):
 
 
 class ReadSpan(TokenSpan):
-    """A span that is read with one `pread` per range; each process opens the file itself."""
+    """A `TokenSpan` read with one `pread` per range; each process opens the file itself."""
 
     _file: int | None = None
     _owner = 0

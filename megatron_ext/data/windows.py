@@ -26,7 +26,7 @@ PARTS = 3
 
 @dataclass(frozen=True)
 class Rest:
-    """The parts of a group that were not yet read when the sample length changed.
+    """The parts of a group of windows that were not yet read when the sample length changed.
 
     They are a range of the group's tokens, if its parts are joined in their permuted order.
 

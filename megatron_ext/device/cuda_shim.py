@@ -153,7 +153,7 @@ class Heading(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: the attribute ``name`` of ``owner`` (a part of torch), and its stand-in.
+    """A row of `TABLE`: the attribute ``name`` of ``owner`` (a part of torch), and its stand-in.
 
     Attributes:
         heading: how the stand-in differs from the attribute on a GPU.

@@ -40,7 +40,7 @@ _ADDRESS_AT = 16
 """
 _DELETED = " (deleted)"
 _LATER = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGINT
-"""The signal at which Python raises the error, after the interrupted instruction."""
+"""The signal whose Python handler raises the error, once the interrupted instruction has ended."""
 
 mapped_sizes: dict[str, int] = {}
 """The size in bytes of each mapped file when `remember_size` was called, by path."""
@@ -49,7 +49,7 @@ _inodes: dict[str, tuple[int, int]] = {}
 file's inode at that time; another file may have taken its name since.
 """
 _fault: list[MegatronExtError] = []
-"""The newest fault, kept until Python raises it."""
+"""The error of the newest bus error, kept until Python raises it."""
 
 
 class _Action(ctypes.Structure):
@@ -118,7 +118,7 @@ def cut_in_use(path: str | os.PathLike[str], size: int, had: int | str) -> str:
 class _Mapped:
     """A mapping of a file into this process's memory, from address ``begin`` to ``end``.
 
-    ``offset`` is the byte of the file at ``begin``.
+    ``offset`` is the position in the file, in bytes, of what is at ``begin``.
     """
 
     begin: int

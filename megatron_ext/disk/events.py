@@ -53,7 +53,7 @@ def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the events of a save folder, oldest first; an empty list if there are none.
+    """Return the events in a save folder's ``faults.jsonl``, oldest first; [] if there are none.
 
     An incomplete line, for example after a full disk, is left out.
     """

@@ -43,7 +43,7 @@ _SECONDS_UNTIL_STALE = 600.0
 
 
 def host_folder() -> Path | None:
-    """Return the host folder of this run; None if it has none."""
+    """Return the folder that the run's processes on this machine share; None if there is none."""
     name = os.environ.get(FOLDER_VARIABLE)
     return Path(name) if name else None
 
@@ -89,7 +89,7 @@ def ticks_at_start(pid: int) -> int | None:
 
 @contextmanager
 def shared_host_folder(save: str | None = None) -> Iterator[Path | None]:
-    """Yield the host folder of this run, and name it in the environment, for child processes.
+    """Yield the folder that this run shares on this machine, named in the environment for children.
 
     If the environment names a folder already, use it. Otherwise a rank that torchrun has started
     creates or opens the folder of its agent, and any other process creates a new one. If no folder
@@ -184,9 +184,9 @@ def leave_exit_code(code: int) -> None:
 
 
 def exit_codes_left(folder: Path) -> list[int]:
-    """Return the exit codes that ranks have written to ``folder`` since the newest restart.
+    """Return the exit codes that ranks have left in ``folder``.
 
-    Codes from before that restart are left out.
+    Only codes from the latest start of the ranks that left any are returned.
     """
     left = [path.read_text(encoding="utf-8").split() for path in folder.glob(f"{_LEFT}*")]
     pairs = [(int(words[0]), int(words[1])) for words in left if len(words) == 2]

@@ -138,7 +138,7 @@ def _uncounted(_context: ParallelContext) -> float:
 
 
 def d19() -> Reproduced:
-    """Measure D19 of `defects.yaml`: a loss's gradient without a token count, on two CP ranks."""
+    """Measure D19 of `defects.yaml`: the gradient of a loss with no token count on two CP ranks."""
     stock = on_ranks(_uncounted, cp=2)[0]
     replicated = on_ranks(_uncounted, dp=2)[0]
     what = (

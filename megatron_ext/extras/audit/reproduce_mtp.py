@@ -329,7 +329,7 @@ def _routed(context: ParallelContext) -> list[float]:
 
 
 def padding_of_a_depth() -> Reproduced:
-    """Measure D13 of `defects.yaml`: the unpadded tokens that an MTP depth's router counts."""
+    """Measure D13 of `defects.yaml`: tokens that an MTP depth's router counts as not padding."""
     counts = on_ranks(_routed)[0]
     right = LENGTH - PADDED
     return Reproduced(

@@ -300,7 +300,7 @@ def _log_size(context: ParallelContext, experts: bool) -> int:
 
 
 def log_without_experts() -> Reproduced:
-    """Measure D27 of `defects.yaml`: the log of auxiliary losses on a stage without experts."""
+    """Measure D27 of `defects.yaml`: the length of the log of auxiliary losses without experts."""
     without, with_experts = (on_ranks(partial(_log_size, experts=x))[0] for x in (False, True))
     return Reproduced(
         without,

@@ -29,7 +29,7 @@ from megatron_ext.train.launch import fork_ranks
 
 SEED = 1234
 TIMEOUT_MINUTES = 2.0
-"""Minutes that a rank waits for another one."""
+"""Minutes that a rank waits for another one before it fails."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Result:
 
     Attributes:
         different: name of the first tensor in the last checkpoint that differs from the undisturbed
-            run's.
+            run's; None if all are equal.
         problems: sentences on what is wrong with the run as a whole.
         seconds: time from the beginning of the first step to the end of the run.
     """

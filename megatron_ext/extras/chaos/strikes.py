@@ -28,7 +28,7 @@ import torch
 
 _MIB = 1 << 20
 _SPARE_MEMORY = 64 * _MIB
-"""Address space left to a process whose memory is exhausted."""
+"""Bytes of address space left to a process whose memory is exhausted."""
 _LARGEST_FILE = 64 << 10
 """Size limit in bytes of each file that is written while a full disk is simulated."""
 _SECONDS_FOR_A_SAVE = 2.0

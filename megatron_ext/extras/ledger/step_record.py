@@ -188,7 +188,7 @@ def _is_row(row: Mapping[str, Any]) -> bool:
 
 
 class StepRecord:
-    """The lines of the record in a folder, oldest first; incomplete lines are left out."""
+    """The lines of a folder's ``data_ledger.jsonl``, oldest first; incomplete ones are left out."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / LEDGER_FILE

@@ -208,7 +208,10 @@ def _checked(rows: Sequence[Row]) -> Iterator[_TimeRow]:
 
 
 def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[tuple[float, bool]]:
-    """Yield, for each recorded end of a launch, its time and whether the launch failed."""
+    """Yield, for each recorded end of a launch, its time and whether the launch failed.
+
+    ``launched_at`` is the time at which the launch began.
+    """
     for row in rows:
         if row.get("kind") == ENDED and is_launch(row, launched_at):
             try:

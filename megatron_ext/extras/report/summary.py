@@ -17,7 +17,7 @@ from megatron_ext.train.reporting.files import ENDED, OF_TIME, number
 from megatron_ext.train.reporting.records import FINISHED
 
 _SECONDS_OF_SILENCE = 120.0
-"""Seconds without a row or an event after which a run counts as dead."""
+"""Seconds without a new row in metrics.jsonl or event after which a run counts as dead."""
 
 
 FINISHED_WORD = "finished"
@@ -69,7 +69,7 @@ def _moment_of(row: Mapping[str, Any]) -> float:
 
 
 def main_loss(train: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the name of a run's first loss, which is its main loss; None without losses."""
+    """Return the name of the main loss, the first one in ``train``'s rows; None without losses."""
     return next((name for row in train for name in losses_of(row)), None)
 
 

@@ -73,7 +73,7 @@ class Fault:
 def append_fault(
     save: str | None, fault: Fault, *, generation: int, postmortem: Path | None
 ) -> None:
-    """Add a fault to the log in the folder ``save``, with the name of its post-mortem's folder.
+    """Add a fault to the log in the folder ``save``, with the folder ``postmortem`` of its report.
 
     ``generation`` counts the starts of the run's ranks, from 0. Nothing is written if ``save`` is
     None.
@@ -205,7 +205,7 @@ class FaultSupervisor(Supervisor):
         return case
 
     def _write(self, case: Case) -> Path | None:
-        """Write the post-mortem of a fault; return its folder, or None if it cannot be written."""
+        """Write the report on a fault; return its folder, or None if it cannot be written."""
         return write_postmortem(case, self._save)
 
     def _end_all(self, grace: float = GRACE_SECONDS) -> None:
@@ -287,8 +287,8 @@ class TellingSupervisor(FaultSupervisor):
     def _tell_end(self, fault: Fault, code: int) -> None:
         """Print what the ranks cannot print themselves when the run ends after a fault.
 
-        This can be two facts: the kernel has killed a rank for lack of memory, and where the
-        post-mortem is. Print nothing if neither applies.
+        This can be two facts: the kernel has killed a rank for lack of memory, and where the report
+        on the fault is. Print nothing if neither applies.
         """
         parts = []
         if (fault.cause, code) == ("memory", code_of(-signal.SIGKILL)):
@@ -300,7 +300,7 @@ class TellingSupervisor(FaultSupervisor):
             print("; ".join(parts), file=sys.stderr, flush=True)
 
     def _write(self, case: Case) -> Path | None:
-        """Write the post-mortem; without a save folder, write only the post-mortem of a hang."""
+        """Write the report on a fault; without a save folder, only the report on a hang."""
         if self._save is None and case.cause != "hang":
             return None
         return write_postmortem(case, self._save)

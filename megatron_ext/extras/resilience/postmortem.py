@@ -94,7 +94,7 @@ class Case:
 
 
 def _action(record: RankRecord) -> str:
-    """Return the action that a rank is in or has just ended, with its micro-batch and stage.
+    """Return the schedule's action that a rank is in or has just ended, with micro-batch and stage.
 
     Return "" if the rank has begun no action in this step.
     """

@@ -42,7 +42,7 @@ class RestingState(Callback):
         self._take()
 
     def _take(self) -> None:
-        """Store digests of the resting tensors if the coming step is to be checked."""
+        """Store digests of the `resting_tensors` if the coming step is to be checked."""
         self._before = None
         if due(self.run.progress.iteration + 1, self._interval):
             with self.run.parameter_gather.paused():

@@ -32,7 +32,7 @@ class SlowRank:
     """A rank that computes for longer than expected.
 
     Attributes:
-        seconds: the rank's own time of a step, without waits.
+        seconds: how many seconds of a step the rank computes, without waits.
         usual: the expected time; see `SlowRanks._usual`.
     """
 
@@ -92,7 +92,7 @@ def _computing(record: RankRecord, span: Span) -> list[Span]:
 
 
 def _overlap(spans: Sequence[Span], waits: Sequence[Span]) -> float:
-    """Return the overlap of ``spans``, sorted and disjoint, with ``waits``, which may overlap."""
+    """Return how long ``spans``, sorted and disjoint, overlap with ``waits``, which may overlap."""
     total, reached = 0.0, 0.0
     merged: list[Span] = []
     for start, end in sorted(waits):

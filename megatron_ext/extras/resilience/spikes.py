@@ -119,7 +119,7 @@ class Spikes(Callback):
         return HostCopy(values)
 
     def _spike_in(self, read: Sequence[float]) -> Spike | None:
-        """Return the spike in a step's values; None if no value is a spike.
+        """Return the spike in a step's loss and gradient norm (``read``); None if there is none.
 
         Also return None if there are too few values of earlier steps, or a value is not finite.
         """

@@ -84,7 +84,9 @@ def blame(
 ) -> Blame:
     """Find out which ranks stopped first, and which ranks wait for which.
 
-    If nothing shows which ranks stopped first, the result names none.
+    If nothing shows which ranks stopped first, the result names none. ``board`` has what each rank
+    recorded in shared memory, ``evidence`` its stacks and collectives by rank, and ``states`` the
+    processes by id.
     """
     records = {record.rank: record for record in board if not record.ended}
     flights = {rank: own.flight for rank, own in evidence.items() if own.flight is not None}

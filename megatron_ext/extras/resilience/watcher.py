@@ -23,7 +23,7 @@ from megatron_ext.extras.resilience.watchdog import Evidence, ask_flights, colle
 from megatron_ext.parallel.board import BOARD, RING, Board, RankRecord
 
 SECONDS_BETWEEN_MEASUREMENTS = 15.0
-"""Seconds between two measurements of the ranks' own times."""
+"""Seconds between two measurements of the time that each rank computes."""
 _SECONDS_BETWEEN_STATES = 1.0
 _SECONDS_OF_A_PAUSE = 2.0
 """If calls of `Watcher.look` are more seconds apart, the whole machine must have been suspended."""
