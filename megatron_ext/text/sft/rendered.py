@@ -321,7 +321,8 @@ def _meaning(
     key = path[2]
     if key == "content" and (len(path) == 3 or path[-1] == "text"):
         return f"a message of role {conversation.messages[index]['role']}"
-    if key == "tool_calls" and set(path[4:6]) & {"name", "arguments"}:
+    called = path[5:6] if path[4:5] == ("function",) else path[4:5]
+    if key == "tool_calls" and called in (("name",), ("arguments",)):
         role = conversation.messages[index]["role"]
         return "a tool call" if role == ASSISTANT else f"a tool call of role {role}"
     if key in REASONING:

@@ -248,6 +248,13 @@ def test_an_argument_may_have_any_name() -> None:
         read(row, KNOWN.replace("<|im_end|>", names + "<|im_end|>"))
     every = names.replace("c.function.name", "c.function | tojson")
     assert read(row, KNOWN.replace("<|im_end|>", every + "<|im_end|>")).ignored == {}
+    # What else a call has is no part of it, whatever the names within.
+    extra = {**call, "trace": {"name": "t", "arguments": [1]}}
+    row = {"messages": [USER, {**ANSWER, "tool_calls": [extra]}]}
+    assert read(row, KNOWN.replace("<|im_end|>", every + "<|im_end|>")).ignored == {
+        "`messages[].tool_calls[].trace.name`": 1,
+        "`messages[].tool_calls[].trace.arguments[]`": 1,
+    }
 
 
 def test_a_part_of_a_list_that_is_left_out_is_a_message() -> None:
