@@ -18,9 +18,10 @@ class Line:
     """One class of kernels in a step of one rank.
 
     Attributes:
-        kind: a key of `KINDS`, or "waiting".
+        kind: a key of `KINDS`, or "waiting" for the wait for other pipeline stages.
+        seconds: time of these kernels in the step.
+        rates: the assumed rates as text, such as "530 TFLOP/s".
         flops, num_bytes, kernels: sums over the step, see `Work`.
-        rates: the assumed rates, as text.
     """
 
     kind: str
@@ -32,10 +33,11 @@ class Line:
 
 
 def budget(estimated: Estimate) -> list[Line]:
-    """Return the time of the slowest rank, one line for each class of kernels.
+    """Return the time of a step on the slowest rank, with one line for each class of kernels.
 
-    The times of the lines add up to the time of a step. "gaps" is the time between kernels;
-    "waiting" is the wait for other pipeline stages.
+    Besides the classes, "gaps" is the time between kernels, "communication" the messages that
+    computation does not hide, and "waiting" the wait for other pipeline stages. All lines add up to
+    the time of the step.
     """
     network = estimated.network
     clock = Clock(estimated.network, estimated.rates)
@@ -88,9 +90,9 @@ def budget_table(estimated: Estimate) -> Table:
 
 
 def _caption(estimated: Estimate) -> str:
-    """Return a caption with the share of a step's time that the model's matrix products need.
+    """Return a caption with the step's time and the share that large matrix products would need.
 
-    On Hopper, the caption also has this share with FlashAttention 3.
+    On H100 and H200, the caption also has both for a step with FlashAttention 3.
     """
     large = estimated.rates.products(estimated.network.sizes.width) / TFLOPS
     text = (

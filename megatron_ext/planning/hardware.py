@@ -22,7 +22,7 @@ MIB = 2**20
 PCIE = 25.0 * GB
 """Assumed bytes a second in one direction between GPUs with unknown links (PCIe 4.0 x16)."""
 FP32_SHARE = 1 / 16
-"""Assumed ratio of the fp32 rate to the bf16 rate for GPUs not in the table; close to H100's."""
+"""Assumed ratio of the fp32 rate to the bf16 rate for GPUs that `GPUS` lacks; close to H100's."""
 _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine with GPUs"
 
 
@@ -111,7 +111,10 @@ def _assumed(value: float, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Assumed ratios of achieved to possible rates; the metadata of each field explains them."""
+    """Fractions of the possible rates that runs are assumed to reach.
+
+    The text of each field says of which rate it is a fraction, and where the number comes from.
+    """
 
     products: float = _assumed(
         0.80,
@@ -176,10 +179,10 @@ class Efficiency:
 
 DEFAULT = Efficiency()
 FLASH_3 = replace(DEFAULT, attention_forward=0.76, attention_backward=0.65)
-"""Efficiency with FlashAttention 3, on Hopper only.
+"""Efficiency with FlashAttention 3, which runs only on Hopper GPUs.
 
-The source of `Efficiency.attention_forward` has 602 TFLOP/s forward and, without a mask, 559
-TFLOP/s backward. A causal mask is guessed to reduce the latter by 8%.
+Its paper (arXiv:2407.08608, figures 5 and 6) reports 602 TFLOP/s forward with a causal mask, and
+559 TFLOP/s backward without a mask. A causal mask is guessed to reduce the latter by 8%.
 """
 
 GAP = 5e-6
@@ -189,7 +192,7 @@ GRAPH_GAP = 4.6e-6
 
 
 def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
-    """Return the assumed ratios as rows of a table.
+    """Return the fields of `Efficiency` as rows of a table.
 
     Each row is (name, value, meaning, whether a measured rate of the GPU is used instead).
     """
@@ -233,7 +236,7 @@ class Rates:
         return self.products(work.width) * share
 
     def memory(self, kind: str) -> float:
-        """Return the bytes per second that kernels of the class ``kind`` read and write."""
+        """Return the bytes per second that kernels of a class (a key of `KINDS`) read and write."""
         measured = self.gpu.measured
         efficiency = self.efficiency
         copied = self.gpu.memory_bandwidth * efficiency.copies
@@ -250,7 +253,7 @@ class Rates:
         return self.busy(work) + self.gaps(work)
 
     def gaps(self, work: Work) -> float:
-        """Return the seconds between the kernels."""
+        """Return the sum of the seconds between one kernel and the next."""
         return work.kernels * (GRAPH_GAP if work.graphed else GAP)
 
     def link(self, span: int) -> float:

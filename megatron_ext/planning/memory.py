@@ -76,9 +76,9 @@ def worst_case(cases: Sequence[Case]) -> tuple[Network, list[RankMemory]]:
 
 
 USES = {Kind.FORWARD: Kind.RECEIVE_INPUT, Kind.WEIGHT: None}
-"""The kind of message that each kind of computation consumes; None if it consumes no message.
+"""The kind of received message that each kind of computation consumes; None for no message.
 
-Kinds that are not listed consume RECEIVE_GRADIENT.
+Kinds that are not listed, which are backward passes, consume `Kind.RECEIVE_GRADIENT`.
 """
 
 

@@ -350,8 +350,9 @@ class TaskCost:
         recompute: takes a configuration and a mode; returns the configuration with this mode.
         from_flags: whether the cases depend only on the flags, not on the data. Only then can
             layouts be searched, and can a run on CPUs be checked against its host's memory.
-        report: makes the report in place of `report_cases`, for tasks whose step does not train
-            exactly one network; None for other tasks.
+        report: takes a configuration and a GPU or None; returns the report in place of
+            `report_cases`, for tasks whose step does not train exactly one network. None for other
+            tasks.
         num_experts: takes a configuration; returns the number of experts in a layer that expert
             parallelism can divide, or 0 without experts.
     """

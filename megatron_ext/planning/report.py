@@ -124,7 +124,8 @@ def active_parameters(ranks: list[RankMemory], network: Network) -> int:
 def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:
     """Return a table with a row for each kind of batch (bucket).
 
-    It marks the most frequent kind, and the kind with the highest memory peak.
+    It marks the most frequent kind, and the kind with the highest memory peak. With a GPU, it has
+    the estimated seconds of a step.
     """
     table = Table(
         "bucket", *cases[0].columns, "share of steps", "peak", "step (s)", "", title="buckets"

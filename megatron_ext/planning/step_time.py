@@ -30,7 +30,7 @@ class Estimate:
 
     Attributes:
         ranks: memory of each pipeline rank.
-        price: the simulated schedule, with times in seconds.
+        price: time and bubble of the simulated pipeline schedule, in seconds.
         seconds: time of a step, including the optimizer's update.
         flops: operations of a step on all ranks together, without recomputation.
     """
@@ -249,7 +249,8 @@ MOST_CHUNKS = 4
 class Candidate:
     """A layout to try: parallel sizes, virtual chunks, micro-batch size and recomputation mode.
 
-    The mode is one of `TaskCost.modes`.
+    ``chunks`` is the number of virtual chunks of a pipeline rank; ``recompute`` is one of
+    `TaskCost.modes`.
     """
 
     tp: int
@@ -349,7 +350,7 @@ def search(
         config: the run's configuration, in any layout. Flags that do not belong to the layout are
             kept, except that Adam and Muon use the distributed optimizer, and that tensor
             parallelism comes with sequence parallelism.
-        cost: cost of the task, which must have ``from_flags``.
+        cost: cost of the task; its ``from_flags`` must be True.
         count: the largest number of layouts to return.
 
     Raises:

@@ -194,9 +194,10 @@ class GradientSync:
             self._release(self.placement.chunk_of(action.stage))
 
     def computed(self, action: Action) -> None:
-        """Start the remaining reductions if ``action`` completes a chunk's gradients.
+        """Start the reductions that are due after ``action``, a computation of gradients.
 
-        Gradients that are sharded over the replicas are reduced after each backward pass.
+        Sharded gradients are reduced after each backward pass; others when the action is the last
+        that adds to the chunk's gradients.
         """
         own = self.chunks[self.placement.chunk_of(action.stage)]
         if isinstance(own, ShardedGradients):

@@ -20,7 +20,10 @@ def forward_engine(
     transformer_config: TransformerConfig,
     context: ParallelContext,
 ) -> PipelineEngine:
-    """Build an engine for forward passes in a run whose training uses megatron-core's schedules."""
+    """Build an engine that runs only forward passes, for sampling.
+
+    It serves where training has no engine, since megatron-core's schedules run its steps.
+    """
     placement = context.placement
     schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
     schedule = "zb-v" if placement.v_shape else schedule

@@ -88,7 +88,10 @@ It takes ``(batch, chunk, counts)``, and returns the output and the loss functio
 """
 
 Masks = Callable[[int], AbstractContextManager[None]]
-"""Takes a micro-batch's index, and returns the context in which it draws its dropout masks."""
+"""Takes the index of a micro-batch, and returns the context for its forward pass.
+
+Dropout masks drawn in this context depend on the samples, not on the layout of ranks.
+"""
 
 
 @cache
@@ -169,7 +172,7 @@ class PipelineEngine:
             batches: the micro-batches; None or empty ones on stages that read no data.
             shape: shape ``[s, b, h]`` of all messages of this rank, or a list with one shape for
                 each micro-batch; see `Channels`.
-            counts: passed to ``forward_step``.
+            counts: numbers of targets in the step, which ``forward_step`` takes.
             masks: see `Masks`; None lets dropout draw from the random generators.
             collect_non_loss_data: whether to call the loss function with ``non_loss_data=True``.
             force_all_reduce: whether each data-parallel rank gets the reduced gradients of all

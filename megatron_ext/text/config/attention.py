@@ -38,7 +38,7 @@ REPLACED = {
     "no_rope_freq": "all its layers rotate a part of each head",
     "softmax_scale": "its factor follows from the channels of a key and `--mscale-all-dim`",
 }
-"""Names of fields that multi-latent attention does not use, each with the reason."""
+"""Fields of other sections that multi-latent attention does not use, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class LatentAttentionConfig(LayerSection):
         return frozenset() if self.multi_latent_attention else names - {"multi_latent_attention"}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error if ``--recompute-modules`` needs latent attention and this is off."""
+        """Yield an error if ``--recompute-modules`` names latent attention's module without it."""
         model = config.model
         modules = model.recompute_modules or ()
         selective = model.recompute_granularity == "selective"

@@ -32,7 +32,7 @@ TOKENIZER_FLAGS = (
         "tokenizer-model",
     ),
 )
-"""Flags of tokenizers that certain types of tokenizers do not read."""
+"""Rules of tokenizer flags: each names flags, and the tokenizer types that do not read them."""
 
 WITHOUT_SFT = Inapplicable(
     names_of(SftConfig),
@@ -152,4 +152,4 @@ TEXT_FLAGS = (
     ),
     without("--fim-split-sample", "fim-fragment-rate"),
 )
-"""Flags of text runs that are refused or have no effect."""
+"""Rules of text runs: each names flags, and when they are refused or have no effect."""

@@ -117,9 +117,9 @@ class MoEConfig(LayerSection):
     moe_apply_probs_on_input: bool = resumed_flag(False, "weight an expert's input, not its output")
 
     def layer_pattern(self) -> int | list[int]:
-        """Return ``--moe-layer-freq`` as a number or a list.
+        """Return ``--moe-layer-freq``: n if every n-th layer has experts, or a list of 0 and 1.
 
-        Raise a ValueError if it is neither.
+        Raise a ValueError if the flag is neither a number nor a list.
         """
         return read_pattern(self.moe_layer_freq)
 

@@ -145,8 +145,8 @@ def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, 
     """Return the fields that describe a GPT's weights, from a checkpoint's configuration.
 
     Sections and fields are keyed by name. ``stored`` is the whole configuration of the checkpoint;
-    ``given``, the run's configuration, is not used. Raise a ConfigError if the checkpoint holds
-    another kind of model.
+    ``given``, the run's configuration, is not used; other tasks' `stored_model` functions need it.
+    Raise a ConfigError if the checkpoint holds another kind of model.
     """
     if stored.get("model", {}).get("blocks_dealt_by_cost"):
         raise ConfigError(
@@ -182,6 +182,6 @@ SHAPE = (
     "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
     "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
 )
-"""Names of stored fields that determine the weights of a GPT, without those of experts.
+"""Names of the stored fields that determine a GPT's weights, separated by spaces; none of experts.
 
 They are restored from a checkpoint."""

@@ -118,14 +118,14 @@ class SftConfig:
         return self.sft_response_key or _PROMPT_COLUMNS.get(self.sft_row_format, ("answer",))[-1]
 
     written_date: str | None = derived()
-    """The date that the chat template writes in this run; None if it writes none."""
+    """The date that the chat template writes into each text of this run; None if it writes none."""
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
         return dict(parse_json(self.sft_template_kwargs or "{}", "--sft-template-kwargs"))
 
     def row_errors(self) -> list[FlagError]:
-        """Return an error for each bad value of a flag about rows or templates."""
+        """Return an error for each bad value of a flag about rows of data or the chat template."""
         errors = []
         if self.sft_row_format not in _ROW_FORMATS:
             errors.append(

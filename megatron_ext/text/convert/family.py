@@ -205,7 +205,10 @@ def architecture_of(gpt: Gpt) -> Fields:
 
 
 def differences(ours: Fields, theirs: Fields) -> list[tuple[str, Any, Any]]:
-    """Return (field, our value, their value) for each field in which two architectures differ."""
+    """Return (field, our value, their value) for each field of both that differs.
+
+    The arguments are results of `architecture_of`.
+    """
     names = [name for name in ours if name in theirs]
     return [(x, ours[x], theirs[x]) for x in names if ours[x] != theirs[x]]
 

@@ -32,7 +32,7 @@ def widen(shapes: Shapes, name: str, shape: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A run of consecutive rows of our parameter that come from one Hugging Face tensor.
+    """Consecutive rows of our parameter that come from one Hugging Face tensor.
 
     Attributes:
         tensor: name of the tensor, with ``{layer}`` and ``{expert}`` in place of their numbers.
@@ -59,7 +59,8 @@ class Run:
     """A `Part` of one particular parameter, with layer and expert numbers filled in.
 
     The parameter's rows ``row`` to ``row + count - 1`` are rows of ``tensor``: the first of them is
-    row ``start``, and each next one is ``step`` rows further on.
+    row ``start``, and each next one is ``step`` rows further on. If ``expert`` is not None, it is
+    an index along the first axis of ``tensor``, which stacks all experts.
     """
 
     row: int
@@ -84,7 +85,7 @@ class Run:
 
         The block begins at the index ``offset`` of the parameter and has the shape ``shape``.
         Return the overlap twice: as a slice of the block's rows, and as an index into the Hugging
-            Face tensor.
+        Face tensor.
         """
         low = max(self.row, offset[0])
         high = min(self.row + self.count, offset[0] + shape[0])

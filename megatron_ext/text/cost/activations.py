@@ -58,8 +58,8 @@ class Activations(GptRun):
     def latent(self, latent: LatentSizes) -> int:
         """Return the bytes that multi-latent attention keeps before it computes scores.
 
-        They are the bytes of the latent vectors, the norms of these, queries, keys and values. If
-        ``mla_up_proj`` is recomputed, queries, keys and values are left out, except for keys and
+        They are the bytes of the latent vectors and their norms, and of queries, keys and values.
+        If ``mla_up_proj`` is recomputed, queries, keys and values are left out, except for keys and
         values gathered from other ranks, and for the padded copies that a CPU's fused kernel takes.
         """
         sizes = self.sizes
@@ -77,7 +77,7 @@ class Activations(GptRun):
         return kept + sizes.tokens * sizes.n // sizes.tp * sizes.width * channels
 
     def qk(self) -> int:
-        """Return the bytes kept for queries, keys and values, their norms and rotary tables."""
+        """Return the bytes kept for queries, keys, values, their norms and their rotary angles."""
         model = self.config.model
         sizes = self.sizes
         if sizes.latent is not None:
@@ -107,10 +107,10 @@ class Activations(GptRun):
 
     @property
     def _exchange(self) -> str | None:
-        """Return how context parallelism exchanges keys: "gather", or "trade" for an all-to-all.
+        """Return how context parallelism exchanges keys and values, as far as autograd keeps them.
 
-        Return None if autograd keeps no exchanged keys, that is without context parallelism or if
-        attention is recomputed.
+        "trade" is an all-to-all, after which a rank has the whole sequence of some heads; "gather"
+        is any other way. Return None without context parallelism or if attention is recomputed.
         """
         if self.sizes.cp == 1 or self.recomputes("core_attn"):
             return None
@@ -250,7 +250,8 @@ class Activations(GptRun):
     def _linear_inputs(self, number: int) -> int:
         """Return by how much 8-bit or frozen weights change the bytes that layer ``number`` keeps.
 
-        The result is relative to a layer that is trained in 16 or 32 bits, and is often negative.
+        Layers are numbered from 0. The result is relative to a layer that is trained in 16 or 32
+        bits, and is often negative.
         """
         fp8 = self.config.fp8
         width = self.sizes.width

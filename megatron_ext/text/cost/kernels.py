@@ -25,35 +25,41 @@ LAYER_KERNELS = {
 The seven pointwise kernels of the forward pass are the first norm, three kernels that split and
 rotate queries, keys and values, the residual addition with the second norm, the activation
 function, and the last residual addition. In the backward pass each norm takes two kernels. The
-plumbing casts the gradients of both norms' weights and adds them to the gradient buffer.
+kernels of the class "plumbing" cast the gradients of both norms' weights to float32 and add them to
+the gradient buffer.
 """
 PASSES = 4
-"""The number of kernels for the two passes over a block of logits: three, then one."""
-VECTOR_KERNELS = 18
-"""The number of kernels on vectors with one number per token, for a block of logits."""
-LOSS_KERNELS = 66
-"""The number of kernels on vectors with one number per token of the micro-batch.
+"""The number of kernels on the logits of one block of the chunked cross-entropy.
 
-They compute loss weights, sums and reports."""
+The first pass over the logits has three kernels, the second one."""
+VECTOR_KERNELS = 18
+"""The number of further kernels for such a block, on vectors with one number per token."""
+LOSS_KERNELS = 66
+"""The number of kernels of a micro-batch that compute loss weights, sums and reports.
+
+They work on vectors with one number per token."""
 
 LOGIT = 2 + 4
-"""Bytes moved per 16-bit logit: one pass reads it, another overwrites it by its gradient."""
+"""Bytes moved per 16-bit logit: one pass reads it, another reads it and writes its gradient."""
 EAGER_LOGIT = 48
 """Bytes moved per 16-bit logit by the eager cross-entropy, without blocks and compiled passes."""
 
 ZEROING = 4
 """Bytes per weight of output layer and embedding to set their gradients to zero once in a step."""
 HEAD_PLUMBING = 12
-"""Bytes per weight of the output layer to read its float32 gradient and add it to the buffer.
+"""Bytes per weight of the output layer to add its float32 gradient to the gradient buffer.
 
-The first gradient of a step is written, not added, which saves 4 bytes, unless an embedding shares
-the weight."""
+The gradient is read; the buffer is read and written. The first gradient of a step is written, not
+added, which saves 4 bytes, unless an embedding shares the weight."""
 ROW_PLUMBING = 2 + 4 + 4 + 8
-"""Bytes per element of the embedded tokens to cast their gradient and add it to the buffer."""
+"""Bytes per element of the embedded tokens to add its 16-bit gradient to the gradient buffer.
+
+The cast to float32 reads 2 and writes 4; the addition reads the 4, and reads and writes the buffer.
+"""
 
 
 def other_work(network: GptFlops, stage: Stage) -> list[Work]:
-    """Return a stage's kernels of one micro-batch.
+    """Return a stage's kernels of one micro-batch, as `Network.other_work` does for any network.
 
     The operations of the layers' matrix products are left out; `Network.products` has them.
     """

@@ -267,7 +267,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
         return stages
 
     def fp8_weights(self, stage: Stage) -> int:
-        """Return the bytes of a stage's 8-bit weights, without the layers that stay in bf16."""
+        """Return the bytes of the 8-bit copies of weights, which layers that stay in bf16 lack."""
         fp8 = self.config.fp8
         if fp8.fp8_format is None:
             return 0

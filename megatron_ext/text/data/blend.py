@@ -135,7 +135,7 @@ def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | N
     """Return the counts in the file of ``--per-dataset-sequences-path``, by prefix.
 
     The counts of a dataset are ``[sequences, document boundaries]``. Return None if the flag is not
-    given. Raise a DataError if the file cannot be read, or lacks a prefix.
+    given. Raise a DataError if the file cannot be read, or lacks a prefix that ``spec`` has.
     """
     path = data.per_dataset_sequences_path
     if path is None:

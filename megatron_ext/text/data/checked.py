@@ -122,7 +122,10 @@ def check_inputs(
 
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return warnings about end-of-document tokens that megatron-core's dataset would misread."""
+    """Return warnings about end-of-document tokens that megatron-core's dataset would misread.
+
+    `ending_warnings` says which; there are none for mock data.
+    """
     data = config.section(DataConfig)
     if data.mock_data:
         return []

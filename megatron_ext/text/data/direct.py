@@ -34,7 +34,7 @@ from megatron_ext.text.data.inspect import check_ids
 
 
 class Order(Protocol):
-    """An order of samples, such as `SampleOrder`; it finds the text of a sample by its number."""
+    """An order of samples, such as `SampleOrder`: it tells which tokens make up a sample."""
 
     def seq_length(self, number: int) -> int:
         """Return the number of tokens of sample ``number``."""
@@ -48,7 +48,8 @@ class Order(Protocol):
 class EveryWindow:
     """The order of one pass over the data: all windows of all sources, one source after another.
 
-    The last tokens of a source, which do not fill a window, are left out.
+    A window has ``seq_length`` tokens. The last tokens of a source that do not fill a window are
+    left out.
     """
 
     def __init__(self, spans: Sequence[TokenSpan], seq_length: int) -> None:
@@ -102,7 +103,7 @@ class DirectDataset(StepDataset):
 
     Args:
         order: finds the tokens of a sample.
-        spans: the tokens of each source, by the index of the source in the order.
+        spans: the tokens of each source, by the index that the order gives to the source.
         marks: the ids and flags that determine loss masks and positions.
         size: number of samples; the order may have more.
         fim: moves the middle of documents to their end; None leaves them as they are.

@@ -41,7 +41,7 @@ class KeyedGPTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     """A GPTDatasetConfig that also holds a digest of the data files, and the vocabulary size."""
 
     data_files: str = field(default="", kw_only=True)
-    """Digest of the path, size and modification time of every data file."""
+    """Digest of the path, size and modification time of every data file, for the indices' key."""
     vocab_size: int = field(kw_only=True)
 
 

@@ -111,8 +111,8 @@ def inspect_dataset(
         samples: number of random documents that the report shows.
         seed: seed that chooses them.
         scan: whether to read all ids, and warn if one is outside the tokenizer's vocabulary.
-        is_store: whether the dataset holds conversations. A chat template may end these with any
-            token, so there is no warning about the ends of documents.
+        is_store: whether the dataset is a store of conversations for fine-tuning. A chat template
+            may end these with any token, so there is no warning about the ends of documents.
     """
     info = check_indexed_dataset(prefix)
     index = read_index(prefix)

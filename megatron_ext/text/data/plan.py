@@ -102,15 +102,15 @@ def _raise(error: DataError) -> None:
 
 
 def blend_of(spec: BlendSpec, split: int) -> Blend | None:
-    """Return the prefixes and weights of split number ``split``; None if the split has no data."""
+    """Return prefixes and weights of ``split``, an index in `SPLITS`; None if it has no data."""
     return spec.blend if spec.per_split is None else spec.per_split[split]
 
 
 def weights_of(blend: Blend, config: RunConfig, split: int) -> dict[str, Fraction]:
     """Return the weight of each prefix in a blend.
 
-    If the blend has no weights, the weight is the number of the dataset's tokens in the split. The
-    weights of a prefix that occurs several times are added.
+    If the blend has no weights, the weight is the number of the dataset's tokens in ``split``, an
+    index in `SPLITS`. The weights of a prefix that occurs several times are added.
     """
     totals: dict[str, Fraction] = {}
     prefixes, weights = blend
@@ -124,7 +124,7 @@ def weights_of(blend: Blend, config: RunConfig, split: int) -> dict[str, Fractio
 
 
 def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
-    """Open the tokens of a dataset that belong to a split.
+    """Open the tokens of a dataset that belong to ``split``, an index in `SPLITS`.
 
     If the dataset is given for this split alone, these are all tokens; otherwise they are the share
     that ``--split`` gives to the split.
@@ -141,7 +141,7 @@ def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
 def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
     """Return ``span`` unchanged; raise a DataError if it has fewer tokens than a sample.
 
-    A sample has ``window`` tokens; ``split`` is the number of the split, for the error.
+    A sample has ``window`` tokens; ``split`` is an index in `SPLITS`, for the error.
     """
     if span.tokens < window:
         raise DataError(
@@ -182,8 +182,8 @@ def plan_run(
         iteration: number of steps of the run so far; None if all had the present batch size.
 
     Raises:
-        DataError: a source is missing or too short, or has changed since the run began; or the
-            lengths of samples do not fit the windows of the resumed run.
+        DataError: a source is missing or too short, or has changed since the run began; or a sample
+            length neither divides nor is a multiple of the length with which the run began.
     """
     schedule = schedule_of(config)
     length = config.model.seq_length
@@ -270,9 +270,10 @@ def _exhausted(
 ) -> set[str]:
     """Return the sources that reached their limit of epochs before sample ``consumed``.
 
-    ``order`` is the order in which the run has read so far, ``plan`` the stages of the schedule. A
-    source is exhausted if ``order`` has dropped it in a past stage in which ``plan`` still names
-    it, and if one more sample would have exceeded the source's limit.
+    ``order`` is the order in which the run has read so far, ``plan`` the stages of the schedule,
+    ``limits`` the largest number of epochs by source. A source is exhausted if ``order`` has
+    dropped it in a past stage in which ``plan`` still names it, and if one more sample would have
+    exceeded the source's limit.
     """
     used = order.tokens_used(consumed)
     exhausted = set[str]()
@@ -351,11 +352,13 @@ def use_table(plan: RunPlan) -> Table:
 
 
 SAMPLED_BLOCKS = 16
-"""The number of blocks of samples in which cut documents are counted before training."""
+"""The number of blocks in which cut documents are counted before training.
+
+A block is some hundreds of samples that are packed together, see `data.packed_order`."""
 
 
 def cuts_by_source(order: PackedOrder, spans: Mapping[int, TokenSpan]) -> dict[int, Cuts]:
-    """Estimate how many documents packing cuts in each source, from a sample of the data.
+    """Estimate how many documents packing cuts in each source, from a small part of the data.
 
     Return the counts by the index of the source. About `SAMPLED_BLOCKS` blocks of samples are
     examined, spread evenly over the sources. If there are more sources than `SAMPLED_BLOCKS`, some
@@ -367,7 +370,10 @@ def cuts_by_source(order: PackedOrder, spans: Mapping[int, TokenSpan]) -> dict[i
 
 
 def packing_sentence(order: PackedOrder, cuts: Mapping[int, Cuts]) -> str:
-    """Return a sentence that compares how many documents packing and concatenation cut."""
+    """Return a sentence on the shares of documents that packing and plain concatenation cut.
+
+    ``cuts`` are the counts of each source, from `cuts_by_source`.
+    """
     total = sum(cuts.values(), Cuts(0, 0, 0, 0))
     documents = max(1, total.documents)
     shares = (total.packed, total.concatenated, total.longer)
@@ -380,7 +386,7 @@ def packing_sentence(order: PackedOrder, cuts: Mapping[int, Cuts]) -> str:
 
 
 def packing_table(plan: RunPlan, cuts: Mapping[int, Cuts]) -> Table:
-    """Return a table with each source's share of cut documents."""
+    """Return a table with each source's share of cut documents; `cuts_by_source` gives ``cuts``."""
     table = Table(
         "source", "documents counted", "longer than a sample", "cut by best-fit packing",
         "cut by concatenation", title="packing of documents",

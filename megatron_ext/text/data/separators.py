@@ -162,14 +162,14 @@ def appended_warnings(tokenizer: Tokenizer, eod: int) -> list[str]:
 
 
 def special_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of a tokenizer's named special tokens and of its control tokens."""
+    """Return the ids of the tokenizer's eos, eod, bos, pad and unk, and of its control tokens."""
     named = (tokenizer.eos, tokenizer.eod, tokenizer.bos, tokenizer.pad, tokenizer.unk)
     spelled_out = (tokenizer.token_id(text) for text in tokenizer.control_texts())
     return {number for number in (*named, *spelled_out) if number >= 0}
 
 
 def spelled(tokenizer: Tokenizer, number: int) -> str:
-    """Return an id together with the text of its token, for messages."""
+    """Return an id and the text of its token, for messages, such as "2 (`</s>`)"."""
     if not 0 <= number < tokenizer.vocab_size:
         return f"{number}"
     text = tokenizer.detokenize([number], skip_special_tokens=False)

@@ -206,7 +206,7 @@ def marks_of(config: RunConfig, tokenizer: Tokenizer) -> Marks:
 def fim_of(config: RunConfig, tokenizer: Tokenizer, split: int) -> FillInTheMiddle | None:
     """Return the object that permutes a split's samples by fill-in-the-middle.
 
-    Return None without ``--fim-data``. ``split`` is the number of the split.
+    Return None without ``--fim-data``. ``split`` is an index in `SPLITS`.
     """
     fim = config.section(FimConfig)
     if not fim.fim_data:
@@ -252,7 +252,7 @@ def build_held_out(
 
 
 def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
-    """Return the weights of the validation or test split's sources; {} if that split has no data.
+    """Return the weights of the sources of the validation (1) or test split (2); {} without data.
 
     With ``--data-schedule`` a split without data of its own has the mixture of the first stage.
     """

@@ -35,7 +35,7 @@ class TaskEvaluationConfig(UsersOwn):
     )
 
     def training_errors(self) -> list[FlagError]:
-        """Return an error for each flag that has no effect because another flag is missing."""
+        """Return an error for each flag without effect in training, for want of another flag."""
         interval = self.eval_tasks_interval
         errors = []
         if self.eval_tasks and interval is None:

@@ -63,7 +63,10 @@ class Score:
 
 
 class ModelService:
-    """Lets a program on rank 0 score and continue texts, for which all ranks do the work."""
+    """Lets a program on rank 0 score and continue texts, for which all ranks do the work.
+
+    All ranks call `lead`. The program that it runs on rank 0 calls `score` and `write`.
+    """
 
     def __init__(self, forward: PackedForward, decoder: Decoder) -> None:
         self.forward = forward
@@ -128,7 +131,7 @@ class ModelService:
         return self._on_rank_0(scores)
 
     def _score_batch(self, batch: Sequence[tuple[int, ScoreRequest]]) -> list[Score]:
-        """Score texts in one forward pass; ``batch`` has pairs of a number and a request.
+        """Score texts in one forward pass; ``batch`` has (index of the request, request) pairs.
 
         Return the scores on the rank that has the logits for this replica
         (`PackedForward.decides`), elsewhere [].
@@ -146,7 +149,7 @@ class ModelService:
     def _scores(self, hidden: Hidden, rows: dict[int, ScoreRequest]) -> list[Score]:
         """Return the scores of the texts in a micro-batch.
 
-        ``rows`` has the request of each text, by its number, which is also its cache slot.
+        ``rows`` has the request of each text by its index, which is also the text's cache slot.
         """
         places = list[int]()
         targets = list[int]()
@@ -186,7 +189,7 @@ class ModelService:
         return at_target - logits.logsumexp(-1), logits.argmax(-1) == targets
 
     def _share(self, entries: Sequence[T]) -> list[T]:
-        """Return the entries that this replica handles: every dp-th one, for dp replicas."""
+        """Return the entries that this data-parallel replica handles: every dp-th of all."""
         context = self.forward.context
         return list(entries[context.dp_rank :: context.layout.data_parallel_size])
 
@@ -202,7 +205,7 @@ class ModelService:
 
 
 def _batches(rows: Sequence[tuple[int, ScoreRequest]]) -> list[list[tuple[int, ScoreRequest]]]:
-    """Group numbered requests, in their order, into batches of at most `PROMPT_TOKENS` tokens.
+    """Group (index, request) pairs, in their order, into batches of at most `PROMPT_TOKENS` tokens.
 
     A text with more tokens is a batch by itself.
     """
@@ -219,7 +222,11 @@ def _batches(rows: Sequence[tuple[int, ScoreRequest]]) -> list[list[tuple[int, S
 
 
 def _from_rank_0(order: Any) -> Any:
-    """Return rank 0's argument ``order`` on every rank; the other ranks' arguments are ignored."""
+    """Broadcast rank 0's ``order`` and return it on every rank; other ranks pass None.
+
+    It is (name of a method, argument) for the other ranks to call, an error to raise, or None at
+    the end.
+    """
     objects = [order]
     torch.distributed.broadcast_object_list(objects, src=0)
     return objects[0]

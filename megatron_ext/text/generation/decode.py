@@ -18,7 +18,7 @@ PROMPT_TOKENS = 8192
 
 A single longer prompt is admitted too."""
 CONTEXT = 8
-"""The number of a prompt's last tokens that are decoded with new tokens, to get spaces right."""
+"""The number of a prompt's last tokens that are decoded with new ones, to get spaces right."""
 UNFINISHED = "\ufffd"
 """The character that decoding gives for an incomplete one, whose last bytes are in later tokens."""
 
@@ -58,7 +58,11 @@ OnText = Callable[[int, str], None]
 
 
 class PartialText:
-    """The text written so far for one request; only the rank that chooses tokens has it."""
+    """The text written so far for one request; only the rank that chooses tokens has it.
+
+    Its ``text`` is cut at a stop string; ``reason`` is the `Completion.finish_reason`, "" until the
+    text ends.
+    """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, end_ids: Collection[int]) -> None:
         self.request = request

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The tokens of a text that the model runs next, and the cache segment for keys and values."""
+    """The tokens of a text to run next, and the cache segment that takes their keys and values."""
 
     segment: Segment
     ids: Sequence[int]
@@ -52,7 +52,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Hidden:
-    """The hidden states ``[s, 1, h]`` of a micro-batch's s new tokens, before the output layer."""
+    """The s new tokens of a micro-batch, and their hidden states ``[s, 1, h]`` before the head."""
 
     tokens: PackedTokens
     states: Tensor
@@ -269,7 +269,7 @@ class PackedForward:
     def model_vocab_size(self) -> int | None:
         """Return the vocabulary size of the Hugging Face model with which the run began.
 
-        Return the tokenizer's vocabulary size if there is no such model.
+        If there is no such model, return the tokenizer's vocabulary size, None if it is unknown.
         """
         if self._run_config.has(HuggingFaceConfig):
             source = self._run_config.section(HuggingFaceConfig).model()

@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from megatron_ext.train.run import Run
 
 NOT_STORED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "mtp_num_layers")
-"""Flags that are not taken from a checkpoint.
+"""Fields of flags that are not taken from a checkpoint.
 
 They limit the tokens of an expert or add MTP depths, neither of which generation does."""
 TYPING_TIMEOUT = 24 * 60.0
-"""How many minutes the other ranks wait while the user types."""
+"""How many minutes the other ranks wait in a collective while the user types on one rank."""
 
 
 def build_frozen_chunk(*args: Any, **kwargs: Any) -> Any:

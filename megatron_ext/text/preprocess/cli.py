@@ -51,7 +51,7 @@ _FOREIGN = by_flag(
         _idle(ALWAYS_FAST.flags, ALWAYS_FAST.reason),
     ]
 )
-"""Flags of Megatron-LM's preprocessing tool that this tool lacks, by spelling."""
+"""Flags of Megatron-LM's tool that this tool refuses or ignores, each with the reason, by name."""
 
 
 class _Parser(argparse.ArgumentParser):

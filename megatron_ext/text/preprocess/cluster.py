@@ -34,7 +34,10 @@ On NFS it may be late."""
 
 
 class Cluster(Protocol):
-    """Runs tasks that encode parts on other machines; `encode_on` submits failed parts again."""
+    """Runs tasks that encode parts of the input on other machines, for `encode_on`.
+
+    A part is finished when its marker file is in the work directory.
+    """
 
     def submit(self, numbers: Sequence[int]) -> None:
         """Submit tasks that encode the parts with the given numbers; each call is a new attempt."""

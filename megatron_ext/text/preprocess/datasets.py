@@ -31,7 +31,8 @@ _MOST_SHARDS = 99_999
 class Segment:
     """A range of the documents in one output stream of an encoded part of the input.
 
-    The range is [start, end) in documents; it is the whole stream if both are None.
+    A part has a stream for each partition, or only one. The range is [start, end) in documents; it
+    is the whole stream if both are None. ``done`` is the marker of the part.
     """
 
     done: PartMarker
@@ -194,8 +195,9 @@ def _token_ends(folder: Path, done: PartMarker) -> npt.NDArray[np.int64]:
 def publish_datasets(
     options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker], dtypes: Sequence[Any]
 ) -> list[str]:
-    """Write all datasets under temporary names, then give them their final names.
+    """Join the encoded parts in ``folder`` into datasets, which appear only when all are written.
 
+    ``markers`` are those of all parts in order; ``dtypes`` has one dtype for each JSON key.
     Return the prefixes of the datasets that together hold all lines: the whole datasets, or all
     shards.
     """

@@ -35,7 +35,7 @@ class Encoding(Protocol):
 
     @property
     def dtypes(self) -> Sequence[Any]:
-        """Return the dtype of each dataset: one per JSON key, or one each for ids and mask."""
+        """Return the dtype of each dataset: one per JSON key, or one each for ids and loss mask."""
         ...
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
@@ -79,12 +79,15 @@ class Job:
 
 
 def unfinished(job: Job, numbers: Iterable[int]) -> list[int]:
-    """Return those of ``numbers`` whose parts have no marker, and so are not encoded."""
+    """Return those of ``numbers`` whose parts must still be encoded: no marker says otherwise."""
     return [number for number in numbers if read_marker(job.folder, job.key, number) is None]
 
 
 def progress_of(job: Job, todo: Sequence[int]) -> Progress:
-    """Return the progress display of a run that encodes the parts with the numbers ``todo``."""
+    """Return the progress display of a run that still encodes the parts ``todo``, by number.
+
+    All other parts count as done before.
+    """
     total = sum(part.num_bytes for part in job.parts)
     earlier = total - sum(job.parts[number].num_bytes for number in todo)
     interval = job.options.log_interval

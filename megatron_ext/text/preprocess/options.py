@@ -220,7 +220,8 @@ class PreprocessOptions:
     def dataset_prefix(self, key: str, piece: str | None = None) -> str:
         """Return the prefix of the dataset with the texts under ``key``.
 
-        ``piece`` is the number of a partition or shard; None means the dataset of all lines.
+        ``piece`` is the number of a partition or shard, as the file names have it; None means the
+        dataset of all lines.
         """
         part = "" if piece is None else f"_{piece}"
         return f"{self.output_prefix}{part}_{key}_{self.level}"

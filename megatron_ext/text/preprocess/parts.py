@@ -43,7 +43,7 @@ from megatron_ext.text.preprocess.packed import MAX_LINE_BYTES
 
 _FORMAT = 3
 REFUSED = "refused "
-"""The kind of count for refused lines; the counts are by the reason of the refusal."""
+"""The kind, among the report's counts, of refused lines; one count for each reason."""
 SLURM_JOB = "slurm_job"
 """The name of the file that has the number of the Slurm job array encoding the parts."""
 _MAX_REJECTED_BYTES = 1 << 40
@@ -98,10 +98,10 @@ class PartMarker:
 
 
 class PartWriter:
-    """Writes the files of one part; `finish` writes its marker.
+    """Writes the files of part ``number``; `finish` writes its marker.
 
-    ``key`` is the key of the plan. ``dtypes`` has one dtype of token ids for each key of the JSON
-    rows.
+    ``key`` is the key of the plan, ``streams`` the number of output streams of a part. ``dtypes``
+    has one dtype of token ids for each key of the JSON rows.
     """
 
     def __init__(

@@ -24,21 +24,21 @@ SAME = llama.SAME | {
 ONLY = llama.ONLY | {"attention_bias": False}
 BIAS = "e_score_correction_bias"
 ROUTER = {"moe_router_dtype": "fp32"}
-"""Fields of the family's routers, which compute in float32 whatever the dtype of the model."""
+"""Our configuration fields for a router that computes in float32 whatever the model's dtype."""
 BIASED_ROUTER = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
     **ROUTER,
 }
-"""The fields of a router with sigmoid scores, whose biases balance the experts."""
+"""Our configuration fields for a router with sigmoid scores and biases that balance the experts."""
 _YARN = ("beta_fast", "beta_slow")
 
 
 def read_latent(settings: Settings) -> Fields:
     """Return the configuration fields of rotary positions, attention dropout and tied embeddings.
 
-    Models with latent attention give these fields in another form than ours. Raise a
-    CheckpointError if our layers do not support the model's norm epsilon or position scaling.
+    They are read from the config.json of a model with latent attention. Raise a CheckpointError if
+    our layers do not support the model's norm epsilon or position scaling.
     """
     if settings["rms_norm_eps"] != 1e-6:
         # In transformers the norms of the latent vectors have this epsilon in any case, but ours

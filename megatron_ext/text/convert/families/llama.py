@@ -35,7 +35,7 @@ LLAMA3_CONSTANTS = {
     "high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-"""The constants of megatron-core's ``--use-rope-scaling``; only the factor has a flag."""
+"""Entries of Llama 3's rope_scaling that megatron-core's ``--use-rope-scaling`` fixes."""
 
 
 def read(settings: Settings) -> Fields:
@@ -223,8 +223,8 @@ def gated_mlp(
 
     Args:
         ours: path of the MLP within our layer.
-        theirs: path of the MLP within a layer of the Hugging Face model. names: names of the gate,
-            up and down projections in the Hugging Face model.
+        theirs: path of the MLP within a layer of the Hugging Face model.
+        names: names of the gate, up and down projections in the Hugging Face model.
     """
     parts = {}
     for kind in ("weight", "bias"):
