@@ -39,6 +39,7 @@ class Counting:
     def ready(self, slots: int, length: int) -> Iterator[None]:
         assert length <= POSITIONS
         self.slots = range(slots)
+        self.cache_length = length
         yield
 
     def any_left(self, own: bool) -> bool:
@@ -50,6 +51,7 @@ class Counting:
         for text in texts:
             assert text.segment.slot in self.slots
             start = text.segment.start
+            assert start + len(text.ids) <= self.cache_length
             self.positions += range(start, start + len(text.ids))
             following = torch.tensor([(text.ids[-1] + 1) % VOCABULARY])
             logits[text.segment.slot] = torch.zeros(VOCABULARY).scatter(0, following, 1.0)
@@ -159,6 +161,31 @@ def test_the_first_of_several_stop_strings_ends_a_text_and_the_beginning_of_any_
     # From "n" on, the text may become the third one.
     assert pieces == ["o", "", "", "", "", ""]
     assert written(b"a", b"two", "w", "tw")[0].text == ""
+
+
+def test_a_stop_string_that_the_last_token_completes_is_the_reason_of_the_end() -> None:
+    sampling = Sampling(max_new_tokens=3, stop_strings=("cd",))
+    for text, reason in ((b"bcd", "stop"), (b"bce", "length")):
+        writing = PartialText(Request(0, (97,), sampling), ByteLevelTokenizer(), ())
+        ids = [97]
+        for byte in text:
+            logits = torch.zeros(512).scatter(0, torch.tensor([byte]), 1.0)
+            ids.append(writing.choose(logits, ids))
+        assert writing.reason == reason
+
+
+def test_the_cache_has_room_for_the_longest_text() -> None:
+    """The first text is short, the second has the longest prompt, the third most new tokens."""
+    forward: Any = Counting()
+    decoder = Decoder(forward, NullTokenizer(VOCABULARY - 1), (), batch_size=3)
+    sizes = ((1, 1), (4, 2), (2, 5))
+    requests = [
+        Request(number, tuple(range(length)), Sampling(max_new_tokens=new))
+        for number, (length, new) in enumerate(sizes)
+    ]
+    completions = decoder.complete(requests)
+    assert {each.number: len(each.ids) for each in completions} == {0: 1, 1: 2, 2: 5}
+    assert forward.cache_length == 7
 
 
 def test_a_prompt_that_ends_within_a_character_is_not_repeated() -> None:

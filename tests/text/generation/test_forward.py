@@ -58,6 +58,25 @@ def test_models_in_16_bits_write_as_those_in_32(context: ParallelContext) -> Non
 
 
 @ranks()
+def test_a_model_is_after_generation_as_it_was_before(context: ParallelContext) -> None:
+    """Training goes on with dropout, without a cache and with its own rotary angles."""
+    words = "--position-embedding-type rope --hidden-dropout 0.5 --attention-dropout 0.5"
+    forward = forward_of(context, *words.split())
+    modules = [module for chunk in forward.chunks for module in chunk.modules()]
+    for module in modules:
+        module.train()
+    assert torch.equal(next_logits(forward), next_logits(forward))
+    assert all(module.training for module in modules)
+    assert not any(getattr(module, "cache", None) for module in modules)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    with pytest.raises(ZeroDivisionError), forward.ready(1, 4):
+        assert not any(module.training for module in modules)
+        raise ZeroDivisionError
+    assert all(module.training for module in modules)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+@ranks()
 def test_scores_take_the_vocabulary_of_the_model_from_which_the_weights_come(
     context: ParallelContext, tmp_path: Path
 ) -> None:

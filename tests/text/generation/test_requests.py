@@ -128,8 +128,15 @@ def test_a_date_without_use_is_told(tmp_path: Path) -> None:
     ]
 
 
+MESSAGES = [
+    {"role": "user", "content": "who?"},
+    {"role": "assistant", "content": "I"},
+    {"role": "user", "content": "so?"},
+]
+
+
 def test_a_line_parts_the_prompt_from_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = [Prompt("2+2?", "", {}), Prompt([{"role": "user", "content": "so?"}], "", {})]
+    prompts = [Prompt("2+2?", "", {}), Prompt(MESSAGES, "", {})]
     texts = [Completion(0, "4", (), "eos"), Completion(1, "yes", (), "eos")]
     Terminal(prompts).finish(texts)
     shown = "\n[1] 2+2?\n→ 4\n\n[2] so?\n→ yes\n"

@@ -103,3 +103,13 @@ def test_tokens_of_the_vocabularys_padding_get_no_penalty() -> None:
     plain = logits()
     assert torch.equal(sampling.penalized(plain, [64, 700], 1.4), plain)
     assert torch.equal(sampling.penalized(plain, [3, 64], 1.4), sampling.penalized(plain, [3], 1.4))
+
+
+def test_a_nucleus_has_at_least_one_token_and_none_beyond_the_sum() -> None:
+    """With four equal probabilities the sums of 0.25, 0.5 and 0.75 are exact."""
+    equal = torch.zeros(4)
+    for p, count in ((1e-9, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (1.0, 4)):
+        own = sampling.top_p_only(equal, p)
+        assert own.isfinite().sum() == count
+        theirs = TopPLogitsWarper(p)(torch.tensor([[0]]), equal[None])[0]
+        torch.testing.assert_close(own, theirs, rtol=0, atol=0)

@@ -65,7 +65,10 @@ def test_rows_of_a_file_get_completions_in_their_order(
     source: Path, root: Path, tmp_path: Path
 ) -> None:
     texts = [" ".join(text.split()[: 2 + i]) for i, text in enumerate(sentences()[:5])]
-    file = write_jsonl(tmp_path / "in.jsonl", [{"id": i, "prompt": t} for i, t in enumerate(texts)])
+    file = write_jsonl(
+        tmp_path / "in.jsonl",
+        [{"completion": "an older one", "id": i, "prompt": t} for i, t in enumerate(texts)],
+    )
     words = ["--load", str(root), "--prompt-file", str(file), "--max-new-tokens", "8"]
     words += ["--output-file", str(tmp_path / "out.jsonl"), "--generation-batch-size", "2"]
     assert run([*words, "--tensor-model-parallel-size", "2"], ranks=4) == 0
@@ -253,7 +256,9 @@ def test_bad_input_is_told_in_one_sentence(
 def test_a_checkpoint_gives_the_flags_of_its_model(
     date: str | None, origin: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = "--fp16 --mtp-num-layers 1 --position-embedding-type rope --rotary-base 500"
+    flags = "--fp16 --mtp-num-layers 1 --position-embedding-type rope --rotary-base 500 "
+    flags += "--num-experts 4 --disable-bias-linear --moe-expert-capacity-factor 2 "
+    flags += "--moe-pad-expert-input-to-capacity"
     stored = config_of([*SMALL, *flags.split()]).to_dict()
     stored["sft"]["written_date"] = date
     stored["model"]["unpadded_vocab_size"] = 126
@@ -274,7 +279,10 @@ def test_a_checkpoint_gives_the_flags_of_its_model(
     assert (defaults["tokenizer_type"], defaults["vocab_size"]) == ("NullTokenizer", 127)
     assert defaults["trained_date"] == (date if date == "2024-07-26" else None)
     assert defaults["origin"] == origin
-    assert defaults["finetune"] and "mtp_num_layers" not in defaults
+    assert defaults["finetune"] and defaults["num_experts"] == 4
+    # Generation predicts one token at a time, and drops none.
+    dropped = {"mtp_num_layers", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"}
+    assert not dropped & defaults.keys()
 
 
 def test_ranks_wait_for_a_user_who_types(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +303,7 @@ def test_a_conversation_keeps_what_was_asked_and_answered(
 ) -> None:
     """A line that cannot be continued is told, and does not stay in the conversation."""
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntoo long\ntwo\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntoo long\n  two \n"))
     seen: list[Any] = []
 
     def encode(prompt: Prompt) -> list[int]:
@@ -315,10 +323,10 @@ def test_a_conversation_keeps_what_was_asked_and_answered(
     if chat:
         one = {"role": "user", "content": "one"}
         answered = [one, {"role": "assistant", "content": "text 1"}]
-        two = [*answered, {"role": "user", "content": "two"}]
+        two = [*answered, {"role": "user", "content": "  two "}]
         assert seen == [[one], [*answered, {"role": "user", "content": "too long"}], two]
     else:
-        assert seen == ["one", "too long", "two"]
+        assert seen == ["one", "too long", "  two "]
     shown = capsys.readouterr().out
     assert "> text 1\n> The prompt has 99 tokens, but must have" in shown
     assert shown.endswith("> text 3\n> ")

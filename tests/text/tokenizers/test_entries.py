@@ -89,7 +89,10 @@ def test_what_the_library_does_not_take_from_tokenizer_json_is_named(tmp_path: P
 
 
 def test_entries_of_generation_are_named_with_flags_that_take_their_place(tmp_path: Path) -> None:
-    generation = {"eos_token_id": 3, "do_sample": True, "top_k": None, "temperature": 0.5}
+    generation = {
+        "_from_model_config": True, "eos_token_id": 3, "do_sample": True, "top_k": None,
+        "temperature": 0.5, "transformers_version": "5.0",
+    }  # fmt: skip
     settings = folder_with(tmp_path, generation_config=generation)
     config = RunConfig(sections=(settings,))
     assert generation_notes(config, build_tokenizer(settings)) == [
