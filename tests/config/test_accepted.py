@@ -26,6 +26,8 @@ AT_THE_LIMIT = (
     f"{EXPERTS} --moe-router-topk 4",
     f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 2 --moe-router-group-scores 2",
     f"{EXPERTS} --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
+    f"{EXPERTS} --moe-router-topk 1 --moe-router-score-function sigmoid",
+    "--num-experts 4 --add-bias-linear --add-mlp-bias",
     *(
         f"{EXPERTS} --moe-expert-capacity-factor 1 --moe-router-load-balancing-type {kind}"
         for kind in ("seq_aux_loss", "global_aux_loss")
@@ -84,6 +86,8 @@ TE = "--transformer-impl transformer_engine"
 WITH_TE = (
     "--recompute-granularity selective --recompute-modules mlp --disable-bias-linear",
     "--window-size 8 0",
+    "--softmax-type learnable --attention-backend fused",
+    f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-fusion",
     "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers 4 "
     f"{STAGES} --num-layers-at-start-in-bf16 2 --num-layers-at-end-in-bf16 0",
     "--nproc-per-node 4 --context-parallel-size 4 --cp-comm-type a2a+p2p "
@@ -364,6 +368,27 @@ def test_each_flag_of_rotary_positions_reaches_its_setting() -> None:
         "--rope-local-base-freq 70 --window-size 8 0 --rotary-seq-len-interpolation-factor 3"
     )
     assert factor.interpolation_factor == 3
+    assert (
+        rotary_of("--rope-local-base-freq 70 --window-size 8 0 --rotary-percent 0.5").percent == 0.5
+    )
+
+
+def test_latent_attention_takes_the_base_and_the_share_of_rotary_positions() -> None:
+    latent = "--multi-latent-attention --rope-type rope --rotary-percent 0.5 --rotary-base 500"
+    fields = fields_of(f"{ROPE} {latent}")
+    assert (fields["rotary_percent"], fields["rotary_base"]) == (0.5, 500)
+
+
+def test_only_models_with_experts_need_an_engine_for_their_router() -> None:
+    config = config_of(f"{SMALL} {EXPERTS}")
+    for impl, experts, found in (
+        ("transformer_engine", 4, {"--moe-router-fusion": "2.7.0"}),
+        ("transformer_engine", None, {}),
+        ("torch", 4, {}),
+    ):
+        model = dataclasses.replace(config.model, transformer_impl=impl)
+        moe = MoEConfig(num_experts=experts, moe_router_fusion=True)
+        assert moe.te_versions(dataclasses.replace(config, model=model)) == found
 
 
 def test_each_flag_of_yarn_reaches_the_scaling() -> None:
@@ -378,4 +403,6 @@ def test_each_flag_of_yarn_reaches_the_scaling() -> None:
     )
     for scaling in (rounded, exact):
         assert (scaling.beta_fast, scaling.beta_slow) == (20, 2)
+        # The quotient of 0.1 m ln(4) + 1 for the two weights m, 0.5 and 0.25.
+        assert scaling.magnitude == pytest.approx(1.0693147 / 1.0346574)
     assert (rounded.truncate, exact.truncate) == (True, False)

@@ -1,6 +1,7 @@
 """A configuration takes values from flags, defaults, files and the environment."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ from megatron_ext.config.rules.optimizer import has_usual_warmup, with_warmup
 from megatron_ext.config.rules.parallel import mtp_stage, stages_of
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config.attention import LatentAttentionConfig, softmax_scale
+from megatron_ext.text.config.attention import (
+    AttentionConfig,
+    LatentAttentionConfig,
+    softmax_scale,
+)
+from megatron_ext.text.config.rules import stored_text_model
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.task import TEXT
 from megatron_ext.video.task import VIDEO
@@ -375,3 +381,42 @@ def test_flags_of_a_section_are_named_with_their_negative_spellings() -> None:
     left = names_of(TrainingConfig, but=["calculate_per_token_loss"]).split()
     assert "seed" in left
     assert not [name for name in left if name.endswith("calculate-per-token-loss")]
+
+
+def test_adapters_are_by_default_on_the_layers_that_the_model_has() -> None:
+    for words, names in (
+        ("", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]),
+        (
+            "--position-embedding-type rope --multi-latent-attention",
+            "linear_q_proj linear_q_up_proj linear_kv_up_proj linear_proj linear_fc1 "
+            "linear_fc2".split(),
+        ),
+    ):
+        lora = config_of(f"{SMALL} --lora-rank 2 {words}").lora
+        assert sorted(lora.lora_target_modules or ()) == sorted(names)
+    assert config_of(SMALL).lora.lora_target_modules is None
+
+
+def test_windows_that_rings_cannot_serve_are_refused_with_an_engine() -> None:
+    run = config_of(SMALL)
+    windowed = AttentionConfig(window_size=(8, 0))
+
+    def told(kind: str, impl: str = "transformer_engine", ranks: int = 2) -> list[str]:
+        parallel = replace(run.parallel, cp_comm_type=[kind], context_parallel_size=ranks)
+        model = replace(run.model, transformer_impl=impl)
+        return [*map(str, windowed.errors(replace(run, parallel=parallel, model=model)))]
+
+    for kind in ("p2p", "a2a+p2p"):
+        (error,) = told(kind)
+        assert f"does not go with `--cp-comm-type` ({kind})" in error
+        assert told(kind, impl="torch") == told(kind, ranks=1) == []
+    assert told("a2a") == told("all_gather") == []
+
+
+def test_a_checkpoint_of_another_task_gives_no_text_model() -> None:
+    stored = config_of(f"{SMALL} --lora-rank 2").to_dict()
+    shapes = stored_text_model(stored, config_of(SMALL))
+    assert shapes["model"]["hidden_size"] == 64 and shapes["lora"]["lora_rank"] == 2
+    assert {"model", "positions", "attention", "latent_attention", "moe"} <= shapes.keys()
+    with pytest.raises(ConfigError, match="is of a model that this program does not train"):
+        stored_text_model({**stored, "model": {"blocks_dealt_by_cost": True}}, config_of(SMALL))

@@ -159,3 +159,12 @@ def test_a_model_of_the_users_own_is_refused_before_ranks_start() -> None:
     own = type("Own", (gpt.GPTModel,), {})
     assert gpt._model_class(config, own) is own
     assert gpt._model_class(config, gpt.GPTModel).__name__ == "HybridModel"
+
+
+def test_a_model_class_of_ones_own_is_kept_under_a_pattern() -> None:
+    config = config_of(SMALL)
+    pattern = config.with_section(HybridConfig(hybrid_layer_pattern="*-*-"))
+    own = type("Own", (gpt.GPTModel,), {})
+    for given in (config, pattern):
+        assert gpt._model_class(given, own) is own
+    assert gpt._model_class(config, gpt.GPTModel) is gpt.GPTModel

@@ -423,3 +423,35 @@ def test_blends_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             assert per_split is not None
             assert [None if each is None else each[0][0] for each in per_split] == splits
+
+
+def test_tied_mtp_of_one_stage_is_taken() -> None:
+    config, tokenizer = _preflight(runs.config_of([*RUN, "--mtp-num-layers", "1"]))
+    assert config.model.unpadded_vocab_size == tokenizer.vocab_size
+
+
+def test_losses_of_depths_are_reported_in_training_and_counted_from_1(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = [torch.tensor(2.0), torch.tensor(3.0)]
+    monkeypatch.setattr(megatron_style.core, "take_mtp_losses", lambda: taken)
+    output = torch.tensor([3.0])
+    loss = _of_contract(lambda x: (x.sum(), torch.tensor(4), {"lm loss": x}), 1)
+    entries = loss(output)[2]
+    assert {name: value.tolist() for name, value in entries.items()} == {
+        "lm loss": [3.0, 1.0],
+        "mtp_1 loss": [2.0, 1.0],
+        "mtp_2 loss": [3.0, 1.0],
+    }
+    with torch.no_grad():
+        assert loss(output)[2].keys() == {"lm loss"}
+
+
+def test_a_program_learns_whether_its_data_make_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    core_config: Any = SimpleNamespace(params_dtype=torch.float32)
+    context: Any = SimpleNamespace(rank=0, pgs=SimpleNamespace(cp="cp", pp="pp"))
+    for name in ("args", "transformer_config", "cp_group", "pp_group"):
+        monkeypatch.setattr(megatron_style._current, name, None)
+    config = runs.config_of([*RUN, "--reset-attention-mask"])
+    megatron_style._model_chunk(nothing, config, core_config, context)
+    assert get_args().create_attention_mask_in_dataloader is True

@@ -10,6 +10,7 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.text import task
 from megatron_ext.text.config.hugging_face import HuggingFaceConfig
+from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.task import (
     data_ledger,
     padded_to_ranks,
@@ -103,3 +104,38 @@ def test_storage_is_reported_in_the_direct_order_alone(monkeypatch: pytest.Monke
     data = config.section(task.DataConfig)
     run.config = config.with_section(replace(data, data_order="direct"))
     assert storage_notes(run) == "megatron_ext.text.data.storage:storage_notes"
+
+
+@pytest.mark.parametrize(
+    ("data", "checks"),
+    [
+        ({"mock_data": True}, ["mock"]),
+        ({"mock_data": False}, ["megatron_ext.text.data.checked:check_files"]),
+        (
+            {"mock_data": False, "data_order": "direct"},
+            ["megatron_ext.text.data.splits:prepare_direct"],
+        ),
+    ],
+)
+def test_data_and_tasks_are_checked_before_the_model_is_built(
+    data: dict[str, Any], checks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def later(name: str) -> Any:
+        def run(config: Any, *_: Any) -> Any:
+            done.append(name)
+            return config
+
+        return run
+
+    monkeypatch.setattr(task, "later", later)
+    monkeypatch.setattr(task, "check_mock_data", lambda *_: done.append("mock"))
+    config = config_of(SMALL)
+    config = config.with_section(
+        replace(config.section(task.DataConfig), **data),
+        TaskEvaluationConfig(eval_tasks=["a"], eval_tasks_interval=1),
+    )
+    prepared, tokenizer = task.prepare_gpt(config)
+    assert done == [*checks, "megatron_ext.text.evaluation.scores:check_training"]
+    assert prepared.model.unpadded_vocab_size == tokenizer.vocab_size

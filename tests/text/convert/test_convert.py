@@ -127,9 +127,17 @@ def test_the_bias_of_a_router_stays_exact_in_16_bits(tmp_path: Path) -> None:
         assert torch.equal(tensor, before[name].to(tensor.dtype)), name
 
 
-def test_padding_is_zero_and_follows_the_target_layout(tmp_path: Path) -> None:
+def test_padding_is_zero_and_follows_the_target_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make("llama", tmp_path / "hf")
-    imported(source, tmp_path / "ours", tensor_parallel_size=4, dtype="bfloat16", seq_length=32)
+    (source / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    words = imported(
+        Path("hf"), tmp_path / "ours", tensor_parallel_size=4, dtype="bfloat16", seq_length=32
+    )
+    # The checkpoint may be loaded from another folder.
+    assert words[words.index("--tokenizer-model") + 1] == str(source)
     stored = read_run_config(tmp_path / "ours")
     assert (stored["model"]["padded_vocab_size"], stored["model"]["seq_length"]) == (512, 32)
     assert stored["precision"]["bf16"] is True
@@ -275,6 +283,10 @@ def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:
 def test_one_rank_only(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"`--target-tensor-parallel-size` \(0\) must be at"):
         huggingface.import_model(huggingface.Import(source, tmp_path / "x", tensor_parallel_size=0))
+    with pytest.raises(CheckpointError, match=r"`--make-vocab-size-divisible-by` \(0\) and "):
+        huggingface.import_model(
+            huggingface.Import(source, tmp_path / "x", make_vocab_size_divisible_by=0)
+        )
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "Models are converted on one rank, but 2 were started" in refusal(source, tmp_path / "x")
 

@@ -55,8 +55,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {"attention_bias": True}, {"add_qkv_bias": True, "add_proj_bias": True}),
     ("qwen3", {}, {"add_qkv_bias": False, "add_proj_bias": False}),
     ("qwen3_moe", {"norm_topk_prob": False}, {"moe_router_pre_softmax": True}),
+    ("qwen3_moe", {"attention_bias": True}, {"add_qkv_bias": True, "add_proj_bias": True}),
+    ("qwen2 with a window", {}, {"window_size": (7, 0), "window_attn_skip_freq": None}),
+    ("qwen2 with some windows", {}, {"window_size": (7, 0), "window_attn_skip_freq": "[0,1]"}),
     ("gpt2", {"n_inner": None}, {"ffn_hidden_size": 256}),
     ("gpt2", {"activation_function": "gelu_new"}, {"openai_gelu": True}),
+    ("gpt2", {"activation_function": "gelu_pytorch_tanh"}, {"openai_gelu": True}),
+    ("gpt2", {"activation_function": "gelu"}, {"openai_gelu": False}),
     ("gpt_oss", {"swiglu_limit": 0.25}, {"activation_func_clamp_value": 0.25}),
     ("gemma2", {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 10.0,
                 "query_pre_attn_scalar": 25},
@@ -76,6 +81,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("deepseek_v3", {"first_k_dense_replace": 2}, {"moe_layer_freq": "[0,0]"}),
     ("deepseek_v3", {"first_k_dense_replace": 0}, {"moe_layer_freq": "1"}),
     ("deepseek_v3", {"routed_scaling_factor": 2.5}, {"moe_router_topk_scaling_factor": 2.5}),
+    ("deepseek_v3", {"routed_scaling_factor": 1.0}, {"moe_router_topk_scaling_factor": None}),
+    ("deepseek_v3", {"n_group": 1, "topk_group": 1},
+     {"moe_router_num_groups": None, "moe_router_group_topk": None,
+      "moe_router_group_scores": None}),
     ("deepseek_v3", {"num_nextn_predict_layers": 0}, {"mtp_num_layers": None}),
 ]  # fmt: skip
 """Model, entries of its config.json, and the fields that they must become."""
@@ -129,6 +138,47 @@ def test_the_growth_of_scores_needs_both_of_its_entries(tmp_path: Path) -> None:
 def test_the_scale_of_scores_is_that_of_the_heads_by_default(tmp_path: Path) -> None:
     gpt = Gpt.of_fields({**read(tmp_path, "gemma2").fields, "softmax_scale": None})
     assert FAMILIES["gemma2"].settings(gpt)["query_pre_attn_scalar"] == 18
+    odd = Gpt.of_fields({**read(tmp_path, "gemma2").fields, "softmax_scale": 0.3})
+    assert FAMILIES["gemma2"].settings(odd)["query_pre_attn_scalar"] == pytest.approx(1 / 0.09)
+
+
+def test_windows_without_a_base_of_their_own_have_that_of_the_others(tmp_path: Path) -> None:
+    gpt = Gpt.of_fields({**read(tmp_path, "gemma3").fields, "rope_local_base_freq": None})
+    content = FAMILIES["gemma3_text"].settings(gpt)
+    assert content["rope_local_base_freq"] == 1e6
+    bases = {kind: each["rope_theta"] for kind, each in content["rope_parameters"].items()}
+    assert bases == {"full_attention": 1e6, "sliding_attention": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("mixtral", "intermediate_size"),
+        ("gpt_oss", "intermediate_size"),
+        ("qwen2_moe", "moe_intermediate_size"),
+        ("qwen3_moe", "moe_intermediate_size"),
+        ("deepseek_v3", "moe_intermediate_size"),
+    ],
+)
+def test_experts_are_as_wide_as_a_dense_mlp_by_default(name: str, key: str, tmp_path: Path) -> None:
+    fields = {**read(tmp_path, name).fields, "ffn_hidden_size": 80}
+    for own, width in ((None, 80), (40, 40)):
+        gpt = Gpt.of_fields({**fields, "moe_ffn_hidden_size": own})
+        assert FAMILIES[name].settings(gpt)[key] == width
+
+
+def test_a_model_without_groups_of_experts_has_one_group(tmp_path: Path) -> None:
+    content = written(read(tmp_path, "deepseek_v3", n_group=1, topk_group=1))
+    assert (content["n_group"], content["topk_group"]) == (1, 1)
+
+
+def test_positions_within_their_scaling_come_before_those_beside_it(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    model = read(tmp_path, rope_scaling=yarn, original_max_position_embeddings=32)
+    assert json.loads(model.fields["rope_scaling"])["original_max_position_embeddings"] == 16
+    partly = {"rope_type": "default", "rope_theta": 9e4, "partial_rotary_factor": 0.5}
+    fields = read(tmp_path, "glm4_moe", rope_parameters=partly, partial_rotary_factor=0.25).fields
+    assert (fields["rotary_percent"], fields["rotary_base"]) == (0.5, 9e4)
 
 
 def test_each_depth_has_a_copy_of_the_embedding_and_the_head(tmp_path: Path) -> None:
@@ -159,6 +209,11 @@ def test_each_depth_has_a_copy_of_the_embedding_and_the_head(tmp_path: Path) -> 
         ("deepseek_v3", {"norm_topk_prob": False}, "`norm_topk_prob` False"),
         ("deepseek_v3", {"rope_interleave": False}, "`rope_interleave` False"),
         ("deepseek_v3", {"rms_norm_eps": 1e-7}, "`rms_norm_eps` 1e-07"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {**MODELS["deepseek_v3"]["rope_scaling"], "mscale": 0.0}},
+            "`rope_parameters` {",
+        ),
         (
             "llama",
             {"quantization_config": {"quant_method": "fp8"}},
@@ -208,6 +263,7 @@ def test_entries_at_their_limits_are_read(tmp_path: Path) -> None:
         ({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
          ("rope_theta",)),
         ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, ("rope_scaling.factor",)),
+        ({"rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 2.0}}, ()),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8],
                                   "activation_scheme": "dynamic"}},
          ("quantization_config.activation_scheme",)),
@@ -292,6 +348,41 @@ def test_what_makes_two_models_the_same(tmp_path: Path) -> None:
     # The first layer has a dense MLP, whose width matters.
     assert differ("qwen2_moe", {"ffn_hidden_size": 48}, {}) == {"ffn_hidden_size"}
     assert differ("qwen2_moe", {"moe_layer_freq": "1"}, {}) >= {"moe_layer_freq"}
+    # Two spellings of the same layers, or of the same scaling, are no difference.
+    assert differ("qwen2_moe", {"moe_layer_freq": "([0]+[1]*1)"}, {}) == set()
+    some = "qwen2 with some windows"
+    assert differ(some, {"window_attn_skip_freq": "([0]+[1]*1)"}, {}) == set()
+    assert differ(some, {"window_attn_skip_freq": "[1,0]"}, {}) == {"window_attn_skip_freq"}
+    one, two = '{"rope_type": "linear", "factor": 2.5}', '{"factor":2.5,"rope_type":"linear"}'
+    assert differ("llama", {"rope_scaling": one}, {"rope_scaling": two}) == set()
+    assert differ("llama", {"rope_scaling": one}, {}) == {"rope_scaling"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_experts", 16),
+        ("moe_ffn_hidden_size", 40),
+        ("moe_shared_expert_intermediate_size", 48),
+        ("moe_shared_expert_gate", True),
+        ("moe_router_topk", 6),
+        ("moe_router_score_function", "softmax"),
+        ("moe_router_pre_softmax", True),
+        ("moe_router_num_groups", 8),
+        ("moe_router_group_topk", 4),
+        ("moe_router_topk_scaling_factor", 3.5),
+        ("moe_router_enable_expert_bias", False),
+        ("moe_apply_probs_on_input", True),
+    ],
+)
+def test_another_router_or_expert_is_another_model(field: str, value: Any, tmp_path: Path) -> None:
+    """A run that changes it is refused, and an export that would lose it too."""
+    model = read(tmp_path, "deepseek_v3")
+    changed = Gpt.of_fields({**model.fields, field: value})
+    (error,) = disagreements(changed, model)
+    assert f"`--{field.replace('_', '-')}`" in str(error)
+    with pytest.raises(CheckpointError, match=f"`--{field.replace('_', '-')}` is "):
+        config_json(changed, vocab_size=300, dtype=torch.float32, like=model)
 
 
 def test_each_flag_that_contradicts_the_folder_is_told(tmp_path: Path) -> None:
@@ -342,7 +433,9 @@ def test_adapters_on_an_mlp_with_another_gate_have_the_names_of_its_family(
     monkeypatch.setattr(Gpt, "of", lambda config: gpt)
     config: Any = SimpleNamespace(model=SimpleNamespace(num_layers=2, swiglu=False))
     both = torch.zeros(2 * SIZES["intermediate_size"], 3)
-    parts = peft_layers(config, tmp_path).parts("decoder.layers.1.mlp.linear_fc1.lora.b", both)
+    layers = peft_layers(config, tmp_path)
+    assert layers.task == "CAUSAL_LM"
+    parts = layers.parts("decoder.layers.1.mlp.linear_fc1.lora.b", both)
     names = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up")]
     assert [(name, kind, len(piece)) for name, kind, piece in parts] == [
         (name, "B", SIZES["intermediate_size"]) for name in names

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.convert.reading import load_folder
+from megatron_ext.text.convert.reading import WeightFolder, load_folder
 from megatron_ext.text.convert.training import write_run
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.ranks import on_ranks, ranks
@@ -210,3 +211,10 @@ def test_only_folders_of_hugging_face_need_its_packages(tmp_path: Path) -> None:
     words = [sys.executable, "-c", script, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tiny.ROOT, timeout=120)
     assert "run `pip install safetensors`" in done.stdout, done.stderr
+
+
+def test_scales_belong_to_a_weight_of_the_folder() -> None:
+    folder: Any = SimpleNamespace(names={"a", "a_scale_inv", "b_scale_inv"})
+    assert WeightFolder.is_scales(folder, "a_scale_inv")
+    assert not WeightFolder.is_scales(folder, "b_scale_inv")
+    assert not WeightFolder.is_scales(folder, "a")

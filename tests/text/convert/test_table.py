@@ -16,6 +16,7 @@ from megatron_ext.text.convert.table import (
     parse,
     whole,
 )
+from megatron_ext.text.convert.writing import Described, Plan
 
 SHAPES = [(8, 2, 4), (4, 4, 6), (6, 1, 2), (1, 1, 8)]
 """Numbers of heads and query groups, and the size of a head."""
@@ -102,3 +103,27 @@ def test_names_of_layers_and_depths() -> None:
     assert table.runs("decoder.layers.other.weight[5]", 4, 8) is None
     assert table.runs("router.weight", 4, 8) is None
     assert parse("output_layer.weight") is None
+
+
+def test_exact_tensors_are_those_with_the_named_endings() -> None:
+    table = Table({}, {}, exact=("bias", "scale"))
+    names = ("layers.1.bias", "layers.1.scale", "layers.1.weight", "bias.weight")
+    assert [table.is_exact(name) for name in names] == [True, True, False, False]
+    assert not Table({}, {}).is_exact("layers.1.bias")
+
+
+def test_copies_are_written_where_their_original_is() -> None:
+    """A model with tied embeddings has no output layer that a depth could copy."""
+    copies = {"copy.a": "A", "copy.b": "B"}
+    table = Table({"a": whole("A"), "b": whole("B")}, {}, copies=copies)
+    both = [[Described("a", (4, 2), (0, 0), (2, 2))], [Described("a", (4, 2), (2, 0), (2, 2))]]
+    plan = Plan.of(table, both, 1, torch.float16)
+    assert {name: tuple(x.shape) for name, x in plan.tensors.items()} == {
+        "A": (4, 2),
+        "copy.a": (4, 2),
+    }
+    assert plan.pieces["copy.a"] == plan.pieces["A"]
+    assert [(piece.rank, piece.index[0]) for piece in plan.pieces["A"]] == [
+        (0, slice(0, 2, 1)),
+        (1, slice(2, 4, 1)),
+    ]

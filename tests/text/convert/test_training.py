@@ -12,11 +12,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.convert import reading
 from megatron_ext.text.convert.huggingface import Export, export_model
+from megatron_ext.text.convert.reading import Loaded
+from megatron_ext.text.convert.training import load_initial_weights
 from megatron_ext.train.run import Run
-from tests.text.convert.models import EXPERTS, MODELS, ONE_GROUP, in_child, make
+from tests.text.convert.models import EXPERTS, MODELS, ONE_GROUP, SIZES, in_child, make
 from tests.text.tiny import hf_folder
-from tests.training_runs import Rows, check_refused, prepared, train, training_rows
+from tests.training_runs import Rows, check_refused, config_of, prepared, train, training_rows
 from tools.lora import main as lora
 
 STEPS, RATE, DECAY = 2, 1e-3, 0.1
@@ -200,6 +203,8 @@ def test_a_folder_of_a_model_from_scratch_names_the_end_of_a_text(tmp_path: Path
     assert config["eos_token_id"] == generation["eos_token_id"] == tokenizer.eos_token_id
     assert config["pad_token_id"] == generation["pad_token_id"] == tokenizer.pad_token_id
     assert config["bos_token_id"] is None and tokenizer.bos_token_id is None
+    # Rows of padding are left out.
+    assert config["vocab_size"] == len(tokenizer)
     model = AutoModelForCausalLM.from_pretrained(written)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
@@ -253,3 +258,31 @@ def test_weights_need_no_initialization(source: Path, tmp_path: Path) -> None:
     flags = flags_of(source)
     drawn = curve_of(train(flags, tmp_path / "drawn"))
     assert curve_of(train([*flags, "--no-initialization"], tmp_path / "left")) == drawn
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 301), (2, 302), (4, 304)])
+def test_a_vocabulary_is_padded_to_the_ranks_and_no_further(
+    ranks: int, rows: int, tmp_path: Path
+) -> None:
+    content = {**SIZES, **MODELS["llama"], "vocab_size": 301, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    words = flags_of(tmp_path, "--tensor-model-parallel-size", str(ranks))
+    assert config_of(words, ranks=ranks).model.padded_vocab_size == rows
+
+
+def test_notes_of_a_folder_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    def load(*arguments: Any, **options: Any) -> Loaded:
+        given.append((arguments, options))
+        return Loaded(3, ["a note", "another"])
+
+    monkeypatch.setattr(reading, "load_folder", load)
+    content = {**SIZES, **MODELS["llama"]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    for more, draws in ([], True), (["--no-initialization"], False):
+        config = config_of(flags_of(tmp_path, *more))
+        context: Any = "context"
+        notes = load_initial_weights(config, context, ["chunk"])  # type: ignore[list-item]
+        assert notes == [f"loaded {tmp_path} (Hugging Face)", "a note", "another"]
+        assert given.pop() == ((["chunk"], tmp_path, "context"), {"may_lack_depths": draws})

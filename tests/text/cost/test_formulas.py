@@ -11,6 +11,7 @@ from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.network import ring
 from megatron_ext.planning.stages import Stage, in_order
 from megatron_ext.text.config.attention import AttentionConfig
+from megatron_ext.text.cost import kernels
 from megatron_ext.text.cost.flops import _keys_in_window, flops_per_sample
 from megatron_ext.text.cost.kernels import layer_work
 from megatron_ext.text.cost.network import GptNetwork
@@ -613,3 +614,154 @@ def test_sharded_gradients_are_zeroed_and_added_on_their_way() -> None:
     object.__setattr__(experts, "weights", lambda _: [dense, expert, frozen])
     wanted = 4 * (dense.numel + 3 * dense.numel // 8) + 4 * (expert.numel + 3 * expert.numel // 2)
     assert experts._sharded_bytes(only_stage(network)) == wanted
+
+
+# Layouts in which parts of a model lie on other ranks than usual.
+
+
+def test_only_the_gate_of_swiglu_is_reported() -> None:
+    """Megatron-LM counts a third matrix for SwiGLU alone."""
+    swiglu, geglu, plain = (
+        flops_per_sample(llama(more)) for more in ("", "--no-swiglu --geglu", "--no-swiglu")
+    )
+    assert geglu == plain == swiglu - 6 * S * LAYERS * H * F
+    gated = llama_network("--no-swiglu --geglu").layer_flops(0).linear
+    assert gated == llama_network().layer_flops(0).linear
+
+
+def test_the_attention_of_a_depth_is_that_of_the_last_layer() -> None:
+    window = "--mtp-num-layers 1 --window-size 15 0 --window-attn-skip-freq"
+    first, last = (llama_network(f"{window} {x}") for x in ("[1]+[0]*31", "[0]*31+[1]"))
+    full = llama_network().layer_flops(0).scores
+    assert first._depth_flops().scores == full
+    assert last._depth_flops().scores == last.layer_flops(31).scores < full / 100
+
+
+def test_blocks_of_logits_are_those_of_the_device() -> None:
+    assert llama_network().loss_rows == min(S // 2, 2 * H) == 4096
+    assert llama_network("--hidden-size 512 --seq-length 8192").loss_rows == S // 2
+    assert on_cpu().loss_rows == min(S // 8, 1024)
+    assert llama_network("--cross-entropy-chunk-size 77").loss_rows == 77
+    # On a CPU a block is cast to float32, from 16 bits by a copy.
+    in_halves = on_cpu("--bf16")
+    block = in_halves.loss_rows * V
+    assert in_halves.loss().transient == block * (4 + 4) + TENSOR
+    assert on_cpu().loss().transient == block * 4 + 2 * TENSOR
+
+
+def test_context_parallel_ranks_keep_their_part_of_rotary_tables() -> None:
+    for ranks in (1, 4):
+        split = f"--context-parallel-size {ranks} --cp-comm-type p2p"
+        rope, none = (
+            llama_network(f"{split} --qk-layernorm --position-embedding-type {x}").qk()
+            for x in ("rope", "none")
+        )
+        assert rope - none == 4 * S // ranks * D * 2
+
+
+def test_a_shared_expert_is_divided_among_tensor_parallel_ranks() -> None:
+    four = f"{EXPERTS} --tensor-model-parallel-size 4 --sequence-parallel"
+    plain, shared = (
+        llama_network(f"{four} {x}").mlp(experts=True).kept
+        for x in ("", "--moe-shared-expert-intermediate-size 64")
+    )
+    assert shared - plain == 5 * S * 64 // 4 * 2
+
+
+def test_experts_run_one_after_the_other() -> None:
+    """Each of two local experts has half of the tokens that a rank's experts get."""
+    network = llama_network(f"{EXPERTS} --expert-model-parallel-size 4")
+    one = network._inner(2 * S // 2, 1024, scaled=True).transient
+    seen = 4 * S
+    assert network._experts().transient == one + (seen + 2 * S) * H * 2
+
+
+def test_dropped_inputs_of_adapters_take_a_byte_on_a_gpu_and_a_number_on_a_cpu() -> None:
+    values = S * (H + N * D + H + F)
+    plain, dropped = (llama_network(f"--lora-rank 4 --lora-dropout {x}") for x in (0, 0.1))
+    assert dropped.layer().kept - plain.layer().kept == values
+    plain, dropped = (on_cpu(f"--lora-rank 4 --lora-dropout {x}") for x in (0, 0.1))
+    assert dropped.layer().kept - plain.layer().kept == values * 4
+
+
+TWO = "--pipeline-model-parallel-size 2"
+TIED = "--no-untie-embeddings-and-output-weights"
+
+
+@pytest.mark.parametrize(
+    ("more", "copies", "heads"),
+    [
+        ("", [[False], []], [[], [False]]),
+        (TIED, [[True], []], [[], [True]]),
+        ("--mtp-num-layers 1", [[True], [True]], [[], [False]]),
+        (f"--mtp-num-layers 1 {TIED}", [[True], [True]], [[], []]),
+    ],
+)
+def test_copies_of_the_word_embedding_are_marked(
+    more: str, copies: list[list[bool]], heads: list[list[bool]]
+) -> None:
+    """A stage with depths holds a copy of the embedding, which a tied output layer uses too."""
+    network = llama_network(f"{TWO} {more}")
+    named = [
+        [[w.shared for w in network.weights(stage) if name in w.name] for stage in network.stages()]
+        for name in ("word_embeddings", "output_layer")
+    ]
+    assert named == [copies, heads]
+
+
+def test_a_stage_with_the_copy_of_a_tied_embedding_adds_all_gradients() -> None:
+    network = llama_network(f"{TWO} --mtp-num-layers 1 {TIED}")
+    assert not kernels._overwrites_head(network, network.stages()[1])
+    untied = llama_network(f"{TWO} --mtp-num-layers 1")
+    assert kernels._overwrites_head(untied, untied.stages()[1])
+    tied = llama_network(f"{TWO} {TIED}")
+    assert kernels._overwrites_head(tied, tied.stages()[1])
+
+
+def test_experts_on_other_ranks_than_the_dense_layers_have_a_buffer_of_their_own() -> None:
+    four = "--tensor-model-parallel-size 4 --sequence-parallel"
+    for more, apart in (
+        (four, False),
+        (f"{four} --expert-tensor-parallel-size 1", True),
+        ("--expert-model-parallel-size 2", True),
+        ("", False),
+    ):
+        network = llama_network(f"{EXPERTS} {more}")
+        weights = network.weights(only_stage(network))
+        experts = {weight.expert for weight in weights if "local_experts" in weight.name}
+        assert experts == {apart}, more
+        assert not any(weight.expert for weight in weights if "local_experts" not in weight.name)
+
+
+def test_the_final_norm_ends_the_decoder_or_the_model() -> None:
+    """With depths on a stage of their own, the norm is where the last layer is."""
+    layout = "--pipeline-model-parallel-size 4 --mtp-num-layers 1 --pipeline-model-parallel-layout"
+    words = f"{layout} E{'t' * 16}|{'t' * 16}|m|L"
+    assert [stage.final_norm for stage in llama_network(words).stages()] == [
+        False, True, False, False,
+    ]  # fmt: skip
+    plain = llama_network("--pipeline-model-parallel-size 4").stages()
+    assert [stage.final_norm for stage in plain] == [False, False, False, True]
+
+
+def test_8_bit_weights_of_every_stage_count() -> None:
+    words = f"{EIGHT} tensorwise --fp8-param-gather --use-distributed-optimizer"
+    network = llama_network(f"{TWO} {words}")
+    first, second = map(network.fp8_weights, network.stages())
+    assert first == second > 0
+    ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 3"
+    network = llama_network(f"{TWO} {words} {ends}")
+    found = [*map(network.fp8_weights, network.stages())]
+    assert found == [first * 15 / 16, first * 13 / 16]
+
+
+def test_inputs_are_gathered_again_under_sequence_parallelism_alone() -> None:
+    gather = ring(4) * TENSOR
+    for more, gathers in (("", 8), ("--sequence-parallel", 10)):
+        network = llama_network(f"--tensor-model-parallel-size 4 {more}")
+        assert network.layer_traffic(experts=False).tensor == gathers * gather
+
+
+def test_kernels_of_layers_are_launched_by_a_graph_where_one_is_captured() -> None:
+    for more, graphed in (("", False), ("--cuda-graph-impl local", True)):
+        assert {work.graphed for work in layer_work(llama_network(more), False)} == {graphed}

@@ -16,6 +16,7 @@ from megatron_ext.text.evaluation.config import ResultsConfig, TaskEvaluationCon
 from megatron_ext.text.evaluation.scores import TaskScores, table, values_of
 from megatron_ext.text.generation import decode, forward, requests
 from megatron_ext.text.tokenizers import TokenizerConfig
+from megatron_ext.text.tokenizers.base import ByteLevelTokenizer
 from tests.training_runs import SMALL, config_of
 
 RESULTS: dict[str, Any] = {
@@ -182,3 +183,27 @@ def test_a_program_checks_its_flags_before_it_loads_a_model(
         "`--eval-tasks-interval` is a flag of training; leave it out.",
     ]
     assert tool.evaluation_rules(config, config) == ["another"]
+
+
+def test_a_rank_that_prints_gets_the_scores_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broadcast(objects: list[Any], src: int) -> None:
+        assert (objects, src) == ([{}], 0)
+        objects[0] = {"tiny acc": 0.25}
+
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(scores, "scored", lambda *_: None)
+    callback, records = callback_of(num_iterations=4, interval=2)
+    callback.run.progress.iteration = 2
+    callback.after_step()
+    assert [record.losses for record in records] == [{"tiny acc": 0.25}]
+
+
+def test_a_chat_template_is_looked_for_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tool, "prepare", lambda config: (config, ByteLevelTokenizer()))
+    monkeypatch.setattr(tool, "check_tasks", lambda flags: None)
+    config = config_of(SMALL).with_section(TaskEvaluationConfig(eval_tasks=["tiny"]))
+    with pytest.raises(ConfigError, match="has no chat template|needs|cannot"):
+        tool.prepare_evaluation(config.with_section(ResultsConfig(apply_chat_template=True)))
+    tool.prepare_evaluation(config.with_section(ResultsConfig()))

@@ -6,6 +6,7 @@ The search in tests/intake changes each of them; here stands how they are named.
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import DataError
 from megatron_ext.text.generation.requests import generation_notes
-from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer, entries
 from tests.text import tiny
 
 CONFIG = {"tokenizer_class": "TokenizersBackend", "eos_token": tiny.END}
@@ -45,14 +46,17 @@ def test_entries_without_effect_are_named_by_their_file(tmp_path: Path) -> None:
             "chat_template": [
                 {"name": "default", "template": "{{ messages }}"},
                 {"name": "rag", "template": "{{ documents }}"},
+                {"name": "tool_use", "template": "{{ tools }}", "author": "me"},
             ],
+            "additional_special_tokens": ["<|pad|>"],
         },
-        special_tokens_map={"eos_token": token},
+        special_tokens_map={"eos_token": token, "additional_special_tokens": [tiny.END]},
     )
     begin = "these entries have no effect here"
     assert build_tokenizer(settings).notes() == [
-        f"{tmp_path}/tokenizer_config.json: {begin}: `eos_token`, `model_max_length`, "
-        "`chat_template[1]` (name rag) `template`",
+        f"{tmp_path}/tokenizer_config.json: {begin}: `eos_token`, "
+        "`additional_special_tokens`, `model_max_length`, `chat_template[1]` (name rag) "
+        "`template`, `chat_template[2].author`",
         f"{tmp_path}/special_tokens_map.json: {begin}: `eos_token.lstrip`",
     ]
 
@@ -79,13 +83,22 @@ def test_what_the_library_does_not_take_from_tokenizer_json_is_named(tmp_path: P
     content["truncation"] = {
         "max_length": 8, "strategy": "LongestFirst", "stride": 0, "direction": "Right",
     }  # fmt: skip
+    content["padding"] = {
+        "strategy": {"Fixed": 40}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 1,
+        "pad_type_id": 0, "pad_token": "<|pad|>",
+    }  # fmt: skip
     content["added_tokens"][1]["id"] += 50
     content["pre_tokenizer"]["another"] = 1
-    [note] = build_tokenizer(folder_with(tmp_path, tokenizer=content)).notes()
+    made = build_tokenizer(folder_with(tmp_path, tokenizer=content))
+    [note] = made.notes()
     assert note.endswith(
-        "/tokenizer.json: these entries have no effect here: `truncation`, `added_tokens[1].id`, "
-        "`pre_tokenizer.another`"
+        "/tokenizer.json: these entries have no effect here: `truncation`, `padding`, "
+        "`added_tokens[1].id`, `pre_tokenizer.another`"
     )
+    plain = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tiny.hf_folder())))
+    text = " ".join(tiny.sentences()[:2])
+    for ids in (made.tokenize(text), *made.encode_batch([text, text])):
+        assert len(ids) > 8 and list(ids) == plain.tokenize(text)
 
 
 def test_entries_of_generation_are_named_with_flags_that_take_their_place(tmp_path: Path) -> None:
@@ -120,6 +133,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         '`bos_token` what is an object without `"__type": "AddedToken"`',
     ),
     "a list": ({"additional_special_tokens": "a"}, "what is no list of tokens"),
+    "an object": ({"additional_special_tokens": {"a": "b"}}, "what is no list of tokens"),
     "an id": (
         {"added_tokens_decoder": {"first": {"content": "a"}}},
         "`added_tokens_decoder.first` what is no object of a token under its id",
@@ -170,3 +184,48 @@ def test_a_post_processor_without_its_token_is_refused(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(DataError, match="tokenizer.json"):
         build_tokenizer(folder_with(tmp_path, tokenizer=content))
+
+
+class Loaded:
+    """A tokenizer of transformers, whose class has an option of its own."""
+
+    def __init__(self, own_option: int = 0) -> None:
+        self.own_option = own_option
+
+
+class LoadedFast(Loaded):
+    pass
+
+
+def test_options_of_a_class_count_where_the_class_changes_the_tokenizer(tmp_path: Path) -> None:
+    content: dict[str, Any] = {"normalizer": {"type": "A"}, "added_tokens": [{"content": "a"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+
+    def unused(state: dict[str, Any], loaded: Any, named: str = "Loaded") -> str:
+        backend = SimpleNamespace(to_str=lambda: json.dumps(state), get_added_tokens_decoder=dict)
+        config = {"own_option": 3, "tokenizer_class": named}
+        files = {"tokenizer_config.json": config, "special_tokens_map.json": {}}
+        return " ".join(entries.unused_entries(tmp_path, files, backend, loaded))
+
+    assert "`own_option`" in unused(content, Loaded())
+    for other in (
+        {**content, "normalizer": None},
+        {**content, "added_tokens": [{"content": "a"}, {"content": "b"}]},
+        {**content, "added_tokens": []},
+    ):
+        assert unused(other, Loaded()) == ""
+    # What only the loaded state has was left out of the file at its default.
+    assert "`own_option`" in unused({**content, "normalizer": {"type": "A", "b": 1}}, Loaded())
+    changed = {**content, "normalizer": None}
+    for name in ("Loaded", "LoadedFast"):
+        assert unused(changed, LoadedFast(), name) == unused(changed, Loaded(), name) == ""
+    assert "`tokenizer_class`" in unused(changed, LoadedFast(), "Another")
+
+
+def test_an_entry_is_left_out_of_its_own_place_alone() -> None:
+    content = {"a": [{"x": 1}, {"y": 2, "z": 3}, {"y": 4}], "b": {"y": 5}}
+    assert entries._without(content, ("a", 1, "y")) == {
+        "a": [{"x": 1}, {"z": 3}, {"y": 4}],
+        "b": {"y": 5},
+    }
+    assert entries._without(content, ("b",)) == {"a": content["a"]}

@@ -1,6 +1,7 @@
 """The fast engine: never other ids than the native tokenizer, and it says why it stands back."""
 
 import random
+import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,6 +44,7 @@ def test_ids_are_the_native_ones(pair: tuple[Tokenizer, FastEncoder], texts: lis
 NORMALIZED_APART = [
     "\x85", "a\x85", "\u2581\u0326", "x\u2581\u0301y", "\uffa9\uffdb", "\u1100\u1161\u11a8",
     "e\u0301\u0323", "\u0e01\u0e33", "\u0915\u094d\u0937", "\U0001f44d\U0001f3fd", "\u3131\u314f",
+    "a\u200db", "a\u20dd",
 ]  # fmt: skip
 
 
@@ -137,3 +139,11 @@ def test_ids_are_compared_one_by_one() -> None:
     for other in ([*ids[:-1], ids[-1] + 1], [*ids, 1], ids[1:], ids[::-1]):
         with pytest.raises(InexactEngine, match="gives other ids for a text that starts 'ba be'"):
             fast.compare_ids("ba be", other)
+
+
+def test_every_mark_joiner_and_skin_tone_may_combine() -> None:
+    marks = [chr(code) for code in range(0x10000) if unicodedata.category(chr(code))[0] == "M"]
+    tones = [chr(code) for code in range(0x1F3FB, 0x1F400)]
+    assert {unicodedata.category(mark) for mark in marks} == {"Mn", "Mc", "Me"}
+    assert [x for x in (*marks, "\u200c", "\u200d", *tones) if not has_combining(x)] == []
+    assert not any(map(has_combining, ("\u200b", "\U0001f3fa", "\U0001f400", "\u6f22")))

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
-from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer, check_files
 from megatron_ext.text.tokenizers import huggingface as huggingface_module
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.huggingface import tokenizer_folder
@@ -112,6 +112,7 @@ def test_gpt2_equals_transformers() -> None:
     want = [theirs.convert_tokens_to_ids(theirs.tokenize(t)) for t in TEXTS]
     assert [ours.tokenize(t) for t in TEXTS] == want
     assert (ours.eod, ours.vocab_size) == (theirs.eos_token_id, 600)
+    assert ours.bos == ours.unk == ours.eod
 
 
 def test_sentencepiece_special_tokens_equal_core_legacy() -> None:
@@ -165,6 +166,7 @@ ALONE = {"content": "<|pad|>", "single_word": True, "special": True}
         {"eos_token": "<eos>"},
         {"eos_token": tiny.END, "extra_special_tokens": ["<a>", "<b>"]},
         {"eos_token": tiny.END, "bos_token": "<|pad|>", "add_bos_token": True},
+        {"eos_token": tiny.END, "add_eos_token": True},
         {"sep_token": "<|pad|>"},
         {"eos_token": tiny.END, "image_token": "<a>"},
         {"eos_token": "who"},
@@ -337,6 +339,9 @@ def test_special_tokens_of_tiktoken_are_those_that_are_named() -> None:
     for count, vocab_size in ((7, 307), (319, 320)):
         whole = tiktoken(vocab_size=vocab_size, tiktoken_num_special_tokens=count)
         assert build_tokenizer(whole).vocab_size == vocab_size
+    for count in (6, 320, 321):
+        with pytest.raises(ConfigError, match=rf"`--tiktoken-num-special-tokens` \({count}\) must"):
+            build_tokenizer(tiktoken(vocab_size=320, tiktoken_num_special_tokens=count))
 
 
 def test_a_vocabulary_out_of_order_is_refused(tmp_path: Path) -> None:
@@ -410,6 +415,15 @@ def test_entries_that_change_the_ids_are_read_by_transformers(name: str, tmp_pat
         assert (huggingface_module._load_direct(folder, files) is not None) == direct
 
 
+def test_a_tokenizer_with_code_of_its_own_is_not_loaded_without_it(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(tiny.hf_folder(), folder)
+    code = {"auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    for config, direct in (({}, True), (code, False)):
+        files = {"tokenizer_config.json": config, "special_tokens_map.json": {}}
+        assert (huggingface_module._load_direct(folder, files) is not None) == direct
+
+
 def test_the_start_of_a_text_is_told_where_the_ids_lack_it(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     shutil.copytree(tiny.hf_folder(), folder)
@@ -446,3 +460,37 @@ def test_a_folder_a_file_in_it_and_a_name_on_the_hub_are_told_apart(tmp_path: Pa
     assert huggingface_module.local_folder(str(tmp_path / "tokenizer.json")) == tmp_path
     assert huggingface_module.local_folder("someone/model") is None
     assert huggingface_module.local_folder("gpt2") is None
+
+
+def test_files_are_checked_before_the_tokenizer_is_built(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"library": "huggingface"}')
+    for chosen, sentence in (
+        (flags("NullTokenizer", vocab_size=9, tokenizer_metadata="/none"), "`--tokenizer-metadata"),
+        (
+            flags("NullTokenizer", vocab_size=9, tokenizer_metadata=str(tmp_path / "other.json")),
+            "names the library huggingface, but `--tokenizer-type NullTokenizer` uses null",
+        ),
+        (flags("HuggingFaceTokenizer", tokenizer_model="./none"), "(./none) does not exist"),
+        (flags("TikTokenizer", tokenizer_model="./none"), "(./none) is not a file"),
+    ):
+        with pytest.raises((ConfigError, DataError)) as caught:
+            check_files(chosen)
+        assert sentence in str(caught.value)
+    for chosen in (huggingface(), tiktoken(), flags("HuggingFaceTokenizer", tokenizer_model="a/b")):
+        check_files(chosen)
+
+
+def test_options_are_part_of_the_identity() -> None:
+    made = [
+        flags("ByteLevelTokenizer"),
+        flags("ByteLevelTokenizer", vocab_size=600),
+        flags("ByteLevelTokenizer", tokenizer_special_tokens=["<a>"]),
+        flags("NullTokenizer", vocab_size=600),
+        huggingface(),
+        huggingface(tokenizer_special_tokens=["<a>"]),
+        huggingface(tokenizer_hf_include_special_tokens=True),
+        tiktoken(),
+        tiktoken(tiktoken_pattern="v1"),
+    ]
+    identities = [json.dumps(build_tokenizer(each).unique_identifiers) for each in made]
+    assert len({*identities}) == len(made)
