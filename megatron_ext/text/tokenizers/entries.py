@@ -291,8 +291,7 @@ def part_at_fault(raw: Any, kind: Any) -> str | None:
                     return f"{key}[{index}]"
         else:
             rest = {name: part for name, part in raw.items() if name != key}
-            empty = "1.0" if key == "version" else None
-            if any(_state(kind, x) is not None for x in (rest, {**rest, key: empty})):
+            if _state(kind, rest) is not None:
                 return str(key)
     if _state(kind, {**raw, "model": {"type": "BPE", "vocab": {}, "merges": []}}) is not None:
         return "model"

@@ -153,6 +153,8 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
         assert again.vocab_size == 300
         assert content["torch_dtype"] == "float16"
         assert content["bos_token_id"] == (None if like is None else 7)
+        # Without the entry, transformers would take the end token of Llama.
+        assert like is not None or content["eos_token_id"] is None
         if like is not None:
             assert again.fields == first.fields
 

@@ -264,6 +264,8 @@ def test_entries_at_their_limits_are_read(tmp_path: Path) -> None:
          ("rope_theta",)),
         ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, ("rope_scaling.factor",)),
         ({"rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 2.0}}, ()),
+        ({"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}},
+         ("rope_scaling",)),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8],
                                   "activation_scheme": "dynamic"}},
          ("quantization_config.activation_scheme",)),

@@ -415,6 +415,35 @@ def test_entries_that_change_the_ids_are_read_by_transformers(name: str, tmp_pat
         assert (huggingface_module._load_direct(folder, files) is not None) == direct
 
 
+@pytest.mark.parametrize("name", ["add_bos_token", "add_eos_token"])
+def test_entries_that_change_the_ends_of_a_text_are_read_by_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They matter only where the tokens around a text are included."""
+    folder = tmp_path / "hf"
+    shutil.copytree(tiny.hf_folder(), folder)
+    config = {"tokenizer_class": "TokenizersBackend", "eos_token": tiny.END}
+    load = huggingface_module.load_pretrained
+    asked: list[Path] = []
+
+    def loaded(folder: Path, **options: Any) -> Any:
+        asked.append(folder)
+        return load(folder, **options)
+
+    monkeypatch.setattr(huggingface_module, "load_pretrained", loaded)
+    plain = flags("HuggingFaceTokenizer", tokenizer_model=str(folder))
+    including = dataclasses.replace(plain, tokenizer_hf_include_special_tokens=True)
+    for entry, chosen, theirs in (
+        ({}, including, []),
+        ({name: False}, plain, []),
+        ({name: False}, including, [folder]),
+    ):
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, **entry}))
+        asked.clear()
+        build_tokenizer(chosen)
+        assert asked == theirs
+
+
 def test_a_tokenizer_with_code_of_its_own_is_not_loaded_without_it(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     shutil.copytree(tiny.hf_folder(), folder)
