@@ -313,6 +313,28 @@ def test_a_run_is_compared_with_its_checkpoint_before_any_rank_starts(
             check_resume(given(plain))
 
 
+def test_new_weights_keep_their_names_on_a_rank_where_layers_count_from_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A later pipeline stage calls its first layer 0, and the checkpoint calls it 2."""
+    stored = dict.fromkeys(("layers.2.weight", "layers.3.lora.a.weight"))
+    monkeypatch.setattr(adapters, "stored_entries", lambda _: stored)
+    names = ("0.weight", "0.lora.a.weight", "1.lora.a.weight", "1.gate")
+    values = {name: torch.zeros(2) for name in names}
+    values["1.gate"].new_branch = True  # type: ignore[attr-defined]
+    state = {
+        f"layers.{name}": ShardedTensor.from_rank_offsets(
+            f"layers.{int(name[0]) + 2}{name[1:]}", value
+        )
+        for name, value in values.items()
+    }
+    new = adapters.leave_out_new(PATH, {"model1": state, "optimizer": {}}, ["model0", "model1"])
+    assert new.keys() == {"model1"}
+    assert new["model1"].keys() == {"layers.0.lora.a.weight", "layers.1.gate"}
+    assert new["model1"]["layers.1.gate"] is values["1.gate"]
+    assert state.keys() == {"layers.0.weight", "layers.1.lora.a.weight"}
+
+
 def test_new_branches_and_new_scales_are_told_each_once() -> None:
     def marked() -> torch.Tensor:
         value = torch.zeros(1)

@@ -1,5 +1,6 @@
 """Sections of flags: derived values, accepted flags and notes; ``refusals.txt`` has the rest."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,8 @@ def test_a_resolved_configuration_is_one_that_can_be_given() -> None:
     run = streaming("--lora-rank 2")
     again = RunConfig.from_dict(run.to_dict(), VIDEO.sections)
     assert finalize(again, STREAMING_TASK, 1, "cpu") == run
+    on_gpu = dataclasses.replace(run, device="cuda")
+    assert RunConfig.from_dict(on_gpu.to_dict(), VIDEO.sections) == on_gpu
     # One that names layers without a rank is read as well.
     stored = adapters().to_dict()
     stored["lora"]["lora_target_modules"] = list(TARGETS)

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -593,3 +595,30 @@ def test_a_rank_of_torchrun_ends_with_its_agent_and_has_not_saved_before_it_says
         "runs",
         0,
     ]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(None, 7), (signal.SIGINT, EXIT_CODE_INTERRUPTED), (signal.SIGHUP, 129)]
+)
+def test_a_launch_that_is_asked_to_end_has_the_code_of_that_signal(
+    number: signal.Signals | None, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def supervisor(
+        world_size: int, forwarder: SignalForwarder, minutes: float, save: str | None
+    ) -> Any:
+        given.append((world_size, minutes, save))
+
+        def wait() -> int:
+            forwarder.stop_signal = number
+            return 7
+
+        return SimpleNamespace(wait=wait)
+
+    supervision: Any = Supervision()
+    supervision.supervisor = supervisor
+    monkeypatch.setattr(module, "_forked", lambda *_: nullcontext())
+    how: Any = {"timeout_minutes": 3.0, "save": "here", "supervision": supervision}
+    assert fork_ranks(lambda: 0, 2, **how) == code
+    assert given == [(2, 3.0, "here")]

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.text.task import GPT
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
+from megatron_ext.train.run import Run
 from tests.training_runs import TINY, Rows, mock_data, train_on_ranks, train_steps
 
 STEPS = 12
@@ -165,16 +167,26 @@ def test_another_schedule_is_refused(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert rows[-1]["iteration"] == STEPS
 
 
-def run(save: Path, words: str, ranks: int = 1) -> Rows:
+def run(save: Path, words: str, ranks: int = 1, **options: Any) -> Rows:
     """Run at most four steps, and return the rows of all training steps in the folder."""
-    return train_steps([*TINY, *mock_data(), "--train-iters", "4", *words.split()], save, ranks)
+    flags = [*TINY, *mock_data(), "--train-iters", "4", *words.split()]
+    return train_steps(flags, save, ranks, **options)
 
 
 def test_auto_starts_anew_and_then_goes_on_by_the_same_command(tmp_path: Path) -> None:
     words = "--resume-mode auto --exit-interval 2"
-    first = run(tmp_path, words, ranks=2)
+
+    def note_start(run: Run) -> None:
+        start = run.progress.iteration, run.saved_at, run.restored_from
+        with (tmp_path / "starts").open("a") as file:
+            file.write(f"{start}\n")
+
+    first = run(tmp_path, words, ranks=2, prepare=note_start)
     assert [row["iteration"] for row in first] == [1, 2]
-    second = run(tmp_path, words, ranks=2)
+    second = run(tmp_path, words, ranks=2, prepare=note_start)
+    # What has just been loaded need not be saved again.
+    starts = [(0, 0, "start")] * 2 + [(2, 2, "checkpoint")] * 2
+    assert (tmp_path / "starts").read_text().splitlines() == list(map(str, starts))
     assert second[:2] == first
     assert [row["iteration"] for row in second] == [1, 2, 3, 4]
 

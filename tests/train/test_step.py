@@ -1,5 +1,6 @@
 """Parts of a step: what they count, scale and pass on."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,21 +333,31 @@ def test_megatron_cores_schedule_gets_the_length_of_the_step(
 
     def schedule(**named: Any) -> list[Any]:
         given.update(named)
-        output, _ = named["forward_step_func"](named["data_iterator"][0], "chunk")
-        return [output]
+        steps = [named["forward_step_func"](named["data_iterator"][0], "chunk") for _ in range(2)]
+        assert [loss for _, loss in steps] == ["checked loss"] * 2
+        return [output for output, _ in steps]
+
+    masked: list[int] = []
+
+    def masks(microbatch: int) -> Any:
+        masked.append(microbatch)
+        return nullcontext()
 
     monkeypatch.setattr(module, "get_forward_backward_func", lambda: schedule)
-    monkeypatch.setattr(module, "checked", lambda loss: loss)
+    monkeypatch.setattr(module, "checked", lambda loss: f"checked {loss}")
     runner = runner_with(
         chunks=["one", "two"],
-        _forward_step=lambda batch, chunk, counts: ((batch, chunk, counts), None),
+        _forward_step=lambda batch, chunk, counts: ((batch, chunk, counts), "loss"),
     )
-    for length in (None, 16):
-        (output,) = runner._run_by_core(["batch"], 1, "counts", None, length, forward_only=False)
-        assert output == ("batch", "chunk", "counts")
+    for length, given_masks in ((None, None), (16, masks)):
+        outputs = runner._run_by_core(
+            ["a", "b"], 2, "counts", given_masks, length, forward_only=False
+        )
+        assert outputs == [("a", "chunk", "counts"), ("b", "chunk", "counts")]
         assert given["seq_length"] == given["decoder_seq_length"] == (length or 48)
-        assert (given["micro_batch_size"], given["num_microbatches"]) == (2, 1)
+        assert (given["micro_batch_size"], given["num_microbatches"]) == (2, 2)
         assert (given["model"], given["forward_only"]) == (["one", "two"], False)
+    assert masked == [0, 1]
 
 
 @pytest.mark.parametrize(
