@@ -153,9 +153,10 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
 
 
 def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return functions that check the folder of ``--load-hf`` and the tokenizer's files.
+    """Return functions that each raise an error if a file of the run cannot be used.
 
-    With ``--load-hf``, the tokenizer is checked only if ``--tokenizer-type`` is given too.
+    The files are the folder of ``--load-hf`` and those of the tokenizer. With ``--load-hf``, the
+    tokenizer is checked only if ``--tokenizer-type`` is given too.
     """
     checks: list[Callable[[], Any]] = []
     folder = config.section(HuggingFaceConfig).load_hf
@@ -169,7 +170,7 @@ def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def gpt_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return functions that check the tokenizer's files and each indexed dataset."""
+    """Return functions that each raise an error if a tokenizer's file or a dataset is unusable."""
     dataset_checks = later("megatron_ext.text.data.plan:dataset_checks")
     return [*tokenizer_inputs(config), *dataset_checks(config)]
 
@@ -317,7 +318,8 @@ def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
 def data_ledger(run: Run) -> Callback | None:
     """Return the callback that records which samples a run with ``--data-order direct`` reads.
 
-    It is part of the add-on ``ledger``. Return None on ranks that write no record.
+    The add-on ``ledger`` defines it; return None without it, without ``--save``, and on all ranks
+    but 0.
     """
     writes = run.context.rank == 0 and run.config.checkpoint.save is not None
     if not writes or not run.progress.data_order:

@@ -79,7 +79,7 @@ class Progress:
     data_order: dict[str, Any] | None = None
 
     def advance(self, stats: StepStats, steps_per_epoch: int | None) -> None:
-        """Count a training step, even if its update was skipped."""
+        """Count a training step, even a skipped one; without epochs ``steps_per_epoch`` is None."""
         self.iteration += 1
         self.consumed_train_samples += stats.samples
         self.floating_point_operations += stats.flops

@@ -18,7 +18,7 @@ EXIT_CODE_USER_ERROR = 2
 EXIT_CODE_NO_MEMORY = 120
 """Exit code of a rank that ran out of memory."""
 EXIT_CODE_RESIZED = 121
-"""Exit code of a rank that saved and exited, so that the run can continue with other replicas."""
+"""Exit code of a rank that saved and exited so that the run can go on with another world size."""
 EXIT_CODE_COMES_BACK = 122
 """Exit code of a run that met the same fault at the same step after every restart."""
 EXIT_CODE_LOST_CONTACT = 123

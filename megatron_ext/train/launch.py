@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from megatron_ext.train.supervisor import SignalForwarder
 
 SECONDS_FOR_RANK_0 = 20.0
-"""Seconds for rank 0 to print an error of the flags; its exit then ends the other ranks."""
+"""Seconds that other ranks wait before they print a flag error, so that rank 0 prints it alone."""
 _SECONDS_FOR_RANK_0_OF_A_RUN = 1.0
 
 _WITHOUT_MEMORY = (
@@ -429,7 +429,7 @@ def fork_ranks(
 ) -> int:
     """Fork ranks, run ``main`` on each, and return the first failed rank's exit code, or 0.
 
-    A supervisor from ``supervision`` watches the ranks, and logs faults in the folder ``save``.
+    A supervisor from ``supervision`` watches them; `launch` explains the arguments.
     """
     supervision = supervision or supervision_of_ranks()
     from megatron_ext.train.supervisor import SignalForwarder

@@ -169,7 +169,7 @@ def _average(
 
 
 def _peak_flops(device: torch.device) -> float | None:
-    """Return the bfloat16 operations a second of a known GPU, else None."""
+    """Return the peak bfloat16 FLOP/s of a known GPU, else None."""
     if device.type != "cuda":
         return None
     from megatron_ext.device.gpus import peak_flops

@@ -78,7 +78,7 @@ def run_torchrun(words: Sequence[str]) -> int:
 def _passing_signals_on() -> list[str]:
     """Return the flag that makes torch's agent pass all of `STOP_SIGNALS` on to its ranks.
 
-    Other signals kill the agent but not its ranks. Old versions of torch have no such flag.
+    Other signals kill the agent but not its ranks. Return [] if torch is too old for the flag.
     """
     if _PASSED_ON not in get_args_parser().format_usage():
         return []
@@ -89,8 +89,9 @@ def _passing_signals_on() -> list[str]:
 def _ended_ranks(folder: Path | None) -> Iterator[set[int]]:
     """Yield an empty set, to which the ranks' exit codes are added if a signal ends torch's agent.
 
-    The codes are read from ``folder``, once all ranks have ended. Until then the context ignores
-    signals, and kills ranks that take too long; torch itself stops waiting after several signals.
+    The ranks leave their codes in ``folder``; without it none are added. Until all ranks have
+    ended, the context ignores signals, and kills ranks that take too long; torch itself stops
+    waiting after several signals.
     """
     left: set[int] = set()
     try:

@@ -91,9 +91,9 @@ class RayTasks:
 def _task_of(root: str) -> Callable[..., str]:
     """Return the function that a Ray task runs; it imports this package from the folder ``root``.
 
-    The function is nested, so that Ray sends its code and not its name to other processes, which
-    may lack this process's import paths. It gives the name of the module `task` as a string,
-    because `task` imports `run`, which imports this module.
+    The function is nested, so that Ray pickles its code instead of its name: other processes may
+    lack this process's import paths. It imports the module `task` when it runs, because `task`
+    (through `run`) imports this module.
     """
 
     def encode(folder: str, key: str, number: int) -> str:
@@ -112,8 +112,8 @@ def _task_of(root: str) -> Callable[..., str]:
 def _connect(workers: int, say: Say) -> tuple[Any, bool]:
     """Connect to a Ray cluster, or start Ray on this machine with ``workers`` CPUs.
 
-    If this process is connected already, keep that connection. Return the module ray, and whether
-    this call has made the connection.
+    If this process is connected already, keep that connection. Return (the module ``ray``, whether
+    this call has made the connection).
     """
     try:
         import ray
@@ -139,10 +139,11 @@ def _connect(workers: int, say: Say) -> tuple[Any, bool]:
 
 
 def _joined(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
-    """Connect to a running cluster; return whether there is one.
+    """Connect to the running cluster at ``address``; return whether there is one.
 
-    ``address`` is the value of `RAY_ADDRESS`, "" for a cluster that runs on this machine. Raise a
-    ConfigError if the cluster at an address cannot be used.
+    ``address`` is the value of `RAY_ADDRESS`; "" stands for the cluster of this machine. Return
+    False only for "" without a cluster; raise a ConfigError if a cluster cannot be used, or if none
+    runs at a given address. ``quiet`` holds arguments of `ray.init` that silence Ray's log.
     """
     bounded = _PATIENCE not in os.environ
     try:
@@ -182,7 +183,8 @@ def _knock(ray: Any, address: str) -> None:
 def _fault(ray: Any, reference: Any, part: Part) -> str:
     """Return why a Ray task could not encode its part, as a phrase for an error; "" if it could.
 
-    Raise an error if another attempt would fail in the same way.
+    ``reference`` is Ray's handle of the ended task. Raise an error if another attempt would fail in
+    the same way.
     """
     try:
         reason = ray.get(reference)

@@ -33,7 +33,7 @@ from megatron_ext.text.preprocess.workers import encode_parts
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _MOST_REMARKS = 40
-"""The largest number of reasons or keys that one sentence of the report names."""
+"""The largest number of JSON keys, or of reasons for refusal, that one remark of a report names."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
 def encoded(
     options: PreprocessOptions, build: Build, say: Say, encoding: Encoding | None = None
 ) -> Iterator[tuple[Job, dict[int, PartMarker], int]]:
-    """Encode all parts of the input; yield (job, markers by part, number of resumed parts).
+    """Encode all parts of the input; yield (job, {part number: marker}, number of resumed parts).
 
-    The work directory exists within the ``with`` block; it is removed at the end of the block,
-    unless an error leaves parts that a later run can resume. The `Encoding` is ``encoding``; if it
-    is None, ``build(options)`` makes it.
+    A resumed part is one that an earlier run had finished. The work directory exists within the
+    ``with`` block; it is removed at the end of the block, unless an error leaves parts that a later
+    run can resume. The `Encoding` is ``encoding``; if it is None, ``build(options)`` makes it.
     """
     # Workers are processes, one per core; threads inside the libraries would compete with them.
     with _without_threads():
@@ -171,11 +171,11 @@ def plan_for_slurm(options: PreprocessOptions, build: Build, say: Say = say_to_s
 def planned(
     options: PreprocessOptions, identity: dict[str, Any], say: Say
 ) -> Iterator[tuple[WorkDirectory, list[Part], dict[int, PartMarker]]]:
-    """Lock the work directory; yield (the directory, parts of the input, markers by part).
+    """Lock the work directory; yield (the directory, parts of the input, {part number: marker}).
 
-    Markers are those of finished parts. If an earlier run had the same input and settings and was
-    interrupted, its parts are used again; otherwise the input is cut into new parts. ``identity``
-    holds the settings that determine the tokens.
+    The markers are those of parts that are finished already. If an earlier run had the same input
+    and settings and was interrupted, its parts are used again; otherwise the input is cut into new
+    parts. ``identity`` holds the settings that determine the tokens.
     """
     files = inputs.expand(options.inputs)
     resumable = not any(map(is_stream, files))
@@ -203,10 +203,11 @@ def planned(
 def _sources(
     options: PreprocessOptions, files: Sequence[str], folder: Path, say: Say
 ) -> list[Source]:
-    """Return the sources to cut: files, copies of streams and packed files, lists of texts.
+    """Return the files to cut into parts: the inputs themselves, or files made from them.
 
-    The paths of sources are absolute, so that a run resumed from another current folder reads the
-    same files. Copies and lists are written to ``folder``.
+    A stream and, if workers must share it, a packed file are copied; the items of a JSON array and
+    the names of a folder's texts are listed in a file. Such files are written to ``folder``. The
+    paths are absolute, so that a run resumed from another current folder reads the same files.
     """
     workers = options.all_workers
     copied = inputs.needs_spool(files, workers, options.columns)
@@ -243,7 +244,10 @@ def _sources(
 
 
 def run_parts(job: Job, done: dict[int, PartMarker], say: Say) -> None:
-    """Encode the unfinished parts by local workers, Slurm or Ray; add their markers to ``done``."""
+    """Encode the parts that ``done`` lacks, by local workers, Slurm or Ray.
+
+    ``done`` maps the number of each finished part to its marker; those of the new parts are added.
+    """
     todo = [i for i in range(len(job.parts)) if i not in done]
     if todo:
         encode = encode_parts if job.options.executor == "local" else _encode_elsewhere
@@ -276,9 +280,9 @@ def publish_job(
 ) -> Report:
     """Publish the datasets and the refused lines of a job; return a report.
 
-    ``done`` has the markers by part, ``resumed`` is the number of resumed parts, and ``start`` the
-    monotonic time at which the run started. If the datasets have no token, they are published only
-    with ``may_be_empty``.
+    ``done`` maps the number of each part to its marker, ``resumed`` is how many of them an earlier
+    run had finished, and ``start`` is the `time.monotonic()` of the run's start. If the datasets
+    have no token, they are published only with ``may_be_empty``.
     """
     markers = [done[i] for i in range(len(job.parts))]
     prefixes = []
@@ -299,9 +303,10 @@ def publish_job(
 
 
 def _remarks(markers: Sequence[PartMarker], path: Path) -> list[str]:
-    """Return sentences on blank lines and on what the encoders have counted.
+    """Return sentences on blank lines and on what the encoders have counted, for the report.
 
-    If a sentence would have too many names, all names are written to the file ``path``.
+    If there are more than `_MOST_REMARKS` names of one kind (keys, or reasons of refused lines),
+    all names are also written to the file ``path``.
     """
     skipped = sum(marker.skipped for marker in markers)
     within = sum(sum(marker.tally.get(ENDS_WITHIN, {}).values()) for marker in markers)
@@ -330,7 +335,10 @@ def _remarks(markers: Sequence[PartMarker], path: Path) -> list[str]:
 
 
 def _counted(markers: Sequence[PartMarker], kind: str) -> dict[str, int]:
-    """Sum the counts of one kind over all parts; return them by name, the largest first."""
+    """Sum the tallies of one kind, such as `REFUSED`, over all parts; return {name: count}.
+
+    The largest counts come first, and zeros are left out.
+    """
     counts: Counter[str] = Counter()
     for marker in markers:
         counts.update(marker.tally.get(kind, {}))
@@ -360,7 +368,11 @@ def _short(options: PreprocessOptions, prefixes: Sequence[str]) -> Sequence[str]
 
 
 def run_or_explain(run: Callable[[], Report | None], say: Say = say_to_stderr) -> int:
-    """Call ``run``; print its report, or its errors one per line; return the exit code."""
+    """Call ``run``; print its report or its errors, one per line; return the exit code.
+
+    It is 0 after success, 2 after a ConfigError, 130 after Ctrl-C and 1 after any other error of
+    this package. ``run`` may return None, for which nothing is printed.
+    """
     try:
         report = run()
     except MegatronExtError as error:

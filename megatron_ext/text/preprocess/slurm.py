@@ -54,7 +54,7 @@ exec "${{TASK[@]}}"
 
 
 def write_script(job: Job, todo: Sequence[int], path: Path, say: Say) -> None:
-    """Write the job script to ``path``, and the files that its tasks read into the work directory.
+    """Write the job script to ``path``, and the job, which the script's tasks read, to its folder.
 
     ``todo`` are the numbers of the parts to encode.
     """
@@ -89,9 +89,10 @@ def _dealt(numbers: Sequence[int], count: int) -> list[Sequence[int]]:
 
 
 class SlurmArrays:
-    """Job arrays of Slurm, one for each attempt to encode parts.
+    """Encodes the parts of a job in job arrays of Slurm; each attempt is an array of its own.
 
-    Raise a ConfigError if this machine has no Slurm, or Slurm refuses an array.
+    An array that an earlier run has left is cancelled first. Raise a ConfigError if this machine
+    has no Slurm, or Slurm refuses an array.
     """
 
     def __init__(self, job: Job, todo: Sequence[int], say: Say) -> None:

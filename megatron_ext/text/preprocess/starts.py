@@ -67,7 +67,8 @@ def is_array(path: str, packing: str) -> bool:
 def write_items(path: str, packing: str, source: str, out: BinaryIO) -> None:
     """Write each item of a JSON array as a line to ``out``.
 
-    Raise a DataError for a damaged array. ``source`` is the name of the file in errors.
+    ``packing`` is the kind of the file at ``path``, as `packing_of` returns it; ``source`` is its
+    name in errors. Raise a DataError for a damaged array.
     """
     for item in _items(path, packing, source):
         # In JSON, line ends can only be white space between values; texts have them escaped.
@@ -176,7 +177,8 @@ def _texts(path: str, packing: str, source: str) -> Iterator[str]:
 def unpack_array(path: str, packing: str, source: str, target: Path) -> None:
     """Write the items of a JSON array to ``target``, one per line.
 
-    The file gets the name ``target`` only when it is complete.
+    ``packing`` and ``source`` are those of `write_items`. The file gets the name ``target`` only
+    when it is complete.
     """
     temporary = target.with_suffix(".unpacking")
     with open_new(temporary, "wb") as out:

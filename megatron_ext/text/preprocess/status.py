@@ -30,13 +30,13 @@ from megatron_ext.text.preprocess.parts import (
 
 _MOST_ROWS = 20
 _SECONDS_OF_SILENCE = 60.0
-"""The seconds after the last change of a part's files during which it is shown as being encoded."""
+"""An unfinished part counts as being encoded while its file's last change is less than this ago."""
 
 
 def show_status(prefix: str, console: Console | None = None) -> None:
-    """Print the progress of the run with the output prefix ``prefix``.
+    """Print the progress of the preprocessing run that writes datasets with the prefix ``prefix``.
 
-    If there is no unfinished run, print the datasets with this prefix.
+    If there is no unfinished run, print the finished datasets with this prefix.
 
     Raises:
         ConfigError: there is neither a run nor a dataset.
@@ -99,7 +99,8 @@ class _Row:
 def _table(prefix: str, parts: Sequence[Part], markers: Sequence[PartMarker | None]) -> Table:
     """Return a table of progress with a row for each input.
 
-    If there are too many inputs, unfinished ones come first, and one row sums up the rest.
+    If there are more than `_MOST_ROWS` inputs, unfinished ones come first, and one row sums up the
+    rest. ``markers`` has the marker of each part; None for an unfinished one.
     """
     pairs = list(zip(parts, markers, strict=True))
     rows = [
@@ -169,9 +170,9 @@ def _started(folder: Path) -> float:
 
 
 def _begun(folder: Path, markers: Sequence[PartMarker | None], now: float) -> int:
-    """Return the number of unfinished parts whose files have changed recently.
+    """Return the number of unfinished parts that are being encoded at the Unix time ``now``.
 
-    ``now`` is the present Unix time.
+    These are the parts with a file that has changed within `_SECONDS_OF_SILENCE`.
     """
     names = set()
     for path in folder.glob("p*.k0.s0.bin"):

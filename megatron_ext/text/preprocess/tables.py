@@ -52,10 +52,10 @@ def _readable(path: str, packing: str) -> Iterator[None]:
 
 
 def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[int]:
-    """Return the bytes of each group of a table; their sum is about the size of the file.
+    """Return the approximate bytes of each row group (parquet) or record batch (Arrow) of a table.
 
-    Raise a ConfigError unless the table has all ``columns``, and a DataError if it has one of them
-    twice.
+    The sum is about the size of the file. Raise a ConfigError unless the table has all ``columns``,
+    and a DataError if it has one of them twice.
     """
     with _readable(path, packing):
         if packing == "parquet":
@@ -127,9 +127,10 @@ def _batches(path: str, packing: str) -> Iterator[tuple[Sequence[str], Iterator[
 def rows_of(
     path: str, packing: str, start: int, end: int, columns: Sequence[str] | None
 ) -> Iterator[tuple[bytes, float]]:
-    """Yield (lines of JSON, share of the range read so far) for the groups [start, end) of a table.
+    """Yield (lines of JSON, share of the range read so far) for a range of a table.
 
-    If ``columns`` is None, the lines have all columns.
+    The range is that of row groups (parquet) or record batches (Arrow), from ``start`` up to but
+    not including ``end``. If ``columns`` is None, the lines have all columns.
     """
     chosen = None if columns is None else list(columns)
     with _readable(path, packing):

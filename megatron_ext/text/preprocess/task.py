@@ -42,7 +42,7 @@ from megatron_ext.text.tokenizers.fast import InexactEngine
 def options_of(saved: dict[str, Any]) -> PreprocessOptions:
     """Return the saved options of a run, changed so that everything runs on this machine.
 
-    ``saved`` is the content of the job's file, which the run's coordinating process wrote.
+    ``saved`` is the content of ``job.json``, which `save_job` wrote to the work directory.
     """
     values = {**saved["options"], "tokenizer": TokenizerConfig(**saved["options"]["tokenizer"])}
     if saved["kind"] == SftPreprocessOptions.__name__:
@@ -66,8 +66,8 @@ def finish(options: PreprocessOptions) -> int:
 def job_of(folder: Path, saved: dict[str, Any]) -> Job:
     """Build the job that the run's coordinating process saved.
 
-    ``saved`` is the content of the file in which it saved the job. Raise a DataError if the folder
-    now has another plan than the one for which the job was saved.
+    ``saved`` is the content of ``job.json`` in the work directory ``folder``. Raise a DataError if
+    the input has been cut into parts anew since the job was saved.
     """
     plan = read_plan(folder)
     if plan.key != saved["key"]:
@@ -92,8 +92,8 @@ def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
         saved: the content of ``job.json`` in it, which the run's coordinating process wrote.
 
     Raises:
-        DataError: a number is too large, the folder now has another plan than this job's, or the
-            input cannot be used.
+        DataError: a number is too large, the input has been cut into parts anew since the job was
+            saved, or the input cannot be used.
     """
     job = job_of(folder, saved)
     if max(numbers, default=0) >= len(job.parts):
@@ -107,8 +107,8 @@ def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
 def attempt(folder: Path, key: str, work: Callable[[], None]) -> Sequence[str]:
     """Call ``work``; return the messages of the error that ended it, [] if none did.
 
-    If another attempt would fail in the same way, also write the error to a file for the
-    coordinating process.
+    If another attempt would fail in the same way, also write the error to a file in ``folder`` for
+    the coordinating process. ``key`` is the key of the job's plan (`Job.key`).
     """
     try:
         work()
@@ -126,8 +126,8 @@ def attempt(folder: Path, key: str, work: Callable[[], None]) -> Sequence[str]:
 def encode_by_ray(folder: str, key: str, number: int) -> str:
     """Encode one part in a process of Ray; return "", or why a file could not be read or written.
 
-    If another attempt would fail in the same way, write the error to a file in ``folder`` and
-    return "".
+    ``key`` is the key of the job's plan (`Job.key`). If another attempt would fail in the same way,
+    write the error to a file in ``folder`` and return "".
     """
 
     def work() -> None:
@@ -142,7 +142,10 @@ def encode_by_ray(folder: str, key: str, number: int) -> str:
 
 @lru_cache(maxsize=1)
 def _job_by_ray(folder: str, key: str) -> Job:
-    """Build the job of the plan ``key``, once for all Ray tasks that run in this process."""
+    """Build the job saved in ``folder``, once for all Ray tasks that run in this process.
+
+    ``key`` is the key of the plan (`Job.key`) to which the part files must belong.
+    """
     saved = read_json_object(Path(folder) / "job.json")
     os.chdir(saved["cwd"])
     return job_of(Path(folder), {**saved, "key": key})

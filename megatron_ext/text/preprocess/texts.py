@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 8192
 
 
 class TextEncoding:
-    """The `Encoding` that makes one document of token ids for each JSON key of a line.
+    """The `Encoding` of plain texts: one document of token ids for each JSON key of a line.
 
     Raise a ConfigError if documents should end with a token that the tokenizer lacks.
     """
@@ -48,10 +48,11 @@ class TextEncoding:
         }
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Return whether gigatoken gives the tokenizer's ids on texts from all over the input.
+        """Return whether the encoder should use gigatoken, a faster library than the tokenizer's.
 
-        If so, the encoder uses it. ``say`` gets a sentence on the choice, notes of the tokenizer,
-        and warnings of end-of-document tokens that a training run might misread.
+        It should if gigatoken gives the same ids on texts from all over the input. ``say`` gets a
+        sentence on the choice, the tokenizer's notes, and warnings of end-of-document tokens that a
+        training run might misread.
         """
         samples = _samples(parts, self._options.json_keys)
         self._fast, line = choose_engine(self._tokenizer, samples, self._options.engine)
@@ -103,7 +104,10 @@ def _end_of_document(options: PreprocessOptions, tokenizer: Tokenizer) -> int | 
 
 
 def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
-    """Return texts from all over the input; skip bad lines, which the run reports later."""
+    """Return texts from all over the input, on which gigatoken is compared with the tokenizer.
+
+    Bad lines are skipped, since the run reports them later.
+    """
     chosen = [parts[i * len(parts) // _SAMPLE_PLACES] for i in range(_SAMPLE_PLACES) if parts]
     lines = [line for i, part in enumerate(chosen) for line in _lines_at(part, i)]
     if not lines and parts:  # All documents are longer than a sample; take the first one.

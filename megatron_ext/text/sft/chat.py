@@ -548,9 +548,9 @@ _BACKWARD_ATTRIBUTES = ("first", "index", "index0", "previtem", "cycle", "change
 def end_finder(template: Template, count: int, whole: str) -> FindEnd:
     """Return a function that finds where the first n messages end in the text ``whole``.
 
-    ``whole`` is the text of all ``count`` messages. If marks can be put into the template
-    (`marked_source`), all ends are found now, by applying the template once. Otherwise the returned
-    function applies the template each time it is called.
+    ``whole`` is the text of all ``count`` messages. If `marked_source` can make the template write
+    a mark before each message, all ends are found now, by applying the template once. Otherwise the
+    returned function applies the template each time it is called.
     """
 
     def templated(messages: int, prompt: bool) -> int | None:

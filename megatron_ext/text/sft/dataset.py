@@ -366,8 +366,9 @@ def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
 def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
     """Build the splits, with a plan of their steps; every rank must call this.
 
-    Ranks that read no data need the plans too. A split without conversations is None. Raise a
-    ConfigError if no data or no chat template is given, and a DataError if the data cannot be used.
+    Ranks that read no data need the plans too. Further arguments, which other tasks need, are
+    ignored. A split without conversations is None. Raise a ConfigError if no data or no chat
+    template is given, and a DataError if the data cannot be used.
     """
     return planned(config, open_splits(config, tokenizer))
 

@@ -22,9 +22,9 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _CACHE_SIZE = 64
 
 _forms: dict[str, str] = {}
-"""The form of tool arguments that a template takes, by the source of the template."""
+"""The result of `_argument_form` ("object", "string" or "either") by the source of the template."""
 _takes_parts: dict[str, bool] = {}
-"""Whether a template takes lists of parts, by the source of the template."""
+"""Whether a template takes lists of text parts as content, by the source of the template."""
 
 
 def fitted(template: Template, sft: SftConfig) -> Template:

@@ -216,10 +216,10 @@ def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
     """Return ids and mask, found by tokenizing prefixes of the conversation.
 
     For each trained turn, tokenize the messages before it, and the messages up to and including it.
-    Neither prefix ends inside a group of tool messages, so a template that merges such a group
-    writes the whole group in both. If a prefix's tokens differ from the beginning of the whole
-    conversation's tokens, raise a DataError; with ``realign`` search the whole conversation for the
-    turn's tokens instead.
+    Neither prefix ends between two consecutive tool messages, since a template may merge these. If
+    a prefix's tokens differ from the beginning of the whole conversation's tokens, raise a
+    DataError; with ``realign`` (``--sft-on-mismatch realign``) search the whole conversation for
+    the turn's tokens instead.
     """
     conversation = template.conversation
     whole = template.ids(len(conversation.messages))

@@ -24,7 +24,10 @@ EVEN_ENOUGH = 1000
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of a document of L tokens: ``linear * L + quadratic * L**2``, an integer."""
+    """The relative cost of a forward pass of a document of L tokens, an integer.
+
+    It is ``linear * L + quadratic * L**2``; only ratios of costs matter.
+    """
 
     linear: int
     quadratic: int
@@ -170,8 +173,8 @@ def _swap_rows(ranks: Ints, weights: Ints) -> None:
 def small_ends(members: Sequence[int], weights: Ints) -> list[int]:
     """Order the micro-batches ``members`` so that the cheap ones come first and last.
 
-    Pipeline stages idle at the beginning and at the end of a step. ``weights`` holds the cost of
-    each micro-batch by its index.
+    In a pipeline the first and last micro-batches of a step keep other stages waiting. ``weights``
+    holds the cost of each micro-batch by its index.
     """
     rising = sorted(members, key=lambda member: (int(weights[member]), member))
     return rising[::2] + rising[1::2][::-1]
@@ -217,12 +220,13 @@ def _filled(rows: list[Row], count: int) -> list[Row]:
 
 @dataclass
 class PackedEpochs:
-    """Steps of ``rows_per_step`` rows; each row packs conversations of ``capacity`` tokens in all.
+    """Plans steps of ``rows_per_step`` rows, each with conversations of up to ``capacity`` tokens.
 
-    ``seed`` shuffles each epoch differently: samples of equal length change places, then the rows
-    are shuffled. The number of rows stays the same, and the row that packing opened last, which may
-    be short, stays last. Without a seed all epochs are equal, in the order of packing. With fewer
-    than eight rows per rank and step, swaps may not suffice to balance the work.
+    ``step(epoch, step)`` returns the rows of each rank. ``seed`` shuffles each epoch differently:
+    samples of equal length change places, then the rows are shuffled. The number of rows stays the
+    same, and the row that packing opened last, which may be short, stays last. Without a seed all
+    epochs are equal, in the order of packing. With fewer than eight rows per rank and step, the
+    ranks' work may stay uneven.
     """
 
     lengths: ArrayLike
@@ -256,10 +260,11 @@ class PackedEpochs:
 
 @dataclass
 class PaddedEpochs:
-    """Steps of ``rows_per_step`` rows with one conversation each.
+    """Plans steps of ``rows_per_step`` rows with one conversation each.
 
-    The rows of a step are dealt to the ranks in turn, ``micro_batch_size`` rows at a time. ``seed``
-    shuffles the conversations differently in each epoch; without it they keep their order.
+    ``step(epoch, step)`` returns the rows of each rank. The rows of a step are dealt to the ranks
+    in turn, ``micro_batch_size`` rows at a time. ``seed`` shuffles the conversations differently in
+    each epoch; without it they keep their order.
     """
 
     num_samples: int
@@ -283,11 +288,11 @@ class PaddedEpochs:
 
 @dataclass
 class BudgetEpochs(PackedEpochs):
-    """Steps of a fixed number of conversations, packed into as many rows as they need.
+    """Plans steps of a fixed number of conversations, packed into as many rows as they need.
 
     Here ``rows_per_step`` counts conversations, not rows; ``capacity`` is the most tokens of a row.
     ``seed`` shuffles the conversations in each epoch. Each rank gets empty rows until its number of
-    rows is divisible by ``multiple``.
+    rows is divisible by ``multiple``, as the interleaved pipeline schedule requires.
     """
 
     multiple: int = 1

@@ -207,7 +207,7 @@ def chat_of(options: SftPreprocessOptions) -> Chat:
 
 
 def with_fixed_date(options: SftPreprocessOptions) -> SftPreprocessOptions:
-    """Return the options with a fixed date for the template to write.
+    """Return the options with a fixed date for the template to write: the user's, or today's.
 
     Workers on all machines, and on later days, then write the same date.
     """

@@ -21,7 +21,10 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold an assistant's reasoning; each data set uses one of them."""
 
 _SHORTEST_CODE = 7
-"""The least number of characters of an identifier that a mark of the same length may replace."""
+"""The least length of a text of ASCII letters and digits that is taken for an identifier.
+
+A template may check an identifier's length, so a mark of the same length replaces it (`_other`).
+"""
 
 Path = tuple[str | int, ...]
 

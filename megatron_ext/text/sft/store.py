@@ -133,7 +133,7 @@ conversation's first token, then t, ``[n + 1]``; token ids ``[t]``; masks ``[t]`
 
 
 class SftStore:
-    """The conversations of a store, in the order of the input.
+    """The tokenized conversations of a store (token ids and masks), in the order of the input.
 
     A DataError is raised if the store is damaged.
     """

@@ -25,7 +25,10 @@ from megatron_ext.train.callbacks.evaluation import check_validation
 
 
 def conversation_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return functions that check tokenizer, chat template and conversations of a run."""
+    """Return functions that each raise an error if a file of the run cannot be used.
+
+    The files are those of the tokenizer, the chat template and the conversations.
+    """
     checks = tokenizer_inputs(config)
     template = config.section(SftConfig).sft_chat_template
     if template is not None:

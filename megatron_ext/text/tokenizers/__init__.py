@@ -85,7 +85,7 @@ _FILES_OF_TYPE = {
     for kind, library in _LIBRARY_OF_TYPE.items()
     if library == "sentencepiece"
 }
-"""The flags that name a tokenizer's files, by type of tokenizer, each with a noun for the file."""
+"""By type of tokenizer: the flags that name its files, each with a noun for the file in errors."""
 
 
 def check_files(settings: TokenizerConfig) -> None:

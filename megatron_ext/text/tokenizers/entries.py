@@ -358,7 +358,7 @@ def _not_kept(
 
 
 _APART = ("vocab", "merges", "truncation", "padding")
-"""Keys of parts that are not compared: they are large, or this package switches them off."""
+"""Keys that `_not_kept` does not compare: they are large, or this package switches them off."""
 
 
 def _without(content: Any, path: tuple[Any, ...]) -> Any:

@@ -171,7 +171,7 @@ class StepProfiler(Callback):
 
 
 EXIT_INTERVAL = "exit interval"
-"""Reason of a run that ends by ``--exit-interval``; other reasons take precedence."""
+"""The `Decision.stop` of a run that ends by ``--exit-interval``; other reasons override it."""
 
 
 class StopConditions(Callback):

@@ -143,7 +143,7 @@ class EarlyStopping(Callback):
 
 
 def mean_validation_loss(losses: Losses) -> float:
-    """Return the first loss, averaged over the validation sets; NaN except on the last stage."""
+    """Return the main (first) loss, averaged over the validation sets; NaN off the last stage."""
     first = [next(iter(each.values()), math.nan) for each in losses]
     return math.fsum(first) / len(first) if first else math.nan
 

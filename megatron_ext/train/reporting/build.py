@@ -211,8 +211,8 @@ class Reporters:
     def on_iteration(self, record: IterationRecord, own: IterationRecord | None = None) -> None:
         """Send a report on the steps since the last report to all sinks.
 
-        ``own`` is the record of the last step alone. If it is given, sinks with an interval of
-        their own get it instead of ``record``.
+        ``own`` is the record of the last step alone. If it is given, TensorBoard and Weights &
+        Biases, which have an interval of their own, get it instead of ``record``.
         """
         for sink in self.sinks:
             with self._going_on(sink):
@@ -303,8 +303,9 @@ def build_reporters(
 ) -> Reporters:
     """Build the sinks that the flags select; on ranks other than the reporting rank, build none.
 
-    If ``launched`` is given, the run records how its time is spent since that launch began. Raise a
-    ConfigError if a package is not installed or a folder is not writable.
+    ``resumed_at`` is the iteration of the loaded state, 0 at first. If ``launched`` is given, the
+    run records how its time is spent since that launch. Raise a ConfigError if a package is not
+    installed or a folder is not writable.
     """
     if not context.is_reporting_rank:
         return Reporters([])
