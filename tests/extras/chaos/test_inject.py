@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.extras.chaos import inject
 from megatron_ext.extras.chaos.inject import (
     SLOW,
     VARIABLE,
@@ -103,6 +104,17 @@ def test_without_the_variable_no_event_is_listened_to(monkeypatch: pytest.Monkey
     recorder = Recorder()
     assert arm(recorder, None) is None
     assert recorder.listeners == []
+
+
+def test_a_fault_knows_the_folders_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, as_variable([Fault("corrupt checkpoint", 3)])[VARIABLE])
+    monkeypatch.setattr(inject, "host_folder", lambda: tmp_path / "host")
+    for save in (None, str(tmp_path / "save")):
+        injector = arm(Recorder(), save)
+        assert injector is not None
+        assert (injector._save, injector._host) == (save and Path(save), tmp_path / "host")
 
 
 def test_a_restart_can_be_struck_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,18 @@ def test_the_reporting_rank_reports_where_no_launcher_of_ours_does(
     assert "What was read of the data" in page and "conversations: 3 &lt;rows&gt;" in page
 
 
+def test_a_rank_whose_launcher_reports_only_writes_why_it_ends(
+    clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder()
+    rows = TimeRows(tmp_path, recorder, Launch(clock.time(), ends_itself=True), 3)
+    rows.finish("signal")
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert (last["kind"], last["iteration"], last["reason"]) == ("ended", 3, "signal")
+    assert last["reported"] is False
+    assert capsys.readouterr().out == "" and not (tmp_path / "report.html").exists()
+
+
 def test_the_launcher_reports_runs_that_failed_and_touches_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

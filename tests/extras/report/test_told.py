@@ -96,6 +96,16 @@ def test_steps_that_memory_kept_are_like_the_last_ones_that_a_row_tells() -> Non
     assert goodput.share * goodput.wall == pytest.approx(14 * WORKS)
 
 
+def test_a_fault_that_does_not_tell_when_it_happened_has_happened_when_it_was_seen() -> None:
+    rows = [
+        time_row(BEGAN, BEGAN + 12, 0, 10, **steps_of(10), save=2.0),
+        time_row(BEGAN + 19, BEGAN + 20, 14, 14, generation=1, start=1.0),
+    ]
+    for facts in ({}, {"seen_after": None}, {"seen_after": 0.0}):
+        seconds = account(rows, [fault(17.0, **facts)]).seconds
+        assert (seconds["lost"], seconds["restart"]) == pytest.approx((1.0, 3.0))
+
+
 def test_a_sentence_names_the_three_largest_losses() -> None:
     lost = {"lost": 8.0, "data": 5.0, "save": 4.0, "start": 3.0}
     goodput = Goodput([Interval(0.0, 100.0, {"computing": 80.0, **lost}, 1)], [(0.0, 100.0)])
@@ -279,6 +289,9 @@ def test_a_restart_that_only_rows_tell_has_its_cost() -> None:
         (story,) = fault_stories(folder)
         assert story.restart == {"restored_iteration": 8, "steps_lost": lost, "seconds": 5.0}
     assert fault_stories(folder_of(*rows, events=[fault(16.0)]))[0].restart is None
+    # Whoever launches the run again does not restart it.
+    launched = launched_row(BEGAN + 50, 8, 0)
+    assert fault_stories(folder_of(launched, events=[fault(12.0)]))[0].restart is None
 
 
 def test_the_newest_pictures_are_shown_as_far_as_they_fit() -> None:

@@ -724,6 +724,22 @@ def test_only_a_kill_may_be_one_for_memory(
     assert 3.0 <= (supervisor.fault.seen_after or 0.0) < 4.0
 
 
+def test_a_hang_is_told_once_as_long_as_it_lasts(
+    forwarder: SignalForwarder, tmp_path: Path
+) -> None:
+    watcher: Any = Told()
+    asked: list[dict[int, int]] = []
+    hang = [Verdict(Kind.DEAD, (2,), 1.0), Verdict(Kind.HANG, (), 6.0)]
+    watcher.look = lambda pids: asked.append(pids) or hang
+    watcher.tell_slow_ranks = lambda *_: None
+    telling = TellingSupervisor(forwarder, 1.0, watcher=watcher, save=str(tmp_path))
+    telling._drawings = SimpleNamespace(start=lambda folder: None)  # type: ignore[assignment]
+    for seconds in (0.05, 1.0, 1.05, 2.0, 3.0):
+        telling._look(telling._polled + seconds)
+    assert len(asked) == 3  # not within a tenth of a second
+    assert [event["cause"] for event in read_events(tmp_path)] == ["hang"]
+
+
 def test_a_death_after_a_hang_takes_its_place(
     forwarder: SignalForwarder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
