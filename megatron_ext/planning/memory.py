@@ -139,7 +139,8 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
     """Check that a run on CPUs does not need more memory than this host has.
 
     The check uses a lower bound for the ranks of this host: weights, one micro-batch's activations
-    and, in training, gradients and optimizer state. It is skipped if the cost depends on data.
+    and, in training, gradients and optimizer state. Runs without ``cost``, or whose cost depends on
+    data, are not checked.
 
     Raises:
         ConfigError: the lower bound is above the host's memory.

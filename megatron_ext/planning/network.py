@@ -188,7 +188,7 @@ class Network(ABC):
         """Return the bytes of activations of one micro-batch in a stage."""
 
     def deferred(self, stage: Stage) -> int:
-        """Return the bytes per micro-batch that a stage keeps to compute weight gradients later."""
+        """Return the bytes per micro-batch that a stage keeps for deferred weight gradients."""
         return 0
 
     def fp8_weights(self, stage: Stage) -> int:

@@ -274,7 +274,7 @@ def reserve_table(estimated: Estimate) -> Table:
 
 
 def assumption_table(gpu: Gpu) -> Table:
-    """Return a table of the assumed efficiencies, which marks the measured ones."""
+    """Return a table of the assumed efficiencies; it marks those replaced by rates of ``gpu``."""
     table = Table("assumed", "share", "of what, and why", title="what the time rests on")
     for name, value, what, replaced in assumed(gpu):
         table.add_row(name, "measured" if replaced else value, what)

@@ -262,7 +262,7 @@ class Candidate:
     recompute: str
 
     def of(self, config: RunConfig, task: TaskFlags, world_size: int, cost: TaskCost) -> RunConfig:
-        """Return the run's configuration in this layout.
+        """Return ``config`` changed to this layout on ``world_size`` ranks.
 
         Raise a ConfigError if the run is not possible in this layout.
         """

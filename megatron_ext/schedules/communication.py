@@ -37,7 +37,7 @@ class Channels:
             shape of each message is then sent before the message.
 
     Attributes:
-        sent: messages that this rank keeps in memory, in the order in which they were sent.
+        sent: sent messages that are kept until they have arrived, in the order of sending.
     """
 
     def __init__(

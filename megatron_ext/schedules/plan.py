@@ -20,7 +20,7 @@ Shape = Sequence[int] | Sequence[Sequence[int]]
 
 
 class Kind(Enum):
-    """Kinds of actions.
+    """The kinds of actions of a pipeline rank: computations, sends and receives.
 
     BACKWARD computes the gradients of a chunk's input and of its weights together. INPUT computes
     only the gradient of the input, WEIGHT only the gradients of the weights (B and W in

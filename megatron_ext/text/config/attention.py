@@ -191,9 +191,9 @@ class LatentAttentionConfig(LayerSection):
         )
 
     def attention_sides(self, config: RunConfig) -> Sequence[Side] | None:
-        """Return the sizes of the inputs and outputs of attention's projections.
+        """Return the widths of attention's projections, which rules of fp8 check.
 
-        Each entry is (flags that give the size, size, number of ranks that shard it). Return None
+        Each entry is (flags that give the width, width, number of ranks that shard it). Return None
         if attention is not multi-latent.
         """
         if not self.multi_latent_attention:
@@ -222,7 +222,7 @@ class LatentAttentionConfig(LayerSection):
         return frozenset() if self.multi_latent_attention else names - {"multi_latent_attention"}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error if ``--recompute-modules`` names latent attention's module without it."""
+        """Yield an error if ``--recompute-modules`` has mla_up_proj without latent attention."""
         model = config.model
         modules = model.recompute_modules or ()
         selective = model.recompute_granularity == "selective"

@@ -14,7 +14,7 @@ from megatron_ext.errors import FlagError
 
 _ROW_FORMATS = ("messages", "prompt-response", "prompt-completion", "sharegpt", "alpaca")
 _PROMPT_COLUMNS = {"prompt-completion": ("prompt", "completion")}
-"""The default columns of prompt and answer, by row format; others have `question` and `answer`."""
+"""Default columns of prompt and answer by ``--sft-row-format``; else `question` and `answer`."""
 _BATCHING = ("packed", "padded", "token-budget")
 _ARGUMENT_FORMS = ("auto", "object", "string")
 

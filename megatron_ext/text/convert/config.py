@@ -224,7 +224,10 @@ _UNIMPORTANT = set(
 
 
 def _sample(family: Family) -> set[str]:
-    """Return the names of the config.json entries that a family writes for a small sample model."""
+    """Return the names of entries that a family's config.json has, to find the most similar family.
+
+    They are those that the family writes for a small sample model.
+    """
     written = family.settings(Gpt.of_fields(_SAMPLE | dict(family.fixed)))
     return set(written) | set(family.same.values())
 

@@ -179,7 +179,7 @@ class Family:
 
 
 def architecture_of(gpt: Gpt) -> Fields:
-    """Return the fields that must be equal for two models to compute the same function."""
+    """Return the fields that two models with the same weights need alike to compute the same."""
     model = gpt.model
     moe = gpt.moe
     positions = gpt.positions

@@ -33,7 +33,7 @@ PASSES = 4
 
 The first pass over the logits has three kernels, the second one."""
 VECTOR_KERNELS = 18
-"""The number of further kernels for such a block, on vectors with one number per token."""
+"""The number of kernels on vectors with one number per token, for one block of logits."""
 LOSS_KERNELS = 66
 """The number of kernels of a micro-batch that compute loss weights, sums and reports.
 

@@ -76,7 +76,7 @@ class LatentSizes:
 
     @property
     def kept(self) -> int:
-        """Return the elements per token that autograd keeps for the latent vectors and norms."""
+        """Return the elements per token that autograd keeps for latent vectors and their norms."""
         return self.small + (self.norms * (self.query_rank + self.rank))
 
     def matrices(self, tp: int) -> list[Linear]:

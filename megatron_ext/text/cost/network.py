@@ -267,7 +267,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
         return stages
 
     def fp8_weights(self, stage: Stage) -> int:
-        """Return the bytes of the 8-bit copies of weights, which layers that stay in bf16 lack."""
+        """Return the bytes of the 8-bit copies of weights; layers that stay in bf16 have none."""
         fp8 = self.config.fp8
         if fp8.fp8_format is None:
             return 0

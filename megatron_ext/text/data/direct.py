@@ -236,7 +236,7 @@ class DirectDataset(StepDataset):
         return tokens, labels, None
 
     def _packed(self, pieces: PackedPieces, length: int) -> tuple[Array, Array, Array]:
-        """Return tokens, labels and piece numbers of packed samples, each ``[b, s]``.
+        """Return tokens, labels and piece numbers of packed samples, ``[b, s]``; s is ``length``.
 
         A label is -1 at the end of a sample if its document ends there. A piece number is the index
         of a packed document in its sample.

@@ -252,7 +252,7 @@ def build_held_out(
 
 
 def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
-    """Return the weights of the sources of the validation (1) or test split (2); {} without data.
+    """Return the weights of the sources of ``split``, 1 for valid and 2 for test; {} without data.
 
     With ``--data-schedule`` a split without data of its own has the mixture of the first stage.
     """

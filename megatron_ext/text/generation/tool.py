@@ -233,7 +233,7 @@ def generate_text(argv: Sequence[str]) -> int:
 
 
 class Writer:
-    """Completes requests; all ranks of a run call it together."""
+    """Completes requests with the model of a run; all ranks call it together."""
 
     def __init__(self, run: Run, tokenizer: Tokenizer, *, batch_size: int) -> None:
         self.context = run.context

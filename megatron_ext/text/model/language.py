@@ -153,7 +153,7 @@ class TextModel(LanguageModule):  # type: ignore[misc]
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return vocabulary-parallel logits ``[s, b, v/tp]`` of hidden states ``[s, b, h]``."""
+        """Return vocabulary-parallel logits ``[s, b, v/tp]``; `before_head` gives ``hidden``."""
         logits: Tensor
         logits, _ = self.output_layer(hidden, weight=self._head_weight())
         cap = self._softcap

@@ -91,7 +91,7 @@ def _parser(*, status: bool = False) -> argparse.ArgumentParser:
 def _sft_flags() -> list[Flag]:
     """Return the flags of `SftConfig` that matter to preprocessing.
 
-    Flags for truncation and batches are left out, since a store holds whole conversations.
+    Flags for truncation and batches are left out, since preprocessing stores whole conversations.
     """
     of_batches = ("sft_max_length", "sft_truncation", "sft_batching")
     return [flag for flag in flags_of("sft", SftConfig) if flag.field not in of_batches]

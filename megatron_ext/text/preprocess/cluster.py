@@ -103,7 +103,7 @@ def encode_on(cluster: Cluster, job: Job, todo: Sequence[int], say: Say) -> None
 
 
 class Watch:
-    """Watches tasks by the files in their work directory: markers of parts, and errors."""
+    """Watches tasks by the files that they write: markers of finished parts, and errors."""
 
     def __init__(self, job: Job, todo: Sequence[int]) -> None:
         self._job = job
@@ -112,7 +112,7 @@ class Watch:
         self.progress = progress_of(job, todo)
 
     def look(self) -> list[int]:
-        """Show the progress; return the unfinished parts' numbers, or raise the error of a task."""
+        """Show the progress; return the numbers of unfinished parts, or raise a task's error."""
         for path in failure_paths(self._job.folder):
             failure = failure_of(path)
             if failure.key != self._job.key:  # A task of an earlier plan was still running.

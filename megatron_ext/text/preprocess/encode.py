@@ -145,11 +145,11 @@ def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
 UNREAD = "unread key "
 """The kind, in the report's counts, of keys of lines that nothing reads; one count for each key."""
 TWICE = "twice the key "
-"""The kind of the counts of keys that a line has more than once; one count for each key."""
+"""The kind, in the report's counts, of keys that a line has twice; one count for each key."""
 EMPTY = "empty text under "
-"""The kind of the counts of empty texts; one count for each key of texts."""
+"""The kind, in the report's counts, of empty texts; one count for each key of texts."""
 ENDS_WITHIN = "end of document within a text"
-"""The kind of the counts of end-of-document tokens spelled out within texts, one for each key."""
+"""The kind, in the report's counts, of end-of-document tokens in texts; one count for each key."""
 _CHECKED_CHARACTERS = 16_384
 """The longest text, in characters, on which gigatoken is checked during the run.
 

@@ -79,7 +79,7 @@ class Job:
 
 
 def unfinished(job: Job, numbers: Iterable[int]) -> list[int]:
-    """Return those of ``numbers`` whose parts must still be encoded: no marker says otherwise."""
+    """Return those of ``numbers`` whose parts must still be encoded: they have no valid marker."""
     return [number for number in numbers if read_marker(job.folder, job.key, number) is None]
 
 

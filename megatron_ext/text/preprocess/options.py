@@ -29,9 +29,9 @@ _ADVICE = "leave it out for the default"
 class PreprocessOptions:
     """The options of a preprocessing run; they are checked on construction.
 
-    Without partitions and shards, the output for each JSON key is
-    `<output_prefix>_<key>_document.bin` and `.idx`; the name has `sentence` instead of `document`
-    if texts are split into sentences.
+    The output for each JSON key is `<output_prefix>_<key>_document.bin` and `.idx`. The name has
+    `sentence` instead of `document` if texts are split into sentences, and the number of the
+    partition or shard, if any, before the key.
     """
 
     inputs: Sequence[str]

@@ -43,7 +43,7 @@ from megatron_ext.text.preprocess.packed import MAX_LINE_BYTES
 
 _FORMAT = 3
 REFUSED = "refused "
-"""The kind, among the report's counts, of refused lines; one count for each reason."""
+"""The kind, in the report's counts, of refused lines; one count for each reason."""
 SLURM_JOB = "slurm_job"
 """The name of the file that has the number of the Slurm job array encoding the parts."""
 _MAX_REJECTED_BYTES = 1 << 40
@@ -52,7 +52,7 @@ _SECONDS_FOR_DYING_WORKERS = 1.0
 
 @dataclass(frozen=True)
 class PartMarker:
-    """The marker of a finished part.
+    """The content of the file that marks a part of the input as finished.
 
     Attributes:
         stem: the beginning of the names of the part's files.
@@ -181,7 +181,7 @@ class PartWriter:
 
 
 def marker_path(folder: Path, key: str, number: int) -> Path:
-    """Return the path of the marker of part ``number`` of the plan ``key``."""
+    """Return the path of the file that marks part ``number`` of the plan ``key`` as finished."""
     return folder / f"p{number:06}.{key}.json"
 
 
@@ -245,9 +245,10 @@ def failure_of(path: Path) -> Failure:
 
 
 def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
-    """Yield the records of a part's refused and blank lines; lines are numbered from 0 in the part.
+    """Yield the records of a part's refused and blank lines.
 
-    The record of a blank line holds only its number.
+    A record is a mapping of ``line``, the number from 0 in the part, and for a refused line also of
+    ``reason`` and ``text``.
     """
     if done.rejected or done.skipped:
         # A record holds a whole line of the input, and escapes make it longer.
@@ -354,7 +355,7 @@ class WorkDirectory:
 
     @property
     def key(self) -> str:
-        """Return the random key of the current plan."""
+        """Return the random key of the current plan, which the names of its markers contain."""
         return self._plan.key
 
     def begin(self, fingerprint: dict[str, Any], parts: list[Part]) -> None:
