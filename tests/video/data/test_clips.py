@@ -231,6 +231,16 @@ def test_parquet_is_read_or_says_what_is_missing(
         read_list(path)
 
 
+def test_a_cell_keeps_its_own_line_ends_and_lines_are_counted_with_them(tmp_path: Path) -> None:
+    """Write a table as Windows does, with a caption of two lines, and a row of too many cells."""
+    path = tmp_path / "l.csv"
+    path.write_bytes(b'path,text\r\na.mp4,"a cat\r\non a mat"\r\n"b.mp4",a dog\r\n')
+    assert [clip.caption for clip in read_list(path)] == ["a cat\r\non a mat", "a dog"]
+    path.write_bytes(path.read_bytes() + b"c.mp4,a,bird\r\n")
+    with pytest.raises(DataError, match="line 5 has 1 cells more than the first line"):
+        read_list(path)
+
+
 def write_tar(path: Path, files: dict[str, bytes]) -> Path:
     with tarfile.open(path, "w") as tar:
         for name, content in files.items():

@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from megatron_ext.data.part_pool import PartPool
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data import preprocess as run_module
+from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.dataset import ShardedVideos
-from megatron_ext.video.data.geometry import Bucket, parse_plan
+from megatron_ext.video.data.encode import PlannedClip
+from megatron_ext.video.data.geometry import Bucket, ClipShape, parse_plan
 from megatron_ext.video.data.manifest import (
     VideoPreprocessOptions,
     make_manifest,
@@ -540,6 +543,41 @@ def test_workers_are_forked_only_without_models_and_gpus(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     options = VideoPreprocessOptions("in", "out", making.PLAN, device=device, **sections)
     assert run_module._method(options) == method
+
+
+def test_workers_are_told_the_parts_and_their_clips_by_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+
+    class Pool:
+        def __init__(self, **given: Any) -> None:
+            made.append(given)
+
+        def run(self, *given: Any) -> None:
+            made.append(given)
+
+    monkeypatch.setattr(run_module, "PartPool", Pool)
+    shape, bucket = ClipShape(9, 32, 32, 8.0), Bucket("32px", 5, 32, 32)
+    clips = [PlannedClip(i, Clip(f"{i}.mp4", "x"), shape, bucket) for i in range(5)]
+    parts = [
+        run_module._Part(f"p{i}", "shard_00000", some, [0] * len(some), [])
+        for i, some in enumerate((clips[:2], clips[2:]))
+    ]
+    todo: Any = SimpleNamespace(
+        parts=parts, fingerprint="f", unfinished="unfinished", finish="finish"
+    )
+    options = VideoPreprocessOptions("in", "out", making.PLAN, workers=3)
+    progress: Any = "progress"
+    run_module._encode_in_workers(options, print, todo, progress)
+    pool, ran = made
+    names = [pool["name_of"](number) for number in range(2)]
+    assert names == ["the clips from 0.mp4 to 1.mp4", "the clips from 2.mp4 to 4.mp4"]
+    assert [pool["part_of"](number) for number in range(2)] == parts
+    own = {name: pool[name] for name in ("workers", "place", "unfinished", "method")}
+    assert own == {"workers": 3, "place": "out", "unfinished": "unfinished", "method": "fork"}
+    assert pool["start"].args == (options, "f")
+    assert ran == (range(2), "progress", print, "finish")
 
 
 def test_workers_take_the_gpus_in_turn_and_the_seed_of_the_run(
