@@ -21,10 +21,11 @@ from megatron_ext.video.data.setup import (
     open_split,
     planned_clips,
 )
+from megatron_ext.video.data.shards import write_null
 from megatron_ext.video.task import VIDEO, cases
 from tests.ranks import ranks
 from tests.training_runs import prepared
-from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, write_clips
+from tests.video.clips import FLAGS, IMAGE, LONG, POOLED, SHORT, TEXT, WIDTH, write_clips
 
 PP2 = "--pipeline-model-parallel-size 2 --nproc-per-node 2"
 TABLE = "> buckets{mixed}, {steps} steps an epoch:"
@@ -229,3 +230,27 @@ def test_the_shares_of_sets_are_told_before_the_buckets(
         f"  {paths[1]}: 8 clips, 3 times an epoch, 75.0% of the samples",
     ]
     assert lines[3].startswith("> buckets, ")
+
+
+def test_captions_are_dropped_for_the_empty_caption_of_the_data(tmp_path: Path) -> None:
+    data = write_clips(tmp_path / "clips", {SHORT: 8})
+    null, pooled = torch.randn(TEXT, WIDTH), torch.randn(POOLED)
+    write_null(data, null, pooled, "float32")
+    words = f"--video-data-path {data} --text-dropout 1 --pooled-dropout 1"
+    config = prepared([*FLAGS, *words.split()], VIDEO)[1]
+    alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    context = SimpleNamespace(
+        tp_rank=0, dp_rank=0, is_first_stage=True, is_last_stage=True,
+        pgs=SimpleNamespace(tp=alone, cp=alone),
+    )  # fmt: skip
+    run: Any = SimpleNamespace(
+        config=config, context=context, device=torch.device("cpu"),
+        progress=SimpleNamespace(iteration=0),
+    )  # fmt: skip
+    source = VideoSource(run, open_split(config), None, consumed_samples=0, full_epoch=False)
+    batches = source.next_step(4)
+    assert len(batches) == 4
+    for batch in batches:
+        words_of, vectors = batch.inputs["txt"], batch.inputs["y_vec"]
+        assert words_of is not None and torch.equal(words_of, null.expand(2, -1, -1))
+        assert vectors is not None and torch.equal(vectors, pooled.expand(2, -1))

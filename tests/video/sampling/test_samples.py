@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.sampling import samples
 from megatron_ext.video.sampling.generate import decoded, groups_of, requests_of
 from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
-from megatron_ext.video.sampling.samples import ClipSampler, SampleWhileTraining
+from megatron_ext.video.sampling.samples import ClipSampler, SampleWhileTraining, velocity_of
 from megatron_ext.video.task import VIDEO
 from tests.training_runs import errors_of, prepared
 from tests.video.clips import FLAGS, train
@@ -134,6 +134,13 @@ def test_clips_are_written_in_the_order_of_their_requests(
     ]
     sample = SampleConfig(sample_seed=3, sample_steps=4, sample_ema=wanted, sample_batch_size=1)
     events, said, written = list[str](), list[str](), list[Any]()
+
+    @contextmanager
+    def paused() -> Iterator[None]:
+        events.append("gathered")
+        yield
+        events.append("goes on")
+
     found = ClipSampler.__new__(ClipSampler)
     found._sample, found._requests = sample, requests
     found._shape = SampleShape(9, 32, 48, fps=7.5)
@@ -143,7 +150,7 @@ def test_clips_are_written_in_the_order_of_their_requests(
     progress = SimpleNamespace(iteration=12, average_start=0.25, average_note="a quarter is old")
     found._run = SimpleNamespace(  # type: ignore[assignment]
         ema=Average(events) if kept else None, chunks=[], progress=progress, context="context",
-        parameter_gather=SimpleNamespace(paused=nullcontext),
+        parameter_gather=SimpleNamespace(paused=paused),
         reporters=SimpleNamespace(say=said.append),
         config=SimpleNamespace(section=lambda kind: kind.__name__),
     )  # fmt: skip
@@ -172,7 +179,8 @@ def test_clips_are_written_in_the_order_of_their_requests(
     facts |= {"share_of_start": 0.25} if averaged else {}
     assert options == {"fps": 7.5, "seed": 3, "facts": facts}
     made = ["sampled", "sampled"]
-    assert events == (["averaged", *made, "last"] if averaged else made)
+    made = ["averaged", *made, "last"] if averaged else made
+    assert events == ["gathered", *made, "goes on"]
     notes = ["a quarter is old; `--no-sample-ema` samples with the last weights"] * averaged
     assert said == [*notes, f"sampled 3 clips into {tmp_path}"]
     # An average that has nothing left of its start is not spoken of; clips must be finite.
@@ -181,6 +189,21 @@ def test_clips_are_written_in_the_order_of_their_requests(
     found(tmp_path)
     assert said[len(notes) + 1 :] == ["the sampled clips are not finite and are not written"]
     assert len(written) == 1
+
+
+@pytest.mark.parametrize("engine", [None, "engine of training"])
+def test_all_chunks_of_a_rank_predict_with_the_engine_of_training(
+    engine: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without such an engine, as where no pipeline is needed, take one for the forward pass."""
+    network = SimpleNamespace(sampled=lambda *given: given)
+    monkeypatch.setattr(samples, "network_of", lambda config: network)
+    monkeypatch.setattr(samples, "forward_engine", lambda *given: ("forward", *given))
+    runner = SimpleNamespace(engine=engine, transformer_config="transformer config")
+    chunks = ["first", "last"]
+    run: Any = SimpleNamespace(runner=runner, chunks=chunks, context="context", config="config")
+    made = engine or ("forward", chunks, "transformer config", "context")
+    assert velocity_of(run) == (made, chunks, "context")
 
 
 @pytest.mark.parametrize("folder", [None, "own"])

@@ -293,7 +293,8 @@ def test_noise_of_a_video_follows_its_own_seed_or_its_number(
     monkeypatch.setattr(long_videos, "generate_blocks", lambda *x, **y: given.append((x, y)))
     sampler._prompts[1] = dataclasses.replace(sampler._prompts[1], seed=9)
     sampler._blocks([1, 0])
-    ((_, texts, noise), options) = given[0]
+    ((generator, texts, noise), options) = given[0]
+    assert generator.network == "chunk" and generator.schedule.streaming is sampler._streaming
     assert caches == [(2, 4, 4)] and options["num_frames"] == 27
     assert not options["keep_sink"] and options["start"] is None
     assert {frame: text[:, 0, 0].tolist() for frame, text in texts.items()} == {

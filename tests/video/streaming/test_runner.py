@@ -364,6 +364,7 @@ def test_networks_and_scores_are_built_of_their_flags(
     assert (generator.network, generator.optimizer) == ("generator", "optimizer")
     assert (generator.scheduler, generator.clip_grad) == ("schedule", 7.0)
     assert own.work == ["generator", "critic", "teacher"]
+    assert own.streaming is config.section(StreamingConfig) is own.schedule.streaming
 
 
 @pytest.mark.parametrize("encodes", [True, False])
