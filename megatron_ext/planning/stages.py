@@ -159,7 +159,7 @@ def recomputed(
 
 
 def rms_norm(ranks: Ranks, rows: int, size: int, *, frozen: bool = False) -> int:
-    """Return the bytes that torch's RMSNorm of ``[rows, size]`` keeps for backward, except its input.
+    """Return the bytes that an RMSNorm of ``[rows, size]`` keeps for backward, without its input.
 
     ``frozen`` says that the norm's weight is not trained.
     """
@@ -173,7 +173,7 @@ def rms_norm(ranks: Ranks, rows: int, size: int, *, frozen: bool = False) -> int
 
 
 def layer_norm(rows: int) -> int:
-    """Return the bytes that torch's LayerNorm keeps for backward, except its input.
+    """Return the bytes that torch's LayerNorm keeps for backward, without its input.
 
     They are the means and reciprocal standard deviations of the rows.
     """
