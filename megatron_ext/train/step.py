@@ -393,7 +393,7 @@ class StepRunner:
         return prepare(self.config, batches, self.context)
 
     def _masks(self, consumed_samples: int) -> Masks | None:
-        """Return the function that gives each micro-batch its dropout context.
+        """Return the function that gives each micro-batch the context that seeds its dropout.
 
         Return None without ``--deterministic-dropout``.
         """

@@ -191,7 +191,7 @@ class Supervisor:
         self._end_all()
 
     def _look(self, now: float) -> None:
-        """Do what is due at ``now``: kill ranks, report silent ranks, or look for stopped ranks."""
+        """Do what is due at ``now``: kill ranks, name unresponsive ones, or find stopped ones."""
         if self._kill_at is not None:
             if now > self._kill_at:
                 self._forwarder.send(signal.SIGKILL)

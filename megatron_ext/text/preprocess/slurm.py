@@ -158,10 +158,10 @@ class SlurmArrays:
     def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
         """Return how tasks failed, as phrases for an error, and whether a marker may only be late.
 
-        ``left`` are the numbers of the parts without a marker; the phrases describe the tasks that
-        should have encoded these parts. The second value is True if one of these tasks may have
-        succeeded, so that its marker may still appear. Raise a DataError if one of them was
-        cancelled.
+        A marker is the file that tells that a part is finished. ``left`` are the numbers of the
+        parts without one; the phrases describe the tasks that should have encoded these parts. The
+        second value is True if one of these tasks may have succeeded, so that its marker may still
+        appear. Raise a DataError if one of them was cancelled.
         """
         tasks = [i for i, numbers in enumerate(self._tasks) if not set(left).isdisjoint(numbers)]
         states = self._states() if tasks else {}

@@ -126,7 +126,8 @@ class Template:
     def text(self, count: int, *, prompt: bool = False, **kwargs: Any) -> str:
         """Return the text that the template writes for the first ``count`` messages.
 
-        ``prompt`` adds the generation prompt.
+        ``prompt`` adds the generation prompt; ``kwargs`` are more arguments of
+        `apply_chat_template`.
         """
         return str(self.apply(count, tokenize=False, add_generation_prompt=prompt, **kwargs))
 
@@ -370,7 +371,10 @@ def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) 
 
 
 def _sources(tokenizer: ChatTokenizer, kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the Jinja source of each template that may be applied to a conversation."""
+    """Return the Jinja source of each template that may be applied to a conversation.
+
+    These are the tokenizer's own templates, or the ``chat_template`` in the keywords ``kwargs``.
+    """
     own = kwargs.get("chat_template") or tokenizer.chat_template
     return [own] if isinstance(own, str) else list(own.values())
 

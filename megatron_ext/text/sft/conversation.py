@@ -50,7 +50,7 @@ _LAYOUTS = (
     ({"instruction", "output"}, "alpaca"),
     ({"question", "answer"}, "prompt-response"),
 )
-"""The columns of each layout of rows, with the layout's `--sft-row-format`.
+"""Pairs (set of the columns of a layout of rows, the layout's `--sft-row-format`).
 
 An error recommends the layout whose columns it finds in a row.
 """
@@ -317,7 +317,8 @@ class _Row:
     def _system_column(self, listed: Sequence[tuple[str, Message]]) -> list[tuple[str, Message]]:
         """Return a list with (name, message) of the system message in a system column.
 
-        The list is empty if the row has no such column.
+        The list is empty if the row has no such column. ``listed`` holds the other messages; raise
+        a DataError if they begin with a system message, too.
         """
         name = self.sft.sft_system_key
         text = self._take(name)
@@ -333,7 +334,7 @@ class _Row:
         return [(name, {"role": "system", "content": text})]
 
     def _calls(self, text: str, name: str) -> Message:
-        """Return the content and tool calls of the message that is a ShareGPT function call.
+        """Return the content, which is empty, and the tool calls of a ShareGPT function call.
 
         ``text`` is the JSON of one call or of a list of calls; ``name`` is its place in the row.
         """

@@ -332,8 +332,8 @@ def open_stores(
 def check_name(flag: str, name: str) -> None:
     """Check that ``name`` is a file, a saved dataset or a store of conversations.
 
-    ``flag`` is the flag that gave the name, for errors. Raise a ConfigError for a weight of a
-    blend, and a DataError if nothing has this name.
+    ``flag`` is the flag that gave the name, for errors. Raise a ConfigError for a number, which
+    would be the weight of a dataset in a blend, and a DataError if nothing has this name.
     """
     if is_number(name) and not os.path.exists(name):
         raise ConfigError(

@@ -31,7 +31,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value of a conversation that is no list or object, and its path of keys and indices."""
+    """A value of a conversation that contains no other value, and its path of keys and indices."""
 
     path: Path
     value: Any

@@ -22,7 +22,7 @@ HASHED_WIDTH = 64
 
 @dataclass(frozen=True)
 class CodecConfig:
-    """The flags that choose a codec, and the sizes of the built-in patch codec.
+    """The flags that choose a codec (a VAE, or the built-in patch codec), and the latter's sizes.
 
     ConfigError is raised for a value out of range, for more latent channels than a patch has
     values, and for sizes of the patch codec that are given with a VAE.
@@ -114,9 +114,9 @@ class TextEncoderConfig:
 
 WINDOWS = ("first", "uniform", "all", "scenes")
 UNIFORM_WINDOWS = 4
-"""The default number of windows of a clip (--video-window-count)."""
+"""The default of --video-window-count, the most windows of a clip, for --video-windows uniform."""
 SCENE_THRESHOLD = 0.3
-"""The default threshold for scenes: a change from the frame before, from 0 (none) to 1."""
+"""The default of --video-scene-threshold, a change from frame to frame, from 0 (none) to 1."""
 
 WHITE = "white"
 _COLOURS = {WHITE: (255, 255, 255), "black": (0, 0, 0), "grey": (128, 128, 128)}
@@ -144,7 +144,7 @@ def colour_of(text: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class EncodeConfig:
-    """The flags that say how samples are cut from clips.
+    """The flags that say how samples are cut from clips: frame rate, windows, reference lengths.
 
     A value out of range raises ConfigError.
     """

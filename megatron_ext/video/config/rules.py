@@ -46,7 +46,7 @@ SECTIONS: tuple[type, ...] = (
     VideoConfig, *_OWN, FlowConfig, ConditionConfig, TextDropoutConfig, CodecConfig,
     TextEncoderConfig, EncodeConfig, SampleConfig, StreamingConfig, StreamingSampleConfig,
 )  # fmt: skip
-"""The configuration sections that pretrain_video.py adds to those of the engine."""
+"""The sections of flags that pretrain_video.py adds to the general ones of this package."""
 
 VIDEO_DEFAULTS: Mapping[str, Any] = {
     "lr": 1e-4,
@@ -105,7 +105,7 @@ UNUSED = (
         "blocks are dealt to stages by their cost",
     ),
 )
-"""Flags of the engine that no video run uses."""
+"""General training flags that a video run refuses, since it would ignore them, with the reasons."""
 
 UNUSED_IN_FLOW = (*UNUSED, _unused(names_of(LoraConfig), "its layers take no adapters"))
 
@@ -125,7 +125,10 @@ UNUSED_IN_STREAMING = (
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 
 SHAPE_FLAGS = ("hidden_size", "num_attention_heads")
-"""The engine's flags for sizes that are part of a network's named size, and so are refused."""
+"""General flags of sizes that follow from a size's name, such as that of ``--generator-size``.
+
+They are refused, since the name decides.
+"""
 QK_NORMS = "the norms of its queries and keys never decay"
 """The reason why ``--apply-wd-to-qk-layernorm`` is refused, for messages."""
 
@@ -142,7 +145,7 @@ def resolve_flow(config: RunConfig) -> RunConfig:
 
 
 def resolve_streaming(config: RunConfig) -> RunConfig:
-    """Return the configuration with engine settings filled in from the flags of streaming.
+    """Return the configuration with general settings filled in from the flags of streaming.
 
     The settings are: the section ``model``; with LoRA, which layers get adapters, and that only
     adapters are saved; with averaged weights, the first step and the warm-up of the average; and
@@ -169,7 +172,10 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
 
 
 def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
-    """Return an error for each fault in flags that flow matching and streaming share."""
+    """Return an error for each fault in flags that flow matching and streaming share.
+
+    ``config`` has the flags as given, ``resolved`` also values derived from them.
+    """
     errors = resolved.section(SampleConfig).own_errors(resolved.checkpoint.save)
     schedule = config.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
@@ -214,7 +220,10 @@ def _samples(sample: SampleConfig, training: TrainingConfig) -> bool:
 
 
 def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
-    """Return an error for each fault in the flags of a streaming run."""
+    """Return an error for each fault in the flags of a streaming run.
+
+    ``config`` has the flags as given, ``resolved`` also values derived from them.
+    """
     streaming = config.section(StreamingConfig)
     sample = config.section(SampleConfig)
     errors = [
@@ -299,7 +308,10 @@ def _left_out_of_streaming(config: RunConfig) -> list[FlagError]:
 
 
 def flow_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return an error for each fault in the flags of flow matching."""
+    """Return an error for each fault in the flags of a flow matching run.
+
+    ``config`` has the flags as given, ``resolved`` also values derived from them.
+    """
     return [
         *_unknown_to_network(config),
         *chosen(config).rules(config, resolved),
@@ -383,9 +395,9 @@ def _streaming_or(field: str) -> str:
 
 
 def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return an error for each fault in the flags of flow matching.
+    """Return an error for each fault that does not depend on the network of a flow matching run.
 
-    Only rules that hold for all networks are checked here.
+    ``config`` has the flags as given, ``resolved`` also values derived from them.
     """
     sections = config.by_name()
     video = config.section(VideoConfig)

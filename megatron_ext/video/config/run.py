@@ -88,7 +88,7 @@ class VideoConfig:
         return self.task == "streaming"
 
     def shape_to_price(self) -> tuple[int, int, int]:
-        """Return height, width and number of frames of ``--dry-run-shape``.
+        """Return (height, width, number of frames) of ``--dry-run-shape``, the clip to be costed.
 
         ConfigError is raised if these are not three whole numbers above 0.
         """

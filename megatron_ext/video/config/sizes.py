@@ -20,7 +20,7 @@ EPSILON = 1e-6
 
 
 class Sizes:
-    """The sizes that all video networks have: hidden size h, heads, channels C, patch size p."""
+    """The sizes of every video network: hidden size h, heads, latent channels C, patch size p."""
 
     hidden_size: int
     num_heads: int
@@ -42,7 +42,7 @@ class Sizes:
 
     @property
     def token_width(self) -> int:
-        """Return the number of features of an image token: channels times the area of a patch."""
+        """Return the values of an image token: latent channels times the area of a patch."""
         return self.channels * self.patch_size**2
 
     def fields_of(self, num_blocks: int, ffn_size: int) -> dict[str, Any]:

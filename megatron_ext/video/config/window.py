@@ -104,7 +104,7 @@ _FRAMES = "latent frames"
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """The flags of networks that streaming can train: initial weights, recomputation and window.
+    """Flags of networks that streaming can train: initial weights, recomputation, causal window.
 
     `StreamingConfig` inherits these flags. Flow matching takes them too, for the same networks.
     """

@@ -44,6 +44,7 @@ class BlockBytes:
     """Sizes in bytes of the tensors of a transformer block on one rank.
 
     Attributes:
+        ranks: sizes of the parallel groups, and bytes of a value.
         h: hidden size.
         rows: tokens of a micro-batch on a context-parallel rank, ``s * b``.
     """

@@ -31,9 +31,10 @@ _MOST_LINKS = 8
 def samples_in(archive: Path) -> Iterator[tuple[Member | None, dict[str, Any], list[str]]]:
     """Yield (clip, row, suffixes of unused members) for each sample in a tar file.
 
-    The row has the values of the sample's `.json`, and as `text` the content of its `.txt`. The
-    clip is None if the sample has no clip file. The members of a sample may be anywhere in the
-    archive, since `tar` writes the files of a folder in no particular order.
+    The clip is the place of its file in the archive; None if the sample has no clip file. The row
+    has the values of the sample's `.json`, and as `text` the content of its `.txt`. The members of
+    a sample may be anywhere in the archive, since `tar` writes the files of a folder in no
+    particular order.
 
     Raises:
         UnreadableFile: ``archive`` is not a whole, uncompressed tar file, or a `.json` or `.txt` in

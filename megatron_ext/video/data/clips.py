@@ -236,7 +236,7 @@ def _clip(row: Any, source: Path, place: str, member: Member | None = None) -> C
 def _first(row: dict[str, Any], names: Sequence[str]) -> tuple[str, Any]:
     """Return (name, value) of the first of the columns ``names`` that has a value in the row.
 
-    If none has, the value is "".
+    If none has, return (the first name, "").
     """
     return next(((x, row[x]) for x in names if row.get(x) not in (None, "")), (names[0], ""))
 

@@ -35,7 +35,10 @@ from megatron_ext.video.data.codec import (
 def build_codec(
     config: CodecConfig, device: torch.device | None = None, seed: int = 0
 ) -> VideoCodec:
-    """Build the codec of a configuration; ``seed`` is the seed of a VAE's posterior samples."""
+    """Build the codec of a configuration, a VAE on ``device``; None means the CPU.
+
+    ``seed`` is the seed of a VAE's posterior samples.
+    """
     if config.codec == PATCH:
         return PatchCodec(config)
     return DiffusersCodec(config.codec, device or torch.device("cpu"), seed)
@@ -58,8 +61,8 @@ def codec_from_manifest(
 ) -> VideoCodec:
     """Build the codec that made the latents of a dataset, to decode samples or encode references.
 
-    The patch codec needs only the manifest of the dataset; a VAE needs its ``codec_folder``.
-    ``seed`` is the seed of a VAE's posterior samples.
+    The patch codec needs only the manifest of the dataset; a VAE needs its ``codec_folder``, and
+    runs on ``device`` (None for the CPU). ``seed`` is the seed of a VAE's posterior samples.
 
     Raises:
         ConfigError: ``codec_folder`` is missing for a VAE, is given for the patch codec, or holds a

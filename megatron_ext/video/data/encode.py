@@ -63,9 +63,9 @@ class PlannedClip:
     window: tuple[int, int] | None = None
 
     def key(self, row: str) -> str:
-        """Return the sample's key: ``row``, the key of the clip's row, and the window's index.
+        """Return the key that identifies the sample in a dataset: ``row`` and the window's index.
 
-        Without a window it is ``row`` alone.
+        ``row`` is the key of the clip's row. Without a window the key is ``row`` alone.
         """
         return row if self.window is None else f"{row}.{self.window[0]}"
 
@@ -279,7 +279,11 @@ def _scenes(seen: _Probed, config: EncodeConfig) -> list[range]:
 
 
 def _most_frames(config: EncodeConfig, scenes: Sequence[range] | None) -> int | None:
-    """Return the largest number of frames that a sample may have; None if there is no limit."""
+    """Return the largest number of frames that a sample may have; None if there is no limit.
+
+    The limit is ``--video-window-frames`` or the longest of ``scenes``, whichever is less; a scene
+    of one frame counts as two, so that a video does not become an image.
+    """
     limits = [] if config.video_window_frames is None else [config.video_window_frames]
     if scenes and scenes[-1].stop > 1:
         # At least 2, so that a video whose scenes have one frame each does not become an image.
@@ -292,7 +296,8 @@ def _windows(
 ) -> list[PlannedClip]:
     """Return the samples of a clip: one for each window.
 
-    Without ``--video-windows``, and for an image, the result is one sample without a window.
+    ``scenes`` are the clip's scenes with ``--video-windows scenes``, else None. Without
+    ``--video-windows``, and for an image, the result is one sample without a window.
     """
     length = planned.bucket.num_frames
     if config.video_windows is None or length == 1:
@@ -374,8 +379,8 @@ def _probe(config: EncodeConfig, clip: Clip) -> _Probed | Dropped:
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
     """Return a line for each reason why clips were dropped, the most frequent reason first.
 
-    A line gives the number of clips dropped for this reason, out of ``total``, and the path or the
-    error message of the first of them.
+    A line gives the number of clips dropped for this reason, out of ``total``, and the error
+    message (or path) of the first of them.
     """
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [

@@ -79,7 +79,10 @@ def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """The shape of clips that train together, in pixels; images have one frame."""
+    """The shape of clips that train together, in pixels; images have one frame.
+
+    ``resolution`` is the name of a number of pixels, such as ``256px``.
+    """
 
     resolution: str
     num_frames: int
@@ -222,7 +225,8 @@ class ClipShape:
             longer is counted several times.
         height, width: size of the upright picture, in square pixels.
         fps: frame rate; if it varies, the rate at which most frames follow one another.
-        speed: the frame rate in the clip's row divided by the frame rate in its file.
+        speed: frame rate in the clip's row (``fps``) / frame rate in its file; 1 if the row has
+            none.
     """
 
     num_frames: int
@@ -309,8 +313,8 @@ def first_frame(
 ) -> int | float:
     """Return the random start of a temporal crop, in frames of the clip.
 
-    The crop has ``num_frames`` frames. The start depends on ``seed`` and ``number``, the clip's
-    number in its list.
+    The crop has ``num_frames`` frames at the rate that `subsampling` gives. The start depends on
+    ``seed`` and ``number``, the clip's number in its list.
     """
     interval = subsampling(clip.fps, fps_cap, video_fps)[0]
     spare = available_frames(clip, fps_cap, video_fps) - num_frames

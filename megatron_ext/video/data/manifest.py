@@ -86,9 +86,9 @@ def sample_options(
 
 
 def weights_stamp(options: VideoPreprocessOptions) -> str:
-    """Return a hash of the sizes and modification times of all files of the models.
+    """Return a hash by which a later run notices that the weights of a model have changed.
 
-    The models are the codec's VAE and those of the text encoder.
+    It covers sizes and modification times of all files of the codec's VAE and the text encoder.
     """
     models = [options.codec.codec, options.text_encoder.t5_path, options.text_encoder.clip_path]
     files = [sorted(Path(model).rglob("*")) for model in models if model]
@@ -177,7 +177,10 @@ _SIZES = {
         **dict.fromkeys(("codec_shift", "codec_scale"), _NUMBER),
     },
 }
-"""Further required entries if codec or text encoder have no model folder, which gives the sizes."""
+"""Further required entries, by the entry that they extend and the name that it must have.
+
+The patch codec and the hashed text encoder have no model folder, so the manifest gives their sizes.
+"""
 
 
 def _faults(value: Any, expected: Any, name: str) -> Iterator[tuple[str, str | None]]:
