@@ -11,9 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Member:
-    """The position of one file within a tar file that is not compressed.
+    """The position of one file within an uncompressed tar file, from which it is read directly.
 
     Attributes:
+        archive, name: path of the tar file, and the file's path inside it.
         start, size: first byte and number of bytes of the file in the archive.
         modified: modification time of the file itself, which does not change when other files are
             appended to the archive.
@@ -33,7 +34,7 @@ class Member:
         return f"{self.archive}/{self.name}"
 
     def opened(self) -> io.RawIOBase:
-        """Open the file for reading; it need not be closed."""
+        """Return a file object for reading; it holds no open file, so it need not be closed."""
         return _MemberFile(self)
 
 

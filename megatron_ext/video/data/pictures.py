@@ -75,7 +75,10 @@ def picture_size(path: ClipFile) -> tuple[int, int]:
 
 
 def read_picture(path: ClipFile, background: Colour) -> Picture:
-    """Return a picture, or the first frame of an animated one, ``[H, W, 3]`` uint8."""
+    """Return a picture, or the first frame of an animated one, ``[H, W, 3]`` uint8.
+
+    ``background`` shows where the picture is transparent.
+    """
     with Image.open(readable(path)) as image:
         return _as_rgb(image, background)
 
@@ -99,7 +102,10 @@ def durations(path: ClipFile) -> list[float]:
 
 
 def read_animation(path: ClipFile, last: int, background: Colour) -> list[Picture]:
-    """Return the frames 0 to ``last`` of an animated picture, each ``[H, W, 3]`` uint8."""
+    """Return the frames 0 to ``last`` of an animated picture, each ``[H, W, 3]`` uint8.
+
+    ``background`` shows where the frames are transparent.
+    """
     with Image.open(readable(path)) as image:
         frames = []
         for number in _numbers(image)[: last + 1]:

@@ -83,7 +83,10 @@ With few parts, workers would wait long for the last one."""
 
 
 def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> None:
-    """Encode a list of clips into a dataset; after an error, encoded clips are kept."""
+    """Encode a list of clips into a dataset; ``say`` prints messages.
+
+    Clips that were encoded before an error are kept for the next run.
+    """
     with _one_thread():
         _preprocess(options, say)
 
@@ -187,10 +190,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _register_of(folder: Path, options: Mapping[str, Any]) -> Register:
-    """Return the register of a dataset's samples: as stored in ``folder``, or else a new one.
+    """Read the `Register` of the dataset in ``folder``, or make a new one for an empty folder.
 
-    DataError is raised if the register was made with other options, and if the folder holds a
-    dataset without a register.
+    DataError is raised if the stored register was made with other preprocessing options than
+    ``options``, and if the folder holds a dataset without a register.
     """
     register = read_register(folder)
     if register is not None:
@@ -211,7 +214,8 @@ def _register_of(folder: Path, options: Mapping[str, Any]) -> Register:
 class _Samples:
     """An index, by key, of the samples that are on disk in finished shards and parts.
 
-    A part holds some samples of a shard that is not finished yet.
+    A part holds some samples of a shard that is not finished yet. Clips that were found to be
+    damaged are also recorded here; they have no sample.
 
     Attributes:
         markers: for each finished shard, by name, the content of its ``.json`` file.
@@ -254,10 +258,10 @@ class _Samples:
             self.markers[name] = marker
 
     def has_shard(self, name: str, entries: Sequence[Entry]) -> bool:
-        """Tell whether a shard is finished and was made from exactly ``entries``, in this order.
+        """Tell whether the shard ``name`` is finished and was made from exactly ``entries``.
 
-        A damaged clip has an entry, but no sample. The shard must have the samples of the other
-        entries, and must have recorded exactly the damaged clips of ``entries`` as damaged.
+        The shard must hold the samples of ``entries`` in this order. Entries of damaged clips have
+        no sample; the shard's ``.json`` must list exactly these as damaged.
         """
         marker = self.markers.get(name)
         whole = [entry.key for entry in entries if entry.key not in self._damaged]
@@ -269,7 +273,7 @@ class _Samples:
         )
 
     def join(self, name: str, entries: Sequence[Entry], options: VideoPreprocessOptions) -> None:
-        """Write a shard with the samples of ``entries``, which are all on disk."""
+        """Write the shard ``name``: copy the samples of ``entries`` from parts and old shards."""
         names = reference_names(options.encode.reference_lengths)
         keys = [entry.key for entry in entries if entry.key not in self._damaged]
         with shards.ShardWriter(self._folder, name, names, options.storage) as writer:
@@ -331,10 +335,10 @@ def _plan(
     samples: _Samples,
     say: Say,
 ) -> tuple[dict[str, PlannedClip], list[Dropped]]:
-    """Update the register to match the list of clips, and plan the clips that are not encoded.
+    """Update the register to match the list of clips, and plan the clips still to encode.
 
-    Return the planned clips by key, and the dropped clips. Rows that are in the register keep their
-    numbers and shards. New rows get the next numbers and new shards.
+    Return the planned samples by key, and the clips that are left out, with the reason. Rows that
+    are in the register keep their numbers and shards. New rows get the next numbers and new shards.
     """
     keys = row_keys(clips, list_folder(options.input))
     _remove_missing_rows(options, dict(zip(keys, clips, strict=True)), register, samples, say)
@@ -433,7 +437,7 @@ def _remove_missing_rows(
 def _new_names(register: Register, on_disk: Iterable[str]) -> Iterator[str]:
     """Yield names for new shards, without end, numbered after all shards that exist.
 
-    ``on_disk`` holds the names of the finished shards; the register has names of others.
+    ``on_disk`` holds the names of the finished shards; the register also names unfinished ones.
     """
     names = {*on_disk, *register.shards()}
     first = max((shards.number_of(name) for name in names), default=-1) + 1
@@ -527,7 +531,10 @@ class _Todo:
         self._left = Counter(part.shard for part in self.parts)
 
     def run(self, encode: Encode, say: Say) -> int:
-        """Finish all shards; return the number of clips that were encoded."""
+        """Finish all shards; return the number of clips that were encoded.
+
+        ``encode`` is `_encode_here` or an equivalent that uses worker processes.
+        """
         for name in self._entries:
             if not self._left[name]:
                 self._join(name)

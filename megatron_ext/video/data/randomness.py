@@ -30,7 +30,8 @@ class Randomness:
     Attributes:
         noise: noise of each clip, ``[b, c, t, h, w]`` float32, standard normal.
         normals: numbers from which timesteps are computed, ``[b]`` float32, standard normal.
-        modes: condition modes as indices into `MODES`, ``[b]`` int64.
+        modes: condition mode of each clip (which frames it is given, if any), as an index into
+            `config.run.MODES`, ``[b]`` int64.
         drop_text: whether to use the token embeddings of the empty caption, ``[b]`` bool.
         drop_pooled: whether to use the pooled embedding of the empty caption, ``[b]`` bool.
     """

@@ -28,10 +28,11 @@ _LARGEST_FILE = 1 << 40
 
 @dataclass(frozen=True)
 class Entry:
-    """One sample of a dataset.
+    """One sample of a dataset, or a clip that was dropped before encoding.
 
     Attributes:
-        key: key of the sample's row, followed by the number of the window if the clip has several.
+        key: key of the clip's row in the list; if a clip is cut into several windows, each of
+            which is a sample, then followed by the number of the window.
         number: number of the row, on which random choices depend.
         path: path of the clip, for messages.
         shard: name of the sample's shard; None if the clip was dropped before encoding.

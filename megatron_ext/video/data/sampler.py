@@ -21,10 +21,10 @@ from megatron_ext.video.data.geometry import Bucket
 
 @dataclass(frozen=True)
 class Members:
-    """The numbers of the clips of one bucket, and its micro-batch size on one rank.
+    """The clips of one bucket, as indices into the dataset, and its micro-batch size on one rank.
 
     Attributes:
-        clips: numbers of the clips of the first epoch.
+        clips: the clips that the first epoch takes.
         shares: for each dataset of a blend, (numbers of its clips in this bucket, how many clips an
             epoch takes from them). If an epoch takes more clips than there are, it repeats some.
             Empty if each epoch takes all ``clips`` once.
@@ -79,7 +79,7 @@ class BucketSteps:
     unit has the clips of a whole step. With ``mixed`` a unit has the clips of one micro-batch, and
     ranks take units in turn, so that shapes differ within a step. The last clips of a bucket, which
     do not fill a unit, are left out; they are different ones in each epoch. With a seed of None
-    clips keep the order of the data.
+    nothing is shuffled.
 
     With ``whole`` no clip is left out: the last unit of a bucket has fewer clips, and with
     ``mixed`` the last step is completed by micro-batches without clips. `filled` returns the clips
@@ -136,7 +136,7 @@ class BucketSteps:
 
     @property
     def never_taken(self) -> dict[Bucket, int]:
-        """Return the buckets with too few clips for a unit, each with the size of a unit."""
+        """Return the buckets with too few clips for a unit, and the clips that a unit needs."""
         return {b: self._unit(m) for b, m in self.buckets.items() if not self._num_units(m)}
 
     def filled(self, bucket: Bucket, clips: Sequence[int]) -> list[int]:
@@ -197,7 +197,7 @@ class Geometry:
     Attributes:
         shape: (c, t, h, w) of the clip's latents.
         num_text: number of text tokens, including padding.
-        num_image: number of image tokens.
+        num_image: number of image tokens, which are patches of the latents.
     """
 
     shape: tuple[int, int, int, int]

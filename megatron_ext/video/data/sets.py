@@ -40,7 +40,7 @@ class Blend:
     Attributes:
         paths: the path of each set; each path occurs once.
         weights: the relative share of samples from each set; None if no weights are given.
-        repeats: how many times the flag names each set; 1 with weights.
+        repeats: how many times ``--video-data-path`` names each set; 1 with weights.
     """
 
     paths: tuple[str, ...]
@@ -174,7 +174,7 @@ class JoinedVideos(VideoClips):
                 self.of_buckets[bucket] = numbers
 
     def _numbers(self, place: int, bucket: Bucket) -> list[int]:
-        """Return the numbers of the clips of a bucket in the set with index ``place``."""
+        """Return the clips of a bucket in set ``place``, numbered through all sets of the blend."""
         begin = int(self._begins[place])
         return [begin + number for number in self._sets[place].of_buckets.get(bucket, ())]
 

@@ -91,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
     """Return the flat values of a tensor as they are stored.
 
-    They are float32, or for the storage "bfloat16" the bits of bfloat16 as int16.
+    ``storage`` is "float32", or "bfloat16", whose bits are stored as int16.
     """
     flat = tensor.detach().reshape(-1)
     if storage == "bfloat16":
@@ -100,7 +100,7 @@ def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
 
 
 def dtype_of(field: str, storage: str) -> np.dtype[Any]:
-    """Return the dtype in which a field, such as ``latents``, is stored on disk."""
+    """Return the dtype on disk of a field, such as ``latents``; ``storage`` as in `to_storage`."""
     numbers = np.int16 if storage == "bfloat16" else np.float32
     return np.dtype({"geometry": np.int32, "caption": np.uint8}.get(field, numbers))
 
@@ -110,7 +110,7 @@ class ShardWriter:
 
     Files get their final names at the end of the `with` block, but not after an exception.
     ``references`` are the names of all reference frames that clips may have, such as ``head1``.
-    With ``durable``, wait until files are on the disk.
+    ``storage`` is "float32" or "bfloat16". With ``durable``, wait until files are on the disk.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class Field:
     def shaped(self, row: int, storage: str, *shape: int) -> Tensor:
         """Return the values of one clip in ``shape``, which may contain one -1.
 
-        The values have the stored dtype. If their number does not fit the shape, DataError is
-        raised.
+        The dtype is ``storage``, "float32" or "bfloat16". DataError is raised if the number of
+        values does not fit the shape.
         """
         values = self[row]
         tensor = torch.from_numpy(values)

@@ -25,7 +25,8 @@ _CLOSE = 0.05
 
 The unit is the difference between the largest and the smallest mean of all clips."""
 _FLAT = 1e-3
-"""The largest standard deviation of a flat clip's picture, relative to the RMS over all clips."""
+"""A clip is flat if its picture's standard deviation is at most this fraction of the RMS of all
+clips' standard deviations."""
 
 
 class NearDuplicates:
@@ -37,7 +38,7 @@ class NearDuplicates:
         self._means: list[NDArray[np.float32]] = []
 
     def add(self, number: int, frames: Tensor) -> None:
-        """Add clip ``number``; ``frames [c, t, h, w]`` are its decoded frames or its latents."""
+        """Add clip ``number``, given its decoded frames or its latents, ``frames [c, t, h, w]``."""
         last = frames.size(1) - 1
         shown = frames[:, [0, last // 2, last]].float()
         grey = shown.mean(dim=0)
@@ -76,8 +77,9 @@ class NearDuplicates:
     ) -> Iterator[tuple[int, int]]:
         """Yield pairs of row indices in ``pictures`` whose pictures correlate by at least `ALIKE`.
 
-        Only ``rows`` are compared. Each picture has several hashes, and two pictures are compared
-        only if at least one of these hashes is equal. A pair may be yielded several times.
+        Each row of ``pictures`` is a picture with mean 0 and norm 1. Only those in ``rows`` are
+        compared, and two of them only if at least one of their several hashes is equal. A pair may
+        be yielded several times.
         """
         random = np.random.default_rng(0)
         powers = 1 << np.arange(_BITS_OF_BAND)

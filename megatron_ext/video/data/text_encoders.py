@@ -44,7 +44,7 @@ class TextEncoder(Protocol):
         ...
 
     def cuts(self, caption: str) -> bool:
-        """Tell whether `encode` cuts off a caption, since it has more than `length` tokens."""
+        """Tell whether `encode` truncates a caption, because it has more than `length` tokens."""
         ...
 
 
@@ -151,7 +151,7 @@ def load_model(
 
 
 def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
-    """Return ``input_ids`` and ``attention_mask`` of captions, ``[n, length]``, cut or padded."""
+    """Return ``input_ids`` and ``attention_mask`` of captions, ``[n, length]`` each."""
     return tokenizer(
         list(captions), max_length=length, padding="max_length", truncation=True,
         return_attention_mask=True, return_tensors="pt",
@@ -159,7 +159,7 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
 
 
 def is_cut(tokenizer: Any, caption: str, length: int) -> bool:
-    """Tell whether `tokenized` would cut off a caption: it has more than ``length`` tokens."""
+    """Tell whether `tokenized` would truncate a caption to ``length`` tokens."""
     # `verbose=False` avoids a warning about captions that are too long for the model.
     return len(tokenizer(caption, truncation=False, verbose=False)["input_ids"]) > length
 

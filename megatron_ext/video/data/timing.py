@@ -14,7 +14,7 @@ Frame = TypeVar("Frame")
 _WHOLE = (5, 6, 8, 10, 12, 15, 16, 20, 24, 25, 30, 48, 50, 60, 90, 100, 120, 240)
 _NTSC = (24, 30, 48, 60, 120)
 USUAL_RATES = (*map(Fraction, _WHOLE), *(Fraction(1000 * rate, 1001) for rate in _NTSC))
-"""The frame rates that cameras and programs write."""
+"""The standard frame rates, in frames per second: whole ones, and NTSC's such as 30000/1001."""
 
 _ROUNDING = 1.1e-3
 """The largest rounding error of a timestamp, in seconds: Matroska counts milliseconds, and so do
@@ -24,7 +24,7 @@ _SNAP = 0.02
 
 Known rates are those in headers and `USUAL_RATES`. Only clips whose rate varies are rounded."""
 _ON_GRID = 0.1
-"""The distance from a whole frame number, in frames, below which a time is taken as exact."""
+"""A time this close to a whole frame number, in frames, is rounded to it."""
 
 
 def frame_rate(times: NDArray[np.float64], given: Sequence[Fraction | None]) -> tuple[float, bool]:
@@ -72,7 +72,8 @@ def frames_at(
 
     By default the list has one frame: the nearest in time, or the later one of two equally near
     frames. If two frames are farther apart than ``step``, the later one is shown from half a
-    ``step`` before its time, as in ffmpeg's filter fps. The iterator ends early if the frames do.
+    ``step`` before its time, as in ffmpeg's filter fps. The iterator ends early if
+    ``places`` go on after the last frame.
 
     Args:
         frames: (time, duration, content) of each frame, in order of time. Times are in frames of

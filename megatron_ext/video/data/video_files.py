@@ -35,7 +35,7 @@ _PICTURES = ("attached_pic", "timed_thumbnails")
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 """Decoders that read transparency, by codec; FFmpeg's own decoders of these codecs ignore it."""
 _STILLS = ("heic", "heix", "heim", "heis", "mif1", "avif")
-"""The brands of files that hold a still picture, not a video."""
+"""Values of ``major_brand`` in the header of HEIF and AVIF files that hold a still picture."""
 _HDR = {16: "PQ", 18: "HLG"}
 """The names of HDR's transfer functions, by their number in ITU-T H.273."""
 _HDR_FILTER = "scale"
@@ -45,7 +45,7 @@ _TO_SCREEN = "out_transfer=bt709:out_primaries=bt709:out_color_matrix=bt709"
 
 @dataclass(frozen=True)
 class VideoFacts:
-    """The shape of a video file.
+    """The number, size and rate of the frames of a video file.
 
     Attributes:
         num_frames: number of frames at the rate ``fps``; a frame that is shown longer is counted
@@ -62,7 +62,7 @@ class VideoFacts:
 
 
 def video_facts(path: ClipFile) -> VideoFacts:
-    """Return the shape of a video file, from the packets of its stream and its first frame.
+    """Return number, size and rate of frames, from the packets of the stream and the first frame.
 
     A file without video raises ValueError; a file that FFmpeg cannot read raises FFmpeg's error.
     """
@@ -175,8 +175,8 @@ _SEEK_BEFORE = (1.0, 8.0)
 It is needed if the first seek leads to a frame after the wanted one, which happens in recorded
 broadcasts."""
 _LATEST = Fraction(1, 2)
-"""The largest decrease of decoding times that is accepted, in seconds; cheap recorders write some
-times out of order."""
+"""How far a packet's decoding time may lie before the previous one's, in seconds; cheap recorders
+write some times out of order. A larger step back means that files were joined."""
 _FILTERED_BEFORE = 0.25
 """The least number of seconds to decode before a wanted frame, since filters use earlier frames."""
 
@@ -466,9 +466,8 @@ def _size(stream: Any, frame: Any) -> tuple[int, int]:
 _UNIT = 1 << 16
 """The number that stands for 1 in the fixed-point numbers of a display matrix."""
 _LEVEL = math.radians(1)
-"""The angle by which a rotation may differ from a multiple of a right angle.
-
-Such a rotation is taken as that multiple."""
+"""A rotation that differs from a multiple of 90 degrees by no more than this is taken as that
+multiple; in radians."""
 _TRANSPOSED = {
     (True, True): "cclock_flip",
     (True, False): "clock",
