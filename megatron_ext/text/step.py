@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 def mtp_targets(
     batch: Batch, counts: StepCounts | None, factor: float, *, per_token: bool
 ) -> MTPTargets | None:
-    """Return the targets of the MTP depths; None in evaluation and for a batch without targets.
+    """Return the targets of the multi-token-prediction depths.
+
+    Return None in evaluation and for a batch without targets.
 
     Args:
         counts: the tokens and micro-batches of the step; None in evaluation.
@@ -104,7 +106,8 @@ def gpt_forward_step(
 ) -> tuple[Tensor, LossFunction]:
     """Run one model chunk on one micro-batch; return its output and the loss function.
 
-    The loss function is called with the output of the last stage. ``counts`` is None in evaluation.
+    The loss function is called with the output of the last stage. ``counts`` are the numbers of
+    targets of the whole step; None in evaluation.
     """
     per_token = config.training.calculate_per_token_loss
     factor = config.model.mtp_loss_scaling_factor

@@ -226,7 +226,8 @@ def build_datasets(
 ) -> Datasets:
     """Build the train, valid and test split in the order of samples that ``--data-order`` names.
 
-    ``sizes`` has the number of samples of each split; None means one epoch.
+    ``sizes`` has the number of samples of each split; None means one epoch. ``is_built_on_rank``
+    tells whether this rank reads data.
     """
     if is_direct(config):
         datasets: Datasets = later(f"{DIRECT}:build_direct")(config, tokenizer)
@@ -291,8 +292,9 @@ def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: in
 def padding_note(given: ModelConfig, padded: ModelConfig, ranks: int) -> str | None:
     """Return a note if the vocabulary has more padding than it would have on one rank, else None.
 
-    Here as in Megatron-LM, the softmax of the loss includes padded entries, so losses depend on the
-    number of these entries. ``ranks`` is the tensor-parallel size.
+    ``given`` and ``padded`` are the model's flags before and after padding, ``ranks`` is the
+    tensor-parallel size. Here as in Megatron-LM, the softmax of the loss includes padded entries,
+    so losses depend on the number of these entries.
     """
     if given.padded_vocab_size or not padded.unpadded_vocab_size:
         return None

@@ -105,8 +105,8 @@ def launch_of(argv: Sequence[str]) -> Launch:
     """Return the `Launch` that this process belongs to.
 
     Under torchrun, the launch started when torchrun's agent did, the parent of this process.
-    Otherwise it started with this process if ``argv`` are the command-line arguments of this
-    process, and starts now if they are not.
+    Otherwise it started with this process; but if ``argv`` are not this process's own arguments, as
+    where a script calls `main`, it starts now.
     """
     is_rank = "RANK" in os.environ
     if is_rank and is_under_torchrun():
@@ -360,7 +360,7 @@ def _start_ranks(
 ) -> int:
     """Start ranks on this machine, and return the exit code of the launch.
 
-    `launch` starts a single rank in this way only if the rank may be restarted after a fault.
+    `launch`, which explains the arguments, starts a single rank so only if it may be restarted.
     """
     restarts = supervision.max_restarts
     if device.kind == "cuda":

@@ -95,7 +95,7 @@ def callbacks_of(
 ) -> list[Callback]:
     """Return the callbacks that a run's flags and task need, in the order in which they are called.
 
-    ``settle`` is a function that waits for the last update and counts it.
+    One is ``early_stopping``. ``settle`` waits for the last update and counts it.
     """
     training = run.config.training
     callbacks: list[Callback] = []
@@ -127,9 +127,9 @@ def callbacks_of(
 
 
 def _has_lost_a_save(run: Run) -> bool:
-    """Return whether a checkpoint is missing that was due before the snapshot the run resumes from.
+    """Return whether a checkpoint is missing that was due before the run's restored snapshot.
 
-    A checkpoint is missing if a fault interrupted the save.
+    This is so if a fault interrupted the save, and the run resumes from a later state in memory.
     """
     interval = run.config.checkpoint.save_interval
     return interval is not None and run.saved_at // interval < run.progress.iteration // interval

@@ -64,7 +64,7 @@ EVERYWHERE = (
     "`load_state_dict` is deprecated and will be removed in future versions",
     "Please use DTensor instead and we are deprecating ShardedTensor",
 )
-"""Warnings of dependencies that every rank would print and no user can act on."""
+"""Patterns of dependencies' warnings that every rank would print and no user can act on."""
 LOGGED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
@@ -98,7 +98,7 @@ def silence_known_warnings(device: str) -> None:
 
 
 INJECTED = "MEGATRON_EXT_FAULTS"
-"""The environment variable with which the add-on ``chaos`` injects faults; there is no flag."""
+"""The environment variable that tells the add-on ``chaos`` which faults to inject into a run."""
 # A run that neither saves nor loads imports no code for checkpoints.
 _CHECKPOINT = "megatron_ext.checkpoint"
 check_resume = later(f"{_CHECKPOINT}.compatibility:check_resume")

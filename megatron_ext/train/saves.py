@@ -60,7 +60,8 @@ class Saves:
         """Save by calling ``write``; return whether that worked. All ranks call this together.
 
         Raises:
-            CheckpointError: the save failed, and the run may not continue without it.
+            CheckpointError: the save failed, and it is the last, or the run tolerates no failed
+                save.
         """
         started = time.perf_counter()
         self._is_open, self._steps = True, 0

@@ -78,7 +78,8 @@ class Supervision:
         """Start the ranks, restart them after faults, and return the exit code of the run.
 
         They are restarted at most `max_restarts` times. ``fork`` starts the ranks. ``main_of``
-        takes the number of ranks, and returns the function that each rank runs.
+        takes the number of ranks, and returns the function that each rank runs. `launch.launch`
+        explains the other arguments.
         """
         raise NotImplementedError
 

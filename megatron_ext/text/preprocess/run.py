@@ -65,7 +65,7 @@ class Report:
 
 
 def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
-    """Tokenize the input into one dataset for each key.
+    """Tokenize the input into one dataset for each JSON key; ``say`` gets progress sentences.
 
     Raises:
         ConfigError, DataError, MachineFault: options or input are bad, or workers die. Finished
@@ -144,7 +144,8 @@ def _job(
 def plan_for_slurm(options: PreprocessOptions, build: Build, say: Say = say_to_stderr) -> None:
     """Cut the input into parts, and write the script of a Slurm job array that encodes them.
 
-    The script is not submitted.
+    ``build(options)`` makes the `Encoding`. The script gets the name that ``--slurm-script`` gives;
+    it is not submitted.
     """
     from megatron_ext.text.preprocess.slurm import write_script
 

@@ -23,7 +23,7 @@ from megatron_ext.text.preprocess.parts import SLURM_JOB, replace_file
 _LONGEST_PAUSE = 15.0
 _TASKS_OF_ONE_PART = 100
 _UNKNOWN = "unknown: "
-"""The prefix of a task's state if squeue answers with an error; the error follows."""
+"""The words that `_queued` puts before an error of squeue, in place of a task's state."""
 _SCRIPT = """#!/usr/bin/env bash
 #SBATCH --job-name=preprocess
 #SBATCH --ntasks=1

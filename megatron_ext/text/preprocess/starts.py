@@ -56,7 +56,7 @@ def check_encoding(source: str, piece: bytes) -> None:
 def is_array(path: str, packing: str) -> bool:
     """Tell whether a file, plain or packed, is a JSON array that is empty or holds objects.
 
-    Only the beginning of the file is read.
+    ``packing`` is its kind, as `packing_of` returns it. Only the beginning of the file is read.
     """
     if packing not in ("plain", "gzip", "zstd"):
         return False

@@ -36,7 +36,8 @@ _SECONDS_OF_SILENCE = 60.0
 def show_status(prefix: str, console: Console | None = None) -> None:
     """Print the progress of the preprocessing run that writes datasets with the prefix ``prefix``.
 
-    If there is no unfinished run, print the finished datasets with this prefix.
+    If there is no unfinished run, print the finished datasets with this prefix. ``console`` is None
+    for standard output.
 
     Raises:
         ConfigError: there is neither a run nor a dataset.

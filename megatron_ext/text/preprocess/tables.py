@@ -32,9 +32,9 @@ def is_table(packing: str) -> bool:
 
 @contextmanager
 def _readable(path: str, packing: str) -> Iterator[None]:
-    """Turn errors of pyarrow within a ``with`` block into a DataError.
+    """Turn errors of pyarrow within a ``with`` block into a DataError about the file ``path``.
 
-    If pyarrow is not installed, raise a ConfigError.
+    ``packing`` is the kind of the file. If pyarrow is not installed, raise a ConfigError.
     """
     kind = packing.split()[0].replace("arrow", "Arrow")
     try:
@@ -54,8 +54,8 @@ def _readable(path: str, packing: str) -> Iterator[None]:
 def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[int]:
     """Return the approximate bytes of each row group (parquet) or record batch (Arrow) of a table.
 
-    The sum is about the size of the file. Raise a ConfigError unless the table has all ``columns``,
-    and a DataError if it has one of them twice.
+    The sum is about the size of the file, whose kind is ``packing`` (`packing_of`). Raise a
+    ConfigError unless the table has all ``columns``, and a DataError if it has one of them twice.
     """
     with _readable(path, packing):
         if packing == "parquet":
@@ -129,8 +129,9 @@ def rows_of(
 ) -> Iterator[tuple[bytes, float]]:
     """Yield (lines of JSON, share of the range read so far) for a range of a table.
 
-    The range is that of row groups (parquet) or record batches (Arrow), from ``start`` up to but
-    not including ``end``. If ``columns`` is None, the lines have all columns.
+    ``packing`` is the kind of the file (`packing_of`). The range is that of row groups (parquet) or
+    record batches (Arrow), from ``start`` up to but not including ``end``. If ``columns`` is None,
+    the lines have all columns.
     """
     chosen = None if columns is None else list(columns)
     with _readable(path, packing):

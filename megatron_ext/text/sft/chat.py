@@ -316,7 +316,8 @@ class Chat:
 def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Chat:
     """Return the `Chat` of a run, whose tokenizer gives the same token ids as ``tokenizer``.
 
-    Raise a ConfigError if there is no chat template, and a DataError if a file cannot be read.
+    ``settings`` are the flags of ``tokenizer``. Raise a ConfigError if there is no chat template,
+    and a DataError if a file cannot be read.
     """
     # A digest identifies the tokenizer wherever its file is, so a moved file keeps its stores.
     about = dict(tokenizer.unique_identifiers)
@@ -473,6 +474,7 @@ def load_chat_tokenizer(
     """Return a transformers tokenizer with a chat template and with the same ids as ``tokenizer``.
 
     Args:
+        settings: the flags of ``tokenizer``.
         template: a Jinja file that replaces the tokenizer's own template; None keeps its own.
         flag: the flag for which a chat template is needed; errors name it.
         template_flag: the flag with which the user can give a template file; errors name it. None

@@ -157,7 +157,11 @@ def _is_nothing(value: Any) -> bool:
 
 
 class _Row:
-    """A row that is being read; it records which columns were used."""
+    """A row that is being read; it records which columns were used.
+
+    In its methods ``name`` is where a value is in the row, such as `messages[0].content`, for
+    errors.
+    """
 
     def __init__(self, columns: Mapping[str, Any], place: Place, sft: SftConfig) -> None:
         self.columns = columns
@@ -165,7 +169,7 @@ class _Row:
         self.sft = sft
         self.used: set[str] = set()
         self.texts: set[str] = set()
-        """The columns that hold a message as a bare text."""
+        """The columns whose value is the text of a message, not an object."""
         self.intake = Intake()
 
     def conversation(self) -> Conversation:
@@ -271,8 +275,8 @@ class _Row:
     def _messages(self) -> tuple[list[tuple[str, Message]], list[bool]]:
         """Return (name, message) of each message, and whether each message is trained by default.
 
-        The default holds for messages of the assistant that have no loss mask of their own;
-        messages of other roles are never trained.
+        A name is the message's place in the row. The default holds for messages of the assistant
+        that have no loss mask of their own; messages of other roles are never trained.
         """
         layout = self.sft.sft_row_format
         if layout == "sharegpt":
@@ -368,7 +372,8 @@ class _Row:
     def _from_prompt_completion(self) -> tuple[list[tuple[str, Message]], list[bool]]:
         """Return (name, message) of each message, and whether each message is trained by default.
 
-        This is True for the messages of the completion and False for those of the prompt.
+        A name is the message's place in the row. The messages of the completion are trained by
+        default, those of the prompt are not.
         """
         listed: list[tuple[str, Message]] = []
         trains: list[bool] = []
@@ -388,8 +393,8 @@ class _Row:
     def _from_alpaca(self) -> list[tuple[str, Message]]:
         """Return (name, message) of each turn of `history`, of the instruction and of the output.
 
-        The answers in `history` are trained too. The text of the column `input` follows the
-        instruction on a new line.
+        A name is the message's place in the row. The answers in `history` are trained too. The text
+        of the column `input` follows the instruction on a new line.
         """
         sft = self.sft
         listed: list[tuple[str, Message]] = []

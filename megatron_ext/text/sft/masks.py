@@ -48,8 +48,9 @@ def tokenize_conversation(
 ) -> TokenizedConversation:
     """Return the token ids and the mask of a whole conversation, without splitting it into turns.
 
-    Raise a ConfigError if there is no chat template. Raise a DataError if ids or mask cannot be
-    found, or if the template leaves out a part of the conversation.
+    If ``sft`` is None, the options have their defaults. Raise a ConfigError if there is no chat
+    template. Raise a DataError if ids or mask cannot be found, or if the template leaves out a part
+    of the conversation.
     """
     sft = replace(sft or SftConfig(), sft_split_turns=False)
     return tokenize_samples(tokenizer, conversation, sft)[0]

@@ -185,9 +185,9 @@ def token_budget(
 ) -> list[list[Row]]:
     """Assign the samples of one step to ranks, and to micro-batches of at most ``budget`` tokens.
 
-    Samples are assigned to ranks by cost. All ranks get as many micro-batches as the rank that
-    needs the most, and spread their samples over these; some micro-batches may stay empty. Return
-    the micro-batches of each rank, each a list of indices in ``lengths``.
+    Samples are assigned to ranks by their cost in ``model``. All ranks get as many micro-batches as
+    the rank that needs the most, and spread their samples over these; some micro-batches may stay
+    empty. Return the micro-batches of each rank, each a list of indices in ``lengths``.
     """
     sizes = fitting_lengths(lengths, budget)
     costs = model.of_documents(sizes)

@@ -309,8 +309,11 @@ def open_stores(
     Args:
         flag: the flag that gives the names, for errors.
         names: files or datasets of conversations, or prefixes of stores.
+        chat: the tokenizer and template with which files are tokenized, and with which stores must
+            agree.
         cache: folder to which tokenized files are written; None means a folder named "cache" beside
             each file.
+        vocab_size: number above all token ids that a store may hold.
 
     Raises:
         ConfigError: a name is a number (weights of a blend are not supported here), or the cache

@@ -205,9 +205,9 @@ class SftStore:
     ) -> None:
         """Raise a DataError unless the store was made with a run's tokenizer and template.
 
-        The keywords of ``--sft-template-kwargs``, if any are given, must be the same too, and all
-        ids must be below ``vocab_size``. The date that the template writes may differ, unless
-        ``date_is_given``.
+        ``identity`` describes these (`Chat.identity`). The keywords of ``--sft-template-kwargs``,
+        if any are given, must be the same too, and all ids must be below ``vocab_size``. The date
+        that the template writes may differ, unless ``date_is_given``.
         """
         for name, flag in (("tokenizer", "--tokenizer-model"), ("template", "--sft-chat-template")):
             if self.about.get(name) != identity[name]:

@@ -139,7 +139,7 @@ def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """A tokenizer of UTF-8 bytes.
+    """A tokenizer whose ids are the bytes of a text in UTF-8.
 
     The ``special_tokens`` get the ids from the argument ``vocab_size`` on.
     """

@@ -357,6 +357,7 @@ def build_gpt2(
 ) -> Tokenizer:
     """Build GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; eod is `<|endoftext|>`.
 
+    ``special_tokens`` are added to the vocabulary; ``kind`` is the tokenizer's type, for errors.
     Raise a DataError if a file cannot be read, or the vocabulary has no `<|endoftext|>`.
     """
     tokenizers = require_package("tokenizers", kind)

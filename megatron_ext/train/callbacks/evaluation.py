@@ -189,9 +189,9 @@ def evaluate_at_end(run: Run) -> None:
 def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str, float]]:
     """Evaluate the validation or test split, and report the losses.
 
-    With ``--eval-ema`` the averaged weights are evaluated and reported as well. Return, for each
-    set of the split, the losses of the current weights by name; the dicts are empty on ranks
-    without the last pipeline stage.
+    ``final`` says whether this follows the last step. With ``--eval-ema`` the averaged weights are
+    evaluated and reported as well. Return, for each set of the split, the losses of the current
+    weights by name; the dicts are empty on ranks without the last pipeline stage.
     """
     sources = run.valid_sources if name == "validation" else run.test_sources
     with run.context.recorder.phase("evaluate"), run.parameter_gather.paused():

@@ -88,11 +88,11 @@ def describe(
 ) -> dict[str, Any]:
     """Return facts about a step that was not finite, from what the ranks observed.
 
-    The keys are "sentence", "ranks" (where the fault probably arose), "parameter" (the first bad
-    one) and "cause": "loss", "gradient" or "norm" (only the sum of squares overflowed). A
-    non-finite value spreads to the gradients of other parameters, so the ranks with the fewest bad
-    parameters are assumed to be where it arose. The data-parallel replica that produced it is
-    unknown, since the gradients have already been summed over the replicas.
+    ``norm`` is its gradient norm. The keys are "sentence", "ranks" (where the fault probably
+    arose), "parameter" (the first bad one) and "cause": "loss", "gradient" or "norm" (only the sum
+    of squares overflowed). A non-finite value spreads to the gradients of other parameters, so the
+    ranks with the fewest bad parameters are assumed to be where it arose. The data-parallel replica
+    that produced it is unknown, since the gradients have already been summed over the replicas.
     """
     with_gradients = [each for each in observations if each.parameters]
     cause = "loss" if any(each.loss for each in observations) else "gradient"

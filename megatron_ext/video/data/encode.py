@@ -170,9 +170,10 @@ class ClipEncoder:
 def caption_for(
     caption: str, fps: float | None, motion: float | None, text_encoder: TextEncoder
 ) -> str:
-    """Return the caption with its suffix of frame rate and motion.
+    """Return the caption with its suffix of frame rate ``fps`` and motion score.
 
-    If the text encoder would cut the suffix off, its words come before the caption instead.
+    If the text encoder would cut the suffix off, its words come before the caption instead. None
+    leaves a value out.
     """
     ended = with_suffix(caption, fps, motion)
     if ended != caption and text_encoder.cuts(ended):

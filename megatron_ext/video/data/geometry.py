@@ -276,10 +276,11 @@ def assign(
     """Return the bucket of a clip, or the reason why it has none.
 
     Try resolutions from large to small, except those much larger than the clip. A video fits the
-    longest bucket for which it has enough frames; an image fits the bucket of one frame. The clip
-    enters this bucket with the bucket's probability; otherwise try the next resolution. The random
-    choices depend on ``seed`` and ``number``, the clip's number in its list. A clip with more than
-    ``most_frames`` frames is treated as if it had ``most_frames``; None means no limit.
+    longest bucket for which it has enough frames at the rate that `subsampling` gives; an image
+    fits the bucket of one frame. The clip enters this bucket with the bucket's probability;
+    otherwise try the next resolution. The random choices depend on ``seed`` and ``number``, the
+    clip's number in its list. A clip with more than ``most_frames`` frames is treated as if it had
+    ``most_frames``; None means no limit.
     """
     draws = np.random.Generator(np.random.PCG64((seed, 0, number)))
     frames = available_frames(clip, fps_cap, video_fps)

@@ -165,6 +165,6 @@ def _scan(videos: ShardedVideos, size: int, report: Inspected) -> None:
 
 
 def _digest(latents: torch.Tensor, bucket: Bucket) -> bytes:
-    """Return a hash of latents and their shape."""
+    """Return a hash of latents and of their bucket, which tells their shape."""
     values = latents.contiguous().view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(str(bucket).encode() + values, digest_size=16).digest()
