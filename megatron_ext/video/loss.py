@@ -37,8 +37,8 @@ def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> flo
     """Return the factor of `shift` for clips of latent ``shape``, in training and in sampling.
 
     `--flow-shift` gives the factor. Without it, the factor is linear in the number of tokens of a
-    latent frame. With ``shift_by_length`` it is multiplied by the square root of the number of
-    latent frames.
+    latent frame: ``shift_base`` at ``shift_base_tokens``, ``shift_max`` at ``shift_max_tokens``.
+    With ``shift_by_length`` this is multiplied by the square root of the number of latent frames.
 
     Raises:
         DataError: the patch size does not divide the latent frame.
@@ -126,7 +126,7 @@ class FlowTargets:
         velocity: v of the tokens, ``[b, n, d]`` float32.
         weights: weights of the tokens in the loss from `token_weights`, ``[b, n]`` float32.
         times: t, ``[b]`` for each clip or ``[b, n]`` for each token.
-        modes: condition modes as indices into `MODES`, ``[b]``.
+        modes: condition mode of each clip, as an index into `config.run.MODES`, ``[b]``.
         usual_weight: the sum of ``weights``, averaged over the context-parallel ranks; needed if
             these ranks hold unequal numbers of image tokens. `share_of_step` divides by it. None
             makes `share_of_step` take the sum of this rank's ``weights`` instead.
@@ -146,12 +146,15 @@ def flow_matching_loss(
     share: Tensor | float = 1.0,
     reported_modes: Sequence[str] = ("t2v",),
 ) -> tuple[Tensor, Tensor, Report]:
-    """Return (weighted sum of the tokens' losses, number of tokens with a loss, what to log).
+    """Return (weighted sum of the tokens' losses, number of tokens with a loss, report).
+
+    The report maps the name of each logged loss to ``[sum, count]``: there is one loss of all
+    tokens, one for each of `QUARTERS`, and one for each of ``reported_modes``.
 
     Args:
         prediction: predicted velocity of the n image tokens, ``[b, n, d]``.
         share: factor on the returned sum, but not on the logged losses; from `share_of_step`.
-        reported_modes: condition modes that get an entry in the log; the same on all ranks.
+        reported_modes: condition modes to report, the same on all ranks.
     """
     weights = targets.weights
     losses = token_losses(prediction, targets.velocity, weights) * weights

@@ -32,8 +32,8 @@ class FlowMicrobatch:
     """One micro-batch as a pipeline stage sees it.
 
     Attributes:
-        inputs: keyword arguments of the model's ``forward`` that the stage needs. The first of them
-            has a row for each clip.
+        inputs: keyword arguments of the model's ``forward`` that the stage needs. `size` reads the
+            number of clips from the first dimension of the first of them.
         num_text, num_image: numbers of text and image tokens in the whole sequence.
         targets: targets of the image tokens in this rank's output; None before the last stage.
     """

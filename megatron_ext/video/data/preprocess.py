@@ -533,7 +533,8 @@ class _Todo:
     def run(self, encode: Encode, say: Say) -> int:
         """Finish all shards; return the number of clips that were encoded.
 
-        ``encode`` is `_encode_here` or an equivalent that uses worker processes.
+        ``encode(todo, progress)`` encodes all parts, here or in worker processes, and calls
+        `finish` for each.
         """
         for name in self._entries:
             if not self._left[name]:

@@ -72,8 +72,8 @@ def frames_at(
 
     By default the list has one frame: the nearest in time, or the later one of two equally near
     frames. If two frames are farther apart than ``step``, the later one is shown from half a
-    ``step`` before its time, as in ffmpeg's filter fps. The iterator ends early if
-    ``places`` go on after the last frame.
+    ``step`` before its time, as in ffmpeg's filter fps. The iterator
+    ends early if ``places`` go on after the last frame.
 
     Args:
         frames: (time, duration, content) of each frame, in order of time. Times are in frames of
