@@ -27,7 +27,7 @@ from megatron_ext.video.config.sizes import EPSILON
 from megatron_ext.video.model.chunk import Blueprint, Part
 
 Table = tuple[Tensor, Tensor]
-"""Cosines and sines of the angles by which pairs of features are rotated."""
+"""Cosines and sines of the rotary angles of a head's d / 2 feature pairs, ``[..., d / 2]`` each."""
 
 
 def rotary_table(ids: Tensor, axes_dim: Sequence[int], head_dim: int, theta: float) -> Table:

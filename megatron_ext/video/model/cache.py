@@ -34,7 +34,7 @@ class CacheShape:
 class KVCache:
     """Cached keys and values of a batch's frames on one rank.
 
-    The method `new_cache` of a causal network builds it.
+    Build it with the method `new_cache` of a causal network, which explains the sizes.
 
     A full cache drops its oldest frames, except for the sinks, the first frames of the video.
     Another pass over a cached frame overwrites that frame in place.
@@ -178,7 +178,10 @@ class KVCache:
         return [(keys[s : s + 1], values[s : s + 1]) for s in slots]
 
     def stamps_of(self, frames: Iterable[int]) -> list[tuple[int, int] | None]:
-        """Return (slot, number of the last write) of each given frame; None if it is not cached."""
+        """Return (slot, number of the last write) of each frame, or None for one that is not cached.
+
+        A frame whose stamp has changed since an earlier call was overwritten or dropped.
+        """
         return [self._held.get(f) for f in frames]
 
     def write(self, first_frame: int, new: Mapping[int, KeyValue]) -> None:
@@ -242,7 +245,8 @@ class KVCache:
 class CachePass:
     """One forward pass that reads a cache and, with ``updates``, writes the new frames to it.
 
-    The caller calls `finish` after the forward pass, to write the frames. A transformer block that
+    Every block reads `past_key_values` and passes its own keys and values to `record`; the caller
+    then calls `finish`, which writes them. A transformer block that
     is recomputed in the backward pass reads the same frames again and writes nothing.
     """
 
@@ -318,7 +322,7 @@ class TextMemo:
         return len(self.key_values) == self.num_blocks
 
     def clear(self) -> None:
-        """Drop the text and its keys and values, for a new sequence or because weights changed."""
+        """Drop the text, its keys and values; call this for a new sequence and after weight updates."""
         self.text: Tensor | None = None
         self.key_values: dict[int, KeyValue] = {}
         self._source: tuple[weakref.ref[Tensor], int] | None = None

@@ -67,7 +67,7 @@ class VideoChunk(Part):
         stage: index of this chunk among all ``num_stages`` stages, virtual stages included.
 
     Attributes:
-        entering: the hidden tensor received from the previous stage.
+        entering: the hidden tensor received from the previous stage; None on the first stage.
 
     Raises:
         ConfigError: the configuration differs from ``sizes.transformer_fields()``.
