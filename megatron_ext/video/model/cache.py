@@ -178,7 +178,7 @@ class KVCache:
         return [(keys[s : s + 1], values[s : s + 1]) for s in slots]
 
     def stamps_of(self, frames: Iterable[int]) -> list[tuple[int, int] | None]:
-        """Return (slot, number of the last write) of each frame, or None for one that is not cached.
+        """Return (slot, number of the last write) of each frame, None for one that is not cached.
 
         A frame whose stamp has changed since an earlier call was overwritten or dropped.
         """
@@ -322,7 +322,7 @@ class TextMemo:
         return len(self.key_values) == self.num_blocks
 
     def clear(self) -> None:
-        """Drop the text, its keys and values; call this for a new sequence and after weight updates."""
+        """Drop the text, its keys and values, as for a new sequence or after a weight update."""
         self.text: Tensor | None = None
         self.key_values: dict[int, KeyValue] = {}
         self._source: tuple[weakref.ref[Tensor], int] | None = None

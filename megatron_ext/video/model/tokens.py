@@ -109,12 +109,12 @@ class TokenRange:
 
     @property
     def text(self) -> slice:
-        """Return the range's text tokens as a slice of the whole text; it is empty if there are none."""
+        """Return the slice of the whole text that lies in the range; it may be empty."""
         return slice(min(self.start, self.num_text), min(self.end, self.num_text))
 
     @property
     def image(self) -> slice:
-        """Return the range's image tokens as a slice of all image tokens, counted from the first."""
+        """Return the slice of all image tokens that lies in the range; it may be empty."""
         return slice(max(self.start - self.num_text, 0), max(self.end - self.num_text, 0))
 
     @property
