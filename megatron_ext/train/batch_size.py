@@ -51,8 +51,8 @@ class Progress:
         best_checkpoints: checkpoints to keep (``--keep-best``), lowest validation loss first.
         lowest_loss: validation loss that early stopping compares with; None before the first.
         stale_evaluations: evaluations since the lowest loss (``--early-stop-patience``).
-        data_order: the mixtures of the run, which determine the order of its samples; None if the
-            dataset determines the order.
+        data_order: the order of the run's samples with ``--data-order direct``, as JSON values;
+            None with other orders.
         data_plan: digest of everything that determines the samples of each step; empty for data
             without a digest.
         average_updates: updates of the averaged weights since they were a copy of the weights.

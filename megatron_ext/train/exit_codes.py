@@ -24,7 +24,7 @@ EXIT_CODE_COMES_BACK = 122
 EXIT_CODE_LOST_CONTACT = 123
 """Exit code of a rank that lost its connection to another rank."""
 EXIT_CODE_NO_ANSWER = 124
-"""Exit code of a rank that waited too long for another rank; the same as that of ``timeout``."""
+"""Exit code of a rank that waited too long for another rank; the command ``timeout`` has it too."""
 EXIT_CODE_SIGNAL = 143
 """Exit code of a run that saved and stopped because of the exit signal (128 + SIGTERM).
 

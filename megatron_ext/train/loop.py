@@ -248,7 +248,7 @@ class IntervalMetrics:
 
     @property
     def _tracks(self) -> bool:
-        """Return whether the run has TensorBoard or Weights & Biases, which get single steps."""
+        """Return whether the run has TensorBoard or Weights & Biases, to which single steps go."""
         logging = self._run.config.logging
         return bool(logging.tensorboard_dir or logging.wandb_project)
 

@@ -103,9 +103,9 @@ class Run:
     """The state of a training run on one rank: model, optimizer, data, progress and so on.
 
     Attributes:
-        stores: the places where the run keeps snapshots; see `supervision.Supervision.stores`.
-        restored_from: where the state at the start came from: "start", "checkpoint", "memory" or
-            "peer".
+        stores: where the run keeps snapshots of its state (`supervision.Supervision.stores`).
+        restored_from: origin of the state at the start: "start" (a new run), "checkpoint", "memory"
+            (snapshots) or "peer" (at least one rank took its neighbour's copy of a snapshot).
         rewinds: pairs of iterations, one for each time that the run went back to an earlier state:
             the iteration that it had reached, and the iteration of the restored state.
         checkpoints: saves and loads checkpoints; None if the run does neither.

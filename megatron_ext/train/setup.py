@@ -243,7 +243,7 @@ def _continue_schedules(
 ) -> None:
     """Let each learning-rate schedule continue from the rate of a loaded checkpoint.
 
-    If the flags change the lengths of the schedules, rank 0 prints one note, on the model's.
+    If the flags change the length of the model's schedule, rank 0 prints a note.
     """
     progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
     consumed = progress.consumed_train_samples
@@ -253,7 +253,10 @@ def _continue_schedules(
 
 
 def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -> Progress:
-    """Print the path and notes of a loaded checkpoint; return the progress to resume from."""
+    """Print the path and notes of a loaded checkpoint; return the progress to resume from.
+
+    Without one, this is the progress of a new run.
+    """
     if loaded is None:
         return Progress()
     if context.rank == 0:

@@ -246,7 +246,7 @@ class StepRunner:
             self.check_zeroed(self.chunks)
 
     def compute_gradients(self, inputs: StepInputs) -> StepLosses:
-        """Run all passes of a step, and reduce its gradients and losses over the ranks."""
+        """Run all forward and backward passes of a step; reduce its gradients and losses."""
         num_microbatches = inputs.num_microbatches
         batches = self._prepared(inputs.batches)
         counts = self._count(batches, num_microbatches)

@@ -86,7 +86,7 @@ class Supervision:
     def supervisor(
         self, world_size: int, forwarder: SignalForwarder, timeout_minutes: float, save: str | None
     ) -> Supervisor:
-        """Return a supervisor for ranks that are about to be forked; it logs faults in ``save``."""
+        """Return a supervisor for ranks about to be forked; the folder ``save`` logs faults."""
         from megatron_ext.train.supervisor import Supervisor
 
         return Supervisor(forwarder, timeout_minutes)
@@ -102,7 +102,7 @@ class Supervision:
         return nullcontext()
 
     def stores(self, context: ParallelContext) -> Sequence[Any]:
-        """Return the places where the run keeps snapshots (here none); all ranks call this."""
+        """Return where the run keeps snapshots of its state (here nowhere); all ranks call this."""
         return []
 
     def recoveries(self, stores: Sequence[Any], context: ParallelContext) -> Sequence[Any]:

@@ -31,10 +31,10 @@ _OTHER_ENCODINGS = {
 _ARRAY = re.compile(rb"\s*\[\s*(\{|\]|$)")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _CUT_WITHIN = 16
-"""The distance from the end of the text read so far, in characters, that decides about an error.
+"""A syntax error at most this many characters before the end of the text read so far is no fault.
 
-A syntax error at most this far from the end may only mean that more text must be read. An error
-farther from it means that the item is invalid.
+It may only mean that more text must be read. An error farther from the end means that the item is
+invalid.
 """
 
 
@@ -44,7 +44,10 @@ def is_blank(line: bytes) -> bool:
 
 
 def check_encoding(source: str, piece: bytes) -> None:
-    """Raise a DataError if ``piece``, the beginning of a text, is in UTF-16 or UTF-32."""
+    """Raise a DataError if ``piece``, the beginning of a text, is in UTF-16 or UTF-32.
+
+    Its message calls the text ``source``.
+    """
     for start, name in _OTHER_ENCODINGS.items():
         if piece.startswith(start):
             raise DataError(

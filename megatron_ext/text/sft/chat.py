@@ -283,7 +283,10 @@ def _reason(error: Exception) -> str:
 
 
 CONTENT_VERSION = 1
-"""The version of the tokenization, to be raised whenever rows give other tokens or masks."""
+"""The version of the tokenization; raise it if a change gives rows other tokens or masks.
+
+Tokens that were cached under another version are then not reused.
+"""
 
 
 @dataclass(frozen=True)
@@ -609,7 +612,7 @@ def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] |
 
 @lru_cache(maxsize=8)
 def marked_source(source: str) -> str | None:
-    """Return a template's ``source`` changed to write a mark before each message.
+    """Return a template's ``source`` changed to write a mark, `_MARK`, before each message.
 
     Return None if the text of a message may depend on later messages, so that marks would not help.
     """

@@ -239,10 +239,10 @@ class SftDataset(StepDataset):
 def cost_model(config: RunConfig) -> CostModel:
     """Return the cost of a forward pass as a function of a document's length L, up to a factor.
 
-    A layer of width h with an MLP of width ``4 h`` costs ``12 h**2 L + h L**2``. Attention scores
-    therefore cost as much as everything else at ``L = 12 h``. Narayanan et al. 2021
-    (arXiv:2104.04473) count full attention in their ``1 + s / (6 h) + ...``; the formula here
-    counts the causal half of it.
+    Only ratios of costs matter, so the factor is arbitrary. A layer of width h with an MLP of width
+    ``4 h`` costs ``12 h**2 L + h L**2``. Attention scores therefore cost as much as everything else
+    at ``L = 12 h``. Narayanan et al. 2021 (arXiv:2104.04473) count full attention in their ``1 + s
+    / (6 h) + ...``; the formula here counts the causal half of it.
     """
     model = config.model
     products = token_products(config, gated=model.swiglu)

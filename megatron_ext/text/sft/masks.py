@@ -134,8 +134,8 @@ def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConve
     Turns with a loss mask of 0 are not trained. If the first or last character of a turn has no
     token, transformers marks wrong tokens: it drops all later turns, or marks all later text. To
     detect this, the spans of consecutive marked tokens are counted. Raise a DataError unless there
-    is one span per turn; with ``realign`` any number is accepted, provided that all turns are
-    trained.
+    is one span per turn; with ``realign`` (``--sft-on-mismatch realign``) any number is accepted,
+    provided that all turns are trained.
     """
     conversation = template.conversation
     encoded = template.apply(
@@ -239,8 +239,9 @@ def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
 def _exact_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
     """Return (start, end) of an assistant turn's tokens in the tokens ``whole``.
 
-    The start is after the generation prompt. Raise a DataError unless ``whole`` begins with the
-    tokens of the messages before the turn, and with those of the messages up to and including it.
+    ``turn`` is the index of the turn's message. The start is after the generation prompt. Raise a
+    DataError unless ``whole`` begins with the tokens of the messages before the turn, and with
+    those of the messages up to and including it.
     """
     before = template.ids(turn, prompt=True)
     if not _begins(whole, before):
@@ -318,9 +319,9 @@ def _refuse(template: Template, turn: int, rule: str) -> NoReturn:
 def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
     """Return (start, end) of a turn's tokens in ``whole``, the ids of the whole conversation.
 
-    The messages before the turn may have other tokens in ``whole`` than when tokenized alone; if
-    so, search ``whole`` for their end. A token that holds the end of the generation prompt and the
-    start of the turn belongs to the turn.
+    ``turn`` is the index of the turn's message. The messages before it may have other tokens in
+    ``whole`` than when tokenized alone; if so, search ``whole`` for their end. A token that holds
+    the end of the generation prompt and the start of the turn belongs to the turn.
     """
     messages = template.conversation.messages
     prompt_start = _end_of_messages(template, whole, turn)

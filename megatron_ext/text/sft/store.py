@@ -46,7 +46,7 @@ def has_intake(prefix: str | os.PathLike[str]) -> bool:
 
 
 def prefix_of(name: str) -> str:
-    """Return the prefix of a store.
+    """Return the prefix of a store of tokenized conversations.
 
     ``name`` is this prefix, or the prefix of the store's dataset of token ids.
     """
@@ -54,7 +54,7 @@ def prefix_of(name: str) -> str:
 
 
 def is_part_of_store(prefix: str) -> bool:
-    """Tell whether a dataset holds the ids or the masks of a store."""
+    """Tell whether the dataset ``prefix`` holds the ids or the masks of a store."""
     return any(
         prefix.endswith(suffix) and about_path(prefix.removesuffix(suffix)).exists()
         for suffix in (_SUFFIX, "_sft_mask")

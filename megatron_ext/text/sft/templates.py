@@ -30,7 +30,7 @@ MAX_SOURCE = 1 << 18
 MAX_STEPS = 500_000
 """The largest number of loop iterations and macro calls in one rendering; most need thousands."""
 MAX_SECONDS = 30.0
-"""The largest CPU time of one rendering, in seconds of its thread."""
+"""The largest CPU time, in seconds, that the thread of one rendering may take."""
 MAX_TEXT = 1 << 26
 """The largest number of characters in a rendered text or in the result of an operator.
 
@@ -44,7 +44,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class TooCostly(DataError):
-    """Raised for a template that exceeds a bound."""
+    """Raised for a chat template that exceeds a bound on its steps, time, memory or text."""
 
 
 class _Excess(Exception):
@@ -199,9 +199,9 @@ def apply_template(tokenizer: Any, messages: Any, **kwargs: Any) -> Any:
 
 
 def _bound(source: str) -> None:
-    """Replace the compiled template of ``source`` in transformers' cache by a bounded one.
+    """Replace the compiled template of ``source`` in transformers' cache by one with `_Budget`.
 
-    The cache is small and may have dropped the bounded one, so call this before each rendering.
+    The cache is small and may have dropped that one, so call this before each rendering.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -92,7 +92,7 @@ class Tokenizer(ABC):
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
-        """Return what gigatoken needs to load this tokenizer; None if gigatoken cannot load it.
+        """Return what gigatoken, a fast library, needs to load this tokenizer; None if it cannot.
 
         The result is ("sentencepiece", path of the model) or ("json", content of tokenizer.json).
         """
@@ -101,7 +101,8 @@ class Tokenizer(ABC):
     def control_texts(self) -> tuple[str, ...]:
         """Return the texts of control tokens, such as `<|im_end|>`.
 
-        A text that contains one of them is never encoded by gigatoken.
+        A text that contains one of them is never encoded by gigatoken (`FastEncoder`), only by
+        `tokenize`.
         """
         return ()
 

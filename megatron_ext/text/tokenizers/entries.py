@@ -17,7 +17,7 @@ from megatron_ext.disk.reading import read_json
 from megatron_ext.errors import DataError
 
 NAMED = tuple(f"{name}_token" for name in ("eos", "bos", "unk", "sep", "pad", "cls", "mask"))
-"""The keys of special tokens that have a name, such as `eos_token`."""
+"""The keys of the special tokens that have a fixed role, such as `eos_token`."""
 LISTED = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
 """The keys of lists and mappings of further special tokens."""
 DESCRIBING = tuple(

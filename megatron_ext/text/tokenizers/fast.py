@@ -58,11 +58,11 @@ HARD_STRINGS: tuple[str, ...] = (
 
 
 class InexactEngine(Exception):
-    """Raised if gigatoken is unusable, or gives other ids than the native tokenizer."""
+    """Raised if gigatoken is unusable, or gives other ids than the tokenizer's own library."""
 
 
 class FastEncoder:
-    """Encodes texts by gigatoken, and by the native tokenizer where the two may differ.
+    """Encodes texts by gigatoken, a fast library, or by the tokenizer's own where ids may differ.
 
     Raises:
         InexactEngine: gigatoken is not installed, or cannot load this tokenizer exactly.
@@ -92,7 +92,7 @@ class FastEncoder:
         return encoded
 
     def compare(self, texts: Sequence[str]) -> None:
-        """Check that gigatoken and the native tokenizer give the same ids for each text.
+        """Check that gigatoken and the tokenizer's own library give the same ids for each text.
 
         Raise an InexactEngine at the first text for which the ids differ.
         """
@@ -100,7 +100,7 @@ class FastEncoder:
             self.compare_ids(text, ids)
 
     def compare_ids(self, text: str, ids: Ids) -> None:
-        """Raise an InexactEngine unless ``ids`` are the native tokenizer's ids of ``text``."""
+        """Raise an InexactEngine unless the tokenizer's own library gives ``ids`` for ``text``."""
         native = self._native.tokenize(text)
         if not np.array_equal(np.asarray(ids, np.int64), np.asarray(native, np.int64)):
             start = text[:40].encode("unicode_escape").decode()
@@ -108,7 +108,7 @@ class FastEncoder:
 
 
 def has_combining(text: str) -> bool:
-    """Tell whether gigatoken and the native tokenizer may normalize a text differently.
+    """Tell whether gigatoken and the tokenizer's own library may normalize a text differently.
 
     This is so if it has U+0085, or a character that may join its neighbour in a grapheme cluster.
     """

@@ -35,7 +35,7 @@ weights.
 
 @contextmanager
 def refused_panic(tokenizer: str) -> Iterator[None]:
-    """Turn a panic of the `tokenizers` library within a ``with`` block into a DataError.
+    """Turn a Rust panic of the `tokenizers` library within a ``with`` block into a DataError.
 
     The library panics after ten million attempts to match a regular expression at one position, and
     if the tokenizer's file is damaged. A panic does not derive from Exception. ``tokenizer`` names
@@ -48,7 +48,7 @@ def refused_panic(tokenizer: str) -> Iterator[None]:
 
 @contextmanager
 def _panic_as_data_error(what: str, advice: str) -> Iterator[None]:
-    """Turn a panic of the `tokenizers` library within a ``with`` block into a DataError.
+    """Turn a Rust panic of the `tokenizers` library within a ``with`` block into a DataError.
 
     The error's message begins with ``what``, which names the cause, and ends with ``advice``.
     """
@@ -162,7 +162,7 @@ class HuggingFaceTokenizer(Tokenizer):
 def _complete(named: Mapping[str, str]) -> dict[str, str]:
     """Return special tokens by name, with missing ones of eos, sep, bos and cls filled in.
 
-    If only one of eos and sep is given, the other gets the same text; so it is with bos and cls.
+    If only one of eos and sep is given, the other gets the same text; likewise for bos and cls.
     """
     out = dict(named)
     for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):

@@ -222,7 +222,7 @@ class Reporters:
                 self.time_rows.write(record.iteration)
 
     def on_step(self, record: IterationRecord) -> None:
-        """Report a single step to the sinks with an interval of their own."""
+        """Report a single step to TensorBoard and Weights & Biases, at their own interval."""
         for sink in filter(_follows_steps, self.sinks):
             with self._going_on(sink):
                 sink.on_iteration(record)

@@ -268,7 +268,7 @@ class SampleConfig(UsersOwn):
 MODES = tuple(
     "t2v i2v_head i2v_tail i2v_loop v2v_head v2v_tail v2v_head_easy v2v_tail_easy".split()
 )
-"""The names of the condition modes; tensors of modes hold indices into this tuple."""
+"""The names of the condition modes (`ConditionConfig`); tensors of modes hold indices into this."""
 
 REFERENCE_LOSSES = ("masked", "all", "trimmed")
 
@@ -384,11 +384,11 @@ class FlowConfig:
     """The flags of rectified flow: training times, their shift, and the weights of the loss.
 
     Training times are ``shift(sigmoid(timestep_mean + timestep_std * u))``, where u is standard
-    normal. The shift factor is a linear function of the number of tokens of a latent frame. It is
-    ``shift_base`` at ``shift_base_tokens`` and ``shift_max`` at ``shift_max_tokens``, and follows
-    the same line beyond these sizes. With ``shift_by_length`` it is multiplied by the square root
-    of the number of latent frames. If ``flow_shift`` is given, it is the factor for all clips. A
-    value out of range raises ConfigError.
+    normal, and ``shift`` is `video.loss.shift`. Its factor is a linear function of the number of
+    tokens of a latent frame. It is ``shift_base`` at ``shift_base_tokens`` and ``shift_max`` at
+    ``shift_max_tokens``, and follows the same line beyond these sizes. With ``shift_by_length`` it
+    is multiplied by the square root of the number of latent frames. If ``flow_shift`` is given, it
+    is the factor for all clips. A value out of range raises ConfigError.
     """
 
     sigma_min: float = flag(1e-5, "noise that is left at t = 0", BELOW_ONE)

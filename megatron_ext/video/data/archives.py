@@ -85,7 +85,7 @@ def _stem(name: str) -> str:
 def _sample(
     tar: tarfile.TarFile, archive: Path, members: list[tuple[str, tarfile.TarInfo]]
 ) -> tuple[Member | None, dict[str, Any], list[str]]:
-    """Return (clip, row, suffixes of unused members) of one sample.
+    """Return (clip, row, suffixes of unused members) of one sample, as `samples_in` yields them.
 
     ``members`` has (name, file) for each member of the sample. A member that is a link has its own
     name, and the file to which it leads.

@@ -194,7 +194,7 @@ def _frames(
 
 
 def _timing(lengths: list[float]) -> tuple[int, float]:
-    """Return (number of frames, frame rate), given the seconds that each frame lasts."""
+    """Return (number of frames, frame rate) of an animation, given the seconds of each frame."""
     begins = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])
     fps, constant = frame_rate(begins, ())
     last = 1 if constant else max(1, round(lengths[-1] * fps))
