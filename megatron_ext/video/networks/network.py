@@ -181,11 +181,14 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def planned(self, clip: Clip) -> ClipNetwork:
-        """Return the cost model by which a run on clips of this shape is planned."""
+        """Return the formulas that estimate memory and time of a run on clips of this shape."""
 
     @abstractmethod
     def recomputing(self, mode: str) -> RunConfig:
-        """Return the configuration with full recomputation if ``mode`` is "full", else without."""
+        """Return the configuration with all blocks recomputed if ``mode`` is "full", else none.
+
+        The planner compares these modes.
+        """
 
     @abstractmethod
     def sampled(
@@ -205,8 +208,8 @@ class FlowNetwork(ABC):
     ) -> tuple[Tensor, LossFunction]:
         """Run one chunk on one micro-batch; return its output and a loss function of that output.
 
-        ``counts`` are the numbers of targets in the whole step. They are None in evaluation, and on
-        ranks that do not have the last pipeline stage.
+        ``counts`` are the numbers of targets in the whole step, by which the loss is weighted. They
+        are None in evaluation, and on ranks that do not have the last pipeline stage.
         """
         output: Tensor = model(**batch.inputs)
         return output, partial(self._loss, batch=batch, counts=counts)
@@ -293,7 +296,7 @@ class Conversion(ABC):
 
     @abstractmethod
     def reads_file(self, source: Path) -> bool:
-        """Return whether a file of torch.save may hold weights of the network."""
+        """Return whether a file may be a torch.save file that `import_weights` can read."""
 
     @abstractmethod
     def import_weights(

@@ -93,7 +93,7 @@ class Mp4Writer:
             self._container.close()
 
     def abandon(self) -> None:
-        """Close the file without finishing it."""
+        """Close the file without finishing it, after an error; no further error is raised."""
         # Hide errors here, which only follow from the error that ended the writing.
         with suppress(Exception):
             self._container.close()
@@ -148,15 +148,15 @@ def write_clips(
 ) -> None:
     """Write P clips, their contact sheet and a list of them into a folder.
 
-    The files are ``sample_000.mp4`` and so on, `CONTACT_SHEET` and `LIST`. They are written into a
-    temporary folder, which then replaces ``folder``, so that ``folder`` is never incomplete.
-    Earlier samples in ``folder`` are lost.
+    The files are ``sample_000.mp4`` and so on, ``contact_sheet.png`` with stills of all clips, and
+    ``samples.jsonl`` with a row for each clip. They are written into a temporary folder, which then
+    replaces ``folder``, so that it is never incomplete. Earlier samples in ``folder`` are lost.
 
     Args:
         pixels: P clips ``[3, f, H, W]``, all finite; they are clamped to [-1, 1].
         requests: the request of each clip, in the order of the clips.
         seed: seed of the noise of requests that have no seed.
-        facts: additional fields of each clip's row in `LIST`, such as the iteration of the model.
+        facts: more fields of each clip's row in the list, such as the iteration of the model.
 
     Raises:
         ConfigError: PyAV or pillow is not installed.
@@ -212,13 +212,13 @@ def describe(
     num_frames: int,
     facts: Mapping[str, Any],
 ) -> None:
-    """Write a contact sheet and a list of clips, `CONTACT_SHEET` and `LIST`, into a folder.
+    """Write ``contact_sheet.png``, with stills of all clips, and the list ``samples.jsonl``.
 
     Args:
         requests: the request of each clip, a dataclass with a ``title``, in the order of the clips.
         clips: frames ``[f, H, W, 3]`` of each of P clips, either all frames or a selection.
         num_frames: number of frames of each whole clip.
-        facts: additional fields of each row of `LIST`; a field of the request takes precedence.
+        facts: more fields of each row of the list; a field of the request takes precedence.
 
     Raises:
         ConfigError: pillow is not installed.

@@ -22,7 +22,8 @@ from megatron_ext.video.loss import shift, shift_factor
 from megatron_ext.video.model.tokens import LatentShape, pack, tokens_per_frame, unpack
 
 OSCILLATION_START = 10
-"""First step (from 0) whose guidance scales ``--sample-oscillation`` changes: odd steps take 1."""
+"""The step, counted from 0, from which ``--sample-oscillation`` turns guidance off (scales of 1) in
+odd steps."""
 
 
 def _has_unit_scales(sampling: SampleConfig, step: int) -> bool:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def requests_of(sample: SampleConfig) -> list[ClipRequest]:
-    """Return the requests in the file ``--sample-prompts``, or those of ``--sample-texts``.
+    """Read the requests in the file ``--sample-prompts``, or make one for each ``--sample-texts``.
 
     A request without a negative prompt gets that of ``--sample-negative-prompt``.
     """

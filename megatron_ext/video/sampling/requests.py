@@ -60,7 +60,7 @@ class ClipRequest:
         text: caption, without the words on frame rate and motion that are added to it.
         reference: image, video or folder of images whose first frames (head modes), last frames
             (tail modes) or both (i2v_loop) are given to the model; None for mode t2v.
-        mode: one of `MODES`.
+        mode: condition mode, one of `config.run.MODES`: which frames the model is given.
         motion: motion score to add to the caption; None adds none.
         negative_prompt: caption from which guidance leads away; None: ``--sample-negative-prompt``.
         seed: seed of the noise. If it is given, the clip does not depend on the request's number;

@@ -128,7 +128,7 @@ class MMDiTNetwork(ClipNetwork):
         return weights
 
     def _layers(self, name: str, *, double: bool) -> list[Weight]:
-        """Return the parameters of a single block, or of one stream of a ``double`` block.
+        """Return the parameters of a single block or, if ``double``, of one double-block stream.
 
         ``name`` is the beginning of the parameters' names.
         """
@@ -162,7 +162,7 @@ class MMDiTNetwork(ClipNetwork):
         return in_order(*parts)
 
     def layer(self) -> LayerBytes:
-        """Return the memory of a single block if most blocks are single, else of a double block."""
+        """Return the memory of a typical block: single if most blocks are, else double."""
         singles = self.model.num_single_blocks > self.model.num_double_blocks
         return self._single_block() if singles else self._double()
 
@@ -202,7 +202,8 @@ class MMDiTNetwork(ClipNetwork):
     def _attended(self, *, joins: bool) -> int:
         """Return the bytes that a block's attention keeps for the backward pass.
 
-        ``joins`` tells whether queries, keys and values of text and image are concatenated first.
+        ``joins`` tells whether queries, keys and values of text and image are concatenated first,
+        as in a double block.
         """
         width = self.block_bytes
         h = self.model.hidden_size

@@ -80,8 +80,8 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
 def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
     """Return latents ``[b, c, t, h, w]`` with the reference frames of each clip, zero elsewhere.
 
-    ``modes`` has the condition mode of each clip, as an index in `MODES`; the mode decides which
-    frames are given.
+    ``modes`` has the condition mode of each clip, as an index into `config.run.MODES`; the mode
+    decides which frames are given.
 
     Raises:
         DataError: the batch lacks encoded references that a mode needs.
@@ -125,7 +125,7 @@ class MMDiTFlow(FlowNetwork):
 
     @property
     def sequence_multiple(self) -> int:
-        """Return the number of ranks among which the tokens of [text; image] are split."""
+        """Return the number of ranks that split [text; image]; it must divide the token count."""
         return sharing_ranks(self.config.parallel)
 
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:

@@ -20,7 +20,7 @@ Pair = tuple[Tensor, Tensor]
 """Two tensors: one for the text tokens and one for the image tokens."""
 
 _MODULATED: Norm = ("LayerNorm", EPSILON, True)
-"""Modulation as a norm for the kernels of norms: the scale is its weight, the shift its bias."""
+"""A LayerNorm that computes modulation in the norm kernels: gain 1 + scale, bias shift."""
 
 
 def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
@@ -56,7 +56,8 @@ def _modulated_gradients(
 residual_and_modulated = FusedResidual(
     _modulated, saving=_modulated_and_statistics, gradients=_modulated_gradients, num_outputs=1
 )
-"""A function that returns x ``[s, b, h]``, and x modulated by shift and scale."""
+"""A function of (x ``[s, b, h]``, shift, scale) that returns x, for the residual connection, and
+the modulated norm of x."""
 
 
 def _modulated_streams(
@@ -94,7 +95,8 @@ def _streams_gradients(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of some arguments of `_modulated_streams`.
 
-    ``plan[1]`` holds the positions of these arguments. ``of_hidden`` is the gradient that reaches
+    ``plan`` is the number of outputs and the positions of these arguments, as `FusedResidual`
+    passes them. ``of_hidden`` is the gradient that reaches
     ``hidden`` through the residual connection; ``of_txt`` and ``of_img`` are the gradients of the
     modulated text and image. ``rest`` holds shift and scale of text, shift and scale of image, then
     two norm statistics of text and two of image.
@@ -114,7 +116,8 @@ residual_and_modulated_streams = FusedResidual(
     gradients=_streams_gradients,
     num_outputs=2,
 )
-"""A function that returns hidden ``[s, b, h]``, then its text and its image modulated."""
+"""A function of the arguments of `_modulated_streams` that returns hidden ``[s, b, h]``, for the
+residual connection, then the modulated norms of its text and its image."""
 
 
 @compiled

@@ -30,8 +30,8 @@ class AttentionPlan:
     """The key frames to which each block of new frames attends.
 
     Attributes:
-        past: numbers of the cached frames in the video. Key frames are the cached frames in this
-            order, followed by the new frames.
+        past: the cached frames, by their numbers in the video. Key frames are the cached frames in
+            this order, followed by the new frames; slices below count them from 0.
         blocks: for each block, (its slice of the new frames, slices of the key frames to which it
             attends).
     """
@@ -76,6 +76,7 @@ def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
 class FrameAttention:
     """Attention of each block of frames to all tokens of the frames that it sees.
 
+    Pass the results of `exchange` to the call; the cache, too, stores keys and values in this form.
     With ``trades_heads`` each context-parallel rank caches some heads of all tokens, and attends
     with these heads. Otherwise each rank caches its own tokens, and gathers all keys and values.
     """

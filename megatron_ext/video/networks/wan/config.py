@@ -71,7 +71,7 @@ SIZES = {
 
 BIDIRECTIONAL = "video-dit"
 CAUSAL = "causal-video-dit"
-"""Values of ``--video-model`` for Wan's network with bidirectional and with causal attention."""
+"""Values of ``--video-model`` for Wan's network: `BIDIRECTIONAL` and `CAUSAL` attention."""
 
 
 def is_causal(config: RunConfig) -> bool:

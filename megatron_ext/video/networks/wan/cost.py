@@ -139,7 +139,7 @@ class DiTNetwork(StreamedCost):
         )
 
     def _selected(self) -> int:
-        """Return the number of frames whose keys and values attention copies in a pass.
+        """Return the number of frames whose keys and values attention concatenates, and so copies.
 
         A frame that is copied several times is counted several times.
         """

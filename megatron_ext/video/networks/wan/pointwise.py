@@ -160,7 +160,10 @@ def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def summed(sums: Tensor, group: ProcessGroup) -> Tensor:
-    """All-reduce ``sums`` over ``group``; in the backward pass all-reduce the gradient too."""
+    """All-reduce ``sums`` over ``group``; in the backward pass all-reduce the gradient too.
+
+    Each rank uses the total for its own heads only, so its gradient is a part of the whole.
+    """
     total: Tensor = copy_to_tensor_model_parallel_region(
         reduce_from_tensor_model_parallel_region(sums, group=group), group=group
     )
@@ -172,7 +175,8 @@ def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
 
 
 residual_and_modulated = FusedResidual(_modulated)
-"""A function that returns x ``[s, b, h]``, and x modulated by each frame's shift and scale."""
+"""A function of (x ``[s, b, h]``, shift, scale) that returns x, for the residual connection, and
+`modulated_frames` of the three."""
 
 
 @compiled

@@ -39,7 +39,7 @@ _FREE: dict[Naming, dict[str, int]] = {
         "text_dim": 4096,
     },
 }  # fmt: skip
-"""Entries of config.json that decide the sizes, with the default values of each class."""
+"""Entries of config.json that may differ and decide the sizes, with their defaults, by naming."""
 _SETTLED: dict[Naming, dict[str, Any]] = {
     Naming.DIFFUSERS: {
         "patch_size": _PATCH,
@@ -60,7 +60,8 @@ _SETTLED: dict[Naming, dict[str, Any]] = {
         "eps": EPSILON,
     },
 }
-"""Entries of config.json of which the video DiT supports only the default of the class."""
+"""Entries of config.json with the only value that the video DiT supports, by naming; the value is
+also the default of the class."""
 _OUTPUT = {
     Naming.DIFFUSERS: ("in_channels", "out_channels"),
     Naming.ORIGINAL: ("in_dim", "out_dim"),
