@@ -160,7 +160,7 @@ def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
                     main.grad = model.main_grad
 
     for part in parts_of(optimizer):
-        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+        if isinstance(part, DistributedOptimizer):
             part._copy_model_grads_to_main_grads = partial(take, part)
 
 

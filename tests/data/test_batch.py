@@ -110,8 +110,9 @@ def test_masks_of_a_step_take_four_bytes_a_token(context: ParallelContext, by: s
 
 @ranks(cp=2)
 def test_context_parallel_ranks_know_the_documents_of_all_keys(context: ParallelContext) -> None:
+    """Where positions begin documents, a token that ends one elsewhere has no effect."""
     given = iter(samples(16, 5, 1))
-    how = {"documents_by_position": True}
+    how: dict[str, Any] = {"documents_by_position": True, "mask_documents_at": 2}
     (batch,) = StepLoader(given, context, (1, 16), torch.device("cpu"), **how).next_step(1)
     assert batch.tokens.shape == (1, 8)
     assert batch.attention_mask.tolist() == [[0] * 5 + [1] * 5 + [2] * 5 + [3]]
@@ -204,6 +205,8 @@ def test_random_covers_each_epoch_once_and_resumes(sharded: bool) -> None:
     assert micro_batches(6, 3) == [rank[1:] for rank in four]
     with pytest.raises(DataError, match=r"holds 5 samples, but one micro-batch .* takes 6"):
         RandomSampler(5, 0, 2, 0, 3, data_sharding=True)
+    exact = [next(iter(RandomSampler(6, 0, 2, r, 3, data_sharding=sharded))) for r in range(3)]
+    assert sorted(i for batch in exact for i in batch) == list(range(6))
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -52,6 +52,13 @@ def test_pages_are_found_until_others_take_their_place_and_the_disk_use_is_bound
     assert _found(cache, 8, [5]) == {5: _content(3)}
 
 
+def test_a_limit_counts_the_table_and_its_header(tmp_path: Path) -> None:
+    """A slot takes a page and three words of the table, whose header takes 16 words."""
+    exact = 32 * (PAGE + 3 * 8) + 16 * 8
+    assert BlockCache(tmp_path / "exact", exact).slots == 32
+    assert BlockCache(tmp_path / "less", exact - 1).slots == 16
+
+
 def test_the_page_that_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     """A cache of one set of slots is compared with an ordered dictionary."""
     cache, order = BlockCache(tmp_path, 17 * PAGE), OrderedDict[int, None]()
@@ -130,6 +137,9 @@ def test_after_a_restart_of_the_machine_or_with_another_limit_the_cache_begins_e
     assert [in_a_process(64 * PAGE) for _ in range(2)] == [0, 1]
     assert [in_a_process(32 * PAGE) for _ in range(2)] == [0, 1]
     assert _disk(tmp_path) <= 32 * PAGE
+    for lost in ("pages", "table"):
+        (tmp_path / lost).unlink()
+        assert [in_a_process(32 * PAGE) for _ in range(2)] == [0, 1]
     boot = tmp_path.with_name("boot_id")
     boot.write_text("of another start")
     monkeypatch.setattr(block_cache, "Path", lambda name: boot)

@@ -138,7 +138,8 @@ def test_damage_is_named(
 
 def test_an_index_of_nothing_has_one_boundary(tmp_path: Path) -> None:
     prefix = write_ours(tmp_path / "d", [])
-    assert check_indexed_dataset(prefix).num_documents == 0
+    info = check_indexed_dataset(prefix)
+    assert (info.num_documents, info.multimodal) == (0, False)
     header = Path(f"{prefix}.idx").read_bytes()[:34]
     Path(f"{prefix}.idx").write_bytes(header[:26] + bytes(8))
     with pytest.raises(DataError, match="its 0 sequences and 0 document boundaries need 34"):
@@ -198,11 +199,14 @@ def test_core_reads_modes_back(tmp_path: Path) -> None:
 
     with IndexedWriter(tmp_path / "d", np.dtype(np.int32), multimodal=True) as writer:
         writer.add_document(np.arange(5), [2, 3], [0, 1])
-        writer.add_document(np.arange(4), [4])
+        writer.add_document(np.arange(4), [1, 3])
     dataset = IndexedDataset(str(tmp_path / "d"), multimodal=True)
-    found = [(ids.tolist(), int(mode)) for ids, mode in (dataset[i] for i in range(3))]
-    assert found == [([0, 1], 0), ([2, 3, 4], 1), ([0, 1, 2, 3], 0)]
-    merged = merge_indexed([tmp_path / "d", tmp_path / "d"], tmp_path / "m", multimodal=True)
+    found = [(ids.tolist(), int(mode)) for ids, mode in (dataset[i] for i in range(4))]
+    assert found == [([0, 1], 0), ([2, 3, 4], 1), ([0], 0), ([1, 2, 3], 0)]
+    # A dataset without sequences has no modes to lack.
+    nothing = write_ours(tmp_path / "nothing", [], np.int32)
+    parts = [tmp_path / "d", nothing, tmp_path / "d"]
+    merged = merge_indexed(parts, tmp_path / "m", multimodal=True)
     assert (merged.num_documents, merged.multimodal) == (4, True)
 
 
@@ -226,7 +230,11 @@ def test_merge_refuses(tmp_path: Path) -> None:
         merge_indexed([a], tmp_path / "m", multimodal=True)
     with pytest.raises(DataError, match="There is nothing to merge into"):
         merge_indexed([], tmp_path / "m")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "b.bin", "b.idx"]
+    (tmp_path / "m.idx").mkdir()
+    with pytest.raises(DataError, match=r"m.idx is a folder, but a dataset must go there; move it"):
+        merge_indexed([a], tmp_path / "m")
+    left = ["a.bin", "a.idx", "b.bin", "b.idx", "m.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_ids_that_do_not_fit_are_refused() -> None:

@@ -46,6 +46,13 @@ def test_counts_stay_within_one_sample_of_the_exact_quota(kind: str, count: int)
         assert own.tolist() == list(range(len(own)))
 
 
+def test_the_error_of_counts_is_the_largest_surplus_or_lack() -> None:
+    weights = [Fraction(2), Fraction(1), Fraction(1)]
+    assert error_of(weights, [5, 2, 1]) == Fraction(1)
+    assert error_of(weights, [8, 0, 0]) == Fraction(4), "the quotas are 4, 2 and 2"
+    assert error_of(weights, [1, 3, 4]) == Fraction(3)
+
+
 @pytest.mark.parametrize("kind", ["decimals", "token counts", "skewed"])
 def test_any_place_is_found_as_if_all_before_it_had_been_scheduled(kind: str) -> None:
     weights = _weights(kind, 12, 5)

@@ -1,6 +1,7 @@
 """The loaders of a run's splits: which samples each rank gets, and what fills the last batch."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,10 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_ext.data.loader import FilledUp, build_source
-from megatron_ext.data.samplers import RandomSampler
+from megatron_ext.config.run import RunConfig
+from megatron_ext.data.loader import (
+    BatchSource,
+    FilledUp,
+    StepDataset,
+    build_source,
+    stage_reads_data,
+)
+from megatron_ext.data.samplers import RandomSampler, StepPlan
 from megatron_ext.errors import DataError
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
 from tests.ranks import ranks
 from tests.training_runs import TINY, config_of
 
@@ -56,6 +65,88 @@ def test_replicas_share_all_samples_or_have_shards_of_their_own(context: Paralle
     assert _numbers(source.next_step(2)) == [[first, first + 1], [first + 4, first + 5]]
     with pytest.raises(DataError, match=r"middle of a step \(the split holds 41 samples\)"):
         source.next_step(1)
+
+
+def _on_a_middle_stage(*words: str) -> tuple[RunConfig, ParallelContext]:
+    """Return the configuration of a run on three stages, and the context of the second."""
+    flags = "--mock-data --train-iters 9 --tokenizer-type NullTokenizer --vocab-size 90".split()
+    config = config_of([*TINY, *flags, "--pipeline-model-parallel-size", "3", *words], ranks=3)
+    layout = Layout.from_config(config.parallel)
+    groups: Any = None
+    where = {"rank": 1, "tp_rank": 0, "pp_rank": 1, "dp_rank": 0, "cp_rank": 0}
+    return config, ParallelContext(layout, **where, pgs=groups, pipeline_channels=groups)
+
+
+def test_a_middle_stage_reads_tokens_only_if_it_predicts_several_or_masks_documents() -> None:
+    for words, reads in (
+        (["--num-layers", "3"], False),
+        (["--num-layers", "3", "--reset-attention-mask"], True),
+        (
+            "--pipeline-model-parallel-layout Et|ttm|L --num-layers 3 --mtp-num-layers 1".split(),
+            True,
+        ),
+        (
+            "--pipeline-model-parallel-layout Et|t|tmL --num-layers 3 --mtp-num-layers 1".split(),
+            False,
+        ),
+    ):
+        config, context = _on_a_middle_stage(*words)
+        assert stage_reads_data(config.model, config.parallel, context) is reads, words
+
+
+def test_stages_without_data_count_the_steps_of_a_plan() -> None:
+    """All stages must run the same number of micro-batches."""
+    plan: Any = SimpleNamespace(num_microbatches=lambda step: 10 * step)
+    source = BatchSource(None, None, plan, first_step=2)
+    sizes = []
+    for _ in range(3):
+        sizes.append(source.num_microbatches(1))
+        assert source.next_step(sizes[-1]) is None
+    assert sizes == [20, 30, 40]
+    assert BatchSource(None, None).num_microbatches(7) == 7
+
+
+class Planned(StepDataset, Numbered):
+    """A dataset that names the samples of each step: its own number, and a hundred more."""
+
+    @property
+    def plan(self) -> StepPlan:  # type: ignore[override]
+        return StepPlan(self, 1)
+
+    packs_documents = True
+    steps_per_epoch = 3
+
+    def step(self, epoch: int, step: int) -> list[list[list[int]]]:
+        return [[[10 * epoch + step]]]
+
+    def __getitem__(self, number: Any) -> dict[str, Tensor]:
+        (own,) = number
+        return {**super().__getitem__(own), "sample_ids": torch.zeros(4, dtype=torch.int64)}
+
+
+@ranks()
+def test_a_plan_goes_on_at_the_step_that_follows_the_consumed_samples(
+    context: ParallelContext,
+) -> None:
+    words = [*TINY, *"--mock-data --train-iters 9 --tokenizer-type NullTokenizer".split()]
+    config = config_of([*words, *"--vocab-size 90 --micro-batch-size 1".split()])
+    for done, numbers in ((0, [0, 1, 2, 10]), (4, [11, 12, 20, 21])):
+        source = build_source(Planned(100), config, context, CPU, 16 * done)
+        assert [_numbers(source.next_step(1)) for _ in range(4)] == [[[n]] for n in numbers]
+    with pytest.raises(DataError, match=r"consumed 24 samples, which is no whole number of steps"):
+        build_source(Planned(100), config, context, CPU, 24)
+
+
+def test_a_middle_stage_gets_the_documents_of_packed_rows() -> None:
+    config, context = _on_a_middle_stage("--num-layers", "3", "--micro-batch-size", "1")
+
+    class Packed(Planned):
+        @property
+        def plan(self) -> StepPlan:  # type: ignore[override]
+            return StepPlan(self, 1, packs_documents=True)
+
+    assert build_source(Packed(9), config, context, CPU, 0).loader is not None
+    assert build_source(Planned(9), config, context, CPU, 0).loader is None
 
 
 @ranks()

@@ -44,10 +44,12 @@ def test_a_change_of_length_waits_for_a_whole_step() -> None:
     ]
     assert [stage.start for stage in stages_of(planned, batch=16)] == [0, 100, 160, 224]
     assert [stage.start for stage in stages_of(planned, begin=320, batch=16)] == [0, 100, 160, 224]
+    # The batch was another one before, so that steps do not begin at multiples of 16.
+    assert [stage.start for stage in stages_of(planned, begin=325, batch=16)] == [0, 100, 165, 229]
 
 
-def test_a_ramp_follows_the_integral_of_its_shares() -> None:
-    size = 12_345
+@pytest.mark.parametrize("size", [12_345, 200, 100])
+def test_a_ramp_follows_the_integral_of_its_shares(size: int) -> None:
     planned = [
         Planned(_weights(a=1), 8, samples=10),
         Planned(_weights(b=3, c=1), 8, samples=size, ramp=True),
@@ -75,6 +77,8 @@ def test_a_run_that_goes_on_with_the_same_mixture_is_not_changed() -> None:
     assert continued(plan, scaled, 300) == plan
     assert continued(plan, plan, 500) == plan
     assert continued([], plan, 300) == plan
+    named = [Stage(0, 8, _weights(a=1, b=3, c=0)), plan[1]]
+    assert continued(plan, named, 300) == plan
     # A stage with the weights of the one before begins its own count in an unbroken run too.
     plan = [Stage(0, 8, _weights(a=3, b=7)), Stage(95, 8, _weights(a=3, b=7))]
     for number in (94, 95, 96):
@@ -106,6 +110,14 @@ def test_a_limit_gives_the_share_of_a_source_to_the_others(epochs: str) -> None:
     assert after.locate(0, number).begins.tolist() == order.locate(0, number).begins.tolist()
     assert 0 not in after.locate(number, 9000).sources
     assert after.locate(number - 2, number + 1).sources.tolist().count(1) >= 1
+
+
+def test_a_source_can_reach_its_limit_just_where_a_stage_begins() -> None:
+    order = _order([Stage(0, 8, _weights(a=1, b=1)), Stage(2000, 8, _weights(a=1, c=1))])
+    after, _, exhausted = limited(order, {"a": Fraction(1)}, 2050, stops=False)
+    assert [each.number for each in exhausted] == [2000]
+    assert set(after.locate(1990, 2000).sources.tolist()) == {0, 1}
+    assert set(after.locate(2000, 2050).sources.tolist()) == {2}
 
 
 def test_a_limit_can_end_the_run_and_the_last_source_always_does() -> None:

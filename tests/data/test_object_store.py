@@ -87,8 +87,10 @@ def test_requests_that_fail_hang_or_are_cut_short_are_repeated_and_counted(
     monkeypatch.setattr(FlakyStorage, "short", 0.02)
     store = ObjectStore(tmp_path, SCARCE)
     span, local = open_remote_span(f"flaky://{prefix}", 0, None, store), open_span(prefix, 0, None)
+    started = time.monotonic()
     for seed in range(100):
         same(span, local, seed)
+    passed = time.monotonic() - started
     counts = store.counts()
     # Two descriptions are requests too.
     assert counts["requests"] == len(FlakyStorage.asked) + 2 > 1000
@@ -96,7 +98,8 @@ def test_requests_that_fail_hang_or_are_cut_short_are_repeated_and_counted(
     for name, share in expected.items():
         wanted = share * counts["requests"]
         assert counts[name] > 0 and abs(counts[name] - wanted) < 4 * wanted**0.5, (name, counts)
-    assert counts["waited_us"] > 0 and counts["not_kept"] == 0
+    assert 0.2e6 < counts["waited_us"] < passed * 1e6, "one hanging request is waited for 0.2 s"
+    assert counts["not_kept"] == 0
 
 
 def test_ranges_of_many_lengths_are_fetched_together_and_nothing_else_is(

@@ -112,6 +112,11 @@ def test_a_source_that_rests_goes_on_where_it_stood() -> None:
     stages = [_stage(0, 8, a=1), _stage(30, 8, b=1), _stage(50, 8, a=1)]
     resting = SampleOrder({"a": 8000, "b": 8000}, stages, 8, 1)
     assert resting.locate(50, 80).begins.tolist() == always.locate(30, 60).begins.tolist()
+    # While a source rests, a change of length that is undone before it returns does not touch it.
+    always = SampleOrder({"a": 8000, "b": 8000}, [_stage(0, 4, a=1)], 8, 1)
+    stages = [_stage(0, 4, a=1), _stage(30, 8, b=1), _stage(50, 4, a=1)]
+    resting = SampleOrder({"a": 8000, "b": 8000}, stages, 8, 1)
+    assert resting.locate(50, 80).begins.tolist() == always.locate(30, 60).begins.tolist()
 
 
 def test_sources_and_seeds_have_orders_of_their_own() -> None:
@@ -120,6 +125,8 @@ def test_sources_and_seeds_have_orders_of_their_own() -> None:
         for name, seed in (("a", 1), ("b", 1), ("a", 2))
     ]
     assert all((orders[0] == other).sum() < 10 for other in orders[1:])
+    moved = SampleOrder({"s3://bucket/web/a": 8000}, [Stage(0, 8, {"s3://bucket/web/a": 1})], 8, 1)
+    assert moved.locate(0, 500).begins.tolist() == orders[0].tolist(), "the folder does not count"
 
 
 def test_the_order_takes_little_memory_and_time_for_a_trillion_tokens() -> None:

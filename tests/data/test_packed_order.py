@@ -198,3 +198,9 @@ def test_documents_that_begin_before_the_counted_blocks_are_not_counted() -> Non
     assert 0 < _shift(order) < 90 * WINDOW
     cuts = order.cuts(0, 3)
     assert (cuts.documents, cuts.longer, cuts.packed, cuts.concatenated) == (1, 1, 1, 1)
+    # Documents that are exactly as long as a sample are not longer.
+    exact = {"a": starts_in(np.arange(0, 90 * WINDOW, WINDOW))}
+    order = PackedOrder({"a": 90 * WINDOW}, [_stage(0, a=1)], WINDOW, 1, exact)
+    assert _shift(order) % WINDOW
+    cuts = order.cuts(0, 3)
+    assert (cuts.documents, cuts.longer, cuts.concatenated) == (90, 0, 90)

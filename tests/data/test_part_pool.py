@@ -1,6 +1,8 @@
 """Parts that are worked on in processes of either kind, and workers that fail or die."""
 
 import os
+import signal
+import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,16 @@ def work(folder: Path, worker: int, part: str, advance: Advance) -> None:
     tries = folder / f"{part}.tries"
     with tries.open("a") as out:
         out.write(f"{worker}\n")
+    if part.startswith("pair"):
+        for kind, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.SIG_IGN)):
+            assert signal.getsignal(kind) == handler
+        end = time.monotonic() + 60
+        while len(list(folder.glob("pair*.tries"))) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        if part == "pair, deadly" and len(tries.read_text().split()) == 1:
+            os._exit(9)
+        if part == "pair, slow" and len(tries.read_text().split()) == 1:
+            time.sleep(60)  # until the pool is ended because of the other worker
     if part.startswith("bad"):
         raise DataError("This part is bad.")
     if part.startswith("late"):
@@ -76,6 +88,27 @@ def test_spawned_processes_get_parts_and_number_themselves(tmp_path: Path) -> No
     assert {path.read_text() for path in tmp_path.glob("?")} == {"done"}
     workers = {path.read_text() for path in tmp_path.glob("?.tries")}
     assert workers <= {"0\n", "1\n"} and "0\n" in workers
+
+
+def test_workers_have_numbers_and_the_usual_signals_and_the_one_that_died_is_named(
+    tmp_path: Path,
+) -> None:
+    """Two parts that wait for each other, so that each has a worker."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        said, done = run(tmp_path, ["pair 1", "pair 2"])
+        assert not said and sorted(done) == [0, 1]
+        numbers = sorted(path.read_text() for path in tmp_path.glob("pair*.tries"))
+        assert numbers == ["0\n", "1\n"]
+        own = tmp_path / "own"
+        own.mkdir()
+        said, done = run(own, ["pair, slow", "pair, deadly"])
+        assert sorted(done) == [0, 1]
+        assert [line.partition(" ended")[2] for line in said] == [
+            " (9) in part pair, deadly; it is encoded again, alone (attempt 2)."
+        ]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_errors_and_deaths_of_workers(tmp_path: Path) -> None:

@@ -88,6 +88,14 @@ def test_images_are_those_of_a_network_in_plain_integers(size: int) -> None:
     assert permute(indices, size, 42).tolist() == wanted
 
 
+@pytest.mark.parametrize("size", [1, 5, 32])
+def test_images_of_small_sizes_are_ranks_of_keys(size: int) -> None:
+    """Up to 32 indices are ordered by their own keys, in every version."""
+    own = derived(np.full(size, 42, np.uint64), np.arange(size)).tolist()
+    wanted = [sorted(own).index(key) for key in own]
+    assert permute(np.arange(size), size, 42).tolist() == wanted
+
+
 def test_small_permutations_are_equally_frequent() -> None:
     keys = derived(np.full(24_000, 9, np.uint64), np.arange(24_000))
     columns = [permute(np.full(24_000, i), 4, keys) for i in range(4)]

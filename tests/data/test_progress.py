@@ -17,6 +17,9 @@ def test_the_line_of_a_log_counts_from_where_the_run_went_on() -> None:
     line = progress.line(1_000_000, 500, 2.0)
     assert line == " 67%  500 documents  250 documents/s  0.5 MB/s  ETA 0:04"
     assert progress.line(500, 5, 1.0).endswith("ETA 1:39:59")
+    hours = Progress(3_601, 0, "clips")
+    assert hours.line(1, 1, 1.0).endswith("ETA 1:00:00")
+    assert hours.line(2, 2, 2.0).endswith("ETA 59:59")
     clips = Progress(300, 100, "clips", verb="Encoded")
     assert clips.line(50, 50, 20.0) == "Encoded  50%  50 clips  2.5 clips/s  ETA 1:00"
 

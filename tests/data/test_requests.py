@@ -106,6 +106,28 @@ def test_a_folder_is_no_object(info: dict[str, Any], monkeypatch: pytest.MonkeyP
         made.wait(made.describe("s3://b/a.bin"))
 
 
+def test_settings_of_s3_come_before_ours_which_turn_hidden_retries_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: dict[str, Any] = {}
+
+    class Storage:
+        retries = 5
+
+    def made(address: str, **options: Any) -> Any:
+        asked[address] = options
+        return Storage(), "b/a"
+
+    monkeypatch.setattr(requests.fsspec.core, "url_to_fs", made)
+    own = {"s3": {"config_kwargs": {"max_pool_connections": 3}}}
+    monkeypatch.setattr(requests.fsspec.config, "conf", own)
+    fs, _ = requests._place("s3://b/a")
+    settings = {"retries": {"max_attempts": 0}, "max_pool_connections": 3}
+    assert asked == {"s3://b/a": {"config_kwargs": settings}} and fs.retries == 1
+    fs, _ = requests._place("gs://b/a")
+    assert asked["gs://b/a"] == {} and fs.retries == 5
+
+
 def test_the_package_of_a_scheme_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(address: str, **options: Any) -> Any:
         raise ImportError(address)

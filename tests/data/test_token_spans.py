@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.data.indexed_writer import IndexedWriter
-from megatron_ext.data.token_spans import MappedSpan, TokenSpan, open_span
+from megatron_ext.data.token_spans import MappedSpan, ReadSpan, TokenSpan, open_span
 from megatron_ext.errors import DataError
 
 DTYPES = [np.uint16, np.int32]
@@ -37,6 +37,7 @@ def test_ranges_are_those_of_the_file_and_go_on_at_the_splits_beginning(
     span = open_span(str(tmp_path / "docs"), 4, 36, mapped=mapped)
     split = tokens[100:900]
     assert (span.first, span.tokens, span.dtype) == (100, 800, np.dtype(dtype))
+    assert type(span) is (MappedSpan if mapped else ReadSpan)
     begins = np.array([0, 7, 799, 770, 300, 768])
     for length in (1, 33, 799, 800, 2000):
         found = span.gather(begins, length)
@@ -170,6 +171,7 @@ def test_damaged_files_are_told_in_a_sentence(tmp_path: Path) -> None:
     prefix = tmp_path / "docs"
     _write(prefix)
     span = open_span(str(prefix), 0, None, mapped=False)
+    later = open_span(str(prefix), 4, 36)  # tokens 100 to 899
     # A file that is longer than its index, such as that of another dataset, holds other texts.
     os.truncate(f"{prefix}.bin", 2002)
     for mapped in (True, False):
@@ -184,6 +186,9 @@ def test_damaged_files_are_told_in_a_sentence(tmp_path: Path) -> None:
     os.symlink(f"{prefix}.bin", f"{prefix}x.bin")
     with pytest.raises(DataError, match=r"docsx.bin has 2000 bytes, but its index counts 1000 tok"):
         open_span(f"{prefix}x", 0, None)
+    os.truncate(f"{prefix}.bin", 1700)
+    with pytest.raises(DataError, match=r"cut while it was in use: it has 1700 bytes.*least 1800"):
+        later.gather(np.array([10]), 20)
     os.truncate(f"{prefix}.bin", 1000)
     with pytest.raises(DataError, match=r"docs.bin has 1000 bytes, but its index counts 1000 tok"):
         open_span(str(prefix), 0, None)

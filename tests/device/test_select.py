@@ -109,5 +109,32 @@ def test_peaks_are_those_of_the_width_of_a_number() -> None:
         gpus.GPUS["A100"].peak(1)
 
 
+FIGURES = {
+    "A100-40GB": (312, None, 19.5, 40, 1555, 300, 25),
+    "A100": (312, None, 19.5, 80, 2039, 300, 25),
+    "L40S": (362, 733, 91.6, 48, 864, 32, 25),
+    "H100": (989, 1979, 67, 80, 3350, 450, 50),
+    "H200": (989, 1979, 67, 141, 4800, 450, 50),
+    "B200": (2250, 4500, 80, 180, 8000, 900, 50),
+}
+"""Dense TFLOP/s in bf16, fp8 and fp32, GB, and GB/s of memory, link (one way) and network."""
+
+
+def test_figures_are_those_of_the_datasheets() -> None:
+    assert FIGURES.keys() == gpus.GPUS.keys()
+    for name, gpu in gpus.GPUS.items():
+        rates = (gpu.bf16, gpu.fp8, gpu.fp32)
+        sizes = (gpu.memory, gpu.memory_bandwidth, gpu.link, gpu.network)
+        found = [None if x is None else x / 1e12 for x in rates] + [x / 1e9 for x in sizes]
+        assert found == pytest.approx(list(FIGURES[name])), name
+        assert gpu.per_node == 8
+    others = {
+        "H100 PCIe": 756, "H800": 989, "GB200": 2500, "A800": 312, "A40": 150, "A10G": 70,
+        "RTX 4090": 165,
+    }  # fmt: skip
+    wanted = {name: bf16 for name, (bf16, *_) in FIGURES.items()} | others
+    assert {name: peak / 1e12 for name, peak in gpus.PEAK_FLOPS_BF16.items()} == wanted
+
+
 def test_cublas_takes_more_memory_from_hopper_on() -> None:
     assert {name for name, gpu in gpus.GPUS.items() if gpu.hopper} == {"H100", "H200", "B200"}

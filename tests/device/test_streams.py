@@ -1,12 +1,13 @@
 """Copies to a device, the end of CUDA graphs, and measured rates, on a CPU as far as it goes."""
 
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_ext.device import destroy_graphs, gpus, to_device
+from megatron_ext.device import destroy_graphs, gpus, other_threads_go_on, to_device
 from megatron_ext.device.gpus import copy_rate, has_fp8, matrix_rate, seconds_of
 from megatron_ext.errors import DeviceNotSupported
 from megatron_ext.parallel.context import ParallelContext
@@ -60,6 +61,16 @@ def test_groups_take_graphs_down_first(context: ParallelContext) -> None:
         ):
             context.destroy()
         assert state == [True]
+
+
+def test_other_threads_go_on_only_while_graphs_are_captured() -> None:
+    original = torch.cuda.graph
+    with pytest.raises(ValueError, match="a layer fails"), other_threads_go_on():
+        made: Any = torch.cuda.graph
+        assert made.func is original
+        assert made.keywords == {"capture_error_mode": "thread_local"}
+        raise ValueError("a layer fails")
+    assert torch.cuda.graph is original
 
 
 CPU = torch.device("cpu")

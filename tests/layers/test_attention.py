@@ -89,10 +89,12 @@ def test_equals_plain_arithmetic(context: ParallelContext, groups: int, masked: 
     """The scale of the softmax is the default one, then a given one."""
     forbidden = plain.documents(S, ENDS) if masked else plain.causal(S, B)
     qkv = random_qkv(groups)
-    ours = build(DotProductAttention, config(num_query_groups=groups), context)
+    # The size of a head need not be the hidden size divided by the number of heads.
+    sizes = config(num_query_groups=groups, hidden_size=3 * N * D, kv_channels=D)
+    ours = build(DotProductAttention, sizes, context)
     mask = forbidden[:, None] if masked else None
     assert_near(outcome(ours, qkv, mask), expected(qkv, forbidden), 1e-6)
-    given = build(DotProductAttention, config(num_query_groups=groups), context, softmax_scale=0.7)
+    given = build(DotProductAttention, sizes, context, softmax_scale=0.7)
     assert_near(outcome(given, qkv, mask), expected(qkv, forbidden, 0.7), 1e-6)
 
 
@@ -355,6 +357,8 @@ def test_deterministic_dropout_is_that_of_one_rank(context: ParallelContext, kin
     scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * CP_WIDTH**-0.5
     probabilities = scores.masked_fill(plain.causal(S, B)[:, None], -math.inf).softmax(dim=-1)
     module = build(DotProductAttention, transformer_config, context, cp_comm_type=kind)
+    deeper = build(DotProductAttention, transformer_config, context, layer_number=2)
+    assert module.site != deeper.site, "each layer draws masks of its own"
     tp, cp = context.pgs.tp, context.pgs.cp
     own = [plain.zigzag(x.chunk(2, dim=2)[tp.rank()], cp.rank(), 2) for x in (query, key, value)]
     with microbatch_masks(7, 3):
@@ -412,6 +416,20 @@ def test_kinds_that_it_does_not_have_are_refused(context: ParallelContext) -> No
     odd = [torch.zeros(S // 2, B, 3, CP_WIDTH)] * 3
     with pytest.raises(ConfigError, match=r"heads of a tensor-parallel rank \(3\) to be divisible"):
         module(*odd, None)
+
+
+@ranks(cp=2)
+def test_an_odd_number_of_groups_is_repeated_for_the_heads_of_two_ranks(
+    context: ParallelContext,
+) -> None:
+    generator = torch.Generator().manual_seed(8)
+    qkv = [torch.randn(S, B, n, D, generator=generator, dtype=torch.float64) for n in (6, 3, 3)]
+    rank = context.pgs.cp.rank()
+    want = plain.attention(*qkv, plain.causal(S, B))
+    transformer_config = config(hidden_size=6 * D, num_attention_heads=6, num_query_groups=3)
+    module = build(DotProductAttention, transformer_config, context, cp_comm_type="a2a")
+    got = module(*(plain.zigzag(x, rank, 2) for x in qkv), None)
+    torch.testing.assert_close(got, plain.zigzag(want, rank, 2), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("value_size", [5, 12])

@@ -69,7 +69,9 @@ def test_flags_of_gradients_reach_megatron_core(
         ddp_num_buckets=7,
     )
     precision = dataclasses.replace(config.precision, accumulate_allreduce_grads_in_fp32=on)
-    made = _ddp_config(optimizer, precision, config.fp8, context, 77)
+    fp8 = dataclasses.replace(config.fp8, fp8_param_gather=on)
+    made = _ddp_config(optimizer, precision, fp8, context, 77)
+    assert made.fp8_param_gather == on
     assert (made.average_in_collective, made.grad_reduce_in_fp32) == (on, on)
     assert (made.overlap_grad_reduce, made.overlap_param_gather) == (overlap, overlap)
     assert made.align_param_gather == (on and overlap)

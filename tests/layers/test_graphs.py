@@ -116,6 +116,17 @@ def test_threads_that_pin_memory_do_not_end_a_capture(context: ParallelContext) 
 
 
 @on_graphs
+def test_layers_run_as_often_before_the_capture_as_the_flag_says(context: ParallelContext) -> None:
+    block = block_of(context)
+    graphs = ChunkGraphs(block.layers, warmup_steps=2)
+    run(block, hidden(0))
+    name = "make_graphed_callables"
+    with mock.patch.object(torch.cuda, name, wraps=getattr(torch.cuda, name)) as record:
+        graphs.capture(1)
+    assert record.call_args.kwargs == {"num_warmup_iters": 2}
+
+
+@on_graphs
 def test_a_gradient_that_left_is_not_overwritten(context: ParallelContext) -> None:
     """The message with it may be under way when the slot is used again."""
     block, _ = graphed(context)

@@ -83,6 +83,7 @@ def save_weights(
     transformer_config = build_transformer_config(config)
     chunks = build_chunks(GPT.model_chunk, config, transformer_config, context, vocab_size)
     assert torch.equal(torch.get_rng_state(), state)
+    assert not isinstance(transformer_config.init_method, Marked), "later modules fill themselves"
     parts = [
         (shard.name, shard.full_shape, shard.offset, shard.tensor.detach().clone(), shard.is_main)
         for chunk in chunks

@@ -26,6 +26,7 @@ from megatron_ext.layers.specs import (
     layer_spec,
     mtp_block_spec,
 )
+from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from tests.layers import plain
 from tests.ranks import on_ranks, ranks
@@ -237,6 +238,44 @@ def test_a_block_is_made_of_our_modules(context: ParallelContext) -> None:
     assert not hasattr(block.layers[0].mlp, "router") and hasattr(block.layers[1].mlp, "router")
 
 
+@pytest.mark.parametrize("part", ["proj_bias", "mlp_bias"])
+@ranks()
+def test_a_part_of_a_layer_may_have_the_only_bias(context: ParallelContext, part: str) -> None:
+    """Dense MLPs are meant, and no experts."""
+    changes: dict[str, Any] = {"num_moe_experts": 2, "moe_layer_freq": [0, 1], part: True}
+    block = torch_block(StepTransformerConfig(**{**SMALL, **changes}), context)
+    found = {name for name, _ in block.named_parameters() if name.endswith("bias")}
+    assert (
+        found
+        == {
+            "proj_bias": {f"layers.{n}.self_attention.linear_proj.bias" for n in range(2)},
+            "mlp_bias": {f"layers.0.mlp.linear_{n}.bias" for n in ("fc1", "fc2")},
+        }[part]
+    )
+
+
+@ranks()
+def test_recomputed_mlps_add_their_own_bias(context: ParallelContext) -> None:
+    found = []
+    for modules in (None, ["mlp"]):
+        transformer_config = config(
+            add_bias_linear=True,
+            recompute_granularity="selective" if modules else None,
+            recompute_modules=modules,
+        )
+        block = torch_block(transformer_config, context)
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for parameter in block.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        x = torch.randn(S, B, H, generator=generator).requires_grad_()
+        output = block(x, None)
+        output.square().sum().backward()
+        found.append([output.detach(), x.grad, *(p.grad for p in block.parameters())])
+    for plainly, recomputed in zip(*found, strict=True):
+        torch.testing.assert_close(recomputed, plainly)
+
+
 @ranks()
 def test_prediction_depths_are_like_the_last_layer(context: ParallelContext) -> None:
     for pattern in ([0, 1], [1, 0]):
@@ -281,3 +320,5 @@ def test_recomputation_that_needs_transformer_engine_is_refused(context: Paralle
     transformer_config = config(recompute_granularity="selective", recompute_modules=["layernorm"])
     with pytest.raises(ConfigError, match="`--recompute-modules layernorm` needs Transformer Eng"):
         layer_spec(transformer_config, impl="torch")
+    # The modules have an effect only with selective recomputation.
+    layer_spec(config(recompute_modules=["layernorm"]), impl="torch")

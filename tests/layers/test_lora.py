@@ -18,7 +18,7 @@ from megatron_ext.inspect import parity
 from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.initialization import shards_of
-from megatron_ext.layers.lora import merge_adapters
+from megatron_ext.layers.lora import merge_adapters, merged_weight_of
 from megatron_ext.layers.moe import Router
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer
@@ -156,6 +156,22 @@ def test_merged_weights_give_the_output_of_the_adapters(context: ParallelContext
     assert merge_adapters([chunk]) == 2 * len(TARGETS)
     assert not any("lora" in name for name, _ in chunk.named_parameters())
     near(loss_of(chunk, run), want, "loss", 1e-6)
+
+
+@ranks()
+def test_merged_weights_have_the_dtype_of_the_weights(context: ParallelContext) -> None:
+    """The sum is rounded once."""
+    run = gpt_config(*LORA, "--bf16")
+    (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
+    draw_b(chunk)
+    layer = chunk.decoder.layers[0].self_attention.linear_qkv
+    merged = merged_weight_of([chunk])
+    assert len(merged) == 2 * len(TARGETS)
+    want = layer.weight.float() + 2 * layer.lora.b.float() @ layer.lora.a.float()
+    assert layer.weight.dtype == layer.lora.a.dtype == torch.bfloat16
+    assert torch.equal(merged[id(layer.weight)](), want.bfloat16())
+    assert merge_adapters([chunk]) == 2 * len(TARGETS)
+    assert torch.equal(layer.weight, want.bfloat16()) and layer.lora is None
 
 
 @ranks()

@@ -190,6 +190,29 @@ def test_layers_share_a_mask_until_it_changes(form: str, monkeypatch: pytest.Mon
         copy.copy_(copy.flip(0))
         flex.block_mask(q, k, plainly, copy)
         assert len(spans) == 6
+        # Parts of one tensor are masks of their own, as those of micro-batches that lie together.
+        for sample in (copy[:1], copy[1:], copy[:1]):
+            flex.block_mask(q[:1], k[:1], plainly, sample)
+        assert len(spans) == 8
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "distances"),
+    [
+        (True, None, (0, None)),
+        (False, None, (None, None)),
+        (True, (3, 5), (0, 3)),
+        (True, (0, 0), (0, 0)),
+        (False, (3, 5), (-5, 3)),
+        (False, (0, 0), (0, 0)),
+        (False, (-1, 5), (-5, None)),
+        (False, (3, -1), (None, 3)),
+    ],
+)
+def test_a_window_of_0_sees_one_position_and_one_of_minus_1_all(
+    causal: bool, window: tuple[int, int] | None, distances: tuple[int | None, int | None]
+) -> None:
+    assert Span(7, causal, window).distances() == distances
 
 
 def test_blocks_that_no_query_sees_are_left_out() -> None:

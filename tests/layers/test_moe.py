@@ -142,6 +142,16 @@ def test_recomputed_shared_experts(context: ParallelContext, modules: list[str] 
     )
 
 
+@ranks()
+def test_shared_experts_beside_the_communication(context: ParallelContext) -> None:
+    check_block(
+        context,
+        moe_token_dispatcher_type="alltoall",
+        moe_shared_expert_intermediate_size=SHARED,
+        moe_shared_expert_overlap=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(None, torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)],

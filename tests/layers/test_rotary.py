@@ -44,6 +44,9 @@ KINDS: list[tuple[dict[str, Any], float, float]] = [
     ({"rope_type": "yarn", "factor": None, **ORIGINAL}, 10000.0, 1.0),
     ({"rope_type": "yarn", "factor": 40.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False,
       **ORIGINAL}, 150000.0, 0.5),
+    # A ramp between the same frequencies has no width.
+    ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 8.0, "truncate": False,
+      **ORIGINAL}, 10000.0, 1.0),
     ({"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3, **ORIGINAL},
      10000.0, 1.0),
     ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25, **ORIGINAL}, 10000.0, 1.0),
@@ -117,6 +120,7 @@ LLAMA = {
     "high_freq_factor": 4,
     **ORIGINAL,
 }
+YARN = {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3, **ORIGINAL}
 LONG = {"rope_type": "longrope", **DIVISORS, **ORIGINAL}
 
 
@@ -150,8 +154,8 @@ def test_a_scaling_that_cannot_be_is_told_by_its_rule(values: Any, rule: str) ->
 def test_what_is_null_or_0_may_be_left_out() -> None:
     for text in (None, '{"rope_type": "default"}', '{"type": "default", "factor": null}', "{}"):
         assert read_scaling(text, POSITIONS) is None
-    both = read_scaling(json.dumps({**KINDS[6][0], "mscale": 0}), POSITIONS)
-    neither = read_scaling(json.dumps({**KINDS[6][0], "mscale": None}), POSITIONS)
+    both = read_scaling(json.dumps({**YARN, "mscale": 0}), POSITIONS)
+    neither = read_scaling(json.dumps({**YARN, "mscale": None}), POSITIONS)
     assert both is not None and neither is not None
     assert both.magnitude == neither.magnitude
     higher = read_scaling(json.dumps({**LLAMA, "high_freq_factor": 2.5}), POSITIONS)

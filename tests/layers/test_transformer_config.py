@@ -60,6 +60,21 @@ def test_products_add_to_the_buffer_in_the_layers_of_the_run(
         assert not (found.adds_in_place or found.te_gradient_accumulation_fusion)
 
 
+@pytest.mark.parametrize(
+    ("words", "biases"),
+    [
+        ("--disable-bias-linear", (False, False)),
+        ("--disable-bias-linear --add-proj-bias", (True, False)),
+        ("--disable-bias-linear --add-mlp-bias", (False, True)),
+    ],
+)
+def test_parts_of_a_layer_have_the_biases_of_their_own_flags(
+    words: str, biases: tuple[bool, bool]
+) -> None:
+    found = build_transformer_config(config_of(f"{SMALL} {words}"))
+    assert (found.proj_bias, found.mlp_bias) == biases and not found.add_bias_linear
+
+
 class Doubled(torch.nn.Linear):
     """A linear layer with another forward pass."""
 

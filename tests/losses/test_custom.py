@@ -254,6 +254,15 @@ def test_reports_survive_in_place_division_of_the_loss() -> None:
     total /= 100
     assert report["lm loss"].tolist() == [3.0, 3.0]
 
+    def bare(output: torch.Tensor) -> Any:
+        totals = torch.stack([output.sum(), output.sum()])
+        return totals[0], COUNT, {"lm loss": totals}
+
+    total, _, report = contract.checked(bare)(torch.ones(3, requires_grad=True))
+    total.data /= 100
+    assert report["lm loss"].tolist() == [3.0, 3.0]
+    assert not report["lm loss"].requires_grad, "a report must not keep the graph of a step"
+
 
 def test_weighted_token_loss_sums_the_targets_only() -> None:
     losses = torch.tensor([[1.0, 2.0, 4.0]])

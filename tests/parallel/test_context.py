@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
@@ -130,6 +131,26 @@ def test_the_ranks_of_the_first_and_the_last_stage(
     assert [each.rank for each in contexts if each.is_first_stage] == first
     assert [each.rank for each in contexts if each.is_last_stage] == last
     assert [each.rank for each in contexts if each.is_reporting_rank] == [reporting]
+
+
+def test_groups_that_megatron_core_forgets_are_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [
+        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    ]
+    for name in names:
+        monkeypatch.setattr(parallel_state, name, object())
+    done: list[str] = []
+    for owner, name in (
+        (parallel_state, "destroy_model_parallel"),
+        (torch.distributed, "destroy_process_group"),
+    ):
+        monkeypatch.setattr(owner, name, lambda name=name: done.append(name))
+    for started in (False, True):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda started=started: started)
+        module.destroy_groups()
+    assert [getattr(parallel_state, name) for name in names] == [None, None]
+    assert done == [*["destroy_model_parallel"] * 2, "destroy_process_group"]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

@@ -90,6 +90,18 @@ def test_embedding_group_is_first_and_last_stage(context: ParallelContext) -> No
         assert group == [pipeline[0], pipeline[-1]]
 
 
+def _first_and_second(context: ParallelContext) -> None:
+    if context.rank < 2:
+        group = torch.distributed.get_process_group_ranks(parallel_state.get_embedding_group())
+        assert group == [0, 1]
+
+
+def test_the_embedding_group_has_the_ranks_that_are_asked_for() -> None:
+    """As where a stage in the middle holds multi-token prediction."""
+    layout = Layout(3, pipeline_model_parallel_size=3)
+    run_on_ranks(_first_and_second, layout, {}, get_embedding_ranks=lambda pipeline: pipeline[:2])
+
+
 @pytest.mark.parametrize(
     ("tied", "depths", "stages", "expected"),
     [
@@ -177,6 +189,9 @@ def test_the_command_takes_switches_and_numbers(capsys: pytest.CaptureFixture[st
     words = "--world-size 8 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
     assert main(words.split()) == 0
     assert "[0,1] [2,3] [4,5] [6,7]" in capsys.readouterr().out  # pipelines
+    assert main("--world-size 6 --tensor-model-parallel-size 4".split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "start 8 ranks" in shown.err
 
 
 def test_a_layout_follows_the_flags_of_a_run() -> None:

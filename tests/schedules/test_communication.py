@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.recorder import Recorder
 from megatron_ext.schedules.communication import Channels
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import SENDS, Action, Key, Kind, Plan, settled_messages
@@ -119,6 +120,43 @@ def test_steps_after_the_first_look_at_no_list_of_actions() -> None:
 def test_bytes_of_messages_do_not_grow_with_micro_batches(schedule: str, chunks: int) -> None:
     arguments = {"schedule": schedule, "num_microbatches": 48}
     run_on_ranks(check_bytes, layout_of(schedule, 2, chunks), arguments)
+
+
+class Slow:
+    """A send that ends only when it is waited for."""
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def is_completed(self) -> bool:
+        return self.waited
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_a_limited_number_of_messages_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("megatron_ext.schedules.communication._PENDING", 2)
+    started: list[Slow] = []
+
+    def isend(tensor: Tensor, **ends: Any) -> Slow:
+        started.append(Slow())
+        return started[-1]
+
+    monkeypatch.setattr(torch.distributed, "isend", isend)
+    flags = {"variable_seq_lengths": False, "mtp_standalone": False, "pipeline_dtype": None}
+    context: Any = SimpleNamespace(
+        pp_rank=0, pipeline_ranks=[0, 1], recorder=Recorder(), pipeline_channels=(None, None)
+    )
+    given: Any = SimpleNamespace(**flags)
+    channels = Channels(given, context, plan_of("1f1b", 2, 4), (3, 1, 2))
+    for microbatch in range(4):
+        channels.send(Action(Kind.SEND_OUTPUT, microbatch, 0, peer=1), torch.zeros(3, 1, 2))
+        assert len(channels.sent) == min(microbatch + 1, 2)
+    assert [work.waited for work in started] == [True, True, False, False]
+    channels.finish()
+    assert all(work.waited for work in started) and not channels.sent
 
 
 def length_of(microbatch: int) -> int:

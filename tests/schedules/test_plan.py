@@ -455,6 +455,9 @@ def test_the_picture_has_a_box_for_each_computation(
     ]
     assert boxes == [pytest.approx(each) for each in wanted]
     assert [x.get_text() for x in axes.texts][:2] == ["0", "1"]
+    places = [x.get_position() for x in axes.texts]
+    middles = [(start + length / 2, row) for start, row, length, _ in wanted]
+    assert places == [pytest.approx(each) for each in middles]
     assert axes.get_xlim() == (0, cost.makespan)
     names = [x.get_text() for x in axes.get_legend().get_texts()]
     assert names == ["forward", "input gradient", "weight gradient"]

@@ -19,7 +19,7 @@ from megatron_ext.losses.contract import pair
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.schedules.forward import collect_outputs, evaluating, forward_engine
-from megatron_ext.schedules.orders import SCHEDULES
+from megatron_ext.schedules.orders import SCHEDULES, build_plan
 from megatron_ext.schedules.runtime import PipelineEngine, records_graphs
 from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import TINY, curve, mock_data, train
@@ -418,6 +418,23 @@ def test_forward_passes_follow_the_placement_of_the_stages(
     context: Any = SimpleNamespace(placement=layout.placement)
     engine = forward_engine([], SimpleNamespace(), context)  # type: ignore[arg-type]
     assert engine.schedule == schedule
+
+
+def test_an_engine_plans_groups_of_the_size_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    layout = Layout(4, 1, 2, virtual_pipeline_model_parallel_size=2)
+    context: Any = SimpleNamespace(placement=layout.placement, layout=layout)
+    chunks: Any = [None, None]
+    given: Any = SimpleNamespace()
+    for size in (None, 4):
+        engine = PipelineEngine("interleaved", chunks, given, context, group_size=size)
+        sizes: Any = {"pipeline_size": 2, "num_chunks": 2, "group_size": size}
+        for forward_only in (False, True):
+            sizes["forward_only"] = forward_only
+            want = build_plan("interleaved", num_microbatches=8, **sizes)
+            assert engine.plan(8, forward_only=forward_only).ranks == want.ranks
 
 
 @ranks()

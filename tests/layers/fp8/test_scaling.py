@@ -112,10 +112,13 @@ def test_without_a_history_a_tensor_has_its_scale(context: ParallelContext, firs
 
 @ranks(tp=2, dp=2, timeout=60)
 def test_the_largest_of_all_ranks_counts(context: ParallelContext) -> None:
-    layer = scaling(context)
-    histories = AmaxHistories([layer])
+    layer, experts = scaling(context), scaling(context)
+    experts.parts = ExpertParts(context.pgs, cuts_input=False)
+    experts.rows(of_size(float(context.rank + 11)), Role.INPUT)
+    histories = AmaxHistories([layer, experts])
     step(histories, layer, float(context.rank + 1))
     assert float(layer.amax_history[0, Role.INPUT]) == 4.0
+    assert float(experts.amax_history[0, Role.INPUT]) == 14.0
 
 
 @ranks()
