@@ -130,6 +130,29 @@ def test_grouped_experts_equal_single_ones(
 
 
 @ranks()
+def test_weights_learn_from_tokens_that_need_no_gradient(context: ParallelContext) -> None:
+    """A queue gets no gradients from such tokens, since no backward pass reaches their product."""
+    tokens = torch.randn(6, H, generator=torch.Generator().manual_seed(5))
+    found = []
+    for grouped in (False, True):
+        changes = {**GATED, "weight_gradients": DeferredWeightGradients()}
+        block = torch_block(config(context, groups_experts=grouped, **changes), context)
+        plain.fill(block, context, E)
+        experts = block.layers[0].mlp.experts
+        assert isinstance(experts, GroupedExperts) is grouped
+        output, _ = experts(tokens, torch.tensor([1, 2, 0, 3]), torch.ones(6))
+        output.square().sum().backward()
+        found.append({name: p.grad for name, p in experts.named_parameters()})
+    single, together = found
+    for name, gradient in together.items():
+        want = single[name]
+        assert gradient is not None
+        assert gradient.any() or want is None or not want.any()
+        if want is not None and want.any():
+            near(gradient, want, name, tolerance=1e-5)
+
+
+@ranks()
 def test_what_a_grouped_product_cannot_do_runs_expert_by_expert(context: ParallelContext) -> None:
     block = torch_block(config(context, groups_experts=True), context)
     (experts,) = (module for module in block.modules() if isinstance(module, GroupedExperts))

@@ -242,7 +242,8 @@ def test_a_block_is_made_of_our_modules(context: ParallelContext) -> None:
 @ranks()
 def test_a_part_of_a_layer_may_have_the_only_bias(context: ParallelContext, part: str) -> None:
     """Dense MLPs are meant, and no experts."""
-    changes: dict[str, Any] = {"num_moe_experts": 2, "moe_layer_freq": [0, 1], part: True}
+    moe = {"num_moe_experts": 2, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 8}
+    changes: dict[str, Any] = {**moe, part: True}
     block = torch_block(StepTransformerConfig(**{**SMALL, **changes}), context)
     found = {name for name, _ in block.named_parameters() if name.endswith("bias")}
     assert (

@@ -44,9 +44,9 @@ KINDS: list[tuple[dict[str, Any], float, float]] = [
     ({"rope_type": "yarn", "factor": None, **ORIGINAL}, 10000.0, 1.0),
     ({"rope_type": "yarn", "factor": 40.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False,
       **ORIGINAL}, 150000.0, 0.5),
-    # A ramp between the same frequencies has no width.
-    ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 8.0, "truncate": False,
-      **ORIGINAL}, 10000.0, 1.0),
+    # A ramp that would end before the first channel has no width.
+    ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 90.0, "beta_slow": 82.0, **ORIGINAL},
+     10000.0, 1.0),
     ({"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3, **ORIGINAL},
      10000.0, 1.0),
     ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25, **ORIGINAL}, 10000.0, 1.0),

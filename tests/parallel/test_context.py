@@ -85,7 +85,8 @@ def test_groups_are_checked_against_the_grid(context: ParallelContext) -> None:
         assert timeout_of(group) == minutes
         assert torch.distributed.get_process_group_ranks(group) == again.pipeline_ranks
     # The groups of the run itself have the default of `init_groups`.
-    for group in (context.pgs.pp, context.pgs.dp_cp, context.pgs.mp):
+    whole: Any = torch.distributed.group.WORLD
+    for group in (whole, context.pgs.pp, context.pgs.dp_cp, context.pgs.mp):
         assert timeout_of(group) == timedelta(minutes=10)
     other = Layout(4, pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True)
     with pytest.raises(ConfigError, match=r"The pp group of rank \d is .* in megatron-core, but "):
