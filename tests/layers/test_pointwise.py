@@ -238,6 +238,16 @@ def test_heads_are_cut_normalized_and_rotated_as_the_formulas_say(
         assert mine.is_contiguous()
 
 
+def test_an_experts_result_keeps_its_dtype_when_a_router_is_more_precise() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(S, 2 * H, generator=generator).bfloat16()
+    scale = torch.rand(S, 1, generator=generator)
+    found = pointwise.activated(x, None, scale, "silu", True)
+    unscaled = pointwise.activated(x, None, None, "silu", True)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, (unscaled.float() * scale).bfloat16())
+
+
 def test_the_magnitude_of_a_table_is_that_of_both_parts() -> None:
     angles = torch.randn(S, 1, 1, 8, dtype=torch.float64)
     for interleaved in (False, True):

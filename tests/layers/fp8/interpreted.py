@@ -305,32 +305,6 @@ def test_a_second_use_of_the_first_layers_output_is_refused(
         (output.sum() + wide.sum()).backward()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda mlp: setattr(mlp.first, "lora", torch.nn.Identity()),
-        lambda mlp: setattr(mlp.second, "lora", torch.nn.Identity()),
-        lambda mlp: setattr(mlp.first, "bias", torch.zeros(2 * F)),
-        lambda mlp: setattr(mlp.first, "fp8", scaling_of("tensorwise")),
-        lambda mlp: setattr(mlp.second, "fp8", None),
-        lambda mlp: setattr(mlp.second.fp8, "has_history", False),
-        lambda mlp: setattr(mlp.first.fp8.parts, "may_idle", True),
-        lambda mlp: setattr(mlp.first.fp8, "config", scaling_of("delayed", fp8_wgrad=False).config),
-    ],
-)
-def test_what_joins_nothing(change: Callable[[Mlp], None], on_kernels: Callable[[], None]) -> None:
-    on_kernels()
-    mlp = Mlp("silu", True)
-    for layer in (mlp.first, mlp.second):
-        layer.fp8.has_history = True
-    wide = torch.ones(4, 2 * F)
-    with activation.joined(mlp.first, mlp.second, wide, "silu", True) as joins:
-        assert joins
-    change(mlp)
-    with activation.joined(mlp.first, mlp.second, wide, "silu", True) as joins:
-        assert not joins
-
-
 def test_a_layer_launches_one_kernel_for_each_tensor(on_kernels: Callable[[], None]) -> None:
     """Beside them and the products a step with known scales computes nothing."""
     on_kernels()
