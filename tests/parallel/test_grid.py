@@ -99,7 +99,7 @@ def _first_and_second(context: ParallelContext) -> None:
 
 
 def test_the_embedding_group_has_the_ranks_that_are_asked_for() -> None:
-    """As where a stage in the middle holds multi-token prediction."""
+    """A stage in the middle reads embeddings too, such as for multi-token prediction."""
     layout = Layout(3, pipeline_model_parallel_size=3)
     run_on_ranks(_first_and_second, layout, {}, get_embedding_ranks=lambda pipeline: pipeline[:2])
 
