@@ -229,7 +229,7 @@ def test_a_connection_that_is_lost_while_loading_is_no_misfit_of_the_checkpoint(
 
 
 def test_arrays_that_numpy_1_has_pickled_are_read() -> None:
-    """Its modules had other names."""
+    """NumPy 1 named its modules otherwise."""
     file = io.BytesIO()
     torch.save(np.arange(3.0), file, _use_new_zipfile_serialization=False)
     for names in ((b"numpy._core.", b"numpy.core."), (b"numpy.core.", b"numpy._core.")):

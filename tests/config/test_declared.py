@@ -1,4 +1,4 @@
-"""What a flag is without being given, which numbers it takes, and what a change of it means."""
+"""Tests of the value of an absent flag, which numbers it takes, and what a change of it means."""
 
 from pathlib import Path
 from typing import Any

@@ -231,7 +231,7 @@ def test_a_sharded_layer_and_its_adapter_have_parts_on_several_ranks() -> None:
 
 
 def test_moments_have_their_own_formats() -> None:
-    """Of 100 elements of 3 parameters Muon updates 40, which have no second moment."""
+    """Muon updates 40 of 100 elements of 3 parameters, which have no second moment."""
     flags = dataclasses.replace(
         layouts.llama().optimizer, optimizer="muon", exp_avg_dtype="bf16", exp_avg_sq_dtype="fp32"
     )

@@ -53,7 +53,7 @@ def test_without_faults_only_copies_and_saves_cost_time() -> None:
 def test_the_plot_compares_copies_with_checkpoints_at_their_best_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With copies, a checkpoint each half an hour is written, that is after 900 steps of 2 s."""
+    """Checkpoints beside copies are written each half an hour, that is after 900 steps of 2 s."""
     asked: dict[str, list[Any]] = {"simulated": [], "expected": []}
 
     def note(name: str) -> Any:

@@ -734,7 +734,7 @@ def test_experts_on_other_ranks_than_the_dense_layers_have_a_buffer_of_their_own
 
 
 def test_the_final_norm_ends_the_decoder_or_the_model() -> None:
-    """With depths on a stage of their own, the norm is where the last layer is."""
+    """If depths have a stage of their own, the norm is where the last layer is."""
     layout = "--pipeline-model-parallel-size 4 --mtp-num-layers 1 --pipeline-model-parallel-layout"
     words = f"{layout} E{'t' * 16}|{'t' * 16}|m|L"
     assert [stage.final_norm for stage in llama_network(words).stages()] == [

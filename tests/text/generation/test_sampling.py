@@ -106,7 +106,7 @@ def test_tokens_of_the_vocabularys_padding_get_no_penalty() -> None:
 
 
 def test_a_nucleus_has_at_least_one_token_and_none_beyond_the_sum() -> None:
-    """With four equal probabilities the sums of 0.25, 0.5 and 0.75 are exact."""
+    """For four equal probabilities, the sums of 0.25, 0.5 and 0.75 are exact."""
     equal = torch.zeros(4)
     for p, count in ((1e-9, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (1.0, 4)):
         own = sampling.top_p_only(equal, p)

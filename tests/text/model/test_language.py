@@ -1,4 +1,4 @@
-"""What a chunk of a text model sends on, and how MTP depths add their losses."""
+"""Tests of what a chunk of a text model sends on, and how MTP depths add their losses."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -814,7 +814,7 @@ def test_a_conversation_of_a_store_is_one_sequence(store: SftStore) -> None:
 def test_the_script_of_an_array_has_the_date_of_its_making(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its tasks may run on other days."""
+    """The tasks of a run may run on other days."""
     (tmp_path / "dated.jinja").write_text(DATED)
     path = tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(2))
     words = ["--input", path, "--output-prefix", tmp_path / "o", "--executor", "slurm"]
