@@ -34,7 +34,7 @@ _SECONDS_FOR_THE_OTHERS = 60.0
 
 
 class SignalForwarder:
-    """While entered, passes the launcher's signals on to its ranks.
+    """A context manager that passes the launcher's signals on to its ranks.
 
     Attributes:
         children: rank by process id; the code that starts and reaps ranks updates it.

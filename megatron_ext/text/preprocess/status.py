@@ -67,7 +67,7 @@ def show_status(prefix: str, console: Console | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """One row of the table of progress, on one input or on several that it sums up.
+    """A row of the table of progress: one input, or several inputs summed up.
 
     ``markers`` has the marker of each part in ``parts``; it is None for an unfinished part.
     """

@@ -104,7 +104,7 @@ def _end_of_document(options: PreprocessOptions, tokenizer: Tokenizer) -> int | 
 
 
 def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
-    """Return texts from all over the input, on which gigatoken is compared with the tokenizer.
+    """Return texts from all over the input, to compare the ids of gigatoken with the tokenizer's.
 
     Bad lines are skipped, since the run reports them later.
     """

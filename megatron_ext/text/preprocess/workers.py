@@ -12,12 +12,12 @@ from megatron_ext.text.tokenizers.fast import InexactEngine
 
 
 def encode_parts(job: Job, todo: Sequence[int], say: Say) -> None:
-    """Encode the parts with the numbers ``todo`` in worker processes.
+    """Encode the parts with the numbers ``todo`` in worker processes; ``say`` gets messages.
 
     Raises:
         DataError: a bad line, or a damaged file.
         MachineFault: workers died repeatedly at the same part, or a disk failed.
-        InexactEngine: gigatoken gives other ids than the tokenizer.
+        InexactEngine: gigatoken, the fast engine, gives other ids than the tokenizer.
     """
     pool = PartPool(
         workers=job.options.workers,

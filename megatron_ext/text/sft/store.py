@@ -30,7 +30,7 @@ _VOCABULARY_SAMPLE = 1 << 24
 
 
 def about_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return the path of a store's JSON file."""
+    """Return the path of the JSON file of a store, which holds tokenizer, template and options."""
     return Path(f"{os.fspath(prefix)}_sft.json")
 
 

@@ -21,7 +21,7 @@ Losses = Sequence[Mapping[str, float]]
 
 @dataclass
 class Decision:
-    """The outcome of a step, which callbacks set in `Callback.decide`.
+    """The actions to follow a step, which callbacks set in `Callback.decide`.
 
     Attributes:
         save: whether to save a checkpoint of this iteration. The last iteration is always saved.

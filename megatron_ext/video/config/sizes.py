@@ -42,7 +42,7 @@ class Sizes:
 
     @property
     def token_width(self) -> int:
-        """Return the values of an image token: latent channels times the area of a patch."""
+        """Return how many values an image token has: latent channels times patch area."""
         return self.channels * self.patch_size**2
 
     def fields_of(self, num_blocks: int, ffn_size: int) -> dict[str, Any]:
