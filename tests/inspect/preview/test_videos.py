@@ -7,11 +7,15 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
+from megatron_ext.errors import ConfigError
+from megatron_ext.inspect.preview import videos
 from megatron_ext.inspect.preview.main import Options
 from megatron_ext.inspect.preview.videos import (
     ShownClip,
@@ -219,6 +223,16 @@ def test_a_warning_fails_if_strict_however_the_data_is_given(data: Path) -> None
         assert main(["--strict", *flags, *given]) == 1
     whole = ["--micro-batch-size", "1", "--global-batch-size", "1"]
     assert main(["--strict", "--max-rows", "1", *words_of(data, *whole)]) == 0
+
+
+def test_a_task_that_trains_on_prompts_has_no_clips_to_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = SimpleNamespace(section=lambda _: SimpleNamespace(streams=True))
+    parsed = SimpleNamespace(config=config, task=None)
+    monkeypatch.setattr(videos, "parse_run", lambda *_: parsed)
+    with pytest.raises(ConfigError, match=r"^`--task` \(streaming\) trains on prompts, which hold"):
+        videos.preview_videos([], Options(), Console())
 
 
 def test_a_rank_and_a_task_without_clips_are_refused(
