@@ -53,7 +53,7 @@ def build_run(
     """Build what a run needs on this rank, and load its checkpoint.
 
     Args:
-        assets: what `Task.preflight` returned, such as the tokenizer.
+        assets: what `Task.preflight` returned: what the task's data and steps need.
         helper: the process that writes checkpoints in the background, if any.
         started: when the run began, in seconds since 1970, for its time limit; by default now.
         exit_signal: the exit signal that the program already watches; by default watched from now.
