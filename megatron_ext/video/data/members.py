@@ -77,5 +77,5 @@ ClipFile = Path | Member
 
 
 def readable(file: ClipFile) -> Path | io.RawIOBase:
-    """Return a path or a file object from which libraries can read the file of a clip."""
+    """Return what PyAV and Pillow can open: the path, or a file object for a file in a tar file."""
     return file.opened() if isinstance(file, Member) else file

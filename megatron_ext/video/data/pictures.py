@@ -61,7 +61,7 @@ def is_picture(path: ClipFile) -> bool:
 
 
 def picture_size(path: ClipFile) -> tuple[int, int]:
-    """Return (height, width) of the upright picture, from the file's header if possible."""
+    """Return (height, width) of the upright picture, without decoding it unless it is a TIFF."""
     with Image.open(readable(path)) as image:
         if image.format == "TIFF":
             # Some versions of Pillow rotate a TIFF when they open it, others when they load it.

@@ -217,6 +217,10 @@ class _Samples:
     A part holds some samples of a shard that is not finished yet. Clips that were found to be
     damaged are also recorded here; they have no sample.
 
+    Args:
+        about: the settings of preprocessing, as in the manifest.
+        fingerprint: hash of the register's options; shards made with other options are ignored.
+
     Attributes:
         markers: for each finished shard, by name, the content of its ``.json`` file.
     """
@@ -319,6 +323,7 @@ def _marker(
     """Return the content of the ``.json`` that marks a shard or a part as finished.
 
     Args:
+        fingerprint: hash of the options with which the samples were made.
         keys: the keys of the samples, in order.
         damaged: (number, path, error, key) of each clip that could not be decoded.
     """
@@ -399,7 +404,7 @@ def _remove_missing_rows(
     samples: _Samples,
     say: Say,
 ) -> None:
-    """Remove rows from the register that are no longer in the list and have no sample.
+    """Remove rows without a sample from the register if ``listed``, clips by key, lacks them.
 
     With ``--drop-missing`` remove rows that have a sample too. A finished shard that loses a row
     gets a new name, under which it is written again without this row. Without ``--drop-missing``,
@@ -580,7 +585,7 @@ class _Todo:
 
 
 def _encode_here(work: Work, todo: _Todo, progress: Progress) -> None:
-    """Encode the parts of ``todo`` in this process."""
+    """Encode the parts of ``todo`` in this process; ``work(part, advance)`` encodes one of them."""
     done = 0
 
     def advance(clips: int, _: int) -> None:
@@ -625,7 +630,8 @@ def _method(options: VideoPreprocessOptions) -> Literal["fork", "spawn"]:
 def _start_encoding(options: VideoPreprocessOptions, fingerprint: str, worker: int) -> Work:
     """Load the models of a worker process; return the function that encodes a part.
 
-    ``worker`` is the number of the worker. Workers are spread evenly over the GPUs.
+    ``worker`` is the number of the worker, by which workers are spread evenly over the GPUs.
+    ``fingerprint`` is the hash of the options, for the ``.json`` of parts.
     """
     torch.set_num_threads(1)
     device = torch.device(options.device)
@@ -645,6 +651,8 @@ def _encode_part(
     advance: Advance,
 ) -> None:
     """Encode one part and write its files; its ``.json`` lists the clips that cannot be decoded.
+
+    ``advance`` is called after each clip, for the display of progress.
 
     Parts are temporary, so the function does not wait until their files have reached the disk.
     Instead, the ``.json`` has a digest, which shows whether a power failure has damaged the part.

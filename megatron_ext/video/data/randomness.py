@@ -44,7 +44,10 @@ class Randomness:
 
 
 def generator(seed: int, sample: int, purpose: str) -> np.random.Generator:
-    """Return the generator for one purpose, such as "noise", and one sample of the run."""
+    """Return a new generator, a function of seed, number of the sample in the run, and purpose.
+
+    A purpose is any name, such as "noise"; other purposes give independent numbers.
+    """
     digest = hashlib.blake2b(f"{seed} {sample} {purpose}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
@@ -65,7 +68,7 @@ def sample_numbers(
 def draw_normals(
     seed: int, samples: Sequence[int], purpose: str, count: int | None = None
 ) -> Tensor:
-    """Return a standard normal number for each sample, ``[b]`` float32.
+    """Return a standard normal number for each sample, ``[b]`` float32, drawn by `generator`.
 
     With ``count``, return ``[b, count]``; the first column is the result without ``count``.
     """
@@ -77,14 +80,14 @@ def draw_normals(
 def draw_noise(
     seed: int, samples: Sequence[int], shape: Sequence[int], purpose: str = "noise"
 ) -> Tensor:
-    """Return standard normal numbers for each sample, ``[b, *shape]`` float32."""
+    """Return standard normal numbers for each sample, ``[b, *shape]`` float32; see `generator`."""
     draws = (generator(seed, sample, purpose) for sample in samples)
     drawn = [draw.standard_normal(tuple(shape), dtype=np.float32) for draw in draws]
     return torch.from_numpy(np.stack(drawn))
 
 
 def draw_uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
-    """Return a uniform random number in [0, 1) for each sample, ``[b]`` float64."""
+    """Return a uniform number in [0, 1) for each sample, ``[b]`` float64; see `generator`."""
     drawn = [generator(seed, sample, purpose).random() for sample in samples]
     return torch.tensor(drawn, dtype=torch.float64)
 

@@ -109,7 +109,7 @@ def row_keys(clips: Sequence[Clip], folder: str) -> list[str]:
 
 
 def stamp(path: str | Path) -> list[int]:
-    """Return [size, modification time] of a file, or [] if it does not exist."""
+    """Return [bytes, modification time in ns] of a file, or [] if it does not exist."""
     try:
         stat = os.stat(path)
     except OSError:

@@ -215,8 +215,8 @@ class VideoPlan:
 
     Args:
         geometries: the size of the token sequences, by bucket.
-        identity: hash of everything that determines the clips of a step. It does not include the
-            parallel layout.
+        identity: hash of everything that determines the clips of a step, which excludes the
+            parallel layout. Checkpoints store it, so that a resumed run notices other data.
     """
 
     def __init__(

@@ -164,6 +164,8 @@ class ShardWriter:
 class Field:
     """One field of one shard, such as the latents of all its clips.
 
+    ``prefix`` is the path of its ``.bin`` and ``.idx`` without the suffix.
+
     Each read opens the file: with thousands of shards, permanent memory maps would exceed the
     number of files that a process may have open.
     """
@@ -230,7 +232,7 @@ class Field:
 
 
 class Shard:
-    """One shard of a dataset; its clips are indexed by row, from 0.
+    """One shard of a dataset, with ``clips`` clips; they are indexed by row, from 0.
 
     A file that is missing, damaged, or does not fit the manifest raises DataError.
     """

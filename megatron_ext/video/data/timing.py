@@ -32,10 +32,11 @@ def frame_rate(times: NDArray[np.float64], given: Sequence[Fraction | None]) -> 
 
     Rates in headers are checked, since they are often wrong after a file was remuxed or cut. The
     candidates are the rates in headers, standard rates such as 25, and the mean rate, in this
-    order. For each candidate, the times of evenly spaced frames are subtracted from the timestamps;
-    the spread is the largest difference minus the smallest. A candidate matches if its spread is
-    less than half an interval, and exceeds the smallest spread of any candidate by no more than a
-    rounding error. The first candidate that matches is returned, and the rate is constant.
+    order. For each candidate, the times that evenly spaced frames would have are subtracted from
+    the timestamps; the spread is the largest difference minus the smallest. A candidate matches if
+    its spread is less than half an interval, and exceeds the smallest spread of any candidate by no
+    more than a rounding error. The first candidate that matches is returned, and the rate is
+    constant.
 
     If none matches, the rate varies. The result is then one over the typical interval between two
     frames. It is replaced by the nearest rate from a header or standard rate if the two differ by

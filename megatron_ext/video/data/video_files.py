@@ -115,6 +115,7 @@ def video_frames(
 
     Times are in frames of the rate ``fps``, from the first frame that can be decoded. Frames well
     before the time ``begin`` may be skipped by seeking, which is much faster in a long video.
+    ``background`` shows where frames are transparent.
     """
     seconds = begin / (fps or 1)
     start: float | None = None
@@ -182,11 +183,11 @@ _FILTERED_BEFORE = 0.25
 
 
 def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
-    """Return an iterator over the first frame of a stream, and the frames after a seek.
+    """Return an iterator over the first frame of a stream, and then the frames after a seek.
 
-    The frames after the seek begin at a key frame shortly before the time ``seconds``, counted from
-    the first frame. Return None if seeking is not possible, or finds no suitable key frame; the
-    caller must then open the file again.
+    Callers count times from the first frame. The frames after the seek begin at a key frame shortly
+    before the time ``seconds``, counted from the first frame. Return None if seeking is not
+    possible, or finds no suitable key frame; the caller must then open the file again.
     """
     first = next(_decoded(container, stream), None)
     if first is None or first.pts is None or not first.time_base:
@@ -361,7 +362,10 @@ Step = tuple[str, str]
 
 
 class _Filters:
-    """A chain of FFmpeg's filters for frames of one size and format."""
+    """A chain of FFmpeg's filters, ``steps``, for frames of the size and format of ``frame``.
+
+    ``aspect`` is width divided by height of one pixel.
+    """
 
     def __init__(self, frame: Any, steps: Sequence[Step], aspect: Fraction) -> None:
         self._graph = av.filter.Graph()

@@ -79,7 +79,11 @@ def sample_at_once(run: Run) -> None:
 
 
 def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
-    """Run tools/sample_video.py with command-line arguments; return its exit code."""
+    """Run tools/sample_video.py for flow matching, and return its exit code.
+
+    ``program`` has the tasks of pretrain_video.py, one of which builds the model. ``argv`` are the
+    arguments after the program's name.
+    """
     sampling = program.replace(preflight=prepare_sampling, datasets=no_datasets, callbacks=())
     return run_sampling(sampling, argv, defaults_of, sample_at_once)
 

@@ -29,7 +29,7 @@ Pass = Literal["generator", "critic"]
 def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
     """Tell whether a sequence of ``current`` frames can get another clip.
 
-    It may not become longer than ``length`` frames.
+    With the clip's ``min_new_frames`` it may not become longer than ``length`` frames.
     """
     return current + streaming.min_new_frames <= length
 
@@ -74,7 +74,8 @@ def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int
     """Return the positions at which a clip trains the generator in at least one sequence.
 
     A position, from 0, is a clip's place among the ``trained_clips`` clips of its sequence that
-    train generator or critic. All sequences have equally many such clips.
+    train generator or critic. All sequences have equally many such clips. ``accumulation`` is as in
+    `passes`.
     """
     cycle = [
         kind
@@ -146,9 +147,10 @@ def new_frames(
 def exit_steps(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, blocks: int, steps: int
 ) -> tuple[int, ...]:
-    """Return, for each of a clip's ``blocks`` blocks, the denoising step that finishes it.
+    """Return, for each of a clip's ``blocks`` blocks, the last denoising step that it goes through.
 
-    A step is a number from 0 to ``steps`` - 1.
+    The step is a random number from 0 to ``steps`` - 1; with ``last_step_only`` it is always the
+    last.
     """
     if streaming.last_step_only:
         return (steps - 1,) * blocks
@@ -188,7 +190,7 @@ def uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
 def block_noise(
     seed: int, samples: Sequence[int], shape: Sequence[int], frame: int, step: int, *, like: Tensor
 ) -> Tensor:
-    """Draw the noise of the block that begins at ``frame``, ``[b, *shape]``.
+    """Draw noise for the block that begins at ``frame``, ``[b, *shape]`` in the dtype of ``like``.
 
     ``samples`` are the indices of the b samples in the run.
 

@@ -128,7 +128,7 @@ class LongVideoWriter:
         self.num_frames += frames.shape[1]
 
     def abandon(self) -> None:
-        """Close the files without finishing the videos."""
+        """Close the files without finishing the videos, after an error."""
         for file in self._files:
             file.abandon()
 
@@ -161,7 +161,7 @@ class Throughput:
 
 
 Progress = Callable[[Throughput], None]
-"""A callback that gets the throughput of a replica so far, after each block."""
+"""A function called after each frame block with the replica's throughput so far."""
 
 
 class LongVideoSampler:

@@ -141,9 +141,10 @@ def load_weights(
     optimizer: MegatronOptimizer | None,
     section: str | None = None,
 ) -> None:
-    """Load the weights of the checkpoint ``path``, if it is not None.
+    """Load the weights of the checkpoint ``path`` into ``chunks``; do nothing if it is None.
 
     Args:
+        checkpoint: flags on how checkpoints are read; the paths in it are not used.
         section: the network to load from a checkpoint of a streaming run; None for the generator.
 
     Raises:

@@ -102,7 +102,7 @@ class NoiseSchedule:
         return 1 + int((self._timesteps - timestep).abs().argmin())
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Return the noised latents x_t.
+        """Return the latents ``x0`` with ``noise`` at the noise level of ``timesteps``.
 
         ``timesteps`` are ``[b]``, or ``[b, t]`` with one for each frame.
         """

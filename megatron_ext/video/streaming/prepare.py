@@ -90,7 +90,10 @@ def sized(config: RunConfig) -> RunConfig:
 
 
 def coverage(streaming: StreamingConfig, accumulation: int) -> str:
-    """Return a clause for the log: how many clips of a sequence train the generator."""
+    """Return a clause for the log on how often the generator is trained, and on which clips.
+
+    ``accumulation`` is the number of clips on which a step trains each network.
+    """
     start = f"the generator is trained in one of {streaming.generator_interval} steps"
     trained = num_trained_clips(streaming)
     if trained is None:

@@ -75,7 +75,8 @@ class Generator:
     """The generator network with its cache and its noise schedule.
 
     Attributes:
-        recache: a function that computes the cache again under another prompt.
+        recache: a function like `model.cache.recache`, which computes the keys and values of past
+            frames again under another prompt.
     """
 
     network: Network

@@ -83,7 +83,7 @@ class SequenceState:
     text_after: Tensor
 
     def switches_before(self, frame: int) -> bool:
-        """Tell whether a switch of the prompt is still to come, and comes before ``frame``."""
+        """Tell whether the prompt has yet to switch, and does so before frame ``frame``."""
         return not self.has_switched and NEVER < self.switch_frame < frame
 
     def first_frames(self, recent: Tensor, length: int, sinks: int) -> Tensor:
@@ -114,8 +114,9 @@ class StreamingSequence:
     Args:
         generator: the generator; its cache must fit ``streaming``.
         like: empty tensor ``[0, 0, c, h, w]`` with the sizes, dtype and device of latents.
-        first_frame: a function that encodes the first frame of a clip as an image; None leaves the
-            frame as generated.
+        prompts: a function that returns the prompts of a sequence's samples.
+        first_frame: a function that encodes the last of the frames it gets as an image. It gets a
+            clip's first frame, which the result replaces. None leaves that frame as generated.
 
     Attributes:
         state: the state; None before the first sequence.
@@ -181,7 +182,10 @@ class StreamingSequence:
         return self.state
 
     def begin(self) -> None:
-        """Begin the next sequence: empty the cache, and write the given frames into it."""
+        """Begin the next sequence: get its prompts, empty the cache, and set a new ``state``.
+
+        If the prompts give the first frames, the generator runs on them to fill the cache.
+        """
         replica = self.replica
         streaming = self.streaming
         blocks = streaming.blocks

@@ -158,6 +158,7 @@ class StreamingRunner(StepRunner):
         """Run one training step, with a clip per micro-batch for each network that it trains.
 
         ``inputs`` has no batches, since the sequence has the prompts and counts its own samples.
+        ``num_samples`` is the step's global batch size, by which learning rate schedules advance.
         """
         num_microbatches = inputs.num_microbatches
         kinds = passes(self.streaming, self.extra_state.steps, num_microbatches)
@@ -208,6 +209,8 @@ class StreamingRunner(StepRunner):
 
     def _pass(self, kind: Pass, accumulation: int) -> tuple[list[Report], Tensor]:
         """Generate a clip, and accumulate the gradients of the network ``kind`` on it.
+
+        ``accumulation`` is the number of clips of each network in a step.
 
         Returns:
             The reports of the losses, and the number of frames with a loss.

@@ -179,10 +179,10 @@ class StreamingState:
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
-        """Return the sharded objects of a checkpoint: the sequence's state and this rank's cache.
+        """Return megatron-core's sharded objects for the sequence's state and this rank's cache.
 
-        ``stands`` is the state, which the first rank of each replica writes; every rank writes its
-        own ``cache``. Both are None for loading.
+        The state, ``stands``, is the same on all ranks of a replica, so the first of them writes
+        it; every rank writes its own ``cache``. Pass None for both to load them.
         """
         groups = self._context.pgs
         sizes = groups.dp.size(), groups.cp.size(), groups.tp.size()

@@ -60,7 +60,10 @@ def sampler_of(run: Run) -> Callable[[Path], None]:
 def no_batches(
     run: Run, dataset: Any, assets: None, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
-    """Return a source without batches: a streaming run takes prompts from its sequence."""
+    """Return a source without batches, since a streaming run takes prompts from its sequence.
+
+    All arguments are ignored.
+    """
     return BatchSource(None, None)
 
 
