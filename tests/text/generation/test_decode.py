@@ -192,3 +192,16 @@ def test_a_prompt_that_ends_within_a_character_is_not_repeated() -> None:
     writing, _ = written(b"ab\xc3", b"\xa9c")
     assert writing.text == "\ufffdc"
     assert written(b"ab\xc3\xa9", b"c")[0].text == "c"
+
+
+def test_as_much_is_held_back_as_may_become_a_stop_string_or_a_character() -> None:
+    """Of several beginnings of a stop string at the end of a text, the longest counts."""
+    writing, pieces = written(b"x", b"aab", "aab")
+    assert (writing.text, writing.reason, pieces) == ("", "stop", ["", "", ""])
+    _, pieces = written(b"x", b"aaac", "aab")
+    assert pieces == ["", "", "a", "aac"]
+    writing, _ = written(b"x", b"ab")
+    writing.text = "abc\ufffd\ufffd"
+    assert writing.further_text() == "c"
+    writing.text = "abcde"
+    assert (writing.further_text(), writing.further_text()) == ("de", "")
