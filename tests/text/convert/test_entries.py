@@ -20,7 +20,7 @@ from megatron_ext.text.convert.config import (
 )
 from megatron_ext.text.convert.families import FAMILIES
 from megatron_ext.text.convert.family import Gpt, architecture_of, differences, words_of
-from tests.text.convert.models import MODELS, SIZES
+from tests.text.convert.models import LLAMA3, MODELS, SIZES
 
 
 def read(folder: Path, name: str = "llama", **changed: Any) -> HuggingFaceModel:
@@ -72,6 +72,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("glm4_moe", {"use_qk_norm": False, "attention_bias": False},
      {"qk_layernorm": False, "add_qkv_bias": False}),
     ("glm4_moe", {"num_nextn_predict_layers": 2}, {"mtp_num_layers": 2}),
+    ("glm4_moe", {"partial_rotary_factor": 1.0}, {"rotary_percent": 1.0}),
+    ("gemma2", {"layer_types": ["sliding_attention"] * 2},
+     {"window_size": (7, 0), "window_attn_skip_freq": None}),
+    ("gemma2", {"layer_types": ["full_attention"] * 2}, {"window_size": None}),
     ("deepseek_v2 with groups", {}, {"moe_router_num_groups": 4, "moe_router_group_topk": 2,
                                      "moe_router_group_scores": 1}),
     ("deepseek_v2 with groups", {"topk_method": "greedy"}, {"moe_router_num_groups": None,
@@ -104,7 +108,8 @@ def test_an_entry_becomes_its_fields_and_comes_back(case: int, tmp_path: Path) -
 
 
 def test_dropout_is_that_of_each_place(tmp_path: Path) -> None:
-    assert read(tmp_path, "llama", attention_dropout=0.25).fields["attention_dropout"] == 0.25
+    for name in ("llama", "deepseek_v2", "deepseek_v3", "glm4_moe"):
+        assert read(tmp_path, name, attention_dropout=0.25).fields["attention_dropout"] == 0.25
     gpt2 = read(tmp_path, "gpt2", attn_pdrop=0.2, resid_pdrop=0.3).fields
     assert (gpt2["attention_dropout"], gpt2["hidden_dropout"]) == (0.2, 0.3)
 
@@ -442,3 +447,12 @@ def test_adapters_on_an_mlp_with_another_gate_have_the_names_of_its_family(
     assert [(name, kind, len(piece)) for name, kind, piece in parts] == [
         (name, "B", SIZES["intermediate_size"]) for name in names
     ]
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, LLAMA3])
+def test_an_entry_of_a_scaling_that_has_no_flag_is_not_dropped(
+    scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    assert "rope_scaling" not in read(tmp_path, rope_scaling=scaling).fields
+    with pytest.raises(CheckpointError, match="says a `rope_scaling` that"):
+        read(tmp_path, rope_scaling={**scaling, "beta_fast": 3.0})

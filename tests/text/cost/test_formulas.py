@@ -740,6 +740,7 @@ def test_the_final_norm_ends_the_decoder_or_the_model() -> None:
     assert [stage.final_norm for stage in llama_network(words).stages()] == [
         False, True, False, False,
     ]  # fmt: skip
+    assert [stage.depths for stage in llama_network(words).stages()] == [0, 0, 1, 0]
     plain = llama_network("--pipeline-model-parallel-size 4").stages()
     assert [stage.final_norm for stage in plain] == [False, False, False, True]
 
@@ -765,3 +766,113 @@ def test_inputs_are_gathered_again_under_sequence_parallelism_alone() -> None:
 def test_kernels_of_layers_are_launched_by_a_graph_where_one_is_captured() -> None:
     for more, graphed in (("", False), ("--cuda-graph-impl local", True)):
         assert {work.graphed for work in layer_work(llama_network(more), False)} == {graphed}
+
+
+def test_queries_keys_and_values_are_kept_once_and_as_attention_gets_them() -> None:
+    """Rotated or normalized ones are new tensors; of others, grouped queries are copied."""
+    queries = S * N * D * 2
+    keys = S * G * D * 2
+    mixed = queries + 2 * keys
+    tables = 4 * S * D * 2
+    none = "--position-embedding-type none"
+    assert llama_network().qk() == tables + mixed + queries + keys
+    assert llama_network(none).qk() == mixed + queries
+    assert llama_network(f"{none} --no-group-query-attention").qk() == 3 * queries
+    # A norm keeps its input, and the statistics of each head; a copy lies between them.
+    norms = (S * N + S * G) * 4
+    normed = mixed + queries + norms + queries + keys
+    assert llama_network("--qk-layernorm").qk() == tables + normed
+    ungrouped = llama_network("--qk-layernorm --no-group-query-attention").qk()
+    assert ungrouped == tables + 3 * queries + 2 * S * N * 4 + 2 * queries
+
+
+def test_exchanged_keys_are_kept_whole_or_by_heads_or_not_at_all() -> None:
+    """Each of 4 ranks has a quarter of the tokens, and after a gather the keys of all."""
+    queries = S // 4 * N * D * 2
+    keys = S // 4 * G * D * 2
+    tables = 4 * S // 4 * D * 2
+    four = "--context-parallel-size 4 --cp-comm-type"
+    assert llama_network(f"{four} p2p").qk() == tables + 2 * keys * 4 + queries
+    assert llama_network(f"{four} a2a").qk() == tables + 2 * keys + queries
+    again = "--recompute-granularity selective --recompute-modules core_attn"
+    kept = tables + queries + 2 * keys + queries + keys
+    for kind in ("p2p", "a2a"):
+        assert llama_network(f"{four} {kind} {again}").qk() == kept
+
+
+def test_parts_of_a_sequence_need_masks_on_a_cpu() -> None:
+    """Two ranks have four parts; a mask is as large as a part or two, and five fit in all."""
+    found = on_cpu("--context-parallel-size 2 --cp-comm-type p2p").scores()
+    outputs = S // 2 * N * (4 + D * 4)
+    assert found == outputs + (S // 4) ** 2 * 5 * 4
+    assert on_cpu("--context-parallel-size 2 --cp-comm-type a2a").scores() == outputs
+    on_a_gpu = llama_network("--context-parallel-size 2 --cp-comm-type p2p").scores()
+    assert on_a_gpu == S // 2 * N * (4 + D * 2)
+
+
+def test_a_residual_in_float32_is_twice_as_large() -> None:
+    assert (llama_network().residual, llama_network("--fp32-residual-connection").residual) == (
+        TENSOR,
+        2 * TENSOR,
+    )
+
+
+def test_parts_outside_of_layers_are_kept_where_they_are() -> None:
+    network = llama_network("--mtp-num-layers 1")
+    none = dataclasses.replace(
+        only_stage(network), layers=(), depths=0, embedding=False, final_norm=False, head=False
+    )
+    for part, kept in (
+        ({}, 0),
+        ({"final_norm": True}, TENSOR + S * 4),
+        ({"head": True}, network.loss().kept),
+        ({"embedding": True}, S * 8),
+    ):
+        assert network.activations(dataclasses.replace(none, **part)).kept == kept
+
+
+def test_norms_after_each_half_of_a_layer_keep_their_inputs_and_weights() -> None:
+    plain, sandwich = (llama_network(x) for x in ("", "--sandwich-norm"))
+    assert sandwich.layer().kept - plain.layer().kept == 2 * (TENSOR + S * 4)
+    more = [
+        weight for weight in sandwich.weights(only_stage(sandwich)) if "layernorm" in weight.name
+    ]
+    names = {weight.name.rpartition("layers.0.")[2] for weight in more}
+    assert {"post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"} <= names
+    assert len(more) == 4 * LAYERS + 1 and {weight.numel for weight in more} == {H}
+
+
+def test_the_gate_of_a_shared_expert_is_a_weight() -> None:
+    shared = f"{EXPERTS} --moe-shared-expert-intermediate-size 64"
+    plain, gated = (
+        sum(weight.numel for weight in network.weights(only_stage(network)))
+        for network in (llama_network(f"{shared} {x}") for x in ("", "--moe-shared-expert-gate"))
+    )
+    assert gated - plain == LAYERS * H
+
+
+def test_small_vectors_have_norms_where_they_are() -> None:
+    for more, sizes in (("", [RANK]), ("--q-lora-rank 1536", [1536, RANK])):
+        network = llama_network(f"{LATENT} --qk-layernorm {more}")
+        weights = network.weights(only_stage(network))
+        norms = [
+            w.numel for w in weights if "layers.0.self_attention" in w.name and "norm" in w.name
+        ]
+        assert norms == sizes
+
+
+def test_experts_get_their_tokens_without_a_gather() -> None:
+    """Only attention gathers its input and its output's gradient, each input twice."""
+    network = llama_network(f"{EXPERTS} --tensor-model-parallel-size 4 --sequence-parallel")
+    assert network.layer_traffic(experts=True).tensor == 5 * ring(4) * TENSOR
+
+
+def test_a_step_computes_as_much_in_every_layout() -> None:
+    whole = llama_network().step_flops()
+    for words in (
+        "--context-parallel-size 2",
+        "--tensor-model-parallel-size 4",
+        "--pipeline-model-parallel-size 2",
+        "--micro-batch-size 4",
+    ):
+        assert llama_network(words).step_flops() == whole
