@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.convert import config as config_module
 from megatron_ext.text.convert.adapters import peft_layers
 from megatron_ext.text.convert.config import (
     HuggingFaceModel,
@@ -19,7 +20,13 @@ from megatron_ext.text.convert.config import (
     tokenizer_files,
 )
 from megatron_ext.text.convert.families import FAMILIES
-from megatron_ext.text.convert.family import Gpt, architecture_of, differences, words_of
+from megatron_ext.text.convert.family import (
+    Gpt,
+    Settings,
+    architecture_of,
+    differences,
+    words_of,
+)
 from tests.text.convert.models import LLAMA3, MODELS, SIZES
 
 
@@ -223,6 +230,11 @@ def test_each_depth_has_a_copy_of_the_embedding_and_the_head(tmp_path: Path) -> 
             "llama",
             {"quantization_config": {"quant_method": "fp8"}},
             "`quantization_config` {'quant",
+        ),
+        (
+            "llama",
+            {"architectures": ["LlamaForCausalLM", "LlamaForTokenClassification"]},
+            "`architectures` ['LlamaForCausalLM', 'LlamaForTokenClassification']",
         ),
         ("llama", {"num_hidden_layers": 10_001}, "`num_hidden_layers` as 10001, but 10,000 is"),
         ("llama", {"hidden_size": 1 << 49}, "`hidden_size` as 562949953421312, but"),
@@ -456,3 +468,34 @@ def test_an_entry_of_a_scaling_that_has_no_flag_is_not_dropped(
     assert "rope_scaling" not in read(tmp_path, rope_scaling=scaling).fields
     with pytest.raises(CheckpointError, match="says a `rope_scaling` that"):
         read(tmp_path, rope_scaling={**scaling, "beta_fast": 3.0})
+
+
+def test_a_scaling_is_taken_over_with_all_of_its_values() -> None:
+    read = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    settings = Settings(Path("config.json"), {"rope_parameters": read})
+    for given, taken in (
+        (None, True),
+        ({"type": "linear", "factor": 4.0}, True),
+        ({"rope_type": "linear", "factor": 4.0}, True),
+        ({"rope_type": "linear", "factor": 2.0}, False),
+        ({"rope_type": "linear", "beta_fast": 4.0}, False),
+        ({"rope_type": "linear", "type": "dynamic", "factor": 4.0}, False),
+    ):
+        assert config_module._is_taken_over(given, settings) is taken
+
+
+def test_an_error_without_words_is_told_by_its_class() -> None:
+    told = str(config_module._unreadable({"model_type": "llama"}, Path("c.json"), KeyError()))
+    assert told.startswith("c.json cannot be read (KeyError); mend ")
+    told = str(
+        config_module._unreadable({"model_type": "llama"}, Path("c.json"), KeyError(" a\nb "))
+    )
+    assert "cannot be read (' a\\nb ')" in told
+
+
+def test_depths_of_an_export_are_those_of_the_run(tmp_path: Path) -> None:
+    like = read(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    for depths in (None, 2):
+        gpt = Gpt.of_fields({**like.fields, "mtp_num_layers": depths})
+        content = config_json(gpt, vocab_size=300, dtype=torch.float32, like=like)
+        assert content["num_nextn_predict_layers"] == (depths or 0)

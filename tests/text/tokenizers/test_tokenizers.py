@@ -359,6 +359,7 @@ def test_bytes_leave_out_padding_and_ends() -> None:
     assert made.vocab_size == 256
     assert made.detokenize([0, 1, 2, 97, 300]) == "\x02a"
     assert made.detokenize([0, 1, 97], skip_special_tokens=False) == "\x00\x01a"
+    assert made.detokenize([97, 0xC3]) == "a\ufffd"
     with pytest.raises(ConfigError, match=r"`--vocab-size` \(255\) must be at least 256"):
         build_tokenizer(flags("ByteLevelTokenizer", vocab_size=255))
 
@@ -471,6 +472,13 @@ def test_the_start_of_a_text_is_told_where_the_ids_lack_it(tmp_path: Path) -> No
     including = dataclasses.replace(plain, tokenizer_hf_include_special_tokens=True)
     assert build_tokenizer(plain).start_ids() == (number,)
     assert build_tokenizer(including).start_ids() == ()
+    assert build_tokenizer(including).fast_source() is None
+    assert build_tokenizer(plain).fast_source() is not None
+    for chosen in (plain, including):
+        made = build_tokenizer(chosen)
+        assert [list(ids) for ids in made.encode_batch(["ba", "a"])] == [
+            made.tokenize(text) for text in ("ba", "a")
+        ]
     assert build_tokenizer(including).tokenize("ba") == [
         number,
         *build_tokenizer(plain).tokenize("ba"),
@@ -523,3 +531,32 @@ def test_options_are_part_of_the_identity() -> None:
     ]
     identities = [json.dumps(build_tokenizer(each).unique_identifiers) for each in made]
     assert len({*identities}) == len(made)
+
+
+def test_a_token_has_an_id_where_the_tokenizer_has_the_token() -> None:
+    special = ["<new>", "<user>"]
+    legacy = sentencepiece(tokenizer_sentencepiece_legacy=True, tokenizer_special_tokens=special)
+    for chosen, text, number in (
+        (huggingface(), tiny.END, 0),
+        (huggingface(), "<none>", -1),
+        (flags("ByteLevelTokenizer", tokenizer_special_tokens=["<a>"]), "<a>", 512),
+        (flags("ByteLevelTokenizer", tokenizer_special_tokens=["<a>"]), "<b>", -1),
+        (legacy, "<new>", 500),
+        (legacy, "<none>", -1),
+        (sentencepiece(), "<new>", -1),
+        (tiktoken(), "<none>", -1),
+    ):
+        assert build_tokenizer(chosen).token_id(text) == number
+    assert build_tokenizer(legacy).fast_source() is None
+    assert build_tokenizer(sentencepiece()).fast_source() is not None
+
+
+def test_a_vocabulary_may_be_the_beginning_of_a_file() -> None:
+    """The last of the 300 tokens of the file have no ids then."""
+    chosen = tiktoken(vocab_size=290 + 20)
+    ours, theirs = build_tokenizer(chosen), tiny.cores_tokenizer(chosen)
+    whole = build_tokenizer(tiktoken())
+    assert max(i for text in TEXTS for i in whole.tokenize(text)) >= 310
+    for text in TEXTS:
+        assert ours.tokenize(text) == theirs.tokenize(text)
+        assert max(ours.tokenize(text)) < ours.vocab_size == 310
