@@ -101,8 +101,9 @@ def draw_microbatch(
 ) -> Randomness:
     """Draw all random numbers for a micro-batch of latents of shape (c, t, h, w).
 
-    ``samples`` are the numbers of the samples in the run. ConfigError is raised if no condition
-    mode fits clips of t latent frames.
+    ``samples`` are the numbers of the samples in the run; ``conditions`` has the weights of the
+    condition modes, ``dropout`` the probabilities of dropping captions. ConfigError is raised if
+    no condition mode fits clips of t latent frames.
     """
     return Randomness(
         noise=draw_noise(seed, samples, shape),

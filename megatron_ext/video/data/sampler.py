@@ -65,7 +65,8 @@ class Members:
 def must_mix(buckets: Mapping[Bucket, Members], num_microbatches: int) -> bool:
     """Tell whether any bucket has enough clips for a micro-batch, but too few for a whole step.
 
-    A step has ``num_microbatches`` micro-batches on all ranks together.
+    Then buckets must be mixed within steps, or such a bucket would never be trained. A step has
+    ``num_microbatches`` micro-batches on all ranks together.
     """
     filled = (len(m.clips) // m.micro_batch_size for m in buckets.values())
     return any(0 < count < num_microbatches for count in filled)

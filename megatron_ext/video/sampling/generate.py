@@ -177,10 +177,10 @@ def encode_on_reporting_rank(
     null: Text | None = None,
     conditions: ConditionConfig | None = None,
 ) -> EncodedRequests:
-    """Encode requests for clips on the rank that reports, and send the result to all ranks.
+    """Encode requests for clips on the reporting rank, which prints the log, and send them to all.
 
-    All ranks call this together. Codec and text encoder may be None except on the rank that
-    reports. `encode_requests` explains ``null`` and ``conditions``.
+    All ranks call this together. Codec and text encoder may be None except on the reporting
+    rank. `encode_requests` explains ``null`` and ``conditions``.
 
     Raises:
         ConfigError, DataError: encoding failed on the reporting rank (raised on all ranks).

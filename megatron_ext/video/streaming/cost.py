@@ -50,8 +50,9 @@ class StreamingMemory:
     Attributes:
         networks: the memory of generator, critic and teacher, in this order.
         cache: bytes of the generator's cache: keys and values of frames and text.
-        passes: the peak bytes of activations of each kind of pass, by a description of the pass.
-            They are held besides state and cache; passes run one at a time.
+        passes: the peak bytes of activations of each kind of pass, by a description of the pass,
+            such as a forward and backward pass of the critic. They are added to state and cache;
+            passes run one at a time.
     """
 
     networks: tuple[NetworkMemory, ...]

@@ -32,7 +32,8 @@ Network = Callable[..., Tensor]
 A generator also takes ``cache``, ``first_frame`` and ``update_cache``."""
 
 BlockNoise = Callable[[int, int], Tensor]
-"""A function from (first frame of a block, step) to the block's noise ``[b, t, c, h, w]``."""
+"""A function from (first frame of a block, denoising step or `WRITE_BACK`) to the block's noise,
+``[b, t, c, h, w]``."""
 
 WRITE_BACK = -1
 """The step to pass to `BlockNoise` for the noise of writing a block into the cache."""

@@ -41,9 +41,9 @@ class Prompts:
 
 
 PromptSource = Callable[[Sequence[int]], Prompts]
-"""A function from the numbers of samples in the run to the prompts of these samples.
+"""A function from the indices of samples, counted over the run, to their `Prompts`.
 
-The prompts depend on nothing else."""
+The prompts depend on nothing else, so that a resumed run gets the same ones."""
 
 FirstFrame = Callable[[Tensor], Tensor]
 """A function that encodes the last frame of latents ``[b, t, c, h, w]`` as an image,

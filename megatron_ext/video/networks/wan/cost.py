@@ -149,7 +149,7 @@ class DiTNetwork(StreamedCost):
         return frames
 
     def _self_attention(self) -> int:
-        """Return the bytes that self-attention keeps between its input and output projection."""
+        """Return the bytes kept for the backward pass between self-attention's two projections."""
         x = self.sizes
         width = self.block_bytes
         h = self.model.hidden_size
@@ -165,7 +165,7 @@ class DiTNetwork(StreamedCost):
         return kept + width.exchanged(self.trades_heads)
 
     def _cross_attention(self) -> int:
-        """Return the bytes that cross-attention keeps: queries, keys, values and norms."""
+        """Return the bytes that cross-attention keeps for the backward pass, also for its norms."""
         x = self.sizes
         width = self.block_bytes
         h = self.model.hidden_size
