@@ -195,7 +195,7 @@ def test_a_prompt_that_ends_within_a_character_is_not_repeated() -> None:
 
 
 def test_as_much_is_held_back_as_may_become_a_stop_string_or_a_character() -> None:
-    """Of several beginnings of a stop string at the end of a text, the longest counts."""
+    """The longest beginning of a stop string at the end of a text is held back."""
     writing, pieces = written(b"x", b"aab", "aab")
     assert (writing.text, writing.reason, pieces) == ("", "stop", ["", "", ""])
     _, pieces = written(b"x", b"aaac", "aab")
