@@ -153,7 +153,7 @@ class FlowBatchBuilder(ABC):
         """Return the keyword arguments of ``forward``; ``masks`` are True at reference frames."""
 
     def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
-        """Return the embeddings of the captions; dropped ones are replaced by the empty caption."""
+        """Return the captions' embeddings; ``randomness`` replaces some by the empty caption's."""
         drops = randomness.drop_text, randomness.drop_pooled
         text, pooled = (to_device(drop, batch.text.device) for drop in drops)
         return drop_text(Text(batch.text, batch.pooled), self._null, text, pooled)

@@ -309,7 +309,10 @@ class Shard:
 
 
 def write_null(folder: Path, text: Tensor, pooled: Tensor, storage: str) -> None:
-    """Write the encoded empty caption, ``[l, d]`` and pooled ``[e]``, into a dataset's folder."""
+    """Write the encoded empty caption, ``[l, d]`` and pooled ``[e]``, into a dataset's folder.
+
+    ``storage`` is "float32" or "bfloat16".
+    """
     for field, tensor in (("text", text), ("pooled", pooled)):
         values = to_storage(tensor.cpu(), storage)
         with IndexedWriter(folder / f"null_{field}", dtype_of(field, storage)) as writer:

@@ -405,7 +405,10 @@ def _deinterlaced(frames: Iterator[Any]) -> Iterator[Any]:
 
 
 class _Renderer:
-    """Turns decoded frames of one stream into upright pixels over a background."""
+    """Turns decoded frames of one stream into upright pixels, over ``background`` if transparent.
+
+    ``frame`` is the first frame, which determines the filters.
+    """
 
     def __init__(self, stream: Any, frame: Any, background: Colour) -> None:
         self._background = background

@@ -172,7 +172,7 @@ class FlowNetwork(ABC):
         return 1
 
     def padded_text(self, num_text: int, num_image: int) -> int:
-        """Return the number of a clip's text tokens after padding; before, it is ``num_text``."""
+        """Return ``num_text``, raised so that `sequence_multiple` divides all tokens of a clip."""
         return num_text + -(num_text + num_image) % self.sequence_multiple
 
     @abstractmethod

@@ -36,7 +36,7 @@ BlockNoise = Callable[[int, int], Tensor]
 ``[b, t, c, h, w]``."""
 
 WRITE_BACK = -1
-"""The step to pass to `BlockNoise` for the noise of writing a block into the cache."""
+"""The step to pass to `BlockNoise` for noise added to a clean block before the cache gets it."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class WorkCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the passes within the ``with`` block."""
+        """Leave passes within the ``with`` block, such as sampling, out of the count."""
         flops = self._flops
         try:
             yield

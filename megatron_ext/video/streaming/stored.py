@@ -31,7 +31,7 @@ _FIRST_ALONE = "--independent-first-frame"
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (flags on which a stored sequence depends, flags on which its cache depends)."""
+    """Return (flags that must be as in a checkpoint to load its sequence, those for its cache)."""
     streaming = config.section(StreamingConfig)
     sequence = {
         "--micro-batch-size": config.training.batch_sizes[0],

@@ -195,7 +195,10 @@ def gated_and_normed(
     norm_bias: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor]:
-    """Return (the sum ``x + gate * (output + bias)``, the sum normed as ``spec`` says)."""
+    """Return (the sum ``x + gate * (output + bias)``, the sum normed as ``spec`` says).
+
+    ``weight`` and ``norm_bias`` are the parameters of the norm.
+    """
     hidden = add_gated(x, output + bias, gate)
     return hidden, norm(hidden, weight, norm_bias, spec)
 
