@@ -1,8 +1,8 @@
 """Trains with several releases of megatron-core, each in its own Python environment.
 
-For each environment, `record_on` starts a process of its Python. That process trains in each layout
-(`serve`), and prints the index of each layout whose recording is complete. This process then reads
-the recordings and compares them.
+For each environment, `record_on` starts a process with that environment's Python. The started
+process trains in each layout (`serve`), and prints the index of each layout whose recording is
+complete; `record_on` then reads the recording.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def find_environments(root: Path) -> Iterator[Environment]:
 def choose_environments(names: str, root: Path) -> list[Environment]:
     """Return an environment for each of the comma-separated releases, such as ``0.16.1,0.19``.
 
-    A release without its last number matches any that begins with it. ``root`` holds the
-    environments, and ``constraints.txt`` with their pinned releases.
+    A release without its last number, such as ``0.19``, matches the first one that begins with it.
+    ``root`` is the folder with the environments, and with ``constraints.txt``, whose pinned
+    releases an error message suggests.
 
     Raises:
         ConfigError: no environment has a named release, two names mean the same release, or there

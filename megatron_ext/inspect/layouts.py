@@ -93,14 +93,14 @@ def refuse_random_draws(
     steps: int,
     device: Device,
 ) -> None:
-    """Check that all layouts draw the same random numbers as ``truth``, the layout to compare with.
+    """Raise an error if dropout or noise would make losses differ between layouts.
 
-    Only the numbers of forward passes count. A layout that cannot be parsed is skipped; `record`
-    reports it.
+    Every layout must draw the same random numbers in its forward passes as ``truth``, the layout to
+    compare with. A layout whose flags are invalid is skipped; `record` reports it.
 
     Raises:
-        ConfigError: dropout or noise depends on the layout; the message names the flags and the
-            layout.
+        ConfigError: a layout draws other numbers for a dropout or noise that is on; the message
+            names the layout and the flags.
     """
     reference, *others = (
         _config(program, flags_of_run(words, layout, steps), device) for layout in (truth, *layouts)
@@ -136,9 +136,9 @@ def _config(program: Task | TaskChoice, flags: Sequence[str], device: Device) ->
 
 
 def _places(config: RunConfig) -> tuple[object, ...]:
-    """Return settings that decide where and in which order random numbers are drawn.
+    """Return the settings that decide on which ranks and in which order random numbers are drawn.
 
-    Two configurations with equal results draw the same numbers in their forward passes.
+    Configurations for which the result is equal draw the same numbers in their forward passes.
     """
     # For the same chunks, a stage runs its forward passes in the same order in all schedules.
     schedule = "zb-v" if config.parallel.pipeline_schedule == "zb-v" else None
@@ -147,7 +147,7 @@ def _places(config: RunConfig) -> tuple[object, ...]:
 
 
 def _drawn(config: RunConfig) -> dict[str, float]:
-    """Return, by flag, the strength of each dropout or noise that depends on the layout."""
+    """Return the values, by flag, of the dropout and noise whose numbers depend on the layout."""
     drawn = {
         "--hidden-dropout": config.model.hidden_dropout,
         "--attention-dropout": config.model.attention_dropout,

@@ -32,14 +32,14 @@ from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
 from megatron_ext.parallel.context import ParallelContext
 
 VALUES, SHARDED, PROGRESS, RUN_CONFIG = "values", "sharded", "progress", "run_config"
-"""Keys of the parts of a snapshot: the state as plain values and again as sharded tensors, the
-run's counters, and its configuration.
+"""Keys of a snapshot's four parts: the state as plain values, the same state as sharded tensors,
+the run's counters, and its configuration.
 """
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The names of the machines on which the ranks of a run are.
+    """Tells on which machine each rank of a run is.
 
     Attributes:
         names: name of each rank's machine. Ranks that keep snapshots in different folders count as
@@ -54,7 +54,10 @@ class Machines:
 
     @classmethod
     def of(cls, folder: Path, context: ParallelContext) -> Machines:
-        """Find out which ranks share a folder of snapshots; all ranks call this together."""
+        """Find out which ranks share ``folder``; these count as being on one machine.
+
+        All ranks call this together.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         status = folder.stat()
         name = f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}"
@@ -86,16 +89,17 @@ class MemoryCheckpoints:
     """Takes this rank's snapshots, and copies them to its neighbour, another rank (`peers`).
 
     Attributes:
-        is_behind: whether the run has resumed with another number of replicas than the run that
-            took the snapshots in the folder.
+        is_behind: True if this run has resumed from these snapshots with another number of
+            replicas, so that the folder has no snapshots of the present layout yet.
 
     Args:
         folder: where all ranks of this machine keep their snapshots.
         interval: number of steps between two snapshots.
         neighbours: whether neighbours hold copies; a single rank has no neighbour.
         stays: whether to keep the snapshots when the run ends.
-        left: whether the folder has snapshots of a killed run with the same save folder.
-        earlier: folders of other runs, whose snapshots this run may start from.
+        left: whether the folder already has snapshots, which a killed run of the same save folder
+            left behind.
+        earlier: folders with snapshots of other runs, from which this run may start.
         over_group: whether to send copies over a process group even on a single machine.
     """
 
@@ -164,7 +168,7 @@ class MemoryCheckpoints:
         return needed
 
     def _bytes_on_disk(self) -> int:
-        """Return the bytes that the snapshots of an earlier start occupy in the folder."""
+        """Return how many bytes the snapshot files that are already in the folder occupy."""
         return sum(path.stat().st_size for path in self._paths())
 
     def take(
@@ -198,10 +202,10 @@ class MemoryCheckpoints:
         return CopyOnMachine(self.folder, self._rank)
 
     def discard_others(self, iteration: int) -> None:
-        """Discard snapshots of later iterations or of other layouts; all ranks call this together.
+        """Discard snapshots of iterations after ``iteration`` or of other layouts than this run's.
 
-        Such snapshots belong to an earlier run, or to steps that a fault has undone because the run
-        resumed from an older state. A later restart must not resume from them.
+        Those belong to an earlier run, or to steps that were lost when the run resumed from an
+        older state. A later restart must not resume from them. All ranks call this together.
         """
         self.is_behind = False
         torch.distributed.barrier(group=self.machines.group)
@@ -220,7 +224,7 @@ class MemoryCheckpoints:
     def listed(self, *, with_earlier: bool = False) -> list[tuple[Path, Snapshot]]:
         """Return this machine's complete snapshots, each with the path of its file.
 
-        If ``with_earlier`` is true, the snapshots of earlier runs are included.
+        ``with_earlier`` includes the snapshots in the folders ``earlier`` of the constructor.
         """
         paths = self._paths()
         for folder in self._earlier if with_earlier else ():

@@ -27,7 +27,7 @@ PIECE = 1 << 24
 
 
 def own_files(folder: Path, rank: int) -> SnapshotPair:
-    """Return the two files that take a rank's own snapshots in turn."""
+    """Return the two files to which a rank's own snapshots are written alternately."""
     return SnapshotPair(folder, f"rank_{rank:05d}")
 
 
@@ -39,7 +39,8 @@ def copy_files(folder: Path, rank: int) -> SnapshotPair:
 def distance(machines: Sequence[str]) -> int:
     """Return how many ranks away a neighbour is, given the machine of each rank.
 
-    It is the largest number of ranks on a machine, so that neighbours are on different machines.
+    On a single machine it is 1. With several, it is the largest number of ranks on one of them, so
+    that neighbours are on different machines.
     """
     several = len(set(machines)) > 1
     return max(machines.count(name) for name in machines) if several else 1
@@ -69,7 +70,8 @@ class CopyOnMachine:
 class CopyOverGroup:
     """Sends this rank's snapshots to its right neighbour, and stores those of its left neighbour.
 
-    All ranks call it the same number of times.
+    The right neighbour of rank r is rank r + ``step``, the left one rank r - ``step``, modulo the
+    number of ranks. All ranks call it the same number of times.
 
     Args:
         group: all ranks of the run, over host memory. No other thread may use the group meanwhile.
@@ -93,8 +95,9 @@ class CopyOverGroup:
         self._target.turn().write_raw(number, self._received(mine, number))
 
     def _received(self, mine: Tensor, number: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the pieces of the left neighbour's snapshot with their offsets; also send ``mine``.
+        """Yield the pieces of the left neighbour's snapshot, each with its offset in bytes.
 
+        Meanwhile, send ``mine``, the bytes of this rank's snapshot, to the right neighbour.
         ``number`` is the size of the left neighbour's snapshot in bytes.
         """
         buffer = torch.empty(min(PIECE, number), dtype=torch.uint8)
@@ -144,7 +147,10 @@ class CopyThread:
             self._done[file.path].wait()
 
     def close(self) -> None:
-        """Wait for all copies, and end the thread; if ranks exchange copies, all call this."""
+        """Wait for all copies, and end the thread.
+
+        With `CopyOverGroup` all ranks call this, since a copy needs both neighbours.
+        """
         self._work.put(None)
         self._thread.join()
 

@@ -1,6 +1,7 @@
-"""Draws the last events before a fault as a picture, ranks × time: ``python -m … FOLDER``.
+"""Draws what each rank did in the seconds before a fault: one row per rank, over time.
 
-It runs as a separate program, so that drawing does not delay a recovery.
+It runs as a separate program with the folder of a post-mortem as its argument, so that drawing
+does not delay a recovery.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ COLOURS = {
     "save": "#76b7b2",
     "evaluate": "#9c755f",
 }
-"""Colours of the phases of a step; all others are white."""
+"""Colour of each phase of a step; phases that are not listed are drawn white."""
 _SECONDS_SHOWN = 20.0
 _STEPS_SHOWN = 3
 
 
 def spans(events: Sequence[Sequence[Any]]) -> Iterator[tuple[float, float, str]]:
-    """Yield start, end and name of each phase; the last one lasts until the fault, at time 0.
+    """Yield the start, end and phase of each stretch of time between two events of a rank.
 
-    ``events`` are one rank's in timeline.json: [time, kind, name, phase, step].
+    Times are in seconds; the last stretch ends at 0, when the fault was detected. ``events`` are
+    the rank's events in timeline.json: [time, kind, name, phase, step].
     """
     for event, after in zip(events, [*events[1:], [0.0]], strict=True):
         if after[0] > event[0]:
@@ -43,7 +45,7 @@ def spans(events: Sequence[Sequence[Any]]) -> Iterator[tuple[float, float, str]]
 def first_time(ranks: Sequence[dict[str, Any]]) -> float:
     """Return the time at which the drawing starts, in seconds relative to the fault (negative).
 
-    ``ranks`` are those in timeline.json.
+    ``ranks`` is the list of that name in timeline.json (`postmortem`).
 
     The drawing shows the last `_STEPS_SHOWN` steps, but no more than `_SECONDS_SHOWN` seconds.
     """
@@ -55,7 +57,7 @@ def first_time(ranks: Sequence[dict[str, Any]]) -> float:
 
 
 def draw(folder: Path) -> None:
-    """Draw ``picture.svg`` in ``folder`` from ``timeline.json`` there (`postmortem`)."""
+    """Read ``timeline.json`` in a post-mortem's ``folder``, and write ``picture.svg`` there."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -73,7 +73,7 @@ class Case:
         return self.blame.reason
 
     def where(self, rank: int) -> str:
-        """Return the position of a rank: step, phase, action, collective and line of code."""
+        """Return a text on what a rank was doing: step, phase, action, collective, line of code."""
         record = self.record(rank)
         if record is None:
             return "of which this machine knows no more"
@@ -94,9 +94,10 @@ class Case:
 
 
 def _action(record: RankRecord) -> str:
-    """Return the schedule's action that a rank is in or has just ended, with micro-batch and stage.
+    """Return a text that names the pipeline action that a rank is in or has just ended.
 
-    Return "" if the rank has begun no action in this step.
+    An action is, for example, the forward pass of a micro-batch through a stage. The text is "" if
+    the rank has begun no action in this step.
     """
     later: list[Event] = []
     for event in reversed(record.events):
@@ -224,7 +225,7 @@ class Drawings:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, folder: Path | None) -> None:
-        """Start drawing a picture into ``folder``, which has the report; do nothing for None."""
+        """Start drawing a picture into ``folder``, which holds a report; None draws nothing."""
         if folder is not None and (process := start_drawing(folder)) is not None:
             self._processes.append(process)
 

@@ -84,7 +84,7 @@ class MemoryKills:
         return counts
 
     def _paths(self) -> list[Path]:
-        """Return the files that may count out-of-memory kills; the machine's file comes last."""
+        """Return files that may hold an out-of-memory counter: the groups', then the machine's."""
         groups = self._root / "sys/fs/cgroup"
         paths = [groups / "memory.events", groups / "memory/memory.oom_control"]
         with suppress(OSError):

@@ -1,9 +1,9 @@
 """Chooses the snapshots from which a restarted run resumes, and sends them to the ranks.
 
 All ranks agree on the newest iteration for which the machines hold an intact snapshot of each rank:
-its own, or its neighbour's copy. In the same layout, each rank reads its snapshot, which is sent to
-its machine if it is not there. For another number of replicas, the snapshots are turned into a
-temporary checkpoint, which is loaded like any other.
+its own, or its neighbour's copy. If the layout is unchanged, each rank resumes from its snapshot,
+which is sent to its machine if it is not there. If the number of replicas has changed, a temporary
+checkpoint is made from the snapshots, and loaded like any other.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class HeldSnapshot:
     """A complete snapshot on some machine, as its header describes it.
 
     Attributes:
-        rank: the rank whose state it holds, counted in ``layout``.
-        layout: the layout of the run that took it.
-        is_copy: whether it is the copy at the rank's neighbour.
+        rank: the rank whose state it holds, in the run that took it.
+        layout: the layout of that run.
+        is_copy: whether it is the copy that the rank's neighbour holds.
     """
 
     machine: str
@@ -69,12 +69,13 @@ def choose(
 ) -> list[HeldSnapshot] | None:
     """Return, by rank, the snapshots of the newest iteration for which every rank has one.
 
-    All of them were taken in the same layout. This is ``layout`` itself if possible, or else one
-    that differs from it only in the number of replicas. If a rank has several snapshots, one on its
-    own machine is preferred (only in the same layout), and then the rank's own to its neighbour's
-    copy. Return None if no iteration is complete.
+    All of them were taken in one layout: ``layout`` if possible, or else one that differs from it
+    only in the number of replicas. If a rank has several snapshots, one on its own machine is
+    preferred (if taken in ``layout``), and then the rank's own to its neighbour's copy. Return None
+    if there is no iteration with a snapshot of every rank.
 
     Args:
+        entries: the snapshots to choose from, of all machines.
         layout: the layout of the run that resumes.
         machines: the name of each rank's machine, by rank of ``layout``.
         newer_than: only snapshots of later iterations are considered.
@@ -98,10 +99,11 @@ def choose(
 
 
 def reader_of(entry: HeldSnapshot, layout: Layout, machines: Sequence[str]) -> int:
-    """Return the rank that must read a snapshot from its file.
+    """Return the rank that must read the snapshot ``entry`` from its file.
 
-    This is the rank whose state the snapshot holds, if the snapshot is of ``layout`` and on that
-    rank's machine. Otherwise it is some rank on the machine that has the snapshot.
+    This is the rank whose state it holds, if it was taken in ``layout`` and is on that rank's
+    machine. Otherwise it is some rank on the machine that has the file. ``layout`` and ``machines``
+    are those of `choose`.
     """
     if entry.layout == layout and machines[entry.rank] == entry.machine:
         return entry.rank
@@ -123,10 +125,10 @@ class Recovery:
         self._rank = context.rank
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> list[HeldSnapshot] | None:
-        """Return the snapshots of all ranks to resume from; None if none are new enough.
+        """Return, by rank, the intact snapshots from which to resume (`choose`); None if none.
 
-        Report and remove snapshots that fail their checksum. ``newer_than`` is an argument of
-        `choose`, and ``with_earlier`` one of `MemoryCheckpoints.listed`.
+        Only iterations after ``newer_than`` count. ``with_earlier`` includes snapshots of earlier
+        runs. Snapshots that fail their checksum are reported and removed.
         """
         names = self._machines.names
         parts = from_all_ranks(self._listed(with_earlier), None)
@@ -139,7 +141,10 @@ class Recovery:
         return None
 
     def _listed(self, with_earlier: bool) -> list[HeldSnapshot]:
-        """Return this machine's snapshots if this is the machine's first rank, otherwise []."""
+        """Return this machine's snapshots; [] on ranks other than the machine's first.
+
+        ``with_earlier`` includes snapshots of earlier runs.
+        """
         listed = list[HeldSnapshot]()
         snapshots = self.memory.listed(with_earlier=with_earlier) if self._machines.is_first else ()
         for path, snapshot in snapshots:
@@ -171,9 +176,9 @@ class Recovery:
         return set[HeldSnapshot]().union(*from_all_ranks(damaged, None))
 
     def fetch(self, chosen: Sequence[HeldSnapshot]) -> Snapshot:
-        """Return this rank's snapshot; if another rank reads it, receive it from there.
+        """Return this rank's snapshot of ``chosen``; if another rank reads its file, receive it.
 
-        The snapshots must belong to the present layout.
+        ``chosen`` has a snapshot for each rank, taken in the present layout.
         """
         names = self._machines.names
         own = None
@@ -194,8 +199,8 @@ class Recovery:
     def state_of(self, chosen: Sequence[HeldSnapshot]) -> tuple[Any, Any, Any, Path]:
         """Return the state from which this rank resumes; ``chosen`` is the result of `newest`.
 
-        The result is (values of this rank, progress of the saved run, configuration of the saved
-        run, folder of the snapshot).
+        The result is (this rank's state as plain values, counters of the saved run, configuration
+        of the saved run, folder of the snapshot).
         """
         snapshot = self.fetch(chosen)
         state = snapshot.state()

@@ -48,8 +48,8 @@ class StepStart:
     """A copy, made before a step, of the state that the forward and backward passes change.
 
     Args:
-        optimizer: optimizer whose loss scalers are copied too, because they change in each step,
-            even if the update is refused.
+        optimizer: its fp16 loss scalers are copied too, because they change in each step, even if
+            the update is not applied.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Outcome:
         own: gradients of this rank's own micro-batches ``[n]``; empty if they are reduced during
             the backward pass.
         reduced: gradients after their reduction over the replicas, ``[n]``.
-        losses: all losses that the micro-batches report, ``[m]``; empty before the last pipeline
-            stage.
+        losses: all losses that the micro-batches report, ``[m]``; empty on all pipeline stages but
+            the last.
     """
 
     own: Tensor

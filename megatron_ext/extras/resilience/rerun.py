@@ -3,9 +3,9 @@
 ``--rerun-mode`` follows Megatron-LM's rerun state machine. A step whose update is refused, such as
 one with a gradient norm that is not finite, is computed again from the same state. If the second
 result is good, the fault was transient, and the run continues with the same bits as an undisturbed
-run. With ``--rerun-interval``, good steps are checked too. This cannot find a machine that computes
-the same wrong bits twice, or a fault that is hidden by kernels without a fixed order of additions;
-``--deterministic-mode`` excludes the latter.
+run. With ``--rerun-interval``, good steps are checked too. A machine that computes the same wrong
+bits twice is not found. Kernels that add in no fixed order make good results differ as well, and so
+hide faults; ``--deterministic-mode`` excludes them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Rerun(Callback):
         return [parameter.main_grad for _, parameter in self._named]  # type: ignore[attr-defined]
 
     def _watch_reduction(self) -> None:
-        """Record the digests of this rank's own gradients just before their reduction."""
+        """Have every step store digests of this rank's gradients just before their reduction."""
         transformer_config: Any = self.run.runner.transformer_config
         finalize = transformer_config.finalize_model_grads_func
 
@@ -72,9 +72,9 @@ class Rerun(Callback):
         return Outcome(self._own, digests(self._gradients), digest_of_reports(step.reports))
 
     def _replicas_agree(self, _totals: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-        """Return whether the norm is finite and the same on all ranks: an approval of an update.
+        """Approve an update if the gradient norm is finite and the same on all ranks.
 
-        The arguments and the result, bool ``[]``, are those of `StepRunner.approvals`.
+        This is one of `StepRunner.approvals`; the result is bool ``[]``.
         """
         comparable = torch.where(norm.isfinite(), norm, math.inf)
         extremes = torch.stack([comparable, -comparable])
@@ -91,7 +91,8 @@ class Rerun(Callback):
     def _step(self, inputs: StepInputs) -> tuple[StepLosses, UpdateResult]:
         """Run one step; compute it again if it is due for a comparison or if its update is refused.
 
-        This is a `StepRunner.step_guard`. On a GPU it waits for the result of the update.
+        `StepRunner` calls this instead of running the step itself (`step_guard`). Under
+        ``--rerun-mode validate_results`` it waits, on a GPU, for the result of the update.
         """
         run = self.run
         runner = run.runner
@@ -174,6 +175,7 @@ class Rerun(Callback):
 
         If the bits differ under ``--rerun-mode validate_results``, the step is computed a third
         time to decide which of the two was wrong, and the run continues with the third result.
+        ``step`` is the first result, and ``start`` the state from which it was computed.
         """
         first = self._outcome(step)
         start.restore()

@@ -1,8 +1,8 @@
-"""Restarts the forked ranks of one machine after a fault, as long as it makes sense.
+"""Restarts the forked ranks of one machine after a fault, unless another restart is useless.
 
-All ranks are ended and forked again. A fork takes milliseconds, because this process has already
-imported everything. Ranks that stayed alive would have to break off their waits and rebuild their
-groups, which takes as long.
+All ranks are ended and forked again, even healthy ones. A fork takes milliseconds, because this
+process has already imported everything. Keeping healthy ranks alive would not be faster, since they
+would have to break off their waits and rebuild their process groups.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from megatron_ext.train.supervisor import SignalForwarder
 
 Main = Callable[[], "int | None"]
 Fork = Callable[[Main, int, SignalForwarder, Mapping[str, str]], AbstractContextManager[None]]
-"""A function of (main, number of ranks, signal forwarder, environment variables).
+"""A function of (main function of each rank, number of ranks, signal forwarder, environment).
 
-It returns a context that forks the ranks when it is entered.
+It returns a context manager that forks the ranks on entry.
 """
 
 _OF_TORCHRUN = "TORCHELASTIC_MAX_RESTARTS"
@@ -72,7 +72,7 @@ class RestartPolicy:
     def of_run(
         cls, config: RunConfig, world_sizes: Sequence[int], main_of: Callable[[int], Main]
     ) -> RestartPolicy:
-        """Return the policy that the flags define."""
+        """Return the policy by the flags in ``config``; the other arguments are attributes."""
         faults = config.fault_tolerance
         save = config.checkpoint.save
         each = ranks_of_a_node(config)
@@ -84,10 +84,10 @@ class RestartPolicy:
         return len(self.world_sizes) > 1
 
     def requested_size(self) -> tuple[int, int] | None:
-        """Return the number of ranks that an operator requests, and when, in nanoseconds.
+        """Return the number of ranks that an operator requests, and the time of the request.
 
-        The number is the largest allowed one that fits into the requested nodes, and the smallest
-        allowed one if none fits. Return None without a request.
+        The number is the largest allowed one that fits into the requested nodes, or else the
+        smallest allowed one. The time is in nanoseconds since 1970. None means no request.
         """
         request = requested_nodes(self.save) if self.is_elastic and self.save else None
         if request is None:
@@ -139,7 +139,7 @@ class History:
         self.restarts = 0
 
     def add(self, fault: Fault) -> None:
-        """Count a fault; it repeats the last one if step and cause are the same.
+        """Add a fault; it counts as a repetition if its step and cause are those of the last one.
 
         A fault with an unknown step never counts as a repetition.
         """
@@ -175,8 +175,9 @@ def supervise(
 ) -> int:
     """Fork ranks, restart them after faults, and return the exit code of the run.
 
-    The exit code is 0, the code of the rank that failed last, or `EXIT_CODE_COMES_BACK` if restarts
-    make no progress. ``exit_signal`` is a signal on which the run saves and exits; None for none.
+    The exit code is 0, the code of the rank that failed last, or `EXIT_CODE_COMES_BACK` if the same
+    fault keeps coming back. ``timeout_minutes`` is the longest time that a rank may be silent, as
+    in a save, and ``exit_signal`` the signal at which ranks save and exit; None for none.
     """
     with SignalForwarder(exit_signal) as forwarder:
         launcher = _Launcher(fork, policy, forwarder, host_folder(), timeout_minutes)
@@ -249,10 +250,10 @@ class _Launcher:
             self._generation += 1
 
     def _follow(self, fault: Fault, code: int, postmortem: Path | None) -> int:
-        """Count a fault, and decide whether the ranks are restarted.
+        """Count a fault, and return `_GO_ON` to restart the ranks, or else the run's exit code.
 
-        Return `_GO_ON` if so, otherwise the exit code of the run. Also start a process that draws a
-        picture of the fault into ``postmortem``, the folder of its report; None draws none.
+        ``code`` is the exit code of the failed ranks. Also start a process that draws a picture of
+        the fault into ``postmortem``, the folder of its report; None draws none.
         """
         self._drawings.start(postmortem)
         history = self._history

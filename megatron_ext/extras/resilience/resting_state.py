@@ -22,7 +22,7 @@ from megatron_ext.train.run import Run
 
 
 class RestingState(Callback):
-    """Checks the state during one of every ``--check-state-interval`` steps.
+    """Checks in every ``--check-state-interval``-th step that the state has not changed by itself.
 
     A change is reported with its rank and tensor, and ends the run with an error on all ranks,
     before the next update and snapshot. A restart resumes from the newest good state.
@@ -49,9 +49,9 @@ class RestingState(Callback):
                 self._before = digests([tensor for _, tensor in resting_tensors(self.run)])
 
     def _is_unchanged(self, _totals: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-        """Return True; raise a MachineFault on all ranks if a bit has changed.
+        """Approve an update; instead raise a MachineFault on all ranks if a bit has changed.
 
-        The arguments and the result, bool ``[]``, are those of `StepRunner.approvals`.
+        This is one of `StepRunner.approvals`; the result is always True, bool ``[]``.
         """
         unchanged = torch.ones((), dtype=torch.bool, device=norm.device)
         if self._before is None:
@@ -101,9 +101,9 @@ def resting_tensors(run: Run) -> list[tuple[str, Tensor]]:
 
 
 def _kept(part: object, main: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield, with names, the parameter shard ``main`` and its state in the optimizer of ``part``.
+    """Yield, with names, the optimizer's copy ``main`` of a parameter shard, and its state.
 
-    ``part`` is one of the optimizers that megatron-core chains.
+    ``part`` is the one of megatron-core's chained optimizers that updates the shard.
     """
     yield "the optimizer's copy", main.detach()
     state = part.optimizer.state.get(main, {})  # type: ignore[attr-defined]
@@ -113,8 +113,8 @@ def _kept(part: object, main: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _place(tensor: Tensor) -> tuple[int, int, int]:
-    """Return a key for the memory of a tensor: its address and size.
+    """Return a key for the memory of a tensor: its address, its size, and an id if it is empty.
 
-    Two names of one tensor have the same key, so that it is checked only once.
+    Tensors that share their memory have the same key, so that it is checked only once.
     """
     return tensor.data_ptr(), tensor.numel(), id(tensor) if tensor.numel() == 0 else 0

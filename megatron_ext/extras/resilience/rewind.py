@@ -41,7 +41,7 @@ class Rewind:
         self._before = on_first_rank(self._written, "looking for checkpoints")
 
     def _written(self) -> dict[int, int]:
-        """Return, by step, the time (in ns) of each checkpoint in the save folder."""
+        """Return, by iteration, when each checkpoint in the save folder was written, in ns."""
         root = self._root
         if root is None or not root.is_dir():
             return {}

@@ -1,8 +1,8 @@
 """Detects slow ranks (stragglers) by the time that each rank computes, without its waits.
 
-A collective begins for all ranks when the last one arrives; until then, the others wait. The time
-in which a stage waits for messages is the phase "bubble" of its `Recorder`. The rest is the rank's
-own time. It is compared with the own time of the rank's twins: ranks with the same pipeline rank,
+A rank's own time is the time in the phases `COMPUTES`, less that in collectives until the last rank
+arrives. Waits for messages of other pipeline stages are the phase "bubble", which is not among
+them. The own time is compared with that of the rank's twins: ranks with the same pipeline rank,
 which have equal work. A rank without twins is compared with its own earlier time, multiplied by the
 factor by which the other ranks have become slower since.
 """
@@ -22,7 +22,7 @@ COMPUTES = frozenset({"forward", "backward", "reduce", "update"})
 some ranks do that.
 """
 _LEAST_STEPS = 3
-"""If the records of all ranks have more whole steps than this, only whole steps are measured."""
+"""If all ranks have recorded the beginnings of more steps than this, only whole steps count."""
 
 Span = tuple[float, float]
 
@@ -54,7 +54,7 @@ def own_times(
 
     The average is over the latest whole steps that the records of all ranks cover; if there are too
     few, over all the time that they cover. Return None if the records of a rank are missing or too
-    short.
+    short. ``board`` has each rank's events, and ``flights`` its latest collectives, by rank.
     """
     step = max((record.mean_step for record in board), default=0.0)
     if not step or any(not r.events or not flights.get(r.rank) for r in board):
@@ -92,7 +92,10 @@ def _computing(record: RankRecord, span: Span) -> list[Span]:
 
 
 def _overlap(spans: Sequence[Span], waits: Sequence[Span]) -> float:
-    """Return how long ``spans``, sorted and disjoint, overlap with ``waits``, which may overlap."""
+    """Return how many seconds of ``spans`` lie in ``waits``.
+
+    ``spans`` are sorted and disjoint; ``waits`` may overlap each other.
+    """
     total, reached = 0.0, 0.0
     merged: list[Span] = []
     for start, end in sorted(waits):
@@ -112,14 +115,14 @@ def _overlap(spans: Sequence[Span], waits: Sequence[Span]) -> float:
 
 
 class SlowRanks:
-    """Judges repeated measurements of the time that each rank computes; names each slow rank once.
+    """Finds slow ranks by repeated measurements of their own times; returns each slow rank once.
 
     Twins are ranks with the same pipeline rank.
 
     Args:
         twin_factor: a rank is slow if it computes this many times as long as its twins.
         self_factor: a rank without twins is slow if it computes this many times as long as before.
-        times: number of consecutive measurements that must agree.
+        times: number of consecutive measurements in which a rank must be slow.
     """
 
     def __init__(self, twin_factor: float = 1.3, self_factor: float = 1.5, times: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""Takes the snapshots that are due between steps, for a restart."""
+"""Takes snapshots of a run's state at fixed intervals of steps, for resuming after a fault."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron_ext.train.run import Run
 def snapshot_stores(
     config: CheckpointConfig, context: ParallelContext, host_folder: Path | None
 ) -> list[MemoryCheckpoints]:
-    """Return the stores in which the flags let a run keep snapshots; all ranks call this together.
+    """Return the stores of snapshots that the flags request; all ranks call this together.
 
-    Each store is a folder with its own interval, on the machine's disk or in ``host_folder``, which
-    is in memory; ``host_folder`` is None if there is no folder in memory.
+    Each store has its own folder and interval. The folder is on the machine's disk, or in
+    ``host_folder``, which is in memory; None means that there is no folder in memory.
 
     Raises:
         CheckpointError: the flags require snapshots in memory, but ``host_folder`` is None.
@@ -89,8 +89,8 @@ class Snapshots(Callback):
 
         Then discard all snapshots from which a restart of this run must not resume:
 
-        - those of steps after the one at which this run starts, since they belong to another run,
-          or some ranks lack them;
+        - those of steps after the one at which this run starts: they belong to another run, or are
+          useless because some ranks have none of that step;
         - those taken in another parallel layout, such as with another number of replicas. If this
           run has resumed from such snapshots, it takes new ones before it discards them.
         """

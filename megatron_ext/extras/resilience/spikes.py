@@ -25,7 +25,7 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult, mean_of
 
 FLOORS = {"loss": 0.02, "grad_norm": 0.1}
-"""Least standard deviation that is assumed for each value of a step, relative to its median."""
+"""Least standard deviation to assume for loss and gradient norm, as a fraction of the median."""
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution, in units of its median absolute deviation."""
 
@@ -47,7 +47,7 @@ def limit(values: Sequence[float], factor: float, floor: float) -> float:
 
 @dataclass(frozen=True)
 class Spike:
-    """A step with a spike: its values and limits, by name; a value above its limit is a spike."""
+    """A step whose loss or gradient norm is above its limit; the keys are those of `FLOORS`."""
 
     values: dict[str, float]
     limits: dict[str, float]
@@ -99,17 +99,17 @@ class Spikes(Callback):
         self._read = None
 
     def _approve(self, totals: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-        """Return whether the step is no spike, as one of `StepRunner.approvals` of its update."""
+        """Approve the step's update, bool ``[]``, unless it is a spike (`StepRunner.approvals`)."""
         first = next(iter(totals.values()), None)
         self._read = self._shared(None if first is None else mean_of(first), norm).read()
         spike = self._spike_in(self._read)
         return torch.full((), spike is None, dtype=torch.bool, device=norm.device)
 
     def _shared(self, loss: Tensor | None, norm: Tensor) -> HostCopy:
-        """Return a step's loss and gradient norm, the same on every rank.
+        """Return a copy of a step's loss and gradient norm on the host, equal on every rank.
 
-        ``loss`` is None on all pipeline stages but the last, which sends it to the others. All
-        ranks call this together.
+        ``loss`` is None on all pipeline stages but the last, which sends the loss to the others.
+        All ranks call this together.
         """
         context = self.run.context
         values = torch.stack([norm if loss is None else loss.to(norm), norm])
@@ -171,7 +171,10 @@ class Spikes(Callback):
             self._judge(*pending[:3], pending[3].read())
 
     def _judge(self, iteration: int, first: int, end: int, read: list[float]) -> None:
-        """Announce a spike in the samples ``first`` to ``end`` - 1; remember the values."""
+        """Store a step's loss and gradient norm (``read``), and report it if it is a spike.
+
+        The step consumed the samples ``first`` to ``end`` - 1.
+        """
         spike = self._spike_in(read)
         recent = self.run.progress.recent_values
         if all(map(math.isfinite, read)):

@@ -23,7 +23,7 @@ _WHOLE = re.compile(r" in <module>$|^  \.\.\.$", re.MULTILINE)
 """Matches the end of a complete main thread's stack; faulthandler ends a deep one with dots."""
 _WAIT = "wait: "
 _SENT_BY = {"receive input": ("send output", -1), "receive gradient": ("send gradient", 1)}
-"""For each receive, the kind of its send, and the sending stage relative to the receiving one."""
+"""For each kind of receive: the matching kind of send, and sender's minus receiver's stage."""
 _WAITS_IN = ("torch/distributed/", "torch\\distributed\\")
 
 
@@ -44,7 +44,7 @@ class Wait:
     """A rank that waits for others, in a collective or for a message.
 
     Attributes:
-        on: ranks that have not arrived; empty if all have, or if nothing is known about them.
+        on: the ranks that it waits for; empty if all have arrived, or if they are not known.
         what: the collective or message.
         passed: whether the ranks in ``on`` have already gone past the collective or message, so
             that the wait is in vain.
@@ -101,7 +101,7 @@ def blame(
 
 
 def _awaits(record: RankRecord, states: Mapping[int, ProcessState]) -> bool:
-    """Return whether the process can wait: it is alive and not stopped."""
+    """Return whether a rank's process is alive and not stopped, so that it may be waiting."""
     state = states.get(record.pid, ProcessState())
     return state != GONE and not state.stopped
 
@@ -123,9 +123,9 @@ def _message(record: RankRecord, records: Mapping[int, RankRecord]) -> Wait | No
 
 
 def _messages(record: RankRecord, iteration: int) -> set[tuple[EventKind, str, int, int]]:
-    """Return the messages that a rank has sent or received in step ``iteration``.
+    """Return the messages and other actions that a rank has ended in step ``iteration``.
 
-    Each is a tuple (kind of event, name, micro-batch, stage), whose kind is always END.
+    Each is a tuple (`EventKind.END`, name, micro-batch, stage).
     """
     begun = [e for e in record.events if e.iteration == iteration and e.microbatch >= 0]
     return {(EventKind.END, e.name, e.microbatch, e.stage) for e in begun if e is not record.last}
@@ -199,10 +199,10 @@ def _earliest(ranks: Sequence[int], records: Mapping[int, RankRecord]) -> tuple[
 
 
 def _deviates(record: RankRecord, flight: Flight) -> bool:
-    """Return whether a rank has left out an action that it did in the previous step.
+    """Return whether a rank seems to have left out an action or collective in this step.
 
-    This is so if its actions in this step so far are not a prefix of its actions in the previous
-    step.
+    This is so if its actions in this step, or the collectives in ``flight``, are not a prefix of
+    those in the previous step.
     """
     begins = [event.time for event in record.events if event.kind is EventKind.STEP][-2:]
     if len(begins) < 2:
@@ -218,9 +218,10 @@ def _deviates(record: RankRecord, flight: Flight) -> bool:
 def _two_steps(
     entries: Sequence[tuple[float, str]], begins: Sequence[float]
 ) -> tuple[list[str], list[str]]:
-    """Return the names of the entries of the previous step, and those of the present step.
+    """Return the names of the entries in the previous step, and those in the present step.
 
-    ``entries`` are (time, name); ``begins`` are the times at which the two steps began.
+    ``entries`` are a rank's actions or collectives as (time, name), and ``begins`` the times at
+    which the two steps began.
     """
     spans = pairwise((*begins, float("inf")))
     last, this = ([name for time, name in entries if start <= time < end] for start, end in spans)

@@ -45,7 +45,7 @@ USUAL = Limits()
 
 @dataclass(frozen=True)
 class Verdict:
-    """A fault that `verdicts` or a supervisor has detected.
+    """A fault, detected by `verdicts` or by the launcher's process that supervises the ranks.
 
     Attributes:
         ranks: ranks that have ended, or that are stopped by a signal. For any other hang this is
@@ -93,9 +93,9 @@ def limit_of(
 ) -> float:
     """Return the seconds of silence after which the ranks count as hanging.
 
-    The limit is longer if a ``running`` rank is in a phase without a usual length or reads data, or
-    if any rank is ``busy``. With ``stopped`` ranks it is never longer, since the others may just
-    wait for those.
+    The limit is longer if a ``running`` rank reads data, is in a phase without a usual length or in
+    its first step, or if any rank is ``busy`` computing. With ranks that a signal has ``stopped``
+    it is never longer, since the others may just wait for those.
     """
     usual = max((record.mean_step for record in running), default=0.0)
     limit = max(limits.floor, limits.steps * usual)

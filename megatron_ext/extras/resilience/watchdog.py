@@ -1,10 +1,11 @@
 """The watchdog of a rank: a thread that tells what the rank does, even if the rank itself hangs.
 
-It sleeps in the operating system until a watcher, which looks for hangs, writes to its pipe in the
-host folder; it then writes the rank's latest collectives to a file. A Python stack needs no thread:
-a signal makes faulthandler write it, even while a library call holds the interpreter. Only the main
-thread's stack is written, because that thread stands still while it runs the handler; reading the
-frames of a running thread could crash the process. A stopped process answers neither request.
+It sleeps until a watcher, which looks for hangs, requests the rank's latest collectives through a
+pipe; it then writes them to a file. Pipe and file are in the host folder, which the processes of a
+machine share. A Python stack needs no thread: a signal makes faulthandler write it, even while a
+library call holds the interpreter. Only the main thread's stack is written, because that thread
+stands still while it runs the handler; reading the frames of a running thread could crash the
+process. A process that a signal such as SIGSTOP has stopped answers neither request.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Evidence:
 
     @staticmethod
     def of_crash(folder: Path, rank: int) -> Evidence:
-        """Return the last stacks of rank ``rank``, which it may have written when it crashed."""
+        """Return evidence with only ``crash``: the stacks that rank ``rank`` wrote, if any."""
         return Evidence(crash=_text(_crash(folder, rank)))
 
 
@@ -115,7 +116,11 @@ def collect(folder: Path, pids: dict[int, int], seconds: float = 0.5) -> dict[in
 
 
 def ask_flights(folder: Path, ranks: Iterable[int], seconds: float = 0.5) -> dict[int, Flight]:
-    """Request only collectives from ranks, which does not disturb them; return them by rank."""
+    """Request the latest collectives, but no stacks, from ranks; return the answers by rank.
+
+    Wait up to ``seconds``; ranks that have not answered by then are left out. No signal interrupts
+    the ranks, since their watchdog threads answer.
+    """
     requested = [rank for rank in ranks if _request(folder, rank)]
     end = time.monotonic() + seconds
     while time.monotonic() < end and not all(_flight(folder, r).exists() for r in requested):

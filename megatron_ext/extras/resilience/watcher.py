@@ -1,7 +1,7 @@
 """Watches the ranks of a machine: reads their board (`parallel.board`) and gathers evidence.
 
-If our own launcher has forked the ranks, its supervisor has a watcher. torchrun's agent has none,
-so each rank runs one in a thread, and a rank's watcher acts only if no lower rank's watcher does.
+If our own launcher has forked the ranks, it runs the watcher. torchrun's agent runs none, so each
+rank runs one in a thread; only the watcher of the lowest rank whose thread still runs reports.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _SECONDS_OF_A_PAUSE = 2.0
 
 
 class Watcher:
-    """Finds faults, hangs and slow ranks by the `Board` in ``folder``, with ``num_ranks`` slots.
+    """Finds dead, hanging and slow ranks among the ``num_ranks`` ranks of a machine.
 
-    Ranks record on this board, which is in shared memory, what they do.
+    It reads the `Board` in ``folder``: shared memory in which each rank records what it does.
 
     Attributes:
         resident: last known bytes in main memory, by rank.
@@ -75,11 +75,11 @@ class Watcher:
         return [r for r in board if pids is None or pids.get(r.rank) == r.pid]
 
     def _from_the_pause(self, record: RankRecord) -> RankRecord:
-        """Return a rank's record without the silence that a pause of the machine has caused.
+        """Return a rank's record, changed so that a pause of the machine does not count as silence.
 
-        During a pause, such as a suspension, no process runs, so that the silence of a rank means
-        nothing. If the rank has written nothing since the last pause, all times in its record are
-        replaced by the time at which the watcher ran again. Otherwise the record is unchanged.
+        During a pause, such as a suspension, no process runs. If the rank has written nothing since
+        the last pause, all times in its record are replaced by the time at which the pause ended.
+        Otherwise the record is unchanged.
         """
         if record.last_time >= self._counts_from:
             return record

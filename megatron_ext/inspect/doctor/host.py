@@ -85,9 +85,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Rates:
-    """The measured rates of a GPU: operations of matrix products, and bytes of copies, per second.
+    """The measured rates of a GPU.
 
-    ``fp8`` is None for a GPU without fp8 units. ``copy`` counts both bytes read and bytes written.
+    ``bf16`` and ``fp8`` are floating-point operations per second in matrix products; ``fp8`` is
+    None without fp8 units. ``copy`` is the bytes per second, read plus written, of a copy within
+    the GPU's memory.
     """
 
     bf16: float
@@ -97,7 +99,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Examination:
-    """All findings on a machine, and sentences on what cannot be checked there."""
+    """The results of all checks of a machine; ``unknown`` names what cannot be checked there."""
 
     findings: tuple[Finding, ...]
     host: Host

@@ -83,7 +83,8 @@ class Extra:
     Attributes:
         distribution: the name under which the package is installed.
         module: the module whose import proves that the package works.
-        minimum: the package's name in this project's requirements, if they limit its version.
+        minimum: the name by which this project's requirements limit its version; None if they do
+            not.
     """
 
     name: str
@@ -147,8 +148,8 @@ def extra_finding(here: ThisMachine, extra: Extra, *, on_gpu: bool) -> Finding:
 def apex_finding(here: ThisMachine, *, on_gpu: bool) -> Finding:
     """Report whether NVIDIA's apex is installed, recognized by its folder of fused optimizers.
 
-    The project of that name on PyPI is an unrelated web toolkit. Without a GPU (``on_gpu``), apex
-    is not imported, so that it stays unknown whether it works.
+    The project of that name on PyPI is an unrelated web toolkit. If ``on_gpu`` is
+    false, apex is not imported, so that it stays unknown whether it works.
     """
     folder = here.folder("apex")
     version = here.version("apex")
@@ -182,9 +183,9 @@ def is_nvidia_apex(folder: Path) -> bool:
 
 
 def compiler_findings(here: ThisMachine, *, on_gpu: bool) -> list[Finding]:
-    """Report nvcc, and the C compiler and headers that Triton compiles with.
+    """Report whether nvcc, and the C compiler and Python headers that Triton needs, are installed.
 
-    Only runs on a GPU compile, so nothing counts as missing unless ``on_gpu``.
+    A run without a GPU compiles nothing, so nothing counts as missing if ``on_gpu`` is false.
     """
     cc = here.environ.get("CC")
     path = here.program(*([cc] if cc else []), "gcc", "clang", "cc")

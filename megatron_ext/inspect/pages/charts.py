@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 WIDTH, HEIGHT = 1000, 300
 MAX_POINTS = 800
-"""Largest number of points of a curve; longer curves keep the extremes of each group of points."""
+"""Largest number of points that are drawn of a curve; see `decimated`."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,11 @@ def show(value: float) -> str:
 
 
 def decimated(curve: Curve) -> Curve:
-    """Return a curve with at most `MAX_POINTS` points; it keeps every peak and every gap."""
+    """Return a curve with at most `MAX_POINTS` points.
+
+    A longer curve is cut into groups of successive points. Each keeps its lowest and highest finite
+    point; one without finite points remains a gap.
+    """
     count = len(curve.xs)
     if count <= MAX_POINTS:
         return curve
@@ -114,7 +118,11 @@ def decimated(curve: Curve) -> Curve:
 
 
 def visible_range(curves: Iterable[Curve]) -> tuple[float, float]:
-    """Return the lowest and highest value to show, without the rare peaks of a long curve."""
+    """Return the range of the y axis.
+
+    It holds all finite values, except that the highest 1 % of a curve with 200 or more are cut off
+    if they are far above the others. It is (0, 1) if there are no finite values.
+    """
     low = math.inf
     high = -math.inf
     for curve in curves:
@@ -230,7 +238,7 @@ def _legend(curves: Sequence[Curve]) -> Markup:
 
 
 def flag_links(marks: Sequence[Mark], x: Axis) -> Markup:
-    """Return links above a chart, one for each mark; each leads to the mark's ``target``."""
+    """Return HTML links, placed above the lines of ``marks`` and leading to their targets."""
     return Markup("").join(
         Markup(
             '<a class="flag {}" style="left:{:.2f}%" href="#{}" title="{}" aria-label="{}"></a>'
@@ -252,7 +260,7 @@ def tick_labels(which: str, axis: Axis) -> Markup:
 def column_chart(
     title: str, columns: Sequence[tuple[str, str, float]], *, unit: str
 ) -> Markup | None:
-    """Draw columns that start at zero; return None if there are none.
+    """Draw columns that start at zero; return None if no height is above zero.
 
     Args:
         title: the text above the chart.
@@ -285,6 +293,6 @@ def column_chart(
 
 
 def _grid(y: Axis) -> Markup:
-    """Draw a line across the chart at each tick."""
+    """Draw a horizontal line across the chart at each tick of the y axis."""
     heights = (HEIGHT * (1 - y.at(tick)) for tick in y.ticks)
     return Markup("").join(_svg_line(0, height, WIDTH, height, "grid") for height in heights)
