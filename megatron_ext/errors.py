@@ -1,6 +1,6 @@
 """The kinds of error that a user can meet, and how programs and their processes end.
 
-The message of an error is one sentence: the name, its value, the broken rule and the remedy.
+A message is a sentence with the flag or file at fault, its value, the broken rule and the remedy.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class FlagError(str):
 def exclusive(*given: str | tuple[str, object], remedy: str = "give one") -> FlagError:
     """Return the error for flags that exclude each other.
 
-    Each of ``given`` is a flag or a pair (flag, value).
+    Each of ``given`` is a flag or a pair (flag, value); ``remedy`` says what the user should do.
     """
     shown = [f"`{x}`" if isinstance(x, str) else f"`{x[0]}` ({x[1]})" for x in given]
     return FlagError(" and ".join(shown), None, "exclude each other", remedy)
@@ -160,9 +160,9 @@ def end_on_interrupt() -> None:
     """Make Ctrl-C end this process at once, without cleanup; meant for slow imports.
 
     If SIGINT is ignored, as in background jobs of a script, it stays ignored. With
-    ``--exit-signal-handler`` on the command line, SIGTERM ends the process with the exit code that
-    says that nothing was saved; otherwise SIGTERM is left as it is. From now on, an error caused by
-    a limit of the operating system is printed as a sentence.
+    ``--exit-signal-handler`` on the command line, SIGTERM ends the process with
+    `EXIT_CODE_NOT_SAVED`; otherwise SIGTERM is left as it is. From now on, an uncaught error caused
+    by a limit of the system, such as on open files, is printed as a sentence without a traceback.
     """
     sys.excepthook = _tell_limit
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -181,8 +181,8 @@ def _tell_limit(
 ) -> None:
     """Print an uncaught error, in place of ``sys.excepthook``.
 
-    An error caused by a limit of the operating system is printed as a sentence, any other as Python
-    does.
+    An error from a limit of the system, such as on open files, is printed as one sentence; any
+    other gets Python's traceback.
     """
     sentence = None if issubclass(kind, KeyboardInterrupt) else limits.sentence(error)
     if sentence is None:
@@ -199,10 +199,10 @@ def _end_unsaved(_number: int, _frame: FrameType | None) -> None:
 def interrupt_once(number: int = signal.SIGINT) -> None:
     """Make a signal (by default Ctrl-C's) raise KeyboardInterrupt, but only the first time.
 
-    For a second after the first, the same signal is ignored: people press Ctrl-C twice, and a
-    launcher repeats the terminal's signal. After that second, it ends the process without cleanup.
-    SIGTERM, which torchrun sends after a second Ctrl-C, is ignored from the first signal on. A
-    signal that is already ignored at the call stays ignored.
+    Repeats within a second are ignored: people press Ctrl-C twice, and a launcher passes on the
+    terminal's signal. A later repeat ends the process without cleanup. SIGTERM, which torchrun
+    sends after a second Ctrl-C, is ignored once the first signal has come. If the signal is ignored
+    when this is called, it stays ignored.
     """
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, _interrupt)
@@ -223,8 +223,8 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 def pass_over(_number: int, _frame: FrameType | None) -> None:
     """Handle a signal by doing nothing.
 
-    It is used instead of SIG_IGN, with which Python would print a traceback for a signal that
-    arrived just before.
+    It is used instead of SIG_IGN: Python prints a traceback if a signal has arrived, but is not yet
+    handled, when its handler becomes SIG_IGN.
     """
 
 
@@ -277,7 +277,7 @@ def say_to_stderr(line: str) -> None:
 
 _PR_SET_PDEATHSIG = 1
 _AT_START = os.getpid(), os.getppid()
-"""The ids of this process and its parent when this module was imported, which programs do first."""
+"""Ids of this process and its parent when this module was imported; programs import it first."""
 
 
 def parent_at_start() -> int:
@@ -300,9 +300,9 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 @contextmanager
 def held_signals() -> Iterator[None]:
-    """Block `STOP_SIGNALS` within the context, in which new processes should be started.
+    """Block `STOP_SIGNALS` within the context, so that processes started in it inherit the block.
 
-    They inherit the blocked signals, so that no signal arrives before their handlers are set.
+    Such a process sets its handlers and then calls `release_signals`; no signal arrives earlier.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -317,10 +317,10 @@ def release_signals() -> None:
 
 
 def leave_signals_to(parent: int) -> None:
-    """Ignore `STOP_SIGNALS` in this helper process, which ends when its ``parent`` does.
+    """Ignore `STOP_SIGNALS` in this helper process, and end it when the process ``parent`` ends.
 
     A terminal, a scheduler and torchrun send signals to a whole process group. The parent decides
-    what to do: a rank may still need the helper to save.
+    what to do: it may be a rank that needs the helper to save.
     """
     ignore_stop_signals()
     release_signals()

@@ -1,9 +1,9 @@
 """Batches of token ranges from indexed datasets.
 
 A span is the part of a `.bin` file that belongs to a split: consecutive whole sequences, read as a
-circle (see `order`). It is read through a memory map, which copies a batch without a Python loop
-over its ranges. With ``--no-mmap-bin-files`` there is one `pread` per range instead. `object_store`
-has another subclass of `TokenSpan`, for tokens in object storage or behind a URL.
+circle, in which the first token follows the last. `MappedSpan` reads it through a memory map, which
+copies a batch without a Python loop over its ranges; `ReadSpan`, for ``--no-mmap-bin-files``, calls
+`pread` once per range. `object_store` has a `TokenSpan` for object storage and URLs.
 
 If a batch took long because its pages were not in memory, the kernel is asked to read all pages of
 the next batch at once, before the first of them is used.
@@ -26,8 +26,8 @@ from megatron_ext.disk.bus import cut_in_use, remember_size
 from megatron_ext.errors import DataError
 
 _SLOW = 20e-6
-"""Seconds per range above which a batch must have come from a disk, not from cached pages; the next
-batch is then read ahead.
+"""Limit for the time of reading a batch, in seconds per range. A slower batch must have come from a
+disk, not from cached pages; the kernel is then asked for the next batch's pages ahead of time.
 """
 
 
@@ -48,9 +48,10 @@ class TokenSpan(ABC):
         self.tokens = tokens
 
     def gather(self, begins: Ints, length: int) -> Array:
-        """Return ranges of ``length`` tokens, ``[m, length]``, that begin at ``begins`` ``[m]``.
+        """Return m ranges of ``length`` tokens, ``[m, length]``, also across the end of the span.
 
-        A range that reaches the end of the span continues at its beginning.
+        ``begins`` ``[m]`` are the positions of their first tokens in the span. A range that reaches
+        the end of the span continues at its beginning.
         """
         if int(begins.max()) + length <= self.tokens:
             return self.read(begins, length)
@@ -71,9 +72,10 @@ class TokenSpan(ABC):
         return tokens
 
     def gather_ranges(self, begins: Ints, lengths: Ints) -> Array:
-        """Return the tokens of ranges of different lengths ``[m]``, one after another.
+        """Return the tokens of m ranges, joined into one array, ``[sum(lengths)]``.
 
-        Each range begins within the span; one that reaches the end continues at the beginning.
+        Range i has ``lengths[i]`` tokens, from token ``begins[i]`` of the span on. If it reaches
+        the end of the span, it continues at the beginning.
         """
         ranges = zip(begins.tolist(), lengths.tolist(), strict=True)
         parts = [self.gather(np.array([begin]), length)[0] for begin, length in ranges]
@@ -81,9 +83,9 @@ class TokenSpan(ABC):
 
     @abstractmethod
     def read(self, begins: Ints, length: int) -> Array:
-        """Return ranges of ``length`` tokens, ``[m, length]``, that begin at ``begins`` ``[m]``.
+        """Return m ranges of ``length`` tokens, ``[m, length]``, all within the span.
 
-        No range may reach beyond the end of the span.
+        ``begins`` ``[m]`` are the positions of their first tokens in the span.
         """
 
 
@@ -187,7 +189,10 @@ class ReadSpan(TokenSpan):
         return tokens
 
     def _read_rest(self, row: memoryview, offset: int) -> None:
-        """Read the rest of a range after a partial read; raise a DataError at the file's end."""
+        """Fill the buffer ``row`` from byte ``offset`` of the file, after a read that was partial.
+
+        Raise a DataError if the file ends before the buffer is full.
+        """
         assert self._file is not None
         done = 0
         while done < len(row):
@@ -210,7 +215,7 @@ def tokens_before(index: Index, sequence: int) -> int:
 
 
 def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) -> TokenSpan:
-    """Return the tokens of sequences ``first`` to ``end`` - 1 of a dataset (None: to the last).
+    """Open the tokens of sequences ``first`` to ``end`` - 1 of a dataset (None: to the last).
 
     They are read through a memory map if ``mapped``, else by `pread`. Only the files' sizes and the
     index's first and last entries are checked, in constant time; `check_indexed_dataset` checks the
@@ -229,11 +234,13 @@ def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) 
 def token_bounds(
     index: Index, first: int, end: int | None, path: str, size: int
 ) -> tuple[int, int]:
-    """Return the range of tokens in sequences ``first`` to ``end`` - 1: first token and stop.
+    """Return the positions of the first token of sequence ``first`` and of sequence ``end``.
 
-    The stop is the position after the last token. If ``end`` is None, the range goes to the last
-    sequence. ``path`` is the file of tokens; raise a DataError if its ``size`` in bytes does not
-    match the index.
+    They bound the tokens of sequences ``first`` to ``end`` - 1. If ``end`` is None, the second is
+    the number of tokens in the dataset. ``path`` names the file of tokens in errors.
+
+    Raises:
+        DataError: the file's ``size`` in bytes does not match the index.
     """
     total = tokens_before(index, len(index.lengths))
     needed = total * index.dtype.itemsize

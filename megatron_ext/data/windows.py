@@ -1,12 +1,14 @@
 """The windows of one source, and which of them a sample reads when the sample length changes.
 
-A source is a range of tokens, which each epoch cuts into windows anew (see `order`). Windows have
-the sample length that the run began with, and are numbered through all epochs. It is best to begin
-with the longest. Shorter samples are parts of windows. The parts of `GROUP` windows
-are permuted together, so that neighbours in the text do not share a batch. Longer samples join
-windows. If the length changes within a group, the group's left-over parts are used first, cut or
-joined; padding may fill the last of them. A group lies within an epoch. So no token is lost or
-repeated.
+A source is a range of tokens, which each epoch cuts into windows anew (see `order`). All windows
+are as long as the run's first samples, and are numbered through all epochs. Later samples may have
+another length. A longer sample joins successive windows. A shorter sample is one of the equal parts
+of a window; it is best to begin a run with the longest samples.
+
+Parts are read by groups of up to `GROUP` windows of the same epoch: the parts of a group are
+permuted together, so that neighbours in the text do not share a batch. If the sample length changes
+before all parts of a group have been read, the next samples are cut or joined from the left-over
+parts; padding may fill the last one. So no token is lost or repeated.
 """
 
 from __future__ import annotations
@@ -21,21 +23,22 @@ from megatron_ext.data.permutation import Ints, Words, derived, key_of, permute
 GROUP = 4096
 """Number of windows whose parts are permuted together if samples are shorter than windows."""
 PARTS = 3
-"""The ``purpose`` that tells the keys of phases and groups from other keys that `derived` makes."""
+"""The ``purpose`` given to `derived` for the permutation keys of phases and groups."""
 
 
 @dataclass(frozen=True)
 class Rest:
-    """The parts of a group of windows that were not yet read when the sample length changed.
+    """The tokens of a group of windows that were not yet read when the sample length changed.
 
-    They are a range of the group's tokens, if its parts are joined in their permuted order.
+    Windows are cut into equal parts, and the group's parts are read in a permuted order. ``begin``
+    and ``end`` count tokens in that order.
 
     Attributes:
         first_window: number of the group's first window, counted through all epochs.
-        parts: number of the group's parts.
+        parts: number of parts in the whole group.
         key: key of the permutation of the group's parts.
         part: length of a part in tokens.
-        begin, end: the unread tokens are ``begin`` to ``end`` - 1 in the permuted order.
+        begin, end: tokens ``begin`` to ``end`` - 1 are unread.
     """
 
     first_window: int
@@ -52,10 +55,10 @@ class Phase:
 
     Attributes:
         seq_length: tokens of a sample.
-        key: key from which the keys of the phase's groups are derived.
-        first_window: number of the first window that is read after the left-over parts, counted
-            through all epochs.
-        rests: parts of windows that earlier phases left over; they are read first.
+        key: random key from which `group_keys` derives the permutation key of each group.
+        first_window: number of the first window, counted through all epochs, that is read once
+            ``rests`` have been read.
+        rests: tokens that earlier phases left unread; this phase reads them first.
     """
 
     seq_length: int
@@ -76,7 +79,8 @@ class Source:
     """The windows of one source, in the order in which they are read.
 
     Args:
-        name: identifies the source in the history of a run, and determines its keys.
+        name: identifies the source in the history of a run. Its last part, after any ``/``, and
+            the seed determine the random order.
         tokens: number of tokens of the source, at least ``window``.
         window: tokens of a window.
         seed: seed of the run.
@@ -140,9 +144,10 @@ class Source:
         return int(derived(_words(self.key), _ints(self._phases), PARTS)[0])
 
     def rest_pieces(self, phase: Phase, number: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the pieces of sample ``number`` of a phase, a sample made of left-over parts.
+        """Yield the pieces of sample ``number`` of a phase, which is made from its ``rests``.
 
-        A piece is (position in the sample, window, first token in the window, number of tokens).
+        A piece is (position in the sample, number of the window through all epochs, first token
+        within that window, number of tokens).
         """
         begin = number * phase.seq_length
         end = (number + 1) * phase.seq_length
@@ -166,18 +171,20 @@ class Source:
 def groups(
     numbers: Ints, first: Ints, windows: Ints, group: Ints, per_window: int
 ) -> tuple[Ints, Ints, Ints]:
-    """Return the groups of windows to which some samples belong that are shorter than a window.
+    """Return, for samples shorter than a window, the group of windows that each is read from.
+
+    Arrays are ``[m]``, an entry per sample; ``first``, ``windows`` and ``group`` may be ``[1]``.
 
     Args:
-        numbers: numbers of the samples in their phase, counted from its first window.
-        first: number of the phase's first window, counted through all epochs.
+        numbers: numbers of the samples in their phase, from 0, not counting those made from rests.
+        first: `Phase.first_window` of the sample's phase.
         windows: number of windows in an epoch.
         group: number of windows in a whole group; the last group of an epoch may have fewer.
         per_window: number of samples in a window.
 
     Returns:
-        The number of the first window of each sample's group, how many windows the group has, and
-        the number of the sample in the group, from 0.
+        Number of the group's first window (through all epochs), number of windows in the group,
+        and number of the sample in the group (from 0).
     """
     # The phase may begin in the middle of an epoch, after other windows of that epoch.
     here = windows - first % windows
@@ -190,7 +197,10 @@ def groups(
 
 
 def group_keys(keys: Words, first_windows: Ints) -> Words:
-    """Return the keys that permute the parts of groups, derived from the keys of their phases."""
+    """Return the permutation key of each group of windows, ``[m]``.
+
+    It is derived from the key of the group's phase and the number of the group's first window.
+    """
     return derived(keys, first_windows, PARTS)
 
 

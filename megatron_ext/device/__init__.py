@@ -54,12 +54,11 @@ class Device:
 
 
 def keep_launch_order() -> None:
-    """Make GPUs before Blackwell start kernels in the order of their launches.
+    """Set ``CUDA_DEVICE_MAX_CONNECTIONS=1`` on Hopper and older GPUs, unless it is set already.
 
-    megatron-core's overlap of tensor-parallel communication relies on this order. A single hardware
-    queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) ensures it; users of Megatron-LM must set the variable
-    themselves. Here a value that is already set stays. Call this before `select`: the driver reads
-    the variable when it starts.
+    With this single hardware queue, kernels start in the order of their launches, on which
+    megatron-core's overlap of tensor-parallel communication relies. (Users of Megatron-LM must set
+    the variable themselves.) Call this before `select`: the driver reads it when it starts.
     """
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return

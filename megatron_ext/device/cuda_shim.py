@@ -51,7 +51,7 @@ class CpuStream(_Done):
         return hash(CpuStream)
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        """Return an event that has already happened."""
+        """Return ``event``, or a new event if it is None; either has already happened."""
         return event if event is not None else CpuEvent()
 
     def __enter__(self) -> CpuStream:
@@ -170,9 +170,9 @@ class Row:
 
 
 def _answer(value: Any) -> Callable[[Any], Any]:
-    """Return a `Row.make` that ignores the original attribute.
+    """Return a function for `Row.make` that replaces any attribute by a constant function.
 
-    The stand-in that it returns is a function whose result is always ``value``.
+    The constant function accepts all arguments and returns ``value``.
     """
 
     def make(original: Any) -> Any:
@@ -280,7 +280,10 @@ _saved: list[tuple[Any, str, Any]] = []
 
 
 def _filter(record: logging.LogRecord) -> bool:
-    """Return whether to log a record: False for the warning that the CPU's random state changed."""
+    """Return False for a log record that warns that the CPU's random state changed, else True.
+
+    The warning is pointless here, since the CPU's random generator stands in for the GPU's.
+    """
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 

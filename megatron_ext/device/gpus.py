@@ -75,10 +75,12 @@ class Gpu:
     measured: Measured | None = None
 
     def peak(self, width: int) -> float:
-        """Return the peak operations a second of dense matrix products of ``width``-byte numbers.
+        """Return the datasheet's peak operations per second of dense matrix products.
+
+        ``width`` is the bytes of a number: 1 for fp8, 2 for bf16, 4 for fp32.
 
         Raises:
-            ConfigError: fp8 on a GPU without it.
+            ConfigError: ``width`` is 1, and the GPU has no fp8.
         """
         rate = {1: self.fp8, 2: self.bf16, 4: self.fp32}[width]
         if rate is None:
@@ -111,7 +113,7 @@ GPUS = {
         _gpu("B200", 2250, 4500, 80, 180, 8000, 900, 50),
     )
 }
-"""The kinds of GPU that a run can be planned for (`config.output.GPU_NAMES`)."""
+"""Name -> `Gpu`, for each kind that a run can be planned for (`config.output.GPU_NAMES`)."""
 
 PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
     "H100 PCIe": 756e12, "H800": 989e12, "GB200": 2500e12, "A800": 312e12, "A40": 150e12,
@@ -191,14 +193,14 @@ def has_fp8(device: torch.device) -> bool:
 def matrix_rate(
     device: torch.device, dtype: torch.dtype = torch.bfloat16, size: int = MATRIX
 ) -> float:
-    """Return the operations per second of a product of two ``[size, size]`` matrices.
+    """Measure the operations per second of a product of two ``[size, size]`` matrices of ``dtype``.
 
-    A product counts as 2 size^3 operations. The matrices are of ``dtype``. Their entries are normal
-    random numbers: zeros would take less power and let the device clock higher. Matrices in
-    ``float8_e4m3fn`` are scaled, and the product of two is bfloat16.
+    A product counts as 2 size^3 operations. The entries are normal random numbers: zeros would take
+    less power and let the device clock higher. The product of matrices in ``float8_e4m3fn`` is
+    computed with scale factors of 1, and is in bfloat16.
 
     Raises:
-        DeviceNotSupported: the device does not multiply 8-bit floats.
+        DeviceNotSupported: ``dtype`` is ``float8_e4m3fn``, which the device does not multiply.
     """
     eight = dtype == torch.float8_e4m3fn
     if eight and not has_fp8(device):
@@ -220,7 +222,10 @@ def matrix_rate(
 
 
 def copy_rate(device: torch.device, size: int = COPIED) -> float:
-    """Return the bytes per second, read and written, of a copy of ``size`` bytes on the device."""
+    """Measure a copy of ``size`` bytes within the device's memory; return bytes per second.
+
+    Each byte counts twice: it is read and written.
+    """
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / seconds_of(lambda: target.copy_(source), device)
@@ -239,7 +244,7 @@ def rates(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the measured rates of one GPU as JSON; return the exit code."""
+    """Print the `rates` of the GPU ``--index`` as JSON; return the exit code, 1 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--index", type=int, required=True, help="of the GPU, as torch counts")
     args = parser.parse_args(argv)

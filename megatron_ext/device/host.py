@@ -17,14 +17,14 @@ RDMA = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Host:
-    """The resources of the host or container that one process may use; None means no limit.
+    """The resources of the host or container that one process may use.
 
     Attributes:
         cores: number of cores; a fraction if a container limits the processor time.
         memory: bytes of main memory.
         shared_memory: bytes of ``/dev/shm``, None if it does not exist.
-        open_files: number of files that may be open at a time.
-        locked_memory: bytes of memory that may be locked against swapping.
+        open_files: number of files that may be open at a time; None without limit.
+        locked_memory: bytes that may be locked against swapping; None without limit.
         rdma: names of the RDMA network cards.
     """
 

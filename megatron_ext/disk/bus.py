@@ -1,8 +1,8 @@
 """Turns a bus error, which would otherwise kill the process, into an error that names the file.
 
 The kernel sends SIGBUS when it cannot provide a page of a mapped file: the file was truncated after
-it was mapped, its in-memory file system is full, or its disk does not answer. Libraries only guess
-at the cause, always at shared memory. The handler here looks up the file at the address, maps zeros
+it was mapped, its in-memory file system is full, or its disk does not answer. Libraries such as
+torch always blame shared memory. The handler here looks up the file at the address, maps zeros
 over it so that the interrupted instruction can finish, and makes Python raise the error at once.
 From there the error travels like any other: from a worker process to its rank, and from a rank to
 the launcher.
@@ -35,21 +35,23 @@ from megatron_ext.limits import SHARED_MEMORY, shared_memory_fault
 _SIGINFO = 4  # SA_SIGINFO: pass the address to the handler
 _CODE_AT = 8
 _ADDRESS_AT = 16
-"""Offsets in the kernel's ``siginfo_t``, in bytes: the code that says what sent the signal (at most
-0 if a process did), and the address of the missing page.
+"""Byte offsets in the kernel's ``siginfo_t``. At `_CODE_AT` is the code for what sent the signal (0
+or less if a process did), and at `_ADDRESS_AT` the memory address that could not be accessed.
 """
 _DELETED = " (deleted)"
 _LATER = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGINT
-"""The signal whose Python handler raises the error, once the interrupted instruction has ended."""
+"""A spare signal that the handler of SIGBUS sends to make Python call `_raise` (unused on systems
+other than Linux).
+"""
 
 mapped_sizes: dict[str, int] = {}
-"""The size in bytes of each mapped file when `remember_size` was called, by path."""
+"""Path of each mapped file -> its size in bytes when `remember_size` was called."""
 _inodes: dict[str, tuple[int, int]] = {}
-"""For each path in `mapped_sizes`, the id of the process that recorded the size, and the
-file's inode at that time; another file may have taken its name since.
+"""Each path in `mapped_sizes` -> (id of the process that recorded the size, the file's inode then).
+A different inode now means that another file has replaced the mapped one.
 """
 _fault: list[MegatronExtError] = []
-"""The error of the newest bus error, kept until Python raises it."""
+"""Errors for bus errors that Python has not raised yet; `_raise` raises only the last one."""
 
 
 class _Action(ctypes.Structure):
@@ -64,7 +66,7 @@ class _Action(ctypes.Structure):
 
 
 _before = _Action()
-"""The handler of SIGBUS that was installed before this one."""
+"""The handler of SIGBUS that `tell_bus_errors` replaced; it gets all other bus errors."""
 
 
 def remember_size(path: str | os.PathLike[str], size: int) -> None:
@@ -234,7 +236,7 @@ def _raise(_number: int, frame: FrameType | None) -> None:
 _HANDLER: Any = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(
     _on_bus_error
 )
-"""The handler for the kernel; a global, because it may be called as long as the process lives."""
+"""`_on_bus_error` as a C function; a global, so that it exists as long as the process."""
 
 
 def tell_bus_errors() -> None:

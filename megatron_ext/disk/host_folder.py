@@ -29,13 +29,13 @@ _OF_AGENT = "_of_agent"
 _SAVE = "save_folder"
 """Name of the file that stores the path of the run's save folder."""
 SNAPSHOTS = ("snapshots", "non_persistent")
-"""Subfolders of a host folder for checkpoints in memory, called snapshots: those that
-``--peer-checkpoint-interval`` and ``--non-persistent-ckpt-type in_memory`` ask for.
+"""Subfolders of a host folder for checkpoints in memory, called snapshots: the first for
+``--peer-checkpoint-interval``, the second for ``--non-persistent-ckpt-type in_memory``.
 """
 RESIZE = "resize"
-"""Name of the file that asks the ranks to save and exit, so that a new number of them can start."""
+"""Name of a file that tells the ranks to save and exit, to be restarted in another number."""
 TAKEN_OVER = "taken_over"
-"""Name of an empty file beside snapshots that a killed run with the same save folder has left."""
+"""Name of an empty file in a host folder into which snapshots of a killed run were moved."""
 _SECONDS_FOR_DYING_RANKS = 2.0
 _LEFT = "exit_code_"
 _SECONDS_UNTIL_STALE = 600.0
@@ -95,9 +95,8 @@ def shared_host_folder(save: str | None = None) -> Iterator[Path | None]:
     creates or opens the folder of its agent, and any other process creates a new one. If no folder
     can be created, print a note and yield None.
 
-    At the end, a process that created a new folder removes it. Local rank 0 removes the folder of
-    an agent, unless this rank raises an error: then torchrun may restart the ranks, which need the
-    folder.
+    At the end, a process that created a new folder removes it. The folder of an agent is removed by
+    local rank 0, but not after an error: torchrun may then restart the ranks, which need it.
 
     Args:
         save: the run's save folder. Snapshots that killed runs with the same save folder left on
@@ -163,8 +162,8 @@ def _name_of_agent(agent: int) -> str:
 def leave_host_folder() -> None:
     """Remove the host folder after this rank has failed, unless torchrun will restart the ranks.
 
-    Only a folder that ranks created for torchrun's own agent is removed. An agent of
-    `train.torchrun` creates and removes the folder itself.
+    Only a folder that ranks created is removed, as under the plain ``torchrun`` command. The agent
+    of `train.torchrun` creates and removes a folder itself.
     """
     folder = host_folder()
     used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -184,9 +183,9 @@ def leave_exit_code(code: int) -> None:
 
 
 def exit_codes_left(folder: Path) -> list[int]:
-    """Return the exit codes that ranks have left in ``folder``.
+    """Return the exit codes that ranks wrote into ``folder`` with `leave_exit_code`.
 
-    Only codes from the latest start of the ranks that left any are returned.
+    Each restart of the ranks has a number (`generation`); only codes of the highest are returned.
     """
     left = [path.read_text(encoding="utf-8").split() for path in folder.glob(f"{_LEFT}*")]
     pairs = [(int(words[0]), int(words[1])) for words in left if len(words) == 2]
@@ -201,7 +200,8 @@ def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
     (None, -1).
 
     Args:
-        save: the run's save folder, see `_take_over`.
+        save: the run's save folder. Snapshots of killed runs with the same save folder are moved
+            into the host folder. None moves nothing.
     """
     fault: OSError | None = None
     for root in (Path("/dev/shm"), Path(tempfile.gettempdir())):
@@ -229,10 +229,10 @@ def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
 def _take_over(folder: Path | None, save: str | None) -> None:
     """Move the snapshots of killed runs with the save folder ``save`` to ``folder``.
 
-    For each kind of snapshots in `SNAPSHOTS`, the newest that any of these runs has left are moved.
-    Then the host folders of the killed runs are removed. Whether the snapshots are whole is not
-    checked here, but in `checkpoint.resume`. Only local rank 0 does this, before the ranks
-    synchronize.
+    If several runs left a subfolder of the same name in `SNAPSHOTS`, that of the run whose files
+    changed last is moved. Then the host folders of these runs are removed. `checkpoint.resume`
+    checks later whether the snapshots are whole. Only local rank 0 does this, before the ranks
+    synchronize. Do nothing if ``folder`` or ``save`` is None.
     """
     if folder is None or save is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return

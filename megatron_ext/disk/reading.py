@@ -33,12 +33,14 @@ MAX_DEPTH = 64
 MAX_JSON_VALUES = 5_000_000
 """Limit of values in a JSON file; a large vocabulary with its merge rules has 2 million."""
 MAX_NODES = 2_000_000
-"""Limit of values in a YAML file; an alias stands for all values of its anchor."""
+"""Limit of values in a YAML file; each use of an alias counts all values that it repeats."""
 _MAX_DIGITS = 1_000
 _MAX_INTEGER = 1 << 128
-"""Limit of integers; transformers writes 1e30 for a model without a maximum length."""
+"""Bound on the magnitude of integers; transformers writes int(1e30) for "no maximum length"."""
 _MAX_KEY = 1 << 63
-"""Limit of integer keys. Many larger integers could share a hash, which makes a mapping slow."""
+"""Bound on the magnitude of integer keys: larger ones could be chosen with equal hashes, which
+makes a dict slow.
+"""
 _PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null")
 _PIPES_OF_SHELLS = ("/dev/fd", "/proc/self/fd")
 
@@ -235,16 +237,16 @@ def shortened(value: Any, length: int = 60) -> str:
 
 
 def read_yaml(path: StrPath) -> Any:
-    """Read a YAML file of plain values; see `parse_yaml`."""
+    """Read a YAML file of mappings, lists, strings, numbers, booleans and nulls (`parse_yaml`)."""
     return parse_yaml(_decoded(read_bytes(path, MAX_YAML_BYTES), path), path)
 
 
 def parse_yaml(text: str, source: StrPath) -> Any:
-    """Parse YAML of plain values; ``source`` is the file or flag that errors name.
+    """Parse YAML of mappings, lists, strings, numbers, booleans and nulls; refuse other tags.
 
-    libyaml's loader recurses without limit, and a few nested aliases can stand for billions of
-    values. Its parser does not recurse, so the parser's events are counted before anything is
-    built.
+    ``source`` is the file or flag that errors name. Values are counted in the events of libyaml's
+    parser before anything is built, since a few nested aliases can stand for billions of values,
+    and its loader, unlike its parser, recurses without limit.
 
     Raises:
         UnreadableFile: the text is not YAML, or breaks the limits of this module.
@@ -277,7 +279,7 @@ def _one_line(error: Exception) -> str:
 
 @lru_cache(1)
 def _loader() -> type:
-    """Return the class of a YAML loader of plain values that refuses repeated keys."""
+    """Return a class of YAML loader that refuses repeated keys and tags outside `_PLAIN_TAGS`."""
     # The C parser is ten times as fast, but not always built.
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -331,10 +333,10 @@ def _check_events(text: str) -> None:
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     total = 0
     sizes = dict[str, tuple[int, int]]()
-    """For each anchor, the number of values in the content that it names, and their depth."""
+    """Anchor -> (number of values in the content that it names, levels of nesting in it)."""
     opened: list[list[Any]] = []
-    """For each collection that is still open: its anchor, the number of values in it so far, and
-    how deep they are nested.
+    """Each list or mapping whose end is still to come, outermost first: [anchor or None, number of
+    values so far, levels of nesting in it so far].
     """
     for event in yaml.parse(text, base):
         if isinstance(event, yaml.CollectionEndEvent):
@@ -438,5 +440,5 @@ def rows_of(path: StrPath, is_row: Callable[[dict[str, Any]], bool]) -> Iterator
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value is an integer from 0 to 2**53, as counters are."""
+    """Return whether a value is an integer from 0 to 2**53, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 53

@@ -1,9 +1,8 @@
 """Writes files into existing folders, such as a save folder that another user has made.
 
-A link at the name of a file is never followed. A file that is written whole replaces the link; a
-file that is appended to must be regular. The same holds for pipes and devices, so that no write
-waits for a reader. Folders named by the user may be links themselves; only their content is
-checked.
+Another user may have put a link, a pipe or a device at the path of a file. None is written to: a
+file that is written whole replaces it, and appending to it is an error. So no link leads a write
+elsewhere, and no write waits for the reader of a pipe. Folders named by the user may be links.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ACCESS = os.O_RDONLY | os.O_WRONLY | os.O_RDWR
 
 
 class NotRegular(OSError):
-    """A link, pipe or device is at the path of a file to be written."""
+    """A link, pipe, device or folder is at the path of a file to be opened."""
 
     def __init__(self, path: StrPath, kind: str) -> None:
         reason = f"{os.fspath(path)} is {kind}, which is not written to; remove it"
@@ -36,10 +35,11 @@ class NotRegular(OSError):
 
 
 def open_descriptor(path: StrPath, flags: int, permissions: int = 0o666) -> int:
-    """Open a regular file with the arguments of ``os.open``, without following a link at its name.
+    """Open a regular file like ``os.open``, without following a link; return its descriptor.
 
     Raises:
-        NotRegular: there is a link, pipe or device at the path, or a file with several names.
+        NotRegular: at the path is something else, or, if ``flags`` ask to write, a file with
+            several names (hard links).
         OSError: the file cannot be opened.
     """
     # An open descriptor of a process, such as nameless shared memory, only looks like a link.

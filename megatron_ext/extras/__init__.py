@@ -6,8 +6,8 @@ folder is deleted, everything else still works, and giving one of its flags is a
 so.
 
 The extension points are sections of flags (`config.sections`), callbacks between steps
-(`train.callbacks.callback`), reporters of records (`train.reporting.records`), and the supervision
-around the ranks (`train.supervision`).
+(`train.callbacks.callback`), reporters of records (`train.reporting.records`), and what a launcher
+does around its ranks (`train.supervision`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ext.errors import ConfigError, say_to_stderr
 
 
 def is_there(name: str) -> bool:
-    """Return whether the folder of an add-on exists."""
+    """Return whether the folder of the add-on ``name`` exists and holds Python files."""
     # A folder with nothing but Python's caches does not count.
     return any(Path(__file__).with_name(name).glob("*.py"))
 
@@ -52,9 +52,10 @@ def missing(name: str, flag: str) -> str:
 
 
 def run_tool(name: str, module: str, argv: Sequence[str], *, description: str) -> int:
-    """Run the program in a module of an add-on; return its exit code, 2 if the folder is missing.
+    """Run ``main`` of a module of the add-on ``name``, the program behind ``tools/<name>.py``.
 
-    ``description`` is the text of the program's help.
+    Return its exit code; 2 if the add-on's folder is missing. ``argv`` are its arguments, without
+    the program's name, and ``description`` is the text of its help.
     """
     try:
         main = needed(name, module, f"tools/{name}.py").main

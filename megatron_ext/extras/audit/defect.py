@@ -26,7 +26,7 @@ class State:
 
     Attributes:
         kind: ``there``, ``fixed``, or ``changed`` (still there in another form).
-        figure: what was measured on this release.
+        figure: text with what was measured on this release; "" if there is none.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class State:
 
     @classmethod
     def of(cls, entry: Mapping[str, str]) -> State:
-        """Return the state that an entry of `defects.yaml` describes."""
+        """Return the state for a mapping in `defects.yaml` that may lack the ``figure``."""
         return cls(entry["kind"], entry.get("figure", ""))
 
     def __str__(self) -> str:
@@ -43,15 +43,14 @@ class State:
 
 @dataclass(frozen=True)
 class Rule:
-    """The flags that trigger a defect.
+    """One combination of flags that triggers a defect.
 
     Attributes:
-        all_of: functions of the flags that must all return True.
-        error: the size of the error with these flags, as a sentence or a function that returns it.
+        all_of: conditions: functions of the flags, all of which return True if the rule holds.
+        error: sentence on the size of the error, or a function of the flags that returns it.
         advice: what the user should do.
-        only: the releases to which the rule applies, separated by spaces; empty for all.
-        depends: a further condition for the defect, which the flags do not show; "" if there is
-            none.
+        only: minor releases to which the rule applies, as in "0.16 0.17"; "" for all.
+        depends: text of a further condition, which flags cannot show; "" if there is none.
     """
 
     all_of: tuple[Condition, ...]
@@ -84,12 +83,12 @@ class Defect:
         affected: the part of megatron-core that has the defect.
         stock: a sentence that says what megatron-core 0.16 does, with measured figures.
         since: the state on 0.19, as ``tools/audit.py --reproduce`` measures it.
-        began: the first release in the state ``since``; earlier releases behave like 0.16.
-        between: releases before 0.19 whose state is neither that of 0.16 nor ``since``.
+        began: the first minor release in the state ``since``; earlier ones behave like 0.16.
+        between: pairs (minor release, its state) for exceptions: neither like 0.16 nor ``since``.
         ours: what this package does instead.
-        test: the tests of what this package does.
-        rules: the flags that trigger the defect; the first rule that holds decides. Empty if the
-            defect does not depend on flags.
+        test: names of the tests of what this package does.
+        rules: alternative combinations of flags that trigger the defect; the first that holds gives
+            the error and advice. Empty if no flags show the defect.
     """
 
     number: str
@@ -104,7 +103,7 @@ class Defect:
 
     @classmethod
     def of(cls, number: str, entry: Mapping[str, Any], rules: tuple[Rule, ...]) -> Defect:
-        """Return the defect that an entry of `defects.yaml` describes."""
+        """Return the defect ``number``, such as "D2", from its ``entry`` in `defects.yaml`."""
         texts = {name: entry[name] for name in ("affected", "stock", "ours", "test")}
         between = tuple((name, State.of(state)) for name, state in entry.get("between", {}).items())
         began = entry.get("began", "0.19")

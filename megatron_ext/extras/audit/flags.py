@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 _REPEATED = re.compile(r"\(([^()]*)\)\*(\d+)")
-"""A repeated piece of a layout, such as ``(tt|)*3``."""
+"""Matches a repeated piece of ``--pipeline-model-parallel-layout``, such as ``(tt|)*3``."""
 
 
 class Undecided(Exception):
@@ -38,9 +38,9 @@ class Flags:
                 self.values[current] = (*self.values[current], word)
 
     def has(self, *names: str) -> bool:
-        """Return whether any of the flags is given.
+        """Return whether any of the flags ``names`` is given.
 
-        Those given are added to the list ``used``: the flags that decide whether a defect is hit.
+        Those given are added to the list ``used``, from which the audit takes the flags to blame.
         """
         given = [name for name in names if name in self.values]
         self.used += given
@@ -50,7 +50,8 @@ class Flags:
         """Return the values of a flag, joined by spaces; ``default`` if the flag is not given.
 
         Raises:
-            Undecided: the value contains a shell variable such as ``$SIZE``, as recipes do.
+            Undecided: the value contains a shell variable such as ``$SIZE``, as in some recipes of
+                Megatron-LM's tests.
         """
         if name not in self.values:
             return default
@@ -75,7 +76,7 @@ class Flags:
             raise Undecided(f"`{name}` ({text[0]}) must be a number; give one.") from None
 
     def size(self, name: str, default: int = 1) -> int:
-        """Return the value of a flag as an integer, else ``default``; errors as in `number`."""
+        """Return the first value of a flag as an integer, or ``default``; see `number`."""
         return int(self.number(name, default))
 
     @property
@@ -120,7 +121,10 @@ class Flags:
 
     @property
     def per_token(self) -> bool:
-        """Whether the loss is divided by the tokens of the global batch (not the default)."""
+        """Whether ``--calculate-per-token-loss`` is given: each token weighs the same in the loss.
+
+        By default, each micro-batch does.
+        """
         return self.has("--calculate-per-token-loss")
 
     @property
@@ -155,7 +159,7 @@ class Flags:
 
 
 def _split(words: Sequence[str]) -> list[str]:
-    """Return the words, with quoted ones split if they hold a flag and its values.
+    """Return the words of a command line; split any word that holds a flag and its values.
 
     For example, the single word ``--lr 0.1`` becomes two words.
     """
@@ -168,10 +172,10 @@ def _split(words: Sequence[str]) -> list[str]:
 
 
 def holds(*conditions: Callable[[], bool]) -> bool:
-    """Return whether all conditions hold; False if one fails, even if others cannot be read.
+    """Return whether all conditions return True; any False decides, even if others are undecided.
 
     Raises:
-        Undecided: no condition fails, but one cannot be read.
+        Undecided: no condition returns False, but one raised this error.
     """
     undecided: Undecided | None = None
     for condition in conditions:

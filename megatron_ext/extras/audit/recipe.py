@@ -12,7 +12,7 @@ def read_recipe(path: Path) -> list[str]:
     """Return, as words, the flags of a recipe: the ``MODEL_ARGS`` of a YAML file.
 
     Raises:
-        DataError: the file cannot be read, or has no such mapping.
+        DataError: the file cannot be read, or has no mapping ``MODEL_ARGS``.
     """
     try:
         recipe = read_yaml(path)

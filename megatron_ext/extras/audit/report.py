@@ -1,4 +1,7 @@
-"""Checks flags against the rules of all defects, and prints findings, lists and reproductions."""
+"""The program ``tools/audit.py``: reports the defects of megatron-core that given flags trigger.
+
+It also lists all known defects, and reproduces single ones on the installed megatron-core.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,10 @@ DEFECTS = _defects()
 """All known defects of megatron-core (`defects.yaml`), ordered by number."""
 
 PROGRAM = "pretrain_gpt.py"
-"""The program of Megatron-LM that flags belong to, unless another is named."""
+"""The program of Megatron-LM whose flags are audited, unless another one is named."""
 
 FILES = "data layers losses mtp optimizer router schedules stages".split()
-"""Last parts of the names of the files ``reproduce_*.py`` in this folder."""
+"""The ``*`` of each file ``reproduce_*.py`` in this folder; these files reproduce defects."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,12 @@ class Finding:
     """A defect that the flags trigger.
 
     Attributes:
+        number: such as "D2".
+        what: the part of megatron-core that has the defect.
+        state: ``there`` or ``changed``, as in `State.kind`.
+        error: sentence on the size of the error.
         flags: the given flags that trigger it.
-        depends: a further condition, which no flag shows; empty if there is none.
+        depends: text of a further condition, which flags cannot show; "" if there is none.
     """
 
     number: str
@@ -64,7 +71,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """The findings for some flags, and sentences about what could not be checked."""
+    """The defects that some flags trigger in version ``core`` of megatron-core.
+
+    ``notes`` are sentences about what could not be checked.
+    """
 
     core: str
     findings: tuple[Finding, ...]
@@ -77,10 +87,12 @@ class Audit:
 
 
 def release_of(core: str | None) -> tuple[str, str]:
-    """Return a version of megatron-core (by default the installed one) and its minor release.
+    """Return ``core``, a version of megatron-core, and its minor release, such as "0.16".
+
+    None stands for the installed version.
 
     Raises:
-        ConfigError: the version is unknown, or none is installed.
+        ConfigError: the release is not in `RELEASES`, or ``core`` is None and none is installed.
     """
     try:
         version = core or importlib.metadata.version("megatron-core")
@@ -136,7 +148,7 @@ def audit(words: Sequence[str], core: str | None = None, program: str = PROGRAM)
 
 
 def show(console: Console, result: Audit) -> None:
-    """Print the findings as a table, then conditional findings, then notes."""
+    """Print a table of the certain findings, then those with a further condition, then notes."""
     certain = result.certain
     head = f"megatron-core {result.core}: "
     head += f"{len(certain)} known defect(s) on these flags" if certain else "no known defect"
@@ -190,7 +202,10 @@ def reproduce(number: str) -> str:
 
 
 def main(argv: Sequence[str], description: str = "") -> int:
-    """Run the tool; return 0 without findings, 1 with findings, 2 after an error."""
+    """Run ``tools/audit.py`` with the arguments ``argv``; ``description`` is the text of its help.
+
+    Return 1 if flags certainly trigger a defect, 2 after an error, else 0.
+    """
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
     words = list(argv[len(own) + 1 :])
     parser = argparse.ArgumentParser(
