@@ -1,5 +1,8 @@
 """Publishes a checkpoint under its final name and removes old ones; only rank 0 does this.
 
+A manifest lists a checkpoint's files with sizes and checksums. The tracker is a file that names the
+iteration of the newest checkpoint.
+
 A lock lets only one run at a time write to a folder of checkpoints. It is a POSIX lock, because
 shared file systems support it and the kernel frees it however rank 0 ends. Unlike a lock of flock
 or filelock, it is not inherited by processes that rank 0 forks, such as data loaders.
@@ -35,7 +38,7 @@ _SECONDS_FOR_A_DYING_RUN = 2.0
 
 
 def prepare(root: Path, iteration: int, in_flight: Collection[int] = ()) -> None:
-    """Make the empty temporary folder of an iteration, and remove what killed runs have left.
+    """Make an empty temporary folder for a checkpoint; remove partial ones that killed runs left.
 
     The folders of the iterations ``in_flight`` stay, since they are being written now.
     """
@@ -94,7 +97,7 @@ def write_manifest(folder: Path, listed: files.Files) -> None:
 def complete(root: Path, iteration: int) -> None:
     """Finish `publish` after the folder has got its final name; safe to repeat.
 
-    Update the tracker, and remove the old checkpoint that the new one replaces.
+    Update the tracker, and remove an older checkpoint of the same iteration, if there was one.
     """
     if files.announced(root) == iteration:
         os.replace(root / files.ANNOUNCEMENT, root / files.TRACKER)
@@ -112,8 +115,11 @@ def tidy(
 ) -> None:
     """Write the file that names the best checkpoint, and remove the checkpoints not to be kept.
 
-    ``newest`` is the iteration just published. The flags, ``best`` and ``superseded`` decide which
-    are kept (see `expired`).
+    Args:
+        newest: the iteration just published.
+        config: holds the flags that say which checkpoints to keep.
+        best: the checkpoints of ``--keep-best``, the best one first; they are kept.
+        superseded: iterations of checkpoints that are no longer among the best.
     """
     if best:
         write_best(root, best[0])
@@ -132,9 +138,8 @@ def expired(
 
     Args:
         older: iterations of all checkpoints except the new one, in ascending order.
-        retain: ``--save-retain-interval``; None removes nothing by this rule. Otherwise the
-            checkpoint just before the new one is removed unless its iteration is a multiple of it.
-            No rule removes a multiple.
+        retain: ``--save-retain-interval``. A checkpoint whose iteration is a multiple of it is
+            never removed; otherwise the one just before the new one is. None has no effect.
         keep: ``--keep-last``: this many newest ones stay, the new one included; None keeps all.
         best: iterations of the checkpoints of ``--keep-best``. They stay and do not count towards
             ``keep``.
@@ -177,7 +182,10 @@ def remove_old(
 
 
 def write_best(root: Path, best: BestCheckpoint) -> None:
-    """Write a checkpoint's iteration and loss to the file `BEST_TRACKER`, if its folder exists."""
+    """Write a checkpoint's iteration and loss to the file `BEST_TRACKER`.
+
+    Write nothing if the folder of that checkpoint does not exist.
+    """
     path = root / BEST_TRACKER
     if not folder_of(root, best.iteration).is_dir():
         return
@@ -205,7 +213,10 @@ def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[Non
 
 
 def check_save_folder(save: str | None) -> None:
-    """Raise a CheckpointError if another run is writing to ``--save``; needs no process group."""
+    """Raise a CheckpointError if ``--save`` is in use by another run, or not writable.
+
+    This needs no process group.
+    """
     lock = None if save is None else _lock(Path(save))
     if lock is not None:
         os.close(lock)
@@ -214,6 +225,7 @@ def check_save_folder(save: str | None) -> None:
 def _lock(save: Path) -> int | None:
     """Lock the folder; return the lock file's descriptor, None if its file system has no locks.
 
+    Closing the descriptor releases the lock.
     Raise a CheckpointError if another run holds the lock, or if the folder is not writable.
     """
     try:

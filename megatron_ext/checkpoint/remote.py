@@ -38,12 +38,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSES = (1.0, 4.0)
-"""Seconds before each retry, in addition to the retries of fsspec's implementations."""
+"""Seconds to wait before the second and the third attempt; fsspec may retry within each attempt."""
 _LOCK = ".staging.lock"
 
 
 def remote_of(config: CheckpointConfig, folder: Path) -> RemoteFolder | None:
-    """Return the object-store folder whose staging folder is ``folder``; None if there is none."""
+    """Return the object-store folder of which ``folder`` is the local copy, the staging folder.
+
+    Return None if ``folder`` belongs to no address that the flags in ``config`` give.
+    """
     for name, address in config.addresses.items():
         root = split_address(address)[0]
         if staging_folder(root) == folder.absolute():
@@ -57,7 +60,10 @@ def _remote(flag: str, address: str, folder: Path) -> RemoteFolder:
 
 
 def bring(config: CheckpointConfig) -> None:
-    """Download what the run loads from object stores, on every machine; all ranks call this."""
+    """Download the checkpoints that the flags name by address, on every machine.
+
+    All ranks call this together.
+    """
     for folder, step, _ in candidates(config):
         remote = remote_of(config, Path(folder))
         if remote is not None:
@@ -86,7 +92,7 @@ class RemoteFolder:
 
     @property
     def _place(self) -> tuple[Any, str]:
-        """Return the address's fsspec file system, opened in this process, and its path there."""
+        """Return an fsspec file system opened in this process, and the path of `address` in it."""
         return file_system(self.address, f"`{self.flag}` ({self.address})", CheckpointError)
 
     def _tried(self, what: str, work: Callable[[], T]) -> T:
@@ -159,7 +165,10 @@ class RemoteFolder:
             raise CheckpointError(f"{self.address}/{name}: {storage.one_line(error)}") from error
 
     def _remove(self, name: str) -> None:
-        """Remove a remote folder, its manifest first, so that the rest never looks whole."""
+        """Remove a remote folder, its manifest first.
+
+        If the removal is interrupted, what is left does not look like a whole checkpoint.
+        """
         fs, place = self._place
         for path, recursive in ((f"{place}/{name}/{MANIFEST}", False), (f"{place}/{name}", True)):
             try:
@@ -168,7 +177,7 @@ class RemoteFolder:
                 continue
 
     def _iterations(self) -> list[int]:
-        """Return the iterations with any file in the object store, in ascending order."""
+        """Return the iterations of whole and partial remote checkpoints, in ascending order."""
         matches = (re.fullmatch(r"iter_(\d{7,})", name) for name in self._entries())
         return sorted(int(match[1]) for match in matches if match)
 
@@ -201,8 +210,13 @@ class RemoteFolder:
     def upload(self, folder: Path, iteration: int, listed: Files) -> None:
         """Upload a checkpoint that is not published yet; all ranks call this together.
 
-        Each rank uploads the files that it wrote. Then rank 0 uploads the others, and last the
-        manifest.
+        Each rank uploads its own shards. Then rank 0 uploads the files that belong to no rank, and
+        last the manifest.
+
+        Args:
+            folder: the local folder of the checkpoint.
+            iteration: its iteration.
+            listed: its files, for the manifest.
 
         Raises:
             CheckpointError: on all ranks, if an upload fails on one. The manifest is not uploaded
@@ -235,7 +249,9 @@ class RemoteFolder:
     ) -> None:
         """Upload the tracker and the records, and remove old checkpoints from the object store.
 
-        All ranks call this together, after the checkpoint has been published in the staging folder.
+        All ranks call this together, after the checkpoint of ``iteration`` has been published in
+        the staging folder. `publish.expired` decides which are old; `publish.tidy` explains the
+        other arguments.
         """
         shutil.rmtree(publish.temporary_folder_of(self.root, iteration), ignore_errors=True)
 
@@ -272,10 +288,10 @@ class RemoteFolder:
                 self._copied[name] = stamp
 
     def fetch_records(self) -> None:
-        """Download each record that is missing in the staging folder, or shorter there.
+        """Download each record that is missing in the staging folder, or shorter than in the store.
 
         Records are files beside the checkpoints, such as metrics. A run that is resumed on another
-        machine appends to them.
+        machine needs them, since it appends to them.
         """
         fs, place = self._place
         self.root.mkdir(parents=True, exist_ok=True)
@@ -290,6 +306,8 @@ class RemoteFolder:
 
     def fetch(self, step: int | None = None, *, passes_over: bool = False) -> int | None:
         """Download the checkpoint of iteration ``step``; for None, the one that the tracker names.
+
+        Without a tracker, None stands for the latest complete checkpoint.
 
         Return the iteration of the downloaded checkpoint, or None if no checkpoint can be loaded.
         If ``step`` is None, also write this iteration to the tracker in the staging folder.

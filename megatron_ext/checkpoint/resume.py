@@ -36,8 +36,8 @@ class SnapshotStore(Protocol):
     Attributes:
         stays: whether the snapshots remain after the run has ended.
         left: whether a killed run with the same save folder has left snapshots there.
-        is_behind: whether the run has resumed with another number of replicas than the run that
-            took the snapshots.
+        is_behind: whether the run has resumed from these snapshots with another number of replicas,
+            so that it should take new ones at once.
     """
 
     stays: bool
@@ -49,7 +49,7 @@ class SnapshotStore(Protocol):
 
 
 class SnapshotRecovery(Protocol):
-    """Finds the snapshots of a store; the add-on ``resilience`` provides one.
+    """Finds the snapshots of a store; the add-on ``resilience`` implements this protocol.
 
     All ranks call each method together.
     """
@@ -59,13 +59,14 @@ class SnapshotRecovery(Protocol):
         """Return the store in which this object looks for snapshots."""
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> Any:
-        """Return the newest snapshots that all ranks have, as an argument for the other methods.
+        """Return the newest snapshots of one step that cover all ranks; None if none is new enough.
 
-        The result is None if none are new enough.
+        The other methods take the result as ``chosen``.
 
         Args:
             newer_than: only snapshots of a later step than this are considered.
-            with_earlier: whether snapshots of earlier runs are considered, too.
+            with_earlier: whether to consider also snapshots of other runs, from which this run may
+                start.
         """
 
     def source(self, chosen: Any) -> str:
@@ -74,7 +75,8 @@ class SnapshotRecovery(Protocol):
     def state_of(self, chosen: Any) -> tuple[Any, Any, Any, Path]:
         """Return the state to resume from, and the folder of the snapshots.
 
-        The result is (values of this rank's state, training counters, configuration, folder).
+        The result is (this rank's state with plain values, training counters, configuration of the
+        run that took the snapshots, folder).
         """
 
     def publish(self, chosen: Any, save: str | None) -> CheckpointRef:
@@ -168,7 +170,7 @@ class Resume:
         return best
 
     def _loaded(self, checkpoint: CheckpointRef, parts: dict[str, Any]) -> LoadedCheckpoint | None:
-        """Load a checkpoint.
+        """Load a checkpoint into ``parts``, the arguments of `load` such as model and optimizer.
 
         If this run itself wrote it, before a restart, also load optimizer and random states that
         the flags leave out: a restarted run needs them to continue.
@@ -192,9 +194,10 @@ class Resume:
         return asks and not explicit and (checkpoint is None or not checkpoint.weights_only)
 
     def _find(self) -> CheckpointRef | None:
-        """Return the newest complete checkpoint, preferably one of this run itself, or None.
+        """Return the checkpoint to load, or None if there is none.
 
-        Report damaged ones.
+        If damaged checkpoints may be skipped, skip and report them, and prefer the newest that this
+        run wrote itself before a restart. Otherwise the flags alone choose.
         """
 
         def look() -> tuple[CheckpointRef | None, CheckpointRef | None, Damaged]:

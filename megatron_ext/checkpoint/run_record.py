@@ -32,8 +32,8 @@ def run_id() -> str:
 def goes_on(config: FaultToleranceConfig, restarts: int) -> bool:
     """Return whether this start of the run is a restart.
 
-    An elastic run with an id of its own always counts as restarted, because ``restarts`` may be too
-    low there: a torchrun agent that joins late does not know of earlier restarts.
+    Every start of an elastic run counts as one if the user gave the run an id, because ``restarts``
+    may be too low there: a torchrun agent that joins late does not know of earlier restarts.
 
     Args:
         restarts: the number of restarts that this process knows of.
@@ -70,7 +70,7 @@ def _written_at(root: Path, iteration: int) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a record (see `RECORD`), which the last run has written; {} if none."""
+    """Return the content of the file `RECORD`; {} if it is missing or unreadable."""
     try:
         return read_json_object(path)
     except UnreadableFile:

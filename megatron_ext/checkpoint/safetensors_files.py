@@ -68,7 +68,7 @@ def index_of(stem: str) -> str:
 
 
 class TensorFolder:
-    """The tensors of ``model.safetensors``, or of the files that its index lists.
+    """The tensors of ``<stem>.safetensors`` in a folder, or of the files that its index lists.
 
     Files are mapped into memory, so that a tensor takes memory only while it is used.
     ``bytes_read`` counts the bytes of all requested blocks and tensors.
@@ -184,12 +184,12 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
 def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
     """Raise a CheckpointError unless the dtype of a tensor is float32, bfloat16 or float16.
 
-    Other dtypes are those of quantized models.
+    A model with other dtypes is quantized, and cannot be read.
 
     Args:
         place: the file or folder, for the message.
         name: name of the tensor, for the message.
-        kind: the dtype as the message should call it.
+        kind: the dtype as the file calls it, for the message.
         dtype: the dtype to check, by its name in torch.
     """
     if dtype not in DTYPES.values():
@@ -204,14 +204,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Converted:
-    """The tensors of another model, such as one on Hugging Face, converted from our parameters.
+    """Our parameters, converted to the tensors of another program, such as transformers.
 
-    `some` converts the tensors of a file when that file is written, to save memory.
+    To save memory, tensors are converted only when they are needed: `some` is called for each file.
 
     Args:
         shapes: the unsharded shape of each of our parameters, by name.
         read: takes names of our parameters, and returns the unsharded values.
-        convert: takes the name and value of one of our parameters, and returns the other model's
+        convert: takes the name and value of one of our parameters, and returns the other program's
             tensors by name.
         dtype: dtype of the written tensors.
     """
@@ -234,9 +234,9 @@ class Converted:
             self._owner |= dict.fromkeys(parts, ours)
 
     def some(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the other model's tensors ``names``, converted from our parameters.
+        """Return the other program's tensors ``names``, converted from our parameters.
 
-        Each is a copy of ``dtype`` that shares no memory with other tensors.
+        Each has the dtype given to the constructor, and shares no memory with other tensors.
         """
         requested = set(names)
         tensors = dict[str, Tensor]()

@@ -50,7 +50,7 @@ _START = "<II"
 _ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes, so that any dtype can be viewed in place."""
 _BLOCK_WORDS = 1 << 15
-"""Number of 8-byte words in a block; a digest hashes one sum per block (`_digest`)."""
+"""Number of 8-byte words that are summed as a block; a digest is a hash of the sums (`_digest`)."""
 _ROOM_FOR_GROWTH = 1 << 16
 """Spare bytes at the end of a file, since the pickled values of the next snapshot may be larger."""
 
@@ -136,15 +136,15 @@ def content_of(state: Any) -> Content:
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
     """Return a sort key by which a tensor follows all tensors that may contain it.
 
-    The key is (address, negative size in bytes, whether the tensor has gaps). So of tensors that
-    begin at one address the largest is first, and a contiguous one precedes one with gaps.
+    The key is (address, negative size in bytes, whether the tensor is not contiguous). So of
+    tensors that begin at one address the largest is first, and of equal ones a contiguous one.
     """
     num_bytes = tensor.numel() * tensor.element_size()
     return tensor.data_ptr(), -num_bytes, int(not tensor.is_contiguous())
 
 
 def _lies_within(tensor: Tensor, end: int, other: Tensor, begin: int) -> bool:
-    """Return whether ``tensor`` lies within the memory of ``other``; False if one has gaps.
+    """Return whether ``tensor`` lies within ``other``'s memory; False if one is not contiguous.
 
     Args:
         end: address after the last byte of ``tensor``.
@@ -176,7 +176,7 @@ class _Mapping:
         self._is_pinned = False
 
     def copy(self, content: Content) -> None:
-        """Copy the tensors of a state to this memory."""
+        """Copy the tensors of ``content`` behind the header; wait until a GPU has finished."""
         sources = content.tensors
         targets = list[Tensor]()
         for tensor, offset in zip(sources, content.offsets, strict=True):
@@ -215,7 +215,7 @@ class SnapshotFile:
         self._mapping: _Mapping | None = None
 
     def reserve(self, num_bytes: int) -> _Mapping:
-        """Enlarge the file to hold ``num_bytes`` of content, and return its memory.
+        """Enlarge the file to hold a header and ``num_bytes`` bytes, and return its mapped memory.
 
         Raises:
             CheckpointError: the file system has no room, or cannot be written.
@@ -250,9 +250,10 @@ class SnapshotFile:
         Args:
             iteration: number of training steps of the state.
             content: the state to write.
-            facts: values for JSON that are stored with the snapshot, as `Snapshot.facts`.
+            facts: values for JSON to store with the snapshot; a reader finds them in
+                `Snapshot.facts`.
             with_digest: whether to store a digest, which takes time to compute. Without it, a
-                reader cannot tell whether the content has changed since.
+                reader cannot tell whether bytes have changed after the write.
         """
         begin = _HEADER_BYTES + content.num_bytes
         end = begin + len(content.skeleton)
@@ -348,8 +349,8 @@ class Snapshot:
     Attributes:
         iteration: number of training steps of the state.
         facts: what the writer stored about the snapshot, as values for JSON.
-        num_bytes: size of the content.
-        digest: checksum of the content.
+        num_bytes: size of the content, tensors and pickled values.
+        digest: checksum of the content; "" if the writer stored none.
     """
 
     def __init__(self, path: Path, mapping: _Mapping, header: dict[str, Any]) -> None:
@@ -373,14 +374,16 @@ class Snapshot:
         return self._mapping.bytes[: _HEADER_BYTES + self.num_bytes]
 
     def is_intact(self) -> bool:
-        """Return whether the content still matches the digest in the header."""
+        """Return whether the content still matches the stored digest; False without a digest."""
         return _digest(self.content, self._tensor_bytes) == self.digest
 
     def state(self, *, to_pickle: bool = False) -> Any:
         """Return the stored state; its tensors are views of the file's memory.
 
-        Pickling a view would pickle all memory around it. So with ``to_pickle`` all tensors are
-        copies, except those in megatron-core's sharded tensors, which a checkpoint does not pickle.
+        Args:
+            to_pickle: whether the state is to be pickled. Pickling a view would pickle the memory
+                of all tensors, so plain tensors are then copied. Those in megatron-core's sharded
+                tensors stay views, since a checkpoint stores them without pickling.
         """
         content = self.content
         offset = self._tensor_bytes
@@ -391,9 +394,9 @@ class Snapshot:
 
 
 def _apart(value: Any) -> Any:
-    """Copy the tensors in ``value``; return sharded tensors as they are.
+    """Return ``value`` with copies of its tensors; megatron-core's sharded tensors stay views.
 
-    An object that megatron-core stores as a `ShardedObject` gets copies in place.
+    A `ShardedObject` is changed in place: its ``data`` gets the copies.
     """
     if isinstance(value, ShardedObject):
         value.data = tree_map_only(Tensor, Tensor.clone, value.data)

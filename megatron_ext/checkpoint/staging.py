@@ -1,7 +1,7 @@
-"""Prepares the staging folders of a run's addresses, once per machine, before its ranks start.
+"""Downloads what a run loads from object storage, once per machine, before its ranks start.
 
-Whatever a run loads from an address is first copied to the staging folder, and then loaded from
-there like any checkpoint.
+Each address such as ``s3://bucket/run`` has a local folder, the staging folder. Checkpoints are
+copied to it, and then loaded from there like any others.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def fetched(flag: str, given: str, step: int | None = None) -> Path:
     Args:
         flag: name of the flag, for error messages.
         given: value of the flag, a path or an address.
-        step: iteration to download; None for the one that the address names, or else the latest.
+        step: iteration to download. None stands for the one at the end of the address, as in
+            ``s3://bucket/run/iter_0000100``, or for the latest if it ends otherwise.
     """
     if "://" not in given:
         return Path(given)

@@ -39,7 +39,7 @@ from megatron_ext.parallel.context import ParallelContext
 
 Chunks = list[DistributedDataParallel]
 CRITIC = "critic"
-"""Prefix of the names of a second network, the critic that judges the model of the run."""
+"""Name prefix of a second network's weights: the critic, which judges the run's model."""
 EMA = "ema"
 PREFIX = f"{EMA}."
 SHARDING = "distrib_optim_sharding_type"
@@ -57,8 +57,8 @@ def content_metadata(
     Args:
         reshardable: whether the distributed optimizer's state must load in any layout. Otherwise
             it loads only with the same tensor, pipeline and expert parallel sizes.
-        flat: whether optimizer state and averages have the format of `flat_state`. ``reshardable``
-            then has no effect.
+        flat: whether optimizer state and averages have the format of `flat_state`: each rank's own
+            elements, saved without communication. ``reshardable`` then has no effect.
     """
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if flat:
@@ -83,9 +83,9 @@ def sharding_of(metadata: dict[str, Any], context: ParallelContext) -> dict[str,
 
 
 def values_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with plain values in place of sharded tensors and objects.
+    """Return a copy of a state with this rank's values in place of sharded tensors and objects.
 
-    A load in the same layout would return the same.
+    It equals the result of saving the state and loading it in the same layout.
     """
 
     def value(entry: Any) -> Any:
@@ -111,7 +111,8 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return the sharded tensors of model and optimizer; all ranks call this together.
 
-    In the format of `flat_state` they are the live tensors, and no communication is needed.
+    In the format of `flat_state` they share memory with model and optimizer, and no communication
+    is needed.
 
     Args:
         metadata: the result of `sharding_of`, which decides the format of the optimizer's state.
@@ -159,7 +160,10 @@ def _sharded_optimizer(
 
 
 def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse.Namespace:
-    """Return all sections' values and ``more`` in one namespace, like Megatron-LM's ``args``."""
+    """Return the flags of all sections in one namespace, like Megatron-LM's ``args``.
+
+    The values in ``more`` are added, and replace flags of the same name.
+    """
     sections = [section for section in run_config.values() if isinstance(section, dict)]
     flat = {name: value for section in sections for name, value in section.items()}
     return argparse.Namespace(**flat | more)
@@ -168,7 +172,10 @@ def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse
 def common_state(
     iteration: int, progress: dict[str, Any], run_config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state that all ranks share: flags, format version, iteration and FLOPs."""
+    """Return the state that all ranks share: flags, format version, iteration and FLOPs so far.
+
+    ``progress`` holds the run's counters, which are stored among the flags.
+    """
     return {
         "args": flat_arguments(run_config, progress),
         "checkpoint_version": 3.0,
@@ -225,11 +232,15 @@ def apply_state(
 def _settle_rates(
     groups: list[dict[str, Any]], rates: list[dict[str, float]], scheduler: OptimizerParamScheduler
 ) -> None:
-    """Set each parameter group's learning rates to this run's ``rates``, or to the loaded ones.
+    """Set the largest and smallest learning rate of each parameter group after a load.
 
     megatron-core prefers rates in a group to those of the schedule. So with
     `--override-opt-param-scheduler` this run's rates replace the loaded ones; otherwise the loaded
-    ones stay, and ``rates`` fill in those that are missing.
+    ones stay, and only missing ones are filled in.
+
+    Args:
+        groups: the optimizer's parameter groups, with loaded values; changed in place.
+        rates: this run's own ``max_lr`` and ``min_lr`` for each group.
 
     Raises:
         CheckpointError: the loaded decoupled learning rates differ from this run's, and no flag
@@ -249,10 +260,10 @@ def _settle_rates(
 
 
 def random_state(context: ParallelContext, *, every_replica: bool = False) -> ShardedObject:
-    """Return the states of this rank's random generators; all ranks call this together.
+    """Return this rank's random states (Python, numpy, torch, CUDA, megatron-core) to save or load.
 
-    With ``every_replica``, return the states of all ranks in this rank's data-parallel group, since
-    they differ under ``--data-parallel-random-init``.
+    All ranks call this together. With ``every_replica``, the result holds the states of all ranks
+    in the data-parallel group, which differ under ``--data-parallel-random-init``.
     """
     own = {
         "random_rng_state": random.getstate(),
@@ -295,8 +306,9 @@ class ExtraState(Protocol):
     """State that a task adds to a run's checkpoints; all ranks call each method together."""
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
-        """Return sharded and common state, under keys that Megatron-LM does not use.
+        """Return the state to save: sharded tensors, and values that are equal on all ranks.
 
+        The keys must be ones that Megatron-LM does not use.
         ``metadata`` is megatron-core's description of the sharding. Without ``with_optimizer``,
         leave out the state of optimizers and their schedules.
         """
@@ -304,7 +316,7 @@ class ExtraState(Protocol):
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Return the sharded state to fill from the checkpoint in the folder ``path``.
+        """Return sharded tensors and objects to fill from the checkpoint in the folder ``path``.
 
         The other parameters are those of `state_to_save`. Raise an error if the checkpoint does not
         fit this run.
@@ -320,8 +332,9 @@ class ExtraState(Protocol):
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """The result of a load: counters and configuration of the run that saved the checkpoint.
+    """The result of a load: ``progress`` and ``run_config`` of the run that saved the checkpoint.
 
+    They are its training counters and its configuration.
     The iteration is 0 if only weights were loaded. The notes say what was not loaded, and why.
     """
 
@@ -333,7 +346,10 @@ class LoadedCheckpoint:
 
 
 NEW_AVERAGE = {"average_updates": 0, "average_start": 1.0}
-"""The averaging counters in `LoadedCheckpoint.progress` if averages start from loaded weights."""
+"""Counters in `LoadedCheckpoint.progress` if averages (EMA) start as a copy of loaded weights.
+
+There were no updates yet, and the share of that copy in the average is 1.0. See `Progress`.
+"""
 
 
 def holds_averages(path: Path) -> bool:
@@ -341,7 +357,7 @@ def holds_averages(path: Path) -> bool:
 
 
 def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
-    """Return whether both the checkpoint ``path`` and the run have averaged weights.
+    """Return whether the run continues averages: whether it and the checkpoint ``path`` have some.
 
     ``ema`` is None for a run without averages. If only one of the two has averages, append a
     message to ``notes``.
@@ -359,10 +375,11 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
 def take_named(
     path: Path, state: dict[str, Any], chunks: Iterable[str], prefixes: Sequence[str]
 ) -> None:
-    """Rename the weights in ``state``, in place, to the names that the checkpoint ``path`` has.
+    """Prefix names of weights in ``state``, in place, so that the checkpoint ``path`` has them.
 
-    Each weight gets the first of ``prefixes`` with which its name is in the checkpoint. If there is
-    none, the name stays. ``chunks`` are the keys of the model's chunks in ``state``.
+    Each of ``prefixes`` is tried in turn before a weight's name, and the first that gives a name in
+    the checkpoint is used; if none does, the name stays. ``chunks`` are the keys of the model's
+    chunks in ``state``.
     """
     stored = stored_entries(path)
     for chunk in chunks:
@@ -377,7 +394,8 @@ def averages_to_save(
 ) -> dict[str, Any]:
     """Return this rank's part of the averaged weights (EMA), sharded like the weights in ``state``.
 
-    The keys are numbers of weights, as text; in the format of `flat_state`, names of weights.
+    The keys are the weights' positions in ``ema``, as text, such as "0"; in the format of
+    `flat_state`, the weights' names.
     """
     if metadata.get(SHARDING) == flat_state.FLAT:
         return flat_state.averages(ema, model, metadata[flat_state.PLACE], PREFIX)
@@ -395,11 +413,11 @@ def averages_to_save(
 def averages_to_load(
     ema: ShardedEMA, model: Chunks, state: dict[str, Any], metadata: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a sharded state into which the averaged weights can be loaded.
+    """Return sharded tensors into which averaged weights (EMA) can be loaded from a checkpoint.
 
-    It is sharded like the weights in ``state``, and holds fp32 copies of the weights until it is
-    loaded. Padding rows of the vocabulary that the checkpoint lacks keep the copied values. In the
-    format of `flat_state`, the result holds this rank's averages themselves.
+    They are fp32 copies of the weights, sharded like those in ``state``. A load overwrites them,
+    except for padding rows of the vocabulary that the checkpoint lacks. In the format of
+    `flat_state`, they are not copies but this rank's averages themselves.
     """
     if metadata.get(SHARDING) == flat_state.FLAT:
         return flat_state.averages(ema, model, metadata[flat_state.PLACE], PREFIX)
@@ -423,6 +441,6 @@ def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Tensor]) -> 
 
 
 def _entries_of(weights: dict[str, Any]) -> dict[int, Any]:
-    """Map the ``id()`` of each parameter to the sharded tensor or factory that describes it."""
+    """Map ``id(parameter)`` to its sharded tensor or factory in ``weights``, a sharded state."""
     sharded, _ = extract_sharded_tensors_and_factories(weights)
     return {id(entry.data): entry for entry in nested_values(sharded)}

@@ -2,8 +2,8 @@
 
 If a helper process of megatron-core's default writer dies, for example because the disk is full or
 psutil is missing, the job hangs. torch's own writer of the same format needs no helpers, and
-reports the failure of one rank on all ranks. Here it becomes a CheckpointError. Each rank writes
-with one thread, since torch loses the errors of other threads.
+reports the failure of one rank on all ranks; this module turns the report into a CheckpointError.
+Each rank writes with one thread, since torch loses the errors of other threads.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DiskWriter(FileSystemWriter):
         self._folder = Path(folder)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part of a checkpoint."""
+        """Write this rank's part of a checkpoint; return torch's record of each written item."""
         with naming_disk(self._folder, bytes_of(plan)):
             written = super().write_data(plan, planner)
             written.wait()
@@ -93,7 +93,7 @@ class DiskWriter(FileSystemWriter):
 
 
 def bytes_of(plan: SavePlan) -> int:
-    """Return the size in bytes of the tensors in a plan."""
+    """Return the size in bytes of the tensors that a rank's save plan of torch lists."""
     described = [item.tensor_data for item in plan.items if item.tensor_data is not None]
     return sum(x.chunk.sizes.numel() * x.properties.dtype.itemsize for x in described)
 
@@ -205,7 +205,7 @@ def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
 
 
 def save_common(common: dict[str, Any], folder: Path) -> None:
-    """Write the state that is the same on all ranks."""
+    """Write the state that is the same on all ranks to ``common.pt`` in a checkpoint's folder."""
     with naming_disk(folder):
         torch.save(common, cleared(folder / COMMON_STATE_FNAME))
 
@@ -258,7 +258,10 @@ def _read_back(paths: list[Path]) -> Files:
 
 
 def check_index(folder: Path, files: Files) -> None:
-    """Raise a CheckpointError if a file is shorter than the index of tensors requires."""
+    """Raise a CheckpointError if a file is too short for the tensors that `.metadata` lists in it.
+
+    ``files`` gives the sizes of the files.
+    """
     metadata = MetadataReader(str(folder)).read_metadata()
     for index, place in metadata.storage_data.items():
         size = files.get(place.relative_path, {"bytes": -1})["bytes"]

@@ -87,7 +87,8 @@ def find_intact(
 ) -> CheckpointRef | None:
     """Return the checkpoint that `find` chooses, after checking the checksums of some of its files.
 
-    ``own`` takes the files in the manifest and returns the names to check.
+    ``own`` takes the files in the manifest and returns the names to check. If one does not match,
+    raise a CheckpointError, or try the next older checkpoint if `passes_over_damaged` says so.
     """
     damaged: Damaged | None = {} if passes_over_damaged(config) else None
     while (checkpoint := find(config, damaged)) is not None:
@@ -223,9 +224,9 @@ def check_weights(flag: str, folder: str | None) -> None:
 
 
 def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
-    """Raise a CheckpointError if ``--no-initialization`` is given without a checkpoint to load.
+    """Raise a CheckpointError if the run neither initializes its weights nor loads them.
 
-    ``initializes`` is False with that flag: the run then leaves its weights uninitialized.
+    ``initializes`` is False with ``--no-initialization``.
     """
     if find(config) is None and not (initializes or config.starts_elsewhere):
         raise CheckpointError.about(
@@ -418,7 +419,11 @@ def read_progress(path: Path) -> dict[str, Any]:
 
 
 def stored_progress(path: Path, arguments: Namespace) -> dict[str, Any]:
-    """Read a checkpoint's counters; for Megatron-LM's checkpoints, take them from ``arguments``."""
+    """Read a checkpoint's counters.
+
+    Megatron-LM's checkpoints have no file of counters. The consumed samples are then taken from
+    ``arguments``, the flags that such a checkpoint stores.
+    """
     stored = read_progress(path)
     if stored:
         return stored

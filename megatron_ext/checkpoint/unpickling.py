@@ -1,9 +1,9 @@
 """Reads the pickled parts of a checkpoint without running code that they may contain.
 
 An ordinary reader calls whatever a pickle names. Three parts of a checkpoint are pickles: the index
-of the shards (``.metadata``), the common state (``common.pt``), and objects among the shards. Newer
-releases of megatron-core save the common state as such an object. The readers here allow only a few
-classes and raise a CheckpointError for any other.
+of the shards (``.metadata``), the common state, equal on all ranks (``common.pt``), and objects
+among the shards. Newer releases of megatron-core save the common state as such an object. The
+readers here allow only a few classes and raise a CheckpointError for any other.
 """
 
 from __future__ import annotations
@@ -129,9 +129,10 @@ def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False
 
 
 def _scan(file: Path | BytesIO) -> None:
-    """Raise an error if the pickles in a file of ``torch.save`` would be costly to read.
+    """Raise an error if reading a file of ``torch.save`` could exhaust memory or take too long.
 
-    The file may be an archive, or in torch's old format without an archive.
+    The file may be a zip archive, or in torch's old format without an archive. Compressed archives
+    are refused, and so are pickles that `Scan` refuses.
     """
     if isinstance(file, Path):
         with file.open("rb") as opened:
@@ -181,10 +182,10 @@ def _safe_names() -> list[Any]:
     They extend those that ``weights_only`` always allows. The list is megatron-core's, with two
     kinds of entries replaced:
 
-    - An enumeration is replaced by a function that returns the member, because ``torch.load`` could
-      set attributes on the member, which the whole process shares.
-    - numpy's arrays and dtypes are replaced by `PlainArray` and `PlainType`, because numpy would
-      take bytes of the file for addresses of objects.
+    - An enumeration is replaced by a function that returns the member of a value. If its class were
+      listed, a pickle could set attributes of members, which the whole process shares.
+    - numpy's arrays and dtypes are replaced by `PlainArray` and `PlainType`. numpy's own classes
+      could be made to use bytes of the file as addresses of objects.
     """
     kinds = [kind for kind in SAFE_GLOBALS if kind.__module__.split(".")[0] != "numpy"]
     members = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
@@ -200,8 +201,8 @@ def _safe_names() -> list[Any]:
 def _plain_value(value: object) -> object:
     """Return ``value`` unchanged.
 
-    This stands in for an enumeration that the installed release of megatron-core lacks. A member of
-    it is then read as its value, such as an integer.
+    A pickle that names an enumeration which the installed megatron-core lacks calls this function
+    instead, so that a member is read as its plain value, such as an integer.
     """
     return value
 

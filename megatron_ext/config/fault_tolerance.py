@@ -10,8 +10,8 @@ from megatron_ext.disk.host_folder import generation, restarts_by_torchrun
 from megatron_ext.errors import FlagError
 
 DISABLED, VALIDATE, STATS = "disabled", "validate_results", "report_stats"
-"""Values of ``--rerun-mode``: compute no step twice; let a second computation decide on a refused
-step; compute steps twice only to report whether they repeat.
+"""Values of ``--rerun-mode``: repeat no step; repeat a step whose result looks wrong, such as NaN,
+and use the second result if it is good; repeat steps only to report whether results are equal.
 """
 
 
@@ -95,8 +95,8 @@ class FaultToleranceConfig(UsersOwn):
             save: the folder of ``--save``; None without that flag.
             whole: whether checkpoints also hold the optimizer and random states, which a run needs
                 to resume.
-            kept: the given flag, if any, that makes it impossible to repeat a step, because the
-                step changes state that cannot be restored.
+            kept: a flag of the run under which no step can be repeated, since a step changes state
+                that cannot be restored; None if there is none.
         """
         if self.elastic_min_nodes is not None and save is None:
             yield FlagError(

@@ -42,8 +42,8 @@ def finalize(
         world_size: number of ranks; 0 computes it from ``--nproc-per-node`` and
             ``--dry-run-nodes``.
         device: "cpu" or "cuda"; a dry run for a GPU replaces it by "cuda".
-        refusals: takes two configurations, one as the user and the task set it and one that is
-            also completed by the engine; returns a sentence for each flag that is refused.
+        refusals: a check of the caller's. It takes the configuration as user and task set it and as
+            the engine completed it, and returns a sentence for each flag that it refuses.
 
     Raises:
         ConfigError: with a sentence for each error.
@@ -122,8 +122,8 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
 def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningConfig) -> bool:
     """Return whether to assume that Transformer Engine is available.
 
-    True if the package is installed and the device is a GPU, or if a dry run for a GPU has
-    ``--transformer-impl transformer_engine``.
+    True on a GPU if the package is installed. A dry run for a GPU need not have the package if
+    ``--transformer-impl transformer_engine`` is given.
     """
     is_chosen = model.transformer_impl == "transformer_engine"
     installed = importlib.util.find_spec("transformer_engine") is not None
@@ -143,7 +143,7 @@ def _core_errors() -> Iterator[FlagError]:
 
 
 def _precision_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault in the flags of 8-bit products and of CUDA graphs."""
+    """Yield an error for each fault in the flags of FP8 matrix products and of CUDA graphs."""
     if changed_fields(run.fp8):
         from megatron_ext.config.rules.fp8 import fp8_errors
 
@@ -155,10 +155,10 @@ def _precision_errors(run: RunConfig) -> Iterator[FlagError]:
 
 
 def _state_beside_steps(run: RunConfig) -> str | None:
-    """Return the flag that makes it impossible to repeat a step; None if there is none.
+    """Return the given flag under which no step can be repeated; None if there is none.
 
-    Under such a flag a step changes state that cannot be restored: the random states of CUDA
-    graphs, or Transformer Engine's delayed scales.
+    A step then changes state that cannot be restored: the random states of CUDA graphs, or the
+    scales of Transformer Engine's delayed FP8 scaling.
     """
     if run.cuda_graphs.cuda_graph_impl != "none":
         return f"--cuda-graph-impl {run.cuda_graphs.cuda_graph_impl}"

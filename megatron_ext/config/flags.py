@@ -24,7 +24,7 @@ NumberT = TypeVar("NumberT", int, float)
 LARGEST_INT = 2**31 - 1
 LARGEST_LONG = 2**63 - 1
 WORTH_SAYING = 1000
-"""The largest upper bound that an error message names; larger ones only keep absurd values out."""
+"""Error messages name upper bounds up to this one; larger ones only keep absurd values out."""
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,18 @@ NORM = Range(0, 1e30)
 IfChanged = Literal["refuse", "refuse_to_resume", "keep", "say", "allow"]
 """The consequence if a flag differs from its value in the checkpoint that a run loads.
 
-"refuse": the weights mean something else, so the run ends. "refuse_to_resume": the model computes
-something else with the weights; a run that resumes ends, one that starts from the weights prints a
-note. "keep": a run that resumes the optimizer uses the checkpoint's value and prints a note. "say":
-the run uses its own value, and prints a note if it resumes. "allow": the flag changes no result, is
-checked elsewhere, or is meant to change.
+"refuse": the weights would mean something else, so the run ends with an error. "refuse_to_resume":
+the model would compute something else from the same weights; a run that resumes ends with an error,
+one that only starts from them prints a note. "keep": a run that resumes the optimizer uses the
+checkpoint's value and prints a note. "say": the run uses its own value, and prints a note if it
+resumes. "allow": no note, since the flag changes no result, is checked elsewhere, or may change.
 """
 
 
 class Changeable:
-    """The base class of config sections whose flags may differ from those in a loaded checkpoint.
+    """The base class of config sections whose flags may differ from a checkpoint's without a note.
 
-    A flag that sets ``if_changed`` itself is an exception.
+    A flag that sets ``if_changed`` itself is an exception (see `IfChanged`).
     """
 
     IF_CHANGED: ClassVar[IfChanged] = "allow"
@@ -308,7 +308,7 @@ def _advice(flag: Flag) -> str:
 
 
 def changed(run: Any, sections: Sequence[str], only: Collection[str] | None = None) -> list[str]:
-    """Return the spellings of flags that are not at their defaults.
+    """Return the flags that are not at their defaults, as spelled on the command line.
 
     Args:
         run: a RunConfig.
