@@ -1,4 +1,4 @@
-"""Records the steps of a run (`step_record`), so that tools/ledger.py can say what it has read."""
+"""Records which samples each step of a run uses, in a file that tools/ledger.py reads."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from megatron_ext.train.step import StepResult
 class DataLedger(Callback):
     """Records in the save folder which samples each step uses, for ``--data-order direct``.
 
-    If the run is resumed with Megatron-LM's order of samples, the record says from where on the
-    order is unknown. If it is then resumed with the direct order again, the samples of those steps
-    are not mistaken for samples of the direct order. Rank 0 writes. If a write fails, the recording
-    ends but the run continues.
+    If the run is later resumed with Megatron-LM's order of samples, its steps are recorded with an
+    unknown order, so that they are not taken for steps with the direct order. Rank 0 writes. If a
+    write fails, the recording ends but the run continues.
     """
 
     def __init__(self, run: Run) -> None:
@@ -108,9 +107,9 @@ class DataLedger(Callback):
             self._look_back()
 
     def _look_back(self) -> None:
-        """Record the last step as left out if its update was not applied.
+        """Record the last step as not part of the weights if its update was not applied.
 
-        On a GPU this is known only in the next step, which calls this.
+        On a GPU this is known only later, so the next step, or the end of training, calls this.
         """
         pending, self._pending = self._pending, None
         if pending is not None and not pending[1].update.applied:

@@ -2,20 +2,21 @@
 
 ``data_ledger.jsonl`` has one JSON object per line, of these kinds:
 
-- ``order``: the order of samples from here on (`SampleOrder.to_dict`), and which part of each
-  source is used for training: ``split`` is the setting that divides the sources, ``first_tokens``
-  has the index, in each source's file, of the first token of the training part. The line is written
-  again whenever it changes.
-- ``other_order``: from here on the order of samples is not known, for example Megatron-LM's.
-- ``start``: the run begins or resumes after ``iteration`` steps and ``sample`` samples. Earlier
-  lines about steps after ``iteration`` are no longer part of the run: their work is lost. ``from``
-  names another folder whose record comes first. At each of its starts a run writes ``time`` and
-  ``generation``, its number of restarts. A run that starts anew ignores all earlier lines.
-- ``steps``: steps after ``iteration``, which begin at ``sample`` and use ``batch`` samples each.
+- ``order``: the order of samples in the steps below (`SampleOrder.to_dict`), and which part of each
+  source (dataset) is used for training: ``split`` is the setting that divides the sources, and
+  ``first_tokens`` has, for each source, the index in its file of the first token of the training
+  part. The line is written again whenever it changes.
+- ``other_order``: the order of samples in the steps below is unknown, for example Megatron-LM's.
+- ``start``: the run begins or resumes after ``iteration`` steps and ``sample`` samples. Steps after
+  ``iteration`` in the lines above are then lost. If the run was loaded from another folder, the
+  steps recorded there are copied below a line in which ``from`` names that folder. Each start of
+  the ranks adds ``time`` and ``generation``, the number of restarts. A start after 0 steps that is
+  no restart makes all lines above void.
+- ``steps``: steps after ``iteration`` steps and ``sample`` samples, with ``batch`` samples each.
   ``done`` is the last step that has ended, and ``begun`` the last one that has begun. These two
   numbers have a fixed width and are overwritten in each step. So an unbroken run has a single line,
-  and the record includes the last step of a killed run. If ``batch`` is null, only the samples are
-  known, up to ``end``.
+  and the record includes the last step of a killed run. If ``batch`` is null, only the total is
+  known: the run has used ``end`` samples after these steps.
 - ``left_out``: the steps ``first`` to ``last`` have not contributed to the weights; ``why`` is the
   reason, such as a skipped update.
 """
@@ -44,13 +45,13 @@ REWOUND, NO_UPDATE, LOST = "rewound", "no update", "lost by a restart"
 
 @dataclass(frozen=True)
 class Steps:
-    """Consecutive steps with the same number of samples each.
+    """Consecutive steps of a run that are recorded together.
 
     Attributes:
-        iteration, sample: number of steps and of samples before the first of these steps.
-        batch: samples of a step; None if only the samples of all these steps together are known.
+        iteration, sample: number of steps and of samples in the run before these steps.
+        batch: number of samples in each of these steps; None if only their total is known.
         done, begun: the last step that has ended, and the last that has begun.
-        end: number of samples in the run up to the last of these steps, if ``batch`` is None.
+        end: number of samples in the run after these steps, if ``batch`` is None.
         order: the ``order`` line of the record that applies; None if the order is unknown.
         reason: why the steps are not part of the weights; None if they are.
     """
@@ -75,10 +76,9 @@ class Steps:
         return self.sample + (iteration - self.iteration) * self.batch
 
     def between(self, first: int, last: int, reason: str | None = None) -> Steps:
-        """Return steps ``first`` to ``last`` of these steps as a `Steps` with this ``reason``.
+        """Return steps ``first`` to ``last``, marked as ended, as a `Steps` with this ``reason``.
 
-        They count as ended. If ``batch`` is None, the steps cannot be divided, and all are
-        returned.
+        If ``batch`` is None, `self` cannot be divided; all its steps are then returned.
         """
         if self.batch is None:
             return dataclasses.replace(self, reason=reason)
@@ -110,7 +110,7 @@ class History:
         return self.steps[-1].stop if self.steps else 0
 
     def cut(self, iteration: int) -> None:
-        """End the history after step ``iteration``; later steps are lost."""
+        """End the history after step ``iteration``, and move later steps to `lost`."""
         kept = list[Steps]()
         for each in self.steps:
             last = max(each.done, each.begun)
@@ -160,11 +160,11 @@ _COUNTS_OF = {
     "steps": ("iteration", "sample", "done", "begun"),
     "left_out": ("first", "last"),
 }
-"""For each kind of line, the fields that must be whole numbers of at least 0."""
+"""Fields that must be whole numbers of at least 0, by the ``kind`` of a line of the record."""
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    """Return whether a line has a form that this module writes."""
+    """Return whether a line of a record has a known ``kind``, and valid fields for it."""
     kind = row.get("kind")
     if kind == "order":
         tokens = row.get("tokens")
@@ -319,10 +319,13 @@ class RecordWriter:
     ) -> None:
         """Write that the run begins, or resumes after ``iteration`` steps and ``sample`` samples.
 
-        If the run was loaded from another ``folder``, the steps recorded there are copied first. If
-        no record covers some of the earlier steps, one line stands for all of these. It has the
-        number of steps and of samples, and the order ``past`` (None if unknown). ``facts`` are
-        added to the line about the start.
+        Steps before ``iteration`` that no record covers are written as one line of kind ``steps``.
+
+        Args:
+            folder: where the run was loaded from, or None. If it is another folder than that of
+                this record, the steps recorded there are copied first.
+            past: order of samples of the steps that no record covers; None if unknown.
+            facts: further fields of the line about the start.
         """
         history = self._known.history()
         history.cut(iteration)

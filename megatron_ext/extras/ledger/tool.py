@@ -1,4 +1,4 @@
-"""The program tools/ledger.py: prints what a run has read, and can export it as parquet."""
+"""The program tools/ledger.py: prints or exports which documents a run has read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 _SHOWN_STAGES = 8
-"""Up to this number of stages, each has its own row; of more stages, similar ones share a row."""
+"""Largest number of stages (see `_stages`) that are shown in separate rows even if similar."""
 _SHOWN_ROWS = 50
 _EXPORTED = 1 << 14
 """Number of samples that are exported at once."""
@@ -110,8 +110,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
 def _stages(totals: Sequence[Use]) -> Iterator[list[Use]]:
     """Yield the `Use` objects of each stage as a list.
 
-    If there are more than `_SHOWN_STAGES` stages, consecutive stages that differ only in the
-    weights of their mixtures share one list.
+    A stage is a part of the run with one mixture of sources and one sample length. If there are
+    more than `_SHOWN_STAGES`, consecutive stages that differ only in the weights of their mixtures
+    share one list.
     """
     by_stage: dict[tuple[int, int], list[Use]] = defaultdict(list)
     for use in totals:
@@ -239,7 +240,10 @@ class Texts:
         self._tokenizer: Tokenizer = build_tokenizer(settings)
 
     def of(self, documents: Documents, begin: int, length: int) -> str:
-        """Return ``length`` tokens, from token ``begin`` of the dataset's file on, as a text."""
+        """Return ``length`` tokens of a dataset as a quoted text, cut after ``characters``.
+
+        ``begin`` is the index of the first one in the dataset's file.
+        """
         ids = documents.read(begin, length).tolist()
         valid = [i for i in ids if 0 <= i < self._tokenizer.vocab_size]
         text = self._tokenizer.detokenize(valid, skip_special_tokens=False)

@@ -57,7 +57,7 @@ class Documents:
     A document's position is its index among them, from 0.
 
     Args:
-        prefixes: datasets that have passed `check_indexed_dataset`.
+        prefixes: paths of the datasets without ``.bin``; all have passed `check_indexed_dataset`.
         sample: number of documents to draw, by ``seed``; None for all. With the same seed, a larger
             sample contains each smaller one.
     """
@@ -84,7 +84,7 @@ class Documents:
     def _draw(self, count: int, sample: int, purpose: str) -> Ints:
         """Return ``sample`` different integers below ``count``, in ascending order.
 
-        They are drawn by the seed and by ``purpose``, so that each purpose has its own sample.
+        The seed and ``purpose``, any label, determine the draw; each label has its own sample.
         """
         numbers = np.arange(min(sample, count), dtype=np.int64)
         if sample >= count:
@@ -94,7 +94,7 @@ class Documents:
     def some(self, positions: Ints, count: int, purpose: str) -> Ints:
         """Return ``count`` of the positions (or all if there are fewer), in ascending order.
 
-        They are drawn by the seed and by ``purpose``, so that each purpose has its own sample.
+        The seed and ``purpose``, any label, determine the draw; each label has its own sample.
         """
         return positions[self._draw(len(positions), count, purpose)]
 
@@ -150,11 +150,11 @@ class Documents:
             return _read(stream, dtype, begins, stop)
 
     def _extents(self, positions: Ints | None) -> Iterator[tuple[int, int, Ints, Ints]]:
-        """Yield where the documents at ``positions`` (None: all) lie in their files.
+        """Yield where the documents at ``positions`` (None: all) lie in the datasets' files.
 
-        Each item is about consecutive documents of one dataset. It is (index of the dataset, index
-        of the first document in ``positions``, first token of each document, token after each
-        document); tokens are counted from the beginning of the file.
+        Each item is about some successive documents, all of one dataset. It is (the dataset's
+        index, the index in ``positions`` of the first of these documents, the index in the file of
+        each document's first token, and of the token after its last one).
         """
         count = len(self) if positions is None else len(positions)
         for start in range(0, count, _AT_ONCE):
@@ -199,7 +199,10 @@ def _cuts(lengths: Ints, max_tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def _read(stream: BinaryIO, dtype: np.dtype[Any], begins: Ints, ends: Ints) -> Array:
-    """Read ranges of tokens in order; adjacent ranges are read in one call."""
+    """Read the tokens from each of ``begins`` up to each of ``ends`` in a file, and join them.
+
+    Adjacent ranges are read in one call.
+    """
     breaks = np.flatnonzero(begins[1:] != ends[:-1]) + 1
     firsts = begins[np.concatenate([[0], breaks])].tolist()
     lasts = ends[np.concatenate([breaks - 1, [len(ends) - 1]])].tolist()

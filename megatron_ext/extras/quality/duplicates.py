@@ -111,7 +111,7 @@ def shingles(tokens: Array, edges: Ints) -> tuple[Words, Ints]:
 def near_leaders(documents: Documents, candidates: Ints, threshold: float, seed: int) -> Ints:
     """Return, for each candidate, the index of the first candidate in its group, ``[candidates]``.
 
-    Near duplicates are in the same group, and so are documents that a chain of them connects.
+    Two documents are in the same group if a chain of near duplicates connects them.
 
     Args:
         candidates: positions of documents with at least `SHINGLE` tokens, in ascending order,
@@ -189,11 +189,10 @@ def _grouped(documents: Documents, candidates: Ints, keys: Words, threshold: flo
 
 
 def _pairs(band: Words) -> Ints:
-    """Return pairs of documents whose keys in a band, ``[n]``, are equal.
+    """Return pairs of documents with equal keys; the pair (i, j) of n documents is i * n + j.
 
-    Each document is paired with the first and with the previous document that have the same key.
-    If up to three documents have a key, these are all pairs. Of n documents, the pair (i, j) is
-    coded as i * n + j.
+    ``band`` has the documents' keys in one band, ``[n]``. Each document is paired only with the
+    first and with the previous document that have its key: all pairs if up to three share a key.
     """
     order = np.argsort(band, kind="stable")
     own = band[order]

@@ -19,7 +19,7 @@ from megatron_ext.text.data.inspect import length_bin, length_counts
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 
 MAX_ID = 1 << 22
-"""Ids from this one on, and negative ids, are counted together."""
+"""Token ids from this one on, and negative ones, are not counted one by one, only in total."""
 _HEAD = 20
 _TEXT_TOKENS = 10_000
 _LANGUAGE_CHARACTERS = 2_000
@@ -193,7 +193,7 @@ def text_of_document(
 def decoded(tokenizer: Tokenizer, ids: Array, *, is_cut: bool = False) -> str:
     """Return the text of ids, without special tokens and ids that the tokenizer lacks.
 
-    If the ids end in the middle of a character (``is_cut``), that character is left out.
+    If ``is_cut`` is true, the ids may end inside a character, which is then left out.
     """
     valid = ids[(ids >= 0) & (ids < tokenizer.vocab_size)].tolist()
     text = tokenizer.detokenize(valid, skip_special_tokens=True)
@@ -202,7 +202,10 @@ def decoded(tokenizer: Tokenizer, ids: Array, *, is_cut: bool = False) -> str:
 
 
 def language_classifier() -> Callable[[str], str] | None:
-    """Return a function from a text to its ISO 639-1 code; None if py3langid is not installed."""
+    """Return a function that detects a text's language; None if py3langid is not installed.
+
+    The function returns an ISO 639-1 code such as "en", or else `UNCLEAR` or `TOO_SHORT`.
+    """
     try:
         import py3langid  # noqa: F401
     except ImportError:

@@ -92,11 +92,11 @@ class Excerpt:
     """A group of documents, a repeated span or an odd document, with the beginning of its text.
 
     Attributes:
-        tokens: length of the span or odd document; for a group, the number of tokens that could be
-            removed.
+        tokens: length of the span or odd document; for a group, the number of tokens that are saved
+            if only one of its documents is kept.
         count: number of documents in the group, or of places where the span occurs.
-        places: the first few places.
-        text: the beginning, as text, or as ids without a tokenizer.
+        places: the first few of the documents, or of the places where the span occurs.
+        text: the beginning of the first one; without a tokenizer, its token ids.
         share: for an odd document, its fraction of control and replacement characters.
     """
 
@@ -167,7 +167,10 @@ class Quality:
         return " ".join(words) + (f" and {more:,} more" if more > 0 else "")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the statistics as a JSON object, without arrays over all documents."""
+        """Return the statistics as a JSON object.
+
+        It leaves out the group of each document, and lists that ``spans`` and ``odd`` repeat.
+        """
         figures = asdict(self)
         for name in ("exact", "near"):
             if figures[name] is not None:
@@ -239,12 +242,12 @@ def _near(
     """Merge groups of exact duplicates whose documents are near duplicates of each other.
 
     Args:
-        leaders: for each document, the first document of its group of exact duplicates.
-        alone: the first document of each group, and the documents without an exact duplicate.
-        lengths: tokens of each document.
+        leaders: for each document, the position of the first one with the same tokens.
+        alone: positions of the documents that are not empty and equal no earlier document.
+        lengths: number of tokens of each document.
 
     Returns:
-        The first document of each document's merged group, ``[documents]``.
+        For each document, the position of the first one in its merged group, ``[documents]``.
     """
     assert options.near_duplicates is not None
     candidates = alone[lengths[alone] >= SHINGLE]

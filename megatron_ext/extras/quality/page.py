@@ -22,7 +22,7 @@ def write_quality_page(quality: Quality, path: Path) -> None:
 
 
 def quality_page(quality: Quality, *, now: float) -> str:
-    """Return the page, with ``now`` as the time of its creation."""
+    """Return the page; ``now`` is the time of its creation, in seconds since the epoch."""
     names = [Path(prefix).name for prefix in quality.datasets]
     title = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     texts = quality.texts

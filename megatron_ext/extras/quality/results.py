@@ -98,7 +98,8 @@ def _batches(
 ) -> Iterator[Iterator[dict[str, object]]]:
     """Yield the rows of `write_duplicates` in batches, with groups ordered by their first document.
 
-    ``duplicates`` are all groups, and ``exact`` only those of exact duplicates.
+    ``duplicates`` has the groups to write, which may contain near duplicates. ``exact``, the groups
+    of exact duplicates only, decides the ``kind`` of a row.
     """
     all_positions = np.arange(len(duplicates.leaders))
     is_grouped = np.zeros(len(all_positions), dtype=np.bool_)

@@ -16,10 +16,10 @@ from megatron_ext.data.permutation import Ints
 from megatron_ext.extras.quality.documents import Documents
 
 LONG = 50
-"""Smallest number of tokens of a repeated span that is counted; Lee et al. use this length."""
+"""Spans of this many tokens or more count in `RepeatedSpans.repeated`; Lee et al. use the same."""
 _SHOWN = 20
 _PLACES = 1000
-"""Largest number of places counted for one span."""
+"""Occurrences of a span after which no further ones are searched."""
 
 
 @dataclass
@@ -83,9 +83,10 @@ def repeated_spans(
 
 
 def _joined(documents: Documents, some: Ints, lengths: Ints) -> tuple[Array, Ints]:
-    """Join the documents at the positions ``some``; return the array and the documents' starts.
+    """Join the documents at the positions ``some`` to one array; return it and their starts in it.
 
-    Each is followed by a unique number, so that no repeated span crosses the end of a document.
+    A number that occurs nowhere else follows each document, so that no repeated span crosses its
+    end.
     """
     starts = np.concatenate([[0], np.cumsum(lengths[some] + 1)])
     text = np.empty(int(starts[-1]), dtype=np.int64)
@@ -135,10 +136,10 @@ def _covered(order: Array, common: Array, size: int) -> int:
 
 
 def _longest(text: Array, order: Array, common: Array) -> list[tuple[int, Ints]]:
-    """Return length and places of the longest repeated spans; none begins inside a longer one.
+    """Return (length, starts in ``text``) for each of the longest repeated spans.
 
-    ``order`` is the suffix array of ``text``. ``common`` has the length of the longest common
-    prefix of each two neighbouring suffixes.
+    None of them begins inside a longer one. ``order`` is the suffix array of ``text``. ``common``
+    has the length of the longest common prefix of each two neighbouring suffixes.
     """
     one = order[:-1].astype(np.int64)
     other = order[1:].astype(np.int64)

@@ -1,14 +1,14 @@
-"""Accounts for every second of a run: progress that was kept, and everything else.
+"""Divides the wall time of a run into categories, and computes its goodput.
 
-Goodput is the share of wall time that made training progress which was kept, as in Google's
-ml-goodput-measurement (https://pypi.org/project/ml-goodput-measurement/): steps whose results no
-restart threw away. The rest is lost to starting, waiting for data, saving, evaluating, faults and
-restarts. A step includes its communication and its pipeline bubbles, which are shown separately.
+Goodput is the share of wall time spent in training steps whose results no restart threw away, as in
+Google's ml-goodput-measurement (https://pypi.org/project/ml-goodput-measurement/). The rest is lost
+to starting, waiting for data, saving, evaluating, faults and restarts. The communication and the
+pipeline bubbles of steps belong to goodput, but have their own categories.
 
 The wall time of a run is the sum over its launches, each from the start to the end of the launcher.
-Each row of kind "time" in metrics.jsonl holds the seconds of each phase since the row before it. A
-fault prevents rows, and so leaves a gap. Each moment belongs to exactly one row or gap, so no
-second is counted twice or left out.
+Each row of kind "time" in metrics.jsonl holds the seconds of each phase since the row before it.
+Ranks that fail write no row for their last seconds, which leaves a gap. Each moment belongs to
+exactly one row or gap, so no second is counted twice or left out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CATEGORIES = {
 PRODUCTIVE = ("computing", "reduce", "bubble")
 _OF_PHASES = {"forward": "computing", "backward": "computing", "update": "computing"}
 _OUTSIDE_STEPS = ("start", "save", "restart")
-"""Categories whose time is no part of steps: it stays as it is if the steps of its row are lost."""
+"""Categories of time outside steps; it does not count as lost if the steps of its row are lost."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def show_seconds(seconds: float) -> str:
 def _category_of(name: str, *, restarted: bool) -> str:
     """Return the category of a phase; ``name`` is its key in a row of kind "time" of metrics.jsonl.
 
-    If ``restarted`` is true, the phase "start" counts as "restart".
+    For ranks that were restarted (``restarted``), the phase "start" counts as "restart".
     """
     phase = name.removeprefix(PREFIX)
     if phase == "start" and restarted:
@@ -208,9 +208,9 @@ def _checked(rows: Sequence[Row]) -> Iterator[_TimeRow]:
 
 
 def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[tuple[float, bool]]:
-    """Yield, for each recorded end of a launch, its time and whether the launch failed.
+    """Yield the recorded ends of the launch that began at ``launched_at``.
 
-    ``launched_at`` is the time at which the launch began.
+    The reporting rank and the launcher each may record one. Each is (time, whether it failed).
     """
     for row in rows:
         if row.get("kind") == ENDED and is_launch(row, launched_at):
@@ -221,10 +221,10 @@ def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[tuple[float, bool
 
 
 def _kept_iterations(times: Sequence[_TimeRow]) -> list[float]:
-    """Return, for each row, the last iteration whose work was kept; ``math.inf`` if all of it was.
+    """Return, for each row, the last iteration whose work no restart after the row threw away.
 
-    Restarts make a run repeat steps. If any later row begins after a lower iteration, the row's
-    steps after that iteration were lost.
+    This is the lowest iteration after which a later row begins; ``math.inf`` for the last row. If
+    it is below the row's own last iteration, the run went back, and the steps between were lost.
     """
     kept = []
     lowest = math.inf
@@ -322,8 +322,8 @@ class _Launch:
     def _gap(self, end: float, after: _TimeRow | None) -> None:
         """Add intervals for a gap, the time without a row from the last row to ``end``.
 
-        If the gap contains a fault, it is divided into time before the fault, lost time and
-        restart.
+        If the gap contains a fault, the time before the fault is divided by `_unreported`; the time
+        until its detection is lost; the rest counts as restart, or as lost if no row follows.
 
         Args:
             end: the time at which the gap ends, in seconds since the epoch.
@@ -356,8 +356,8 @@ class _Launch:
     ) -> None:
         """Add an interval from the last row to a fault at ``end``, divided into kept and lost time.
 
-        Steps that the restart restored from memory were kept, but no row has their seconds. They
-        are assumed to be like the steps of the last row that has any. All other time was lost.
+        Steps that the restart restored from memory were kept, but no row has their seconds. Their
+        time is divided like that of the latest steps in a row. All other time was lost.
 
         Args:
             iteration: the last step before the interval.

@@ -17,16 +17,16 @@ from megatron_ext.train.reporting.files import ENDED, OF_TIME, number
 from megatron_ext.train.reporting.records import FINISHED
 
 _SECONDS_OF_SILENCE = 120.0
-"""Seconds without a new row in metrics.jsonl or event after which a run counts as dead."""
+"""Seconds without a new event or row in metrics.jsonl until a run no longer counts as running."""
 
 
 FINISHED_WORD = "finished"
-"""The word for a run that completed."""
+"""Value of `State.word` for a run that completed."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of a run: a word, a sentence, and ``kind`` (good, busy, warn or bad)."""
+    """The state of a run in words; ``kind`` (good, busy, warn or bad) is its style on the page."""
 
     kind: str
     word: str
@@ -69,7 +69,7 @@ def _moment_of(row: Mapping[str, Any]) -> float:
 
 
 def main_loss(train: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the name of the main loss, the first one in ``train``'s rows; None without losses."""
+    """Return the name of the first loss in ``train``, rows of metrics.jsonl; None without one."""
     return next((name for row in train for name in losses_of(row)), None)
 
 

@@ -35,7 +35,7 @@ _NOT_ENVIRONMENT = {
     "settings",
     "data",
 }
-"""Keys of the row that each start of the ranks adds to metrics.jsonl, besides the environment."""
+"""Keys in the row about a start of the ranks that the table of the environment leaves out."""
 NOTICED = {
     "spike": "spike",
     "non_finite": "not finite",
@@ -44,7 +44,7 @@ NOTICED = {
     "save_failed": "failed save",
     "checkpoint_refused": "refused checkpoint",
 }
-"""Kinds of events besides faults and saves -> their names in the report."""
+"""Names in the report of the kinds of events other than faults, restarts and saves."""
 
 
 def seconds_of(value: object) -> str:
@@ -95,7 +95,7 @@ def fault_stories(folder: RunFolder) -> list[FaultStory]:
 
 
 def _restart_of_rows(folder: RunFolder, fault: Row) -> Row | None:
-    """Return the restart after a fault as metrics.jsonl records it; None if there was none."""
+    """Return the restart after a fault from metrics.jsonl, if no event has it; None without one."""
     fault_time = time_of(fault)
     rows = folder.of_kind(LAUNCHED)
     started = next(
@@ -151,7 +151,7 @@ def fault_table(stories: Sequence[FaultStory]) -> Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """The report written at a fault (post-mortem), as the page shows it.
+    """The contents of the page about one fault, from the report (post-mortem) written at the fault.
 
     ``data`` is the ``data:`` URL of an SVG of the ranks' last events, or "" to show no picture.
     """
@@ -241,8 +241,8 @@ def noticed_table(folder: RunFolder) -> Table:
 def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
     """Return, by section, a list [flag, value, default] for each setting not at its default.
 
-    A run stores this in metrics.jsonl, since the report may later be written by a program that does
-    not know all sections of the run's program.
+    A run stores this in metrics.jsonl at its start, since a program that later writes the report
+    may not define all sections of the run's configuration.
     """
     return {
         name: [

@@ -36,9 +36,9 @@ def share_bar(seconds: dict[str, float]) -> Markup:
 
 
 def time_chart(goodput: Goodput, marks: Sequence[Mark] = ()) -> Markup | None:
-    """Draw what the time was spent on over the run, as stacked columns of equal wall time.
+    """Draw how the categories of time changed over the run, as stacked columns of equal wall time.
 
-    ``marks`` are placed at times in seconds since the epoch. Time between launches takes no space.
+    The x of each of ``marks`` is in seconds since the epoch. Time between launches takes no space.
     Return None for a run without any time.
     """
     wall = goodput.wall

@@ -1,9 +1,9 @@
 """Records in metrics.jsonl how a run's time is spent, and the environment of its ranks.
 
 The ranks of a machine write their seconds to a `Board` in shared memory, which the reporting rank
-reads when it reports. So the account needs no communication and no synchronization with a device.
-With several machines it covers the ranks of the reporting machine, which has the last pipeline
-stages.
+reads when it reports. So this needs no communication and no synchronization with a device. With
+several machines, only the ranks on the machine of the reporting rank are covered, which has the
+last pipeline stages.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class TimeRows:
         recorder.listeners.append(self._on_event)
 
     def _on_event(self, name: str, _iteration: int, _detail: Any) -> None:
-        """Write a row for the time before the first step, when that step begins.
+        """Write the first row, for the time before the first step, when that step begins.
 
-        The rank's `Recorder` calls this at each event until the first step has begun.
+        The rank's `Recorder` calls this with each event's ``name`` until the first step has begun.
         """
         if name == "step":
             others = [one for one in self._recorder.listeners if one != self._on_event]
@@ -126,7 +126,10 @@ class TimeRows:
         return by_rank or {0: self._recorder.seconds}
 
     def launched(self, config: RunConfig, num_iterations: int) -> None:
-        """Write the row with the settings, machine and packages of the ranks at their start."""
+        """Write a row about the start of the ranks; a restart adds no settings and no environment.
+
+        ``num_iterations`` is the number of steps that the whole run is to have.
+        """
         row: dict[str, Any] = {"kind": LAUNCHED, "iteration": self._iteration, "time": time.time()}
         row |= {"launched_at": self.launch.started, "generation": self._generation}
         row |= {"world_size": config.parallel.world_size, "num_iterations": num_iterations}
@@ -213,10 +216,10 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> str | None:
     """Write the report of a finished launch; return a sentence with goodput and the report's path.
 
-    A launcher calls this after its ranks have ended in any way, and passes its ``exit_code``, which
-    is also added to metrics.jsonl; None adds nothing. Return None if no rank got far enough to
-    write metrics, if the reporting rank has written the report already, or if the report cannot be
-    written. A failure only prints a warning, since a report must not make a run fail.
+    A launcher calls this after its ranks have ended in any way, with its ``exit_code``, which is
+    also added to metrics.jsonl. The reporting rank passes None. Return None if no rank got far
+    enough to write metrics, if the reporting rank of a successful run has written the report, or if
+    the report cannot be written. This only prints a warning, and does not make the run fail.
     """
     # A run without a save folder has no report.
     from megatron_ext.extras.report.page import REPORT_FILE, write_report
@@ -245,7 +248,7 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
 
 @contextlib.contextmanager
 def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
-    """Yield an `End`, in which the block puts the exit code; then write the report of the launch.
+    """Yield an `End` whose exit code the block must set, and then write the report of the launch.
 
     Nothing is written without a save folder, or under torchrun, where a rank writes the report.
     """

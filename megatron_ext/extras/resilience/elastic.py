@@ -1,4 +1,4 @@
-"""The numbers of ranks with which a run may continue, and how to request another number.
+"""Determines with how many ranks a run may restart, and handles requests for another number.
 
 The global batch and the order of the data, and therefore the losses, do not depend on the number of
 replicas, as long as it divides the batch.
@@ -23,11 +23,11 @@ REQUESTED_NODES = "elastic_nodes"
 def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> tuple[int, ...]:
     """Return the numbers of ranks with which a run may continue, largest first.
 
-    Without ``--elastic-min-nodes`` this is only the present number. With it, each number of nodes
-    (see `ranks_of_a_node`) from the present one down to the flag's value is allowed if the other
-    flags fit it; for example, the number of replicas must divide the global batch. A number that
-    does not fit is left out if this program starts the ranks. Under torchrun, which chooses the
-    number itself, it is an error.
+    Without ``--elastic-min-nodes`` this is only the present number. With it, these are the ranks of
+    all numbers of nodes (see `ranks_of_a_node`) from the present one down to the flag's value that
+    fit the other flags; for example, the number of replicas must divide the global batch. If a
+    number does not fit, it is left out if this program starts the ranks. Under torchrun, which
+    chooses the number itself, it is an error.
 
     Args:
         configure: returns the configuration for a number of ranks, or raises a ConfigError.
@@ -61,9 +61,9 @@ def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> t
 
 
 def ranks_of_a_node(config: RunConfig) -> int:
-    """Return the number of ranks by which a run grows and shrinks at a time.
+    """Return how many ranks a "node" has, the smallest unit by which a run grows or shrinks.
 
-    Under torchrun these are the ranks of a node, otherwise the ranks of one model replica.
+    Under torchrun this is the number of ranks on a machine, otherwise that of one model replica.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
@@ -89,7 +89,7 @@ def _faults(
 
 
 def _batches(config: RunConfig) -> list[int]:
-    """Return the possible numbers of samples in a step, in ascending order."""
+    """Return all numbers of samples that a step has at some time in the run, in ascending order."""
     replicas = config.parallel.data_parallel_size
     micro = config.training.batch_sizes[0]
     return [count * micro * replicas for count in config.training.microbatch_counts(replicas)]
@@ -114,10 +114,10 @@ def requested_nodes(save: str) -> tuple[int, int] | None:
 
 
 def ask_to_resize(folder: Path) -> None:
-    """Ask the ranks of this machine to save at the next step boundary and exit."""
+    """Ask this machine's ranks, by a file in the host folder, to save after their step and exit."""
     write_text(folder / RESIZE, "")
 
 
 def forget_resize(folder: Path) -> None:
-    """Withdraw the request of `ask_to_resize`, after the ranks have ended."""
+    """Delete the file of `ask_to_resize` from the host folder, after the ranks have ended."""
     (folder / RESIZE).unlink(missing_ok=True)

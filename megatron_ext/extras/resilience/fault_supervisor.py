@@ -37,7 +37,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_FOR_EVIDENCE = 0.3
 """Longest time in seconds to wait for the ranks' stacks and collectives before they are killed."""
 _PATIENCE_AFTER_A_HANG = 2.0
-"""After a hang that ended by itself, only one that lasts this many times as long is reported."""
+"""Once a hang has ended by itself, only hangs this many times as long are reported."""
 _LASTING = (
     0,
     EXIT_CODE_USER_ERROR,
@@ -45,7 +45,7 @@ _LASTING = (
     EXIT_CODE_NOT_SAVED,
     EXIT_CODE_SIGNAL,
 )
-"""Exit codes of ranks that ended on purpose, or that would end in the same way again."""
+"""Exit codes that are no faults: the rank ended on purpose, or a restart would end the same way."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,10 @@ class FaultSupervisor(Supervisor):
             self._watcher.tell_slow_ranks(self._save, self._pids)
 
     def _hangs(self, verdict: Verdict) -> None:
-        """React to a hang; ``verdict`` says which ranks hang, and for how long."""
+        """Report a hang; a subclass may also end the ranks.
+
+        ``verdict`` says which ranks hang, and for how long.
+        """
         raise NotImplementedError
 
     def _stays_stopped(self, rank: int) -> None:
@@ -177,7 +180,8 @@ class FaultSupervisor(Supervisor):
     def _note(self, verdict: Verdict, cause: str) -> Case | None:
         """Investigate and report a fault that was just detected, and store it in `fault`.
 
-        Return what is known about it; None without a `Watcher`, or if the investigation failed.
+        ``cause`` is as in `Fault`. Return the findings of the investigation; None without a
+        `Watcher`, or if the investigation failed.
         """
         now = time.monotonic()
         seen_after = now - self._polled if verdict.fault is Kind.DEAD else verdict.silent
@@ -205,7 +209,10 @@ class FaultSupervisor(Supervisor):
         return case
 
     def _write(self, case: Case) -> Path | None:
-        """Write the report on a fault; return its folder, or None if it cannot be written."""
+        """Write the report on a fault, and return its folder.
+
+        Without a save folder, or if writing fails, print the first lines and return None.
+        """
         return write_postmortem(case, self._save)
 
     def _end_all(self, grace: float = GRACE_SECONDS) -> None:
@@ -232,7 +239,7 @@ class TellingSupervisor(FaultSupervisor):
         return Drawings()
 
     def wait(self) -> int:
-        """Wait for all ranks, and for the pictures of all faults; return the exit code."""
+        """Wait for all ranks, and until the pictures in reports are drawn; return the exit code."""
         code = super().wait()
         if self.fault is not None and self._hung is None:
             self._tell_end(self.fault, code)
@@ -247,8 +254,8 @@ class TellingSupervisor(FaultSupervisor):
     def _hangs(self, verdict: Verdict) -> None:
         """Report a hang, unless it is short compared with an earlier one that ended by itself.
 
-        If a reported hang has ended by itself after n seconds of silence, only silences of at least
-        n times `_PATIENCE_AFTER_A_HANG` seconds are reported.
+        If a reported hang has ended by itself after n seconds, a later hang is reported only once
+        it has lasted n times `_PATIENCE_AFTER_A_HANG` seconds.
         """
         if verdict.silent < self._patience:
             return
@@ -266,7 +273,7 @@ class TellingSupervisor(FaultSupervisor):
     def _see_whether_it_goes_on(self, case: Case) -> None:
         """Report that a hang has ended by itself, if one of the ranks that stopped first goes on.
 
-        The hang is then no fault any more, and later ones can be reported.
+        In that case `fault` becomes None again, so that later hangs can be reported.
         """
         assert self._watcher is not None
         for record in self._watcher.board.read(1):
@@ -300,7 +307,7 @@ class TellingSupervisor(FaultSupervisor):
             print("; ".join(parts), file=sys.stderr, flush=True)
 
     def _write(self, case: Case) -> Path | None:
-        """Write the report on a fault; without a save folder, only the report on a hang."""
+        """Write the report like the base class, but without a save folder only after a hang."""
         if self._save is None and case.cause != "hang":
             return None
         return write_postmortem(case, self._save)
@@ -351,7 +358,7 @@ class RestartSupervisor(FaultSupervisor):
     def _end_ranks(self, grace: float) -> None:
         """Kill all ranks at once after a fault, so that they can be restarted.
 
-        Otherwise ask them to end, and kill them after `GRACE_SECONDS`, whatever ``grace`` is.
+        Without a fault, ask them to end, and kill them after `GRACE_SECONDS`; ignore ``grace``.
         """
         if self.fault is None:
             super()._end_ranks(GRACE_SECONDS)

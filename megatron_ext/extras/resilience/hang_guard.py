@@ -34,14 +34,14 @@ from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 _SECONDS_OF_A_SIGN = 2.0
-"""Seconds since a rank's thread last checked for hangs after which the next rank's takes over."""
+"""Seconds without a check for hangs by a rank's thread until the next rank's thread takes over."""
 
 
 @contextmanager
 def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
-    """Inside the block, tell processes that ask what this rank does (`watchdog`).
+    """Run a thread in the block that tells other processes what this rank does (`watchdog`).
 
-    Under torchrun, also watch the local ranks for hangs and slow ranks.
+    Under torchrun, a second thread watches the local ranks for hangs and slow ranks.
     """
     folder = host_folder()
     with watchdog(folder, rank), _watching(config, folder):
