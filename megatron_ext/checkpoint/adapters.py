@@ -52,10 +52,10 @@ def adapters_among(names: Iterable[str]) -> list[str]:
 def leave_out_new(
     path: Path, state: dict[str, Any], chunks: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Remove from ``state``, in place, the adapters and new branches that a checkpoint lacks.
+    """Remove from ``state``, in place, tensors that are new in this run and not in the checkpoint.
 
-    A load would fail on them. They keep their initial values instead. A new branch is any other
-    tensor that an older checkpoint may lack (`is_new_branch`).
+    Only adapters, and tensors marked as new (`is_new_branch`), such as weights of an added module,
+    are removed. A load would fail on them. They keep their initial values instead.
 
     Args:
         path: folder of the checkpoint.
@@ -79,11 +79,10 @@ def leave_out_new(
 
 
 def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Return a log message for each tensor in ``new`` that starts at zero; [] if there are none.
+    """Return a log message for each tensor in ``new`` that is marked as new (`is_new_branch`).
 
-    ``new`` is the result of `leave_out_new`: tensors, by chunk key and weight name, that the
-    checkpoint ``path`` lacks and that keep their initial values. No message is made for adapters.
-    The histories of maxima from which FP8 scales are computed share one message.
+    ``new`` is the result of `leave_out_new` for the checkpoint ``path``: tensors that it lacks, by
+    chunk key and weight name. Adapters get no message. FP8 amax histories share one message.
     """
     names = [n for values in new.values() for n, value in values.items() if is_new_branch(value)]
     notes = [
@@ -99,9 +98,13 @@ def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[st
 def check_adapters(
     path: Path, state: dict[str, Any], chunks: Iterable[str], strictness: str
 ) -> None:
-    """Raise a CheckpointError if an adapter is only in the checkpoint or only in the run.
+    """Raise a CheckpointError if checkpoint and run have different adapters on this rank's layers.
 
-    A lenient ``strictness`` (``--dist-ckpt-strictness``) skips the check.
+    Args:
+        path: folder of the checkpoint.
+        state: the sharded state of the run.
+        chunks: keys in ``state`` under which the model chunks lie.
+        strictness: ``--dist-ckpt-strictness``; its lenient values skip the check.
     """
     if strictness in LENIENT:
         return

@@ -41,10 +41,11 @@ ATTEMPTS = 3
 """Number of helpers that try a job before it is given up."""
 _SECONDS_BETWEEN_LOOKS = 0.005
 KNOWN, BUSY, UNKNOWN, BROKEN = range(4)
-"""How ready a rank is when a save begins, from best to worst.
+"""How ready a rank is to begin a save, from best to worst.
 
-KNOWN: it can copy its state by the plan of the last save. BUSY: it must wait for free memory.
-UNKNOWN: the plan does not fit, so all ranks must make a new one. BROKEN: it cannot save.
+KNOWN: its state has the structure of the last save, so that the same plan (the data that each rank
+writes) is used again. BUSY: it must wait for free host memory. UNKNOWN: the structure has changed,
+so all ranks must make a new plan. BROKEN: it cannot save.
 """
 
 
@@ -179,7 +180,9 @@ class Outcome:
 
 
 class BackgroundSaves:
-    """The saves of a run that are written in the background; all ranks call most methods together.
+    """The saves of a run that are written in the background.
+
+    All ranks call `begin`, `wait` and `look_at_newest` together.
 
     Attributes:
         num_failed: number of saves that failed after they had begun.
@@ -233,7 +236,7 @@ class BackgroundSaves:
             state: called once; returns the sharded and the common state to save, in one mapping.
             progress: counters of the run, such as consumed samples, as values for JSON.
             run_config: the resolved configuration, as sections of plain values.
-            best: the checkpoints with the lowest validation losses, lowest first, which are kept.
+            best: the checkpoints with the lowest validation losses, lowest first; none is removed.
             superseded: iterations whose checkpoints are removed once the new one is complete.
 
         Raises:
@@ -275,7 +278,7 @@ class BackgroundSaves:
     def _copy(
         self, iteration: int, prepared: PreparedSave, counters: bytes
     ) -> tuple[SnapshotFile | None, str]:
-        """Copy this rank's part of a checkpoint to a free slot in host memory.
+        """Copy this rank's part of a checkpoint to a free slot, which is a file in host memory.
 
         Args:
             iteration: number of training steps done.

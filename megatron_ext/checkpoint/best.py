@@ -25,8 +25,8 @@ def with_candidate(
 ) -> tuple[list[BestCheckpoint], list[BestCheckpoint]]:
     """Return ``best`` with the checkpoint ``new``, reduced to the ``keep`` lowest losses.
 
-    The result is (the new list, lowest loss first; the checkpoints of ``best`` that drop out).
-    ``best`` itself does not change.
+    An entry of the same iteration as ``new`` is replaced. The result is (the new list, lowest loss
+    first; the checkpoints of ``best`` that drop out). ``best`` itself does not change.
     """
     others = [entry for entry in best if entry.iteration != new.iteration]
     ranked = sorted([*others, new], key=lambda entry: entry.loss)

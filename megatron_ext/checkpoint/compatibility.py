@@ -1,9 +1,9 @@
-"""Checks that a checkpoint fits a run, before anything is loaded, and decides what is loaded.
+"""Checks, before a load, that a checkpoint fits a run, and decides which of its states are loaded.
 
-Most differences between two models show in the names and shapes of their weights. For the others,
-each flag declares whether it may differ from the flag stored in the checkpoint (`IfChanged`). So no
-flag silently changes what a model computes. A checkpoint that does not fit raises a
-CheckpointError.
+Most differences between two models show in the names and shapes of their weights. Others lie in
+flags alone: each flag declares whether it may differ from the flag stored in the checkpoint
+(`IfChanged`). So no flag silently changes what a model computes. A checkpoint that does not fit
+raises a CheckpointError.
 """
 
 from __future__ import annotations
@@ -166,14 +166,14 @@ def weights_in(state: dict[str, Any]) -> set[str]:
 
 
 def check_unexpected(path: Path, expected: Collection[str], strictness: str = "") -> list[str]:
-    """Check whether a checkpoint has weights of a network that the run's network does not have.
+    """Check whether a checkpoint has weights that the run's network lacks and so would not load.
 
-    A checkpoint may hold two networks, and only one is checked. Optimizer state, random states and
-    averaged weights are ignored.
+    A checkpoint may hold two networks, but only one is checked (see ``expected``). Optimizer state,
+    random states and averaged weights are ignored.
 
     Args:
         path: folder of the checkpoint.
-        expected: names of the run's weights of the network, from all ranks. If they begin with
+        expected: names of the network's weights in the run, from all ranks. If they begin with
             `CRITIC`, the second network of the checkpoint is checked, otherwise the first.
         strictness: ``--dist-ckpt-strictness``; its lenient values skip the check.
 
@@ -210,7 +210,7 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
 
 
 def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return the block numbers in the names of weights, by the name of the list of blocks.
+    """Return the numbers of the blocks (layers) in weight names, by the name of the list of blocks.
 
     For example, ``decoder.layers.3.mlp.weight`` adds 3 to the numbers of ``decoder.layers``.
     """
@@ -278,7 +278,7 @@ def loads_random(
     """Return whether to load the states of random generators from a checkpoint.
 
     They are loaded if the flags ask for it, and if the checkpoint holds states that fit the layout.
-    If the flags ask for it in vain, append a message to ``notes``.
+    If the flags ask for it but the checkpoint does not allow it, append a message to ``notes``.
 
     Args:
         arguments: flags of the run that saved the checkpoint.
@@ -304,7 +304,7 @@ def loads_random(
 class Change:
     """A flag whose value differs from the checkpoint's.
 
-    ``before`` is the checkpoint's value; ``answer`` says what follows from the difference.
+    ``value`` is the run's, ``before`` the checkpoint's; ``answer`` is the declared consequence.
     """
 
     name: str
@@ -405,7 +405,10 @@ def check_changes(
 
 
 def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError if a flag has changed that determines the kind of optimizer state."""
+    """Raise a CheckpointError if a changed flag makes the stored optimizer state unusable.
+
+    ``config`` has the run's flags, ``stored`` the checkpoint's values of the same flags.
+    """
     kind = config.optimizer
     rate = config.decoupled_lr
     momentum = config.sgd_momentum

@@ -1,9 +1,9 @@
-"""Tools to convert public weights and adapters, shared by the conversions of all models.
+"""Functions that all model conversions share: importing weights, merging and exporting adapters.
 
-A conversion runs in one process. Imported weights become the checkpoint of iteration 0, which loads
-in any layout. Adapters are merged into weights or exported for Hugging Face's peft. A task declares
-how to build its networks (`Network`) and peft's names of their layers (`PeftLayers`). A
-CheckpointError is raised for a model that cannot be converted.
+A conversion runs in one process. Imported public weights become the checkpoint of iteration 0,
+which loads in any layout. Adapters are merged into weights, or exported for Hugging Face's peft.
+Each kind of model declares how to build its networks (`Network`) and how peft names their layers
+(`PeftLayers`). A CheckpointError is raised for a model that cannot be converted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megatron_ext.parallel.context import ParallelContext, init_groups, seed_eve
 from megatron_ext.parallel.grid import Layout
 
 PRECISIONS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
-"""dtype of a run's weights -> the flags of the run."""
+"""dtype of the weights -> the command-line flags that make a run use it."""
 
 
 @contextmanager
@@ -102,7 +102,10 @@ def refuse_checkpoints(save: Path) -> None:
 def save_imported(
     chunk: Any, config: CheckpointConfig, context: ParallelContext, run_config: dict[str, Any]
 ) -> None:
-    """Save a whole model as the checkpoint of iteration 0."""
+    """Save a whole model as the checkpoint of iteration 0 in the folder ``config.save``.
+
+    ``run_config`` is the run's configuration, by section and field, to store in the checkpoint.
+    """
     progress = {"iteration": 0, "consumed_train_samples": 0}
     manager = CheckpointManager(config, context)
     manager.save(0, model=[chunk], progress=progress, run_config=run_config)
@@ -131,9 +134,8 @@ class Network:
 
     Attributes:
         build: builds a chunk of the network.
-        described: takes the configuration of a run, and returns one for building this network. By
-            default it returns the configuration unchanged, which describes the model that the run
-            trains.
+        described: takes a run's configuration, and returns the configuration that describes this
+            network. The default returns it unchanged: it describes the model that the run trains.
         section: key of a second network's state in a checkpoint, and prefix of its tensors' names;
             None for the model that the run trains.
         base: takes the configuration of a run, and returns the folder of checkpoints that holds the

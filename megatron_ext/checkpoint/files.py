@@ -1,7 +1,8 @@
-"""The files of a folder of checkpoints: Megatron-LM's names, its tracker, and manifests.
+"""Names, reads and checks the files in a folder of checkpoints, as Megatron-LM names them.
 
-The tracker names the latest iteration. A manifest lists a checkpoint's files with sizes and
-checksums, and is written after them. A CheckpointError is raised for a file that cannot be read.
+The tracker file names the latest iteration. A manifest, which Megatron-LM does not have, lists a
+checkpoint's files with sizes and checksums; it is written after these files. A CheckpointError is
+raised for a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -89,9 +90,9 @@ def replaced_folder_of(root: Path, iteration: int) -> Path:
 def standing_folder_of(root: Path, iteration: int) -> Path:
     """Return the folder that holds an iteration's checkpoint.
 
-    This is the folder with the final name (`folder_of`), even if it does not exist. The exception:
-    if a run was killed while it replaced an old checkpoint by a new one, and only the old one
-    exists, this is the ``.replaced`` folder of the old one.
+    Usually this is `folder_of`, even if it does not exist. But a run that was killed while it
+    replaced an old checkpoint may have left only the old one. Then this is the ``.replaced`` folder
+    that holds the old one.
     """
     final = folder_of(root, iteration)
     replaced = replaced_folder_of(root, iteration)
@@ -148,7 +149,7 @@ def make_durable(path: Path) -> None:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Return the size in bytes and the BLAKE2b digest of a file."""
+    """Return ``{"bytes": size in bytes, "blake2b": checksum}`` of a file, as in `Files`."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(1 << 22):

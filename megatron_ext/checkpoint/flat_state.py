@@ -1,4 +1,4 @@
-"""The state of optimizers and averages, saved as it is in a rank's memory, without communication.
+"""Optimizer state and averaged weights (EMA) as they lie in memory, saved without communication.
 
 Each rank describes the elements that it updates itself (fp32 weight, moments and average) as a part
 of a flattened weight. Tensors are not copied, which keeps a snapshot cheap. The parts load in a
@@ -28,7 +28,7 @@ from megatron_ext.parallel.context import ParallelContext
 FLAT = "flat"
 """The value of megatron-core's ``distrib_optim_sharding_type`` for the format of this module."""
 PLACE = "place"
-"""Key of a rank's `Place` in the ``metadata`` that megatron-core's sharding functions take."""
+"""Key of a rank's `Place` in the ``metadata`` that sharding functions take."""
 RECORDS = "records"
 """Key in an optimizer's state of all that is not a tensor, such as settings and step counts."""
 
@@ -123,7 +123,8 @@ def _inner(part: Any) -> Any:
 def optimizer_state(optimizer: MegatronOptimizer, model: list[Any], place: Place) -> dict[str, Any]:
     """Return the state of an optimizer, or of a chain of them, as live tensors without copies.
 
-    ``place`` says which shard and which replica of the weights this rank holds.
+    Keys are weight names, and under them kinds of tensor, such as "exp_avg". Values that are not
+    tensors lie under `RECORDS`. ``place`` says which shard and which replica this rank holds.
     """
     records = []
     for part in parts_of(optimizer):
@@ -188,7 +189,8 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[Any], state: dict[s
 def averages(ema: ShardedEMA, model: list[Any], place: Place, prefix: str) -> dict[str, Any]:
     """Return this rank's shards of the averaged weights (EMA), by weight name.
 
-    In the checkpoint, the name of each shard starts with ``prefix`` and contains the weight's name.
+    ``place`` says which shard and replica this rank holds. In the checkpoint, each shard's name
+    starts with ``prefix`` and contains the weight's name.
     """
     names = names_of(model)
     return {

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _SECONDS_FOR_THE_FOLDER = 5.0
-"""Time limit until a machine sees the folder that rank 0 has made on the shared file system."""
+"""Seconds within which a machine must see the folder that rank 0 has made on shared storage."""
 _NICENESS = 5
 """Added to the helpers' niceness, so that ranks on the same processors come first."""
 
@@ -53,11 +53,12 @@ class Job:
     """A task for one rank's helper: to write the rank's part of one checkpoint.
 
     Attributes:
+        number: identifies the job in a `Report`.
         snapshot: file with the rank's part of the checkpoint.
         root: the save folder.
         seconds: how long rank 0's helper waits for other ranks' results. The wait restarts
             whenever the files of the checkpoint have grown.
-        best: the checkpoints with the lowest validation losses, lowest first.
+        best: the checkpoints with the lowest validation losses, lowest first; none is removed.
         superseded: iterations whose checkpoints should be removed.
     """
 
@@ -149,7 +150,7 @@ def _do(job: Job, connection: Connection) -> str:
 
 
 def _tidy(job: Job) -> None:
-    """Remove the old checkpoints that the flags and ``job`` do not keep; only log a failure."""
+    """Remove the old checkpoints that neither the flags nor ``job`` keep; only log errors."""
     root = Path(job.root)
     try:
         publish.tidy(root, job.iteration, job.config, job.best, job.superseded)
@@ -159,7 +160,7 @@ def _tidy(job: Job) -> None:
 
 
 def is_published(job: Job) -> bool:
-    """Return whether the job's checkpoint is published already, as by a helper that then died."""
+    """Return whether the job's checkpoint is published already, maybe by a helper that has died."""
     return not job.folder.is_dir() and folder_of(Path(job.root), job.iteration).is_dir()
 
 
@@ -311,8 +312,8 @@ def written_bytes(folder: Path) -> int:
 def _listed(folder: Path) -> Files | None:
     """Return the manifest in ``folder`` if an earlier helper of rank 0 has written it, else None.
 
-    A damaged manifest is removed. If there is a manifest, do not wait for the other ranks' results:
-    the earlier helper has read them, and may have removed them.
+    A damaged manifest is removed. If there is a manifest, the caller must not wait for the other
+    ranks' results: the earlier helper has read them, and may have removed them.
     """
     try:
         return read_manifest(folder)
@@ -328,7 +329,7 @@ def _publish(job: Job, files: Files) -> None:
 
 
 def _give_up(job: Job, reason: str) -> None:
-    """Tell the helper of rank 0 about a failure. On rank 0, remove what has been written so far."""
+    """Remove, on rank 0, what has been written; on other ranks, tell rank 0's helper the reason."""
     with suppress(OSError):
         if job.rank == 0:
             shutil.rmtree(job.folder)

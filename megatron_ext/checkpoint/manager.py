@@ -45,8 +45,8 @@ class CheckpointManager:
 
     Args:
         base: if checkpoints hold only adapters, the identity of the frozen weights under them.
-        section: for a load of weights only, a prefix of weight names in the checkpoint. Each weight
-            is looked up with this prefix first, then without it.
+        section: name of a second network, such as `CRITIC`. If only weights are loaded, each one is
+            first looked up with this prefix, then without it.
         background: writes checkpoints while training goes on; None to save before `save` returns.
     """
 
@@ -88,7 +88,7 @@ class CheckpointManager:
         Args:
             progress: counters of the run, such as consumed samples, as values for JSON.
             run_config: the resolved configuration, as sections of plain values.
-            best: the checkpoints with the lowest validation losses, lowest first, which are kept.
+            best: the checkpoints with the lowest validation losses, lowest first; none is removed.
             superseded: iterations to remove, since they are no longer among the best.
             waits: whether to wait until the checkpoint is complete. Otherwise, a manager with a
                 ``background`` returns as soon as the state is copied to host memory.
@@ -167,10 +167,11 @@ class CheckpointManager:
         ema: ShardedEMA | None,
         extra_state: ExtraState | None,
     ) -> dict[str, Any]:
-        """Return all state of this rank in the format of `flat_state`, for a snapshot.
+        """Return all state of this rank in the format of `flat_state`, for a checkpoint in memory.
 
-        The tensors are the live ones, not copies. All ranks call this together: random states that
-        differ between replicas, and the state that a task adds, may need communication.
+        The tensors are the live ones, not copies. ``--no-save-optim`` and ``--no-save-rng`` have no
+        effect. All ranks call this together: ``extra_state``, and random states that differ between
+        replicas, may need communication.
         """
         whole = dataclasses.replace(self._config, no_save_optim=False, no_save_rng=False)
         saver = CheckpointManager(whole, self._context, self._base)
@@ -186,15 +187,15 @@ class CheckpointManager:
         ema: ShardedEMA | None,
         extra_state: ExtraState | None,
     ) -> list[str]:
-        """Copy this rank's state from memory into the model, the optimizer and what else is given.
+        """Copy this rank's state from a checkpoint in memory into the objects that are given.
 
-        What is None is not restored. Afterwards nothing refers to the memory of ``values``.
+        Arguments that are None are skipped. Afterwards nothing refers to the memory of ``values``.
 
         Args:
             values: the state that `state_in_memory` returned, as read from a snapshot.
 
         Returns:
-            Log messages on the parts of the extra state that start anew.
+            Log messages on the parts of ``extra_state`` that were not restored but start anew.
         """
         notes = list[str]()
         copied = {*chunk_keys(model), "optimizer", EMA}
@@ -228,7 +229,9 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Return all state to save, except counters and configuration; what is None is left out.
 
-        With ``flat``, optimizer state and averages have the format of `flat_state`.
+        ``run_config`` only tells whether random states differ between replicas. Flags may leave out
+        optimizer and random states. With ``flat``, optimizer state and averages have the format of
+        `flat_state`.
         """
         config = self._config
         kept = None if config.no_save_optim else optimizer
@@ -267,6 +270,7 @@ class CheckpointManager:
 
         The model changes only after the checkpoint has been verified and found to fit. Averages
         start from the loaded weights if the checkpoint has no averages or only weights are loaded.
+        Arguments that are None are skipped, and all but the model if only weights are loaded.
 
         Args:
             run_config: the flags to compare with the stored ones; None compares none.
@@ -368,6 +372,11 @@ class CheckpointManager:
         notes: list[str],
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """Prepare the load of a checkpoint, after checking that it fits the model.
+
+        Args:
+            optimizer, ema: None if their state is not to be loaded.
+            common: the checkpoint's common state.
+            notes: log messages are appended to it.
 
         Returns:
             (the sharded state to fill; the model's weights that were left out of it because the

@@ -33,7 +33,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
-    """Yield, in order, boxes that cover elements ``start`` to ``end`` of a row-major tensor.
+    """Yield, in order, boxes that cover elements ``start`` to ``end - 1`` of a row-major tensor.
 
     The elements of each box are contiguous. With n axes there are at most 2n - 1 boxes.
     """
@@ -71,11 +71,11 @@ def sharded_optimizer_state(
     Args:
         optimizer: an optimizer of megatron-core, or a chain of them.
         model_state: the sharded state of the model, whose weights the optimizer updates.
-        metadata: megatron-core's description of the sharding, for optimizers that are not
-            distributed.
+        metadata: megatron-core's description of the sharding, which is used only for optimizers
+            that are not distributed.
 
     Raises:
-        CheckpointError: a weight's shard is not a view of the weight's elements.
+        CheckpointError: a weight is saved with its elements in another order than in memory.
     """
     parts = parts_of(optimizer)
     if len(parts) > 1:
@@ -178,9 +178,9 @@ def _cut(
 def _shards(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
     """Return the sharded tensors that describe a parameter, without its values.
 
-    A factory makes several of one parameter, such as the two halves of a gated layer. The data of
-    each are on the meta device: views of one empty tensor with the parameter's shape, so that a
-    view's offset tells which elements it covers.
+    A factory makes several of one parameter, such as the two halves of a gated layer. Their data
+    are views, on the meta device, of one empty tensor with the parameter's shape. So the offset of
+    a view tells which elements of the parameter it covers.
     """
     whole = torch.empty(entry.data.shape, device="meta")
     if isinstance(entry, ShardedTensor):

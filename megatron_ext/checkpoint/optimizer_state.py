@@ -116,8 +116,8 @@ def completed(optimizer: MegatronOptimizer) -> Iterator[None]:
 def leave_out_second_moments(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Remove, in place, the second moments that `completed` has added to an optimizer state.
 
-    This applies to the reshardable format only. The other format stores whole buffers of
-    parameters, so that its files keep the zeros.
+    This applies to the `RESHARDABLE` format only. The format "dp_reshardable" stores whole buffers
+    of parameters, so that its files keep the zeros.
     """
     for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
         muon = getattr(part, "optimizer", None)
@@ -135,10 +135,10 @@ _NOTHING: Any = "no parameter"
 def leave_out_nothing(state: dict[Any, Any]) -> None:
     """Remove from ``state``, in place, the entries that only optimizers without parameters have.
 
-    These are empty entries and the step count that `counted` adds. Ranks whose optimizers have
-    parameters lack these entries, and all ranks must save the same ones. Also replace the list of
-    fp32 weights per parameter group by a mapping from group index to weights, which leaves out
-    groups that are empty on this pipeline stage.
+    These are an empty state of the parameters, and the step count that `counted` adds. Ranks with
+    parameters lack them, and all ranks must save the same entries. Also replace the list of fp32
+    weights per parameter group by a mapping from group index to weights, without groups that are
+    empty on this pipeline stage.
     """
     for part in (state, *_numbered(state)):
         inner = part.get("optimizer", part)
@@ -211,9 +211,9 @@ def _matched_by_kind(parts: list[Any], states: list[dict[str, Any]]) -> Iterator
     """Within the context, let saved parameter groups load even if their rates have changed.
 
     Newer releases of megatron-core match a saved group to the run's group not only by its kind
-    (`KIND_OF_GROUP` and whether it holds experts), but also by learning rate and weight decay. So
-    each saved group first gets the rates of the run's group of the same kind. After the load, the
-    run's group gets the saved rates.
+    (`KIND_OF_GROUP` and whether it holds experts), but also by learning rates and weight decays
+    (`RATES`). So each saved group in ``states`` gets the rates of the group in ``parts`` with the
+    same kind. On leaving the context, the loaded group gets the saved rates.
     """
     saved: list[tuple[Any, int, dict[str, Any]]] = []
     for part, state in zip(parts, states, strict=True):
@@ -303,9 +303,9 @@ def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, 
 
 
 def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the saved parameter group that has the same `KIND_OF_GROUP` settings as ``group``.
+    """Return a copy of the saved group with the same `KIND_OF_GROUP` settings as ``group``.
 
-    Whether the saved group holds experts is not compared; the result takes this from ``group``.
+    Whether a group holds experts is not compared; the copy has the value of ``group``.
 
     Args:
         saved: states of optimizers, whose parameter groups are searched.

@@ -1,11 +1,11 @@
 """Small unpicklers that call nothing that a pickle names.
 
 Python's own unpickler imports whatever a pickle names, calls it, and sets attributes on any object
-on its stack, even on classes. `Machine` follows the same instructions, but puts only a `Name` on
-its stack, never the object itself. A subclass decides, from a list of its own, what a call or a
-state produces. Instructions that the writers of checkpoints do not use are refused.
-`MetadataMachine` builds the index of a checkpoint. `Scan` builds nothing: it refuses pickles that
-would be costly to read.
+on its stack, even on classes. `Machine` follows the same instructions, but its stack holds only the
+`Name` of a class or function, never the object itself. Instructions that the writers of checkpoints
+do not use are refused. What a call or a state produces is decided by subclasses. `MetadataMachine`
+builds the index of a checkpoint from a fixed list of classes and functions. `Scan` builds nothing:
+it refuses pickles that would be costly to read.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MAX_KEY = 64
 MAX_IN_TUPLE = 10_000
 """Limit of elements of a tuple that contains tuples; the elements of inner tuples count, too."""
 MAX_SAME_HASH = 1_000
-"""Limit of keys in a pickle with the hash of another key, since mappings compare such keys."""
+"""Limit of keys in a pickle that share, or may share, a hash with another key (`check_key`)."""
 MAX_REUSE = 8
-"""Limit of the arguments of all calls in a pickle, per byte of the pickle.
+"""Limit of the total size of all calls' arguments in a pickle, as a multiple of the pickle's size.
 
-Arguments are counted in bytes and elements. A pickle can pass one long value to many calls, and
-each call would copy it.
+Sizes are in bytes or elements; the limit has a fixed allowance of 64 KiB more. A pickle can pass
+one long value to many calls, and each call would copy it.
 """
 
 
@@ -61,7 +61,10 @@ class Name:
 
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 _WITHOUT_EQUALS = frozenset({int, bool, bytes, type(None)})
-"""Classes of keys that rarely share a hash: integers are limited, hashes of bytes are salted."""
+"""Classes of keys that `Machine.check_key` does not count, since few of them can share a hash.
+
+Integers have a limited range, and hashes of bytes are salted.
+"""
 _LARGEST_KEY = 1 << 63
 
 
@@ -80,8 +83,8 @@ class Machine:
 
     Other instructions are refused. `load` reads the pickle that starts at byte ``at`` of
     ``content``, returns its value, and sets ``at`` to the first byte after it. For each class, call
-    and state in the pickle it calls a method that subclasses override. Content that ends early or
-    is inconsistent raises an error of any class.
+    and object state in the pickle, it calls a method that subclasses override (`name`, `call`,
+    `build`). Content that ends early or is inconsistent may raise any exception.
     """
 
     def __init__(self, content: bytes, at: int = 0) -> None:
@@ -154,7 +157,7 @@ class Machine:
             raise Refused(f"it has more than {MAX_SAME_HASH} keys with the hash of another one")
 
     def check_tuple(self, value: tuple[Any, ...]) -> None:
-        """Raise Refused if a tuple, with the tuples in it, is too large for a later unpickler.
+        """Raise Refused if a tuple, with the tuples in it, is too large for torch's own unpickler.
 
         The base class accepts every tuple.
         """

@@ -1,8 +1,9 @@
-"""Decides what each rank writes of a checkpoint, so that other processes can do the writing.
+"""Plans what each rank writes of a checkpoint, so that other processes can do the writing.
 
-The decision needs communication: ranks compare their shards and divide the replicas' work, and rank
-0 makes the index of the checkpoint. The decision is reused for later checkpoints as long as the
-structure of every rank's state stays the same, which each rank can see without communication.
+A plan needs communication: ranks check that their shards form whole tensors, and choose which of
+them writes a shard that several hold; rank 0 makes the index of the checkpoint. The plan is reused
+as long as the structure of every rank's state stays the same; each rank checks its own without
+communication.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class PreparedSave:
     """The part of a checkpoint that one rank writes.
 
     Attributes:
-        plan: torch's plan of this rank's file, and on rank 0 also the index of all files, pickled.
+        plan: the pickled pair (torch's plan of this rank's file; on rank 0 the index of all files,
+            else None).
         values: the value of each item of the plan: a tensor, or bytes.
         common: the common state on rank 0; empty on other ranks.
     """
@@ -63,7 +65,10 @@ class PreparedSave:
 
 
 class SavePreparer:
-    """Plans what this rank writes of each checkpoint, and reuses the plan where it can."""
+    """Plans what this rank writes of each checkpoint, and reuses the plan where it can.
+
+    ``replicas`` is the group whose ranks divide the writing of weights that they share.
+    """
 
     def __init__(self, config: CheckpointConfig, replicas: ProcessGroup) -> None:
         self._config = config
@@ -128,7 +133,10 @@ class SavePreparer:
 
 
 class _PlanRecorder(FileSystemWriter):
-    """A writer that writes nothing. It keeps the plan of a rank and rank 0's index."""
+    """A torch storage writer that writes nothing, but keeps this rank's plan and rank 0's index.
+
+    ``metadata`` is the index; it stays None on other ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__(Path())
