@@ -1,4 +1,7 @@
-"""Reproductions of defects in megatron-core's datasets: D29 to D33."""
+"""Reproduces defects D29 to D33 of `defects.yaml`, which are in megatron-core's datasets.
+
+A function such as `d29` returns the figure of the installed megatron-core and the right figure.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ from megatron_ext.parallel.context import ParallelContext
 SEQUENCE_LENGTH = 8
 DOCUMENT_LENGTH = 5
 PATIENCE = 2.0
-"""Seconds after which the building of a dataset is taken for endless; it normally takes 1 ms."""
+"""Seconds allowed for building a dataset, after which it counts as endless; 1 ms is normal."""
 
 
 class EndlessError(Exception):
-    """Raised if work has taken longer than `PATIENCE`."""
+    """Raised by `at_most` if its block of code takes too long."""
 
 
 @contextmanager
@@ -53,7 +56,10 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def write_documents(prefix: Path, documents: int, dtype: type = np.uint16) -> None:
-    """Write documents of five tokens each: ``0 1 2 3 4``, ``5 6 7 8 9`` and so on, modulo 80."""
+    """Write an indexed dataset: the files ``prefix`` + ".bin" and ".idx", with ids of ``dtype``.
+
+    Documents have five tokens each: ``0 1 2 3 4``, ``5 6 7 8 9`` and so on, modulo 80.
+    """
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for document in (torch.arange(documents * DOCUMENT_LENGTH) % 80).view(documents, -1):
         builder.add_document(document, [DOCUMENT_LENGTH])
@@ -63,7 +69,7 @@ def write_documents(prefix: Path, documents: int, dtype: type = np.uint16) -> No
 def tokenizer_of(vocabulary: int) -> Any:
     """Return megatron-core's null tokenizer with ``vocabulary`` ids.
 
-    Releases differ in whether the argument includes the end-of-document id.
+    In some releases, the argument of its class counts the end-of-document id, in others not.
     """
     made = (NullTokenizer(size) for size in (vocabulary, vocabulary - 1))
     return next(tokenizer for tokenizer in made if tokenizer.vocab_size == vocabulary)
@@ -72,10 +78,10 @@ def tokenizer_of(vocabulary: int) -> Any:
 def dataset_config(
     prefix: Path, vocabulary: int = 90, split: str = "99,1,0", **changes: Any
 ) -> GPTDatasetConfig:
-    """Return a megatron-core dataset configuration whose index cache lies next to the data.
+    """Return a megatron-core configuration for the dataset with the path ``prefix`` + ".bin".
 
-    ``vocabulary`` is the number of ids, ``split`` the argument ``--split`` of Megatron-LM, and
-    ``changes`` are further fields.
+    The index is cached in the same folder. ``vocabulary`` is the number of ids, ``split`` the value
+    of Megatron-LM's ``--split``, and ``changes`` are further fields.
     """
     return GPTDatasetConfig(
         random_seed=1234,
@@ -130,7 +136,10 @@ def _empty_split(folder: Path) -> tuple[float, str]:
 
 
 def d29() -> Reproduced:
-    """Measure D29 of `defects.yaml`: how many samples are read from a split without documents."""
+    """Measure D29 of `defects.yaml`: how many samples an empty split gives when 4 are wanted.
+
+    There should be 0; the figure is NaN if megatron-core has to be stopped.
+    """
     stock, outcome = measured(_empty_split)
     what = f"samples of a validation split that --split 99,1,0 leaves empty: it {outcome}"
     return Reproduced(stock, 0.0, what)
@@ -146,9 +155,9 @@ def _stale_cache(folder: Path) -> float:
 
 
 def d30() -> Reproduced:
-    """Measure D30 of `defects.yaml`: the last document in an outdated cached sample index.
+    """Measure D30 of `defects.yaml`: the highest document number that an outdated cache leads to.
 
-    The dataset's files have been replaced since megatron-core cached the index.
+    megatron-core cached the index of 20 documents, and then files of 40 documents replaced them.
     """
     stock = measured(_stale_cache)
     what = (
@@ -169,9 +178,9 @@ def _first_document(folder: Path) -> list[int]:
 
 
 def d31() -> Reproduced:
-    """Measure D31 of `defects.yaml`: the ids that ``--per-dataset-sequences-path`` reads.
+    """Measure D31 of `defects.yaml`: the sum of a document's ids, 0 1 2 3 4, as they are read.
 
-    The figure is the sum of the ids of a document, 0 to 4; the vocabulary has 65,500 ids.
+    They belong to a vocabulary of 65,500 ids, and ``--per-dataset-sequences-path`` is given.
     """
     read = measured(_first_document)
     shown = " ".join(map(str, read))
@@ -229,7 +238,10 @@ def counted_samples(tokens: int, *, drop_last: bool) -> int:
 
 
 def d33() -> Reproduced:
-    """Measure D33 of `defects.yaml`: the samples in 2^24 + 2 tokens, the last one partial."""
+    """Measure D33 of `defects.yaml`: the number of samples of 8 tokens in 2^24 + 2 tokens.
+
+    The partial sample at the end counts.
+    """
     tokens = 2**24 + 2
     (stock,) = on_ranks(lambda _context: counted_samples(tokens, drop_last=False))
     what = f"sequences of 8 in {tokens} tokens with --no-drop-last-partial-validation-sequence"

@@ -1,4 +1,7 @@
-"""Reproductions of defects in megatron-core's layers: D34 to D37 and D42."""
+"""Reproduces defects D34 to D37 and D42 of `defects.yaml`, which are in megatron-core's layers.
+
+A function such as `d34` returns the figure of the installed megatron-core and the right figure.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ HIDDEN = 8
 TOKENS = 6
 """Tokens that each expert of a rank gets."""
 ENDLESS = 12
-"""Forward passes of a layer in one step after which it counts as recomputed endlessly."""
+"""Number of forward passes of a layer in one step at which its recomputation counts as endless."""
 
 
 def _refusals(context: ParallelContext) -> list[str]:
@@ -58,9 +61,10 @@ def _refusals(context: ParallelContext) -> list[str]:
 
 
 def d34() -> Reproduced:
-    """Measure D34 of `defects.yaml`: how many of two layers need no Transformer Engine.
+    """Measure D34 of `defects.yaml`: how many layers can be built without Transformer Engine.
 
-    These are attention at context-parallel size 2, and a norm with sequence parallelism.
+    There are two: attention at context-parallel size 2, and a norm with sequence parallelism. The
+    figure is NaN unless both can be built.
     """
     attention = on_ranks(_refusals, cp=2)[0]
     norm = on_ranks(_refusals, tp=2)[0]
@@ -85,9 +89,10 @@ def _fill(experts: SequentialMLP, seed: int) -> None:
 
 
 def _plain_gradients(experts: SequentialMLP, inputs: list[Tensor]) -> dict[str, Tensor]:
-    """Return the correct gradients of the sum of squared outputs, by parameter name.
+    """Return the right gradients of the sum of the experts' squared outputs, by parameter name.
 
-    Plain torch computes them in double precision over ``inputs``, the tokens of all ranks.
+    Plain torch computes them in double precision. ``inputs`` are the tokens of each rank that holds
+    these experts (`_inputs`).
     """
     weights = {name: p.detach().double().requires_grad_() for name, p in experts.named_parameters()}
     total = torch.zeros((), dtype=torch.float64)
@@ -148,7 +153,10 @@ def expert_gradients(
 
 
 def d35() -> Reproduced:
-    """Measure D35 of `defects.yaml`: the gradient of experts if both TP ranks hold whole copies."""
+    """Measure D35 of `defects.yaml`: the norm of experts' gradients on two tensor-parallel ranks.
+
+    Each rank holds a whole copy of the experts.
+    """
     measure = partial(expert_gradients, name="fc1.weight", copies=True)
     stock, right, error = on_ranks(measure, tp=2, etp=1)[0]
     what = (
@@ -160,7 +168,10 @@ def d35() -> Reproduced:
 
 
 def d36() -> Reproduced:
-    """Measure D36 of `defects.yaml`: the gradient of an expert bias with EP over the TP ranks."""
+    """Measure D36 of `defects.yaml`: the norm of the gradients of the experts' second biases.
+
+    Each of two tensor-parallel ranks holds other experts.
+    """
     measure = partial(expert_gradients, name="fc2.bias", copies=False)
     stock, right, error = on_ranks(measure, tp=2, ep=2, etp=1)[0]
     what = (
@@ -228,7 +239,7 @@ def _query_norm(context: ParallelContext) -> tuple[float, float]:
 
 
 def d42() -> Reproduced:
-    """Measure D42 of `defects.yaml`: the gradient of the query norm of MLA on two TP ranks."""
+    """Measure D42 of `defects.yaml`: the norm of the gradient of MLA's ``q_layernorm`` at TP 2."""
     stock, right = on_ranks(_query_norm, tp=2)[0]
     what = (
         "norm of the gradient of q_layernorm of multi-latent attention with --q-lora-rank "
@@ -245,7 +256,7 @@ def _step(context: ParallelContext, **options: Any) -> tuple[float, float, str]:
     """Run one step of megatron-core's GPTModel; ``options`` are fields of its TransformerConfig.
 
     Return the norm of all gradients and the number of forward passes of the last MLP (both NaN
-    after an error), and a clause about the error.
+    after an error), and the error as text, or "".
     """
     torch.manual_seed(1)  # megatron-core draws the weights on a CPU from this generator
     model = stock_gpt(context, **options)
@@ -308,11 +319,13 @@ def d37() -> Reproduced:
 
 
 def _distributed(context: ParallelContext) -> tuple[float, float, str]:
-    """Run a step with recomputed MTP depths whose saved inputs are sharded over ranks.
+    """Run a step with multi-token prediction and full recomputation.
+
+    The inputs saved for recomputation are sharded over ranks (``distribute_saved_activations``).
 
     Returns:
-        The norm of the gradients, the correct norm, which a step with unsharded inputs has, and a
-        clause about the error that was raised, or "".
+        The norm of the gradients, the right norm, measured without sharding, and the error as text,
+        or "".
     """
     depths = {**PIECES, "recompute_num_layers": 1, "mtp_num_layers": 1}
     right, _, _ = _step(context, **depths)

@@ -1,6 +1,7 @@
-"""Reproductions of defects in megatron-core's losses and in how it divides them by token counts.
+"""Reproduces defects D17 to D20 and D22 to D24 of `defects.yaml`.
 
-These are D17 to D20 and D22 to D24.
+They are in megatron-core's losses, and in how it divides losses by the number of tokens. A function
+such as `d17` returns the figure of the installed megatron-core and the right figure.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ def train_step(loss: Loss, *, per_token: bool) -> tuple[float, list[Any]]:
     """Run one step of megatron-core's schedule with the model `Scale`.
 
     Args:
-        loss: takes the model's output ``[3]`` and returns what megatron-core expects of a loss.
-        per_token: whether the gradient is divided by the number of tokens of the whole step.
+        loss: takes the model's output ``[3]``; returns the loss, the number of its targets (may be
+            left out), and a dictionary for the log.
+        per_token: whether the gradient is divided by the number of targets of the whole step.
 
     Returns:
-        The gradient of the model's weight, and what the loss reports for each of the `MICROBATCHES`
+        The gradient of the model's weight, and the logged dictionary of each of the `MICROBATCHES`
         micro-batches.
     """
     transformer_config = _tiny(calculate_per_token_loss=per_token)
@@ -113,7 +115,7 @@ def _fractional_count(_context: ParallelContext) -> tuple[float, str]:
 
 
 def d17() -> Reproduced:
-    """Measure D17 of `defects.yaml`: the gradient of a per-token loss with 2.5 targets."""
+    """Measure D17 of `defects.yaml`: the gradient of a loss whose number of targets is 2.5."""
     ((stock, outcome),) = on_ranks(_fractional_count)
     what = f"gradient per token of a loss whose count of targets is the fraction 2.5: it {outcome}"
     return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 2.5, what)
@@ -124,7 +126,10 @@ def _logged(_context: ParallelContext) -> float:
 
 
 def d18() -> Reproduced:
-    """Measure D18 of `defects.yaml`: the logged value if a loss puts its own sum into the log."""
+    """Measure D18 of `defects.yaml`: the logged loss if it shares its memory with the loss itself.
+
+    `logging_loss` logs the detached tensor that it also returns as the loss.
+    """
     (stock,) = on_ranks(_logged)
     what = (
         "logged loss of a micro-batch whose detached sum over 3 targets is also the loss, which "
@@ -138,7 +143,10 @@ def _uncounted(_context: ParallelContext) -> float:
 
 
 def d19() -> Reproduced:
-    """Measure D19 of `defects.yaml`: the gradient of a loss with no token count on two CP ranks."""
+    """Measure D19 of `defects.yaml`: the gradient of a loss that returns no number of targets.
+
+    The run has two context-parallel ranks and ``--calculate-per-token-loss``.
+    """
     stock = on_ranks(_uncounted, cp=2)[0]
     replicated = on_ranks(_uncounted, dp=2)[0]
     what = (
@@ -178,7 +186,7 @@ def _hybrid_context_parallel(_context: ParallelContext) -> float:
 
 
 def d20() -> Reproduced:
-    """Measure D20 of `defects.yaml`: the gradient of a mean loss with the schedule of hybrid CP."""
+    """Measure D20 of `defects.yaml`: a mean loss's gradient with ``--hybrid-context-parallel``."""
     (stock,) = on_ranks(_hybrid_context_parallel)
     what = "gradient of the mean loss of a sample under the schedule of --hybrid-context-parallel"
     return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 3, what)
@@ -194,7 +202,8 @@ def logits_and_labels() -> tuple[Tensor, Tensor]:
 def logit_gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Return the gradients of the logits under ``loss``, and the correct ones, ``[16, 2, v]``.
 
-    The correct gradients are those of torch's cross-entropy in double precision.
+    ``loss`` takes logits and labels and returns a loss for each label. The correct gradients are
+    those of torch's cross-entropy in double precision.
     """
     logits, labels = logits_and_labels()
     exact = logits.double().requires_grad_()
@@ -220,7 +229,10 @@ def _fused_gradient(context: ParallelContext) -> tuple[float, float, float]:
 
 
 def d22() -> Reproduced:
-    """Measure D22 of `defects.yaml`: the worst logit gradient of fused cross-entropy in fp32."""
+    """Measure D22 of `defects.yaml`: a logit's gradient under fused cross-entropy in fp32.
+
+    The logit is the one whose gradient is farthest from the right one.
+    """
     ((stock, right, unfused),) = on_ranks(_fused_gradient)
     what = (
         "gradient, in fp32, of the logit that is farthest off with --cross-entropy-loss-fusion; "
@@ -237,7 +249,7 @@ def _logit_after_the_loss(_context: ParallelContext) -> tuple[float, float]:
 
 
 def d23() -> Reproduced:
-    """Measure D23 of `defects.yaml`: an fp32 logit overwritten by the unfused cross-entropy."""
+    """Measure D23 of `defects.yaml`: a logit in fp32 after unfused cross-entropy overwrote it."""
     ((stock, right),) = on_ranks(_logit_after_the_loss)
     what = "logit in fp32, read after the unfused cross-entropy, which leaves the softmax in place"
     return Reproduced(stock, right, what)
@@ -247,8 +259,8 @@ def smoothed_loss(context: ParallelContext, smoothing: float) -> tuple[float, fl
     """Compute label-smoothed losses with a vocabulary sharded over the tensor-parallel ranks.
 
     Returns:
-        The loss of the target for which megatron-core errs most, by megatron-core, and the same
-        target's correct loss, by torch in double precision.
+        megatron-core's loss of the target for which it errs most, and torch's loss of that target
+        in double precision.
     """
     full, labels = logits_and_labels()
     part = full.chunk(context.pgs.tp.size(), dim=-1)[context.pgs.tp.rank()].clone()

@@ -1,8 +1,8 @@
 """Reproduces defects of megatron-core's multi-token prediction (MTP) on one stage.
 
-These are D4, D5 and D9 to D14. An MTP depth is a module that predicts further ahead. The weights of
-its targets come from megatron-core's model and schedule. They are read from the gradients of the
-logits: the gradient for a target is its weight times ``softmax - one-hot``.
+These are D4, D5 and D9 to D14 of `defects.yaml`. An MTP depth is a module that predicts further
+ahead. How much each of its targets weighs in a step of megatron-core is read from the gradients of
+the logits: the gradient for a target is its weight times ``softmax - one-hot``.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Step:
     """Results of one step of megatron-core with one MTP depth.
 
     Attributes:
-        losses: losses of the depth's targets by plain cross-entropy, ``[sequences, LENGTH]``.
-        weights: weights of these targets in the gradient, ``[sequences, LENGTH]``.
+        losses: cross-entropy of the depth at each position by torch, ``[sequences, LENGTH]``.
+        weights: factor of each of these losses in the gradient, ``[sequences, LENGTH]``.
         logged: the depth's loss in megatron-core's log.
         gradient: norm of the depth's gradient.
     """
@@ -159,7 +159,10 @@ def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
 
 
 def weight_of_a_depth() -> Reproduced:
-    """Measure D5 of `defects.yaml`: the weight of an MTP depth's target in a per-token loss."""
+    """Measure D5 of `defects.yaml`: the weight of one target of an MTP depth; 1 is right.
+
+    The loss is per token, and the target is in the sequence with the fewest targets.
+    """
     short = min(RAGGED)
     long = max(RAGGED)
     weights = weight_of_a_target(RAGGED, RAGGED.index(short), RAGGED.index(long))
@@ -174,7 +177,10 @@ def weight_of_a_depth() -> Reproduced:
 
 
 def logged_loss() -> Reproduced:
-    """Measure D14 of `defects.yaml`: the logged loss of an MTP depth if target counts differ."""
+    """Measure D14 of `defects.yaml`: the logged loss of an MTP depth if target counts differ.
+
+    Each sequence is a micro-batch; `RAGGED` has their numbers of targets.
+    """
     step = _on_one_rank(RAGGED)
     whole = _on_one_rank(RAGGED, micro_batch=len(RAGGED))
     kept = _one_further(_mask(RAGGED))
@@ -205,7 +211,7 @@ def _shifted_padding(_context: ParallelContext) -> float:
 
 
 def padded_packing() -> Reproduced:
-    """Measure D9 of `defects.yaml`: the targets of an MTP depth in packed samples with padding."""
+    """Measure D9 of `defects.yaml`: how many targets an MTP depth has in padded packed samples."""
     return Reproduced(
         on_ranks(_shifted_padding)[0],
         (5 - 1) + (6 - 1),
@@ -271,7 +277,10 @@ def _recomputed(context: ParallelContext, recompute: bool) -> tuple[float, str]:
 
 
 def recomputed_packing() -> Reproduced:
-    """Measure D11 of `defects.yaml`: the gradient of a recomputed MTP depth with packed samples."""
+    """Measure D11 of `defects.yaml`: the gradient norm of an MTP depth with packed samples.
+
+    The depth is recomputed; the right norm is that without recomputation.
+    """
     stock, error = on_ranks(partial(_recomputed, recompute=True))[0]
     return Reproduced(
         stock,
@@ -297,7 +306,7 @@ def _logits_without_labels(context: ParallelContext) -> tuple[float, float, str]
 
 
 def no_labels() -> Reproduced:
-    """Measure D12 of `defects.yaml`: the logits of a model with an MTP depth and no labels."""
+    """Measure D12 of `defects.yaml`: the norm of the logits if a model with MTP gets no labels."""
     stock, right, error = on_ranks(_logits_without_labels)[0]
     what = "Norm of the logits of a model with multi-token prediction that is given no labels"
     return Reproduced(stock, right, f"{what}{error}.")
@@ -329,7 +338,10 @@ def _routed(context: ParallelContext) -> list[float]:
 
 
 def padding_of_a_depth() -> Reproduced:
-    """Measure D13 of `defects.yaml`: tokens that an MTP depth's router counts as not padding."""
+    """Measure D13 of `defects.yaml`: how many tokens an MTP depth's router takes for real ones.
+
+    The rest of the sequence is padding.
+    """
     counts = on_ranks(_routed)[0]
     right = LENGTH - PADDED
     return Reproduced(

@@ -1,4 +1,8 @@
-"""Reproductions of defects in megatron-core's optimizers and their checkpoints: D21, D38 to D41."""
+"""Reproduces defects D21 and D38 to D41 of `defects.yaml`.
+
+They are in megatron-core's optimizers and their checkpoints. A function such as `d21` returns the
+figure of the installed megatron-core and the right figure.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +80,9 @@ def trainer(
 
 
 def scheduler(optimizer: MegatronOptimizer, **flags: Any) -> OptimizerParamScheduler:
-    """Build Megatron-LM's scheduler with a constant learning rate, which it sets for all groups.
+    """Build Megatron-LM's scheduler, which keeps the rate of each parameter group constant.
 
-    ``flags`` replace arguments of its class.
+    ``flags`` replace arguments of OptimizerParamScheduler.
     """
     phases = {"lr_warmup_steps": 0, "lr_decay_steps": 100, "lr_decay_style": "constant"}
     decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 100, "wd_incr_style": "constant"}
@@ -110,7 +114,10 @@ def _nan_gradient(_context: ParallelContext) -> tuple[int, int]:
 
 
 def d21() -> Reproduced:
-    """Measure D21 of `defects.yaml`: how many weights are finite a step after a NaN gradient."""
+    """Measure D21 of `defects.yaml`: how many of 48 weights are finite after two steps.
+
+    In the first of them, one gradient is NaN.
+    """
     ((after_one, stock),) = on_ranks(_nan_gradient)
     what = (
         "weights of 48 that are numbers after a step in fp32 with --clip-grad 1 and one NaN among "
@@ -120,9 +127,9 @@ def d21() -> Reproduced:
 
 
 def resumed_rate(*, shard: bool, decoupled: bool, lr: float = LR, override: bool = False) -> float:
-    """Save an optimizer after a step, load it into a new one, and return its new learning rate.
+    """Save an optimizer after a step, load it into a new one, and return its rate for the matrix.
 
-    The rate is that of the network's matrix.
+    The result is the learning rate that the new optimizer has after loading.
 
     Args:
         shard: whether the ranks shard the optimizer state.
@@ -159,8 +166,8 @@ def _rate_or_error(context: ParallelContext, **resume: Any) -> tuple[float, str]
 def both_rates(**resume: Any) -> tuple[float, str]:
     """Resume a run with sharded optimizer state, and one in which every rank holds all of it.
 
-    ``resume`` are arguments of `resumed_rate`. Return the learning rate of the run with sharded
-    state, and a clause that compares the rates of both runs.
+    ``resume`` are arguments of `resumed_rate`. Return the matrix's learning rate in the run with
+    sharded state, and a clause that compares both runs.
     """
     results = {
         shard: on_ranks(partial(_rate_or_error, shard=shard, **resume))[0]
@@ -172,7 +179,10 @@ def both_rates(**resume: Any) -> tuple[float, str]:
 
 
 def d38() -> Reproduced:
-    """Measure D38 of `defects.yaml`: a matrix's learning rate after resuming ``--decoupled-lr``."""
+    """Measure D38 of `defects.yaml`: the learning rate of a matrix in a resumed run.
+
+    The run has ``--decoupled-lr``, another rate for the embedding.
+    """
     stock, clause = both_rates(decoupled=True)
     what = f"learning rate of a matrix after a resume with --lr 0.01 --decoupled-lr 0.001: {clause}"
     return Reproduced(stock, LR, what)
@@ -212,7 +222,10 @@ def _loss_scales(_context: ParallelContext) -> list[float]:
 
 
 def d39() -> Reproduced:
-    """Measure D39 of `defects.yaml`: the loss scale of experts after dense gradients overflowed."""
+    """Measure D39 of `defects.yaml`: the scale that experts' gradients are divided by in fp16.
+
+    The gradients of all other weights have just overflowed.
+    """
     dense, experts = on_ranks(_loss_scales, dp=2, ep=2)[0]
     what = (
         "scale by which gradients of experts are divided with --fp16 and "
@@ -242,7 +255,10 @@ def _padded_buckets(_context: ParallelContext) -> tuple[float, float, float]:
 
 
 def d41() -> Reproduced:
-    """Measure D41 of `defects.yaml`: a weight in a fully reshardable optimizer checkpoint."""
+    """Measure D41 of `defects.yaml`: the weight that is farthest off in an optimizer checkpoint.
+
+    The checkpoint is the fully reshardable one of ``--use-distributed-optimizer``.
+    """
     stock, right, share = on_ranks(_padded_buckets, dp=2)[0]
     what = (
         "weight that is farthest off in the fully reshardable checkpoint of "

@@ -1,4 +1,4 @@
-"""Reproduces the defects of megatron-core's router of experts: D1 to D3, D25 to D28 and D43.
+"""Reproduces defects D1 to D3, D25 to D28 and D43 of `defects.yaml`, in the router of experts.
 
 The router of the installed megatron-core runs a step: micro-batches forward and backward, then its
 data-parallel wrapper and ``finalize_model_grads``, as in a run with ``--calculate-per-token-loss``.
@@ -37,7 +37,7 @@ BIAS: dict[str, Any] = {
 
 
 class _PlainGating(TopKRouter):  # type: ignore[misc]
-    """megatron-core's router, with a plain product instead of Transformer Engine's."""
+    """megatron-core's router, but torch computes its logits instead of Transformer Engine."""
 
     def gating(self, input: Tensor) -> Tensor:
         return torch.nn.functional.linear(input, self.weight, self.bias)
@@ -52,7 +52,10 @@ def router_class() -> type[TopKRouter]:
 
 
 def auxiliary_flags(kind: str) -> dict[str, Any]:
-    """Return the options for an auxiliary loss: ``aux_loss``, ``seq_aux_loss`` or ``z_loss``."""
+    """Return the fields of the TransformerConfig that turn on an auxiliary loss.
+
+    ``kind`` is ``aux_loss``, ``seq_aux_loss`` or ``z_loss``.
+    """
     if kind == "z_loss":
         return {"moe_z_loss_coeff": COEFFICIENT}
     return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": COEFFICIENT}
@@ -87,7 +90,13 @@ def stock_router(
 
 
 def auxiliary_loss(kind: str, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the auxiliary loss of one micro-batch ``[s, b, h]`` by its published formula."""
+    """Return an auxiliary loss by its published formula, times its coefficient.
+
+    Args:
+        kind: an argument of `auxiliary_flags`.
+        hidden: the router's input in one micro-batch, ``[s, b, h]``.
+        weight: the router's weight, ``[experts, h]``.
+    """
     logits = hidden @ weight.T
     if kind == "z_loss":
         return COEFFICIENT * logits.logsumexp(-1).square().mean()
@@ -116,8 +125,13 @@ def auxiliary_share(
     """Return the gradient of an auxiliary loss after a step, as a multiple of the right one.
 
     The right gradient is that of the mean over all micro-batches, in double precision; the main
-    loss is 0. The step has `SEQUENCES` sequences of `LENGTH` tokens, of which ``targets`` are not
-    masked.
+    loss is 0. The step has `SEQUENCES` sequences of `LENGTH` tokens.
+
+    Args:
+        router: a router with this auxiliary loss.
+        kind: the loss, as in `auxiliary_flags`.
+        micro_batch: sequences in a micro-batch.
+        targets: number of tokens of the step that are not masked.
 
     Raises:
         ArithmeticError: the gradient is not a multiple of the right one.
@@ -159,8 +173,8 @@ def share_of(
 ) -> float:
     """Return the gradient of an auxiliary loss, as a multiple of the right one.
 
-    It is measured on forked ranks with the parallel ``sizes``. `auxiliary_share` explains the other
-    arguments.
+    It is measured with megatron-core's router on forked ranks with the parallel ``sizes``
+    (`layout_of`). `auxiliary_share` explains the other arguments.
     """
     measure = partial(_stock_share, kind=kind, micro_batch=micro_batch, targets=targets)
     return on_ranks(measure, **sizes)[0]
@@ -180,7 +194,10 @@ def parallel_ranks() -> Reproduced:
 
 
 def masked_targets() -> Reproduced:
-    """Measure D2 of `defects.yaml`: the auxiliary loss if half of the targets are masked."""
+    """Measure D2 of `defects.yaml`: an auxiliary loss's gradient if half of the targets are masked.
+
+    The figure, as in D1, D3 and D28, is a multiple of the right gradient.
+    """
     half = LENGTH * SEQUENCES // 2
     return Reproduced(
         share_of("aux_loss", targets=half),
@@ -191,7 +208,7 @@ def masked_targets() -> Reproduced:
 
 
 def sequences_of_a_micro_batch() -> Reproduced:
-    """Measure D3 of `defects.yaml`: the per-sequence load-balancing loss in micro-batches of 4."""
+    """Measure D3 of `defects.yaml`: the gradient of ``seq_aux_loss`` in micro-batches of 4."""
     return Reproduced(
         share_of("seq_aux_loss", micro_batch=4),
         1.0,
@@ -201,7 +218,7 @@ def sequences_of_a_micro_batch() -> Reproduced:
 
 
 def no_targets() -> Reproduced:
-    """Measure D28 of `defects.yaml`: the auxiliary loss of a step whose targets are all masked."""
+    """Measure D28 of `defects.yaml`: an auxiliary loss's gradient if all targets are masked."""
     multiple = share_of("aux_loss", targets=0)
     return Reproduced(
         multiple,
@@ -222,7 +239,7 @@ def _logits(context: ParallelContext) -> tuple[float, float, str]:
 
 
 def router_without_transformer_engine() -> Reproduced:
-    """Measure D25 of `defects.yaml`: the router's logits without Transformer Engine."""
+    """Measure D25 of `defects.yaml`: the norm of the router's logits without Transformer Engine."""
     stock, right, error = on_ranks(_logits)[0]
     what = "Norm of the router's logits of 8 tokens without Transformer Engine"
     return Reproduced(stock, right, f"{what}{f': NameError ({error})' if error else ''}.")
@@ -239,7 +256,10 @@ def _counted(context: ParallelContext) -> list[float]:
 
 
 def padding_of_the_expert_bias() -> Reproduced:
-    """Measure D26 of `defects.yaml`: the tokens counted for the expert bias, one being padding."""
+    """Measure D26 of `defects.yaml`: how many tokens are counted for an expert's bias.
+
+    Each of 4 experts gets all of 4 tokens, one of which is padding and should not count.
+    """
     counts = on_ranks(_counted)[0]
     return Reproduced(
         counts[1],
@@ -300,7 +320,10 @@ def _log_size(context: ParallelContext, experts: bool) -> int:
 
 
 def log_without_experts() -> Reproduced:
-    """Measure D27 of `defects.yaml`: the length of the log of auxiliary losses without experts."""
+    """Measure D27 of `defects.yaml`: the length of a stage's log of load-balancing losses.
+
+    The stage has no experts; the right length is that of a stage with experts.
+    """
     without, with_experts = (on_ranks(partial(_log_size, experts=x))[0] for x in (False, True))
     return Reproduced(
         without,

@@ -24,7 +24,7 @@ from megatron_ext.parallel.context import ParallelContext
 LENGTH, BATCH, WIDTH, MICROBATCHES = 64, 2, 32, 8
 FACTORS = (0.5, 1.25, 1.5, 0.75)
 STEPS = 8
-"""Number of steps in which D16 of `defects.yaml` is measured; most, but not all of them show it."""
+"""Number of steps in which D16 of `defects.yaml` is measured; it may be absent from some steps."""
 
 
 class Factor(MegatronModule):  # type: ignore[misc]
@@ -43,7 +43,10 @@ class Factor(MegatronModule):  # type: ignore[misc]
         self.entering = tensors[0]
 
     def forward(self, microbatch: int) -> Tensor:
-        """Return the output of this stage ``[s, b, h]``."""
+        """Return this stage's output ``[s, b, h]`` for a micro-batch, numbered from 0.
+
+        In the first stage, each element of the input is ``microbatch + 1``.
+        """
         if self.stage == 0:
             return torch.full((LENGTH, BATCH, WIDTH), float(microbatch + 1)) * self.weight
         assert self.entering is not None

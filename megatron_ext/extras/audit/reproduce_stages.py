@@ -33,7 +33,7 @@ def _wrapped(context: ParallelContext, **options: Any) -> DistributedDataParalle
 
 
 def _step_of_the_copy(context: ParallelContext) -> float:
-    """Return how far one step moves the embedding on this stage if all gradients are 1."""
+    """Return how far an Adam step moves this stage's embedding or its copy, with gradients of 1."""
     model = _wrapped(context)
     config = AdamOptimizerConfig(
         lr=RATE, decoupled_lr=DECOUPLED_RATE, weight_decay=0.0, clip_grad=0.0
@@ -62,7 +62,10 @@ def _step_of_the_copy(context: ParallelContext) -> float:
 
 
 def decoupled_rate() -> Reproduced:
-    """Measure D6 of `defects.yaml`: an embedding copy's learning rate with ``--decoupled-lr``."""
+    """Measure D6 of `defects.yaml`: how far a step moves the copy of the embedding.
+
+    It is on the last of two stages, for an MTP depth, and the run has ``--decoupled-lr``.
+    """
     first, copy = on_ranks(_step_of_the_copy, pp=2)
     return Reproduced(
         copy,
@@ -77,10 +80,10 @@ def _summed_gradient(context: ParallelContext, tied: bool) -> tuple[float, float
     """Let ``finalize_model_grads`` sum the gradients of the embedding and its copies.
 
     Before the sum, the gradient on pipeline stage i is 2^i. ``tied`` makes the output layer one of
-    the copies.
+    the copies. The three stages hold the embedding, a copy for the MTP depth, and the output layer.
 
     Returns:
-        The gradient on this stage after the sum, and the norm of this stage's initial weights.
+        The gradient of this stage's weight after the sum, and the norm of its initial values.
     """
     layout = {"pipeline_model_parallel_layout": "Ett|m|L"}
     model = _wrapped(context, tied=tied, **layout)

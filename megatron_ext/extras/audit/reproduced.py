@@ -48,7 +48,10 @@ class Reproduced:
 
     @property
     def ratio(self) -> float:
-        """Return ``stock / right``: 1 if both are equal; infinite or NaN if undefined."""
+        """Return ``stock / right``: 1 if both are equal, else infinite if only ``right`` is 0.
+
+        It is NaN if ``stock`` is.
+        """
         if self.stock == self.right:
             return 1.0
         if self.right == 0:
@@ -100,7 +103,8 @@ def on_ranks(
     pickled. The ranks' standard output and logged warnings are dropped.
 
     Args:
-        get_embedding_ranks: an argument of megatron-core's ``initialize_model_parallel``.
+        get_embedding_ranks: an argument of megatron-core's ``initialize_model_parallel``; None for
+            its default.
 
     Raises:
         MegatronExtError: a rank failed; its traceback is then on standard error.

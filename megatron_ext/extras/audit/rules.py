@@ -1,6 +1,7 @@
 """The rules that say which of Megatron-LM's flags trigger each defect in `defects.yaml`.
 
-A rule also gives the size of the error with these flags.
+A rule also gives the size of the error with these flags. In each function, ``x`` holds the flags of
+the command line that is checked.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def auxiliary(x: Flags) -> bool:
 
 
 def positive(x: Flags, name: str) -> bool:
-    """Return whether one of the values of the flag ``name`` is a positive number."""
+    """Return whether the flag ``name``, which may have several values, has a positive one."""
     return x.number(name, 0) > 0 or any(word.strip("[],0.") for word in x.text(name).split()[1:])
 
 
@@ -69,7 +70,7 @@ def uneven_pieces(x: Flags) -> bool:
 
 
 def bias_recomputed(x: Flags) -> bool:
-    """Return whether an MLP with biases is recomputed."""
+    """Return whether MLPs have biases and are recomputed selectively."""
     selective = x.text("--recompute-granularity") == "selective" or x.has("--recompute-activations")
     return selective and "mlp" in x.text("--recompute-modules").split() and x.biases
 
@@ -92,7 +93,7 @@ def no_vocabulary_size(x: Flags) -> bool:
 
 
 def whole_query_norm(x: Flags) -> bool:
-    """Return whether each tensor-parallel rank normalizes all of a compressed query."""
+    """Return whether tensor-parallel ranks all normalize the same compressed queries (MLA)."""
     latent = x.has("--multi-latent-attention") and x.has("--q-lora-rank")
     return latent and x.has("--qk-layernorm") and x.tp > 1 and not x.sequence_parallel
 
@@ -475,4 +476,5 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
 }
-"""Defect number -> its rules, of which the first that holds decides. Other defects need no flag."""
+"""Rules by number of the defect; the first that holds decides. Defects without rules do not depend
+on flags."""

@@ -24,7 +24,10 @@ HIDDEN, LENGTH, VOCABULARY = 32, 32, 96
 
 
 def stock_config(context: ParallelContext, **options: Any) -> TransformerConfig:
-    """Return a small TransformerConfig for the sizes of ``context``, with ``options``."""
+    """Return a small TransformerConfig for the pipeline size of ``context``.
+
+    ``options`` are further fields, or replace those set here.
+    """
     base = {
         "num_layers": 2,
         "hidden_size": HIDDEN,
@@ -54,7 +57,9 @@ def stock_gpt(
     Args:
         tied: whether the output layer shares the weight of the embedding.
         positions: ``position_embedding_type`` of the model.
-        attention: builds core attention instead of megatron-core's, which refuses packed samples.
+        attention: class to use as core attention; None for megatron-core's, which refuses packed
+            samples.
+        options: fields of the TransformerConfig.
     """
     config = stock_config(context, **options)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)

@@ -1,4 +1,4 @@
-"""Runs cases of faults, and the undisturbed runs to compare them with."""
+"""Runs a training program with injected faults, and without any for comparison."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Campaign:
     """Runs of one program with the same flags, in different layouts and with different faults.
 
     Attributes:
-        words: the user's flags.
+        program: the training program.
+        words: the user's flags for it.
         folder: parent of the runs' folders.
         added: flags that the last run got in addition to the user's.
     """
@@ -49,7 +50,9 @@ class Campaign:
         check_possible(self.program, words, case)
 
     def truth(self, case: Case) -> Truth:
-        """Return the undisturbed run for a case's layout and length; the first call runs it.
+        """Return the run without faults that has a case's layout and number of steps.
+
+        The first call for a layout and number of steps runs it.
 
         Raises:
             ConfigError: the undisturbed run fails.
@@ -115,7 +118,9 @@ class Campaign:
         return Point(len(result.case.faults) / (goodput.wall / 3600.0), goodput.share)
 
     def run(self, case: Case) -> Result:
-        """Run a case, a run with faults to inject, and return their outcomes.
+        """Run the program with the faults of a case, and compare it with the undisturbed run.
+
+        Return the outcome of the run and of each fault.
 
         Raises:
             ConfigError: a fault cannot happen, or the undisturbed run fails.
@@ -149,10 +154,14 @@ class Campaign:
 
 
 def seconds_of_a_step(rows: Mapping[int, Row], interval: int) -> float:
-    """Return the mean step time in the median block of ``interval`` consecutive steps.
+    """Return a typical step time in seconds: the median of the means of blocks of steps.
 
-    The mean includes periodic work, and the median excludes pauses of the machine. The first block,
-    where everything happens for the first time, is left out.
+    A mean includes the work that is done once in ``interval`` steps; the median excludes pauses of
+    the machine. The first block, which warms up, is left out.
+
+    Args:
+        rows: the training metrics by step.
+        interval: number of consecutive steps in a block.
     """
     times = [rows[iteration]["seconds_per_iteration"] for iteration in sorted(rows)]
     blocks = [times[n : n + interval] for n in range(interval, len(times), interval)]

@@ -43,7 +43,7 @@ class Point:
 
 
 def expected(mean_time_between: float, work: float, keeping: float, restart: float) -> float:
-    """Return the expected share of useful time if faults occur at random.
+    """Return the expected share of useful time if faults occur at random, by Daly's formula.
 
     All times have the same unit.
 
@@ -109,9 +109,11 @@ RATES = (1, 2, 3, 6, 10, 20, 30, 60, 120, 240)
 
 
 def plot_goodput(costs: Costs, measured: Sequence[Point], path: Path, hours: float = 100.0) -> None:
-    """Plot goodput against the fault rate to a PNG file: simulated, by Daly's formula, measured.
+    """Plot goodput against the fault rate to the PNG file ``path``, with the ``measured`` points.
 
-    The simulated run lasts ``hours``, takes snapshots, and writes a checkpoint every half hour.
+    The curves are for a run with snapshots, simulated and by Daly's formula, and for one with
+    checkpoints alone, by the formula. The simulated run lasts ``hours``, and writes a checkpoint
+    every half hour.
     """
     # pyplot is avoided: it takes a second to import and keeps its own list of figures.
     from matplotlib.figure import Figure

@@ -51,7 +51,7 @@ class Fault:
             any micro-batch), "forward of micro-batch 1" or "end of backward"; or "start", before
             the model is built, with ``iteration`` 0.
         seconds: delay from the event to the fault.
-        generation: how many restarts of the run must precede the fault; None for any number.
+        generation: the fault happens only after exactly this many restarts; None for any number.
         amount: strength of the fault; for a slow rank, the seconds added to each forward pass.
         steps: for how many steps a rank stays slow, or a disk stays full.
     """
@@ -80,9 +80,9 @@ def as_variable(faults: Sequence[Fault], folder: Path | None = None) -> dict[str
 def name_of_event(name: str, detail: Any) -> str:
     """Return the name by which `Fault.at` refers to an event.
 
-    The rank's `Recorder` passes the event's ``name`` and ``detail`` to its listeners. If the detail
-    is an action of the pipeline schedule, the result includes its micro-batch, such as "forward of
-    micro-batch 1".
+    The rank's `Recorder` passes the event's ``name`` and ``detail`` to its listeners. The detail
+    "end" gives a result such as "end of backward", and an action of the pipeline schedule one such
+    as "forward of micro-batch 1".
     """
     kind = getattr(detail, "kind", None)
     microbatch = getattr(detail, "microbatch", None)
@@ -93,7 +93,17 @@ def name_of_event(name: str, detail: Any) -> str:
 
 
 class Injector:
-    """Listener of one rank's `Recorder`, which injects the faults that are meant for this rank."""
+    """Listener of one rank's `Recorder`, which injects the faults that are meant for this rank.
+
+    Args:
+        faults: the faults for all ranks.
+        generation: number of restarts of the run so far.
+        folder: where faults and begun steps are recorded; None for no records.
+        save, host: the attributes of `Target`.
+
+    Attributes:
+        chunks: the rank's model chunks, which the run sets once they are built.
+    """
 
     def __init__(
         self,
@@ -225,7 +235,7 @@ def _rank_of(fault: Fault, world_size: int) -> int:
 
 
 def record_file(folder: Path, index: int) -> Path:
-    """Return the path of the file that describes the fault ``index`` once it has happened."""
+    """Return the path of the file that describes a fault of the list once it has happened."""
     return folder / f"fault_{index:03d}.json"
 
 

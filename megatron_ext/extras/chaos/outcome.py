@@ -41,11 +41,12 @@ TOLD: dict[str, tuple[str, tuple[str, ...]]] = {
     "NaN gradient": ("non_finite", ()),
     "bit flip": ("mismatch", ()),
 }
-"""For each kind of fault, how the run must report it in `faults.jsonl`: the event's ``kind``, and
-words of which its ``cause`` must contain at least one; without words any cause is right.
+"""How a run must report each kind of fault in `faults.jsonl`: ``(kind of event, words)``, where the
+event's ``cause`` must contain at least one of the words. Without words any cause is right.
 """
 NAMES_NO_RANK = {"full disk", "failed fsync", "lost socket"}
-"""Faults without a definite rank: a lost connection has two ends, and a save fails as a whole."""
+"""Faults for which a run need not report the right rank: a lost connection has two ends, and a save
+fails as a whole."""
 RESTARTS = {kind for kind, (event, _) in TOLD.items() if event == "fault"}
 """Faults after which the run must restart."""
 SECONDS_UNTIL_SLOWNESS_IS_TOLD = 50.0
@@ -69,11 +70,15 @@ class Truth:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one fault; see the columns of `table.outcomes`.
+    """The outcome of one fault.
 
     Attributes:
         where: the rank, step and event of the fault; None if it did not happen.
         told: cause and rank reported by the run; None if it reported nothing.
+        seen_after: seconds from the fault to the report.
+        resumed_after, steps_lost: seconds to the next new step, and complete steps that the fault
+            cost; None without a restart.
+        restored_from: origin of the state after the restart, such as "checkpoint" or "memory".
         problems: sentences on what is wrong; empty if the run survived the fault as it must.
     """
 
@@ -93,8 +98,9 @@ class Result:
 
     Attributes:
         different: name of the first tensor in the last checkpoint that differs from the undisturbed
-            run's; None if all are equal.
+            run's; None if all are equal, or if the run failed.
         problems: sentences on what is wrong with the run as a whole.
+        folder: folder of the run's log, records of faults, and save folder.
         seconds: time from the beginning of the first step to the end of the run.
     """
 
@@ -118,7 +124,10 @@ class Result:
 
 
 def digests(save: Path) -> dict[str, str]:
-    """Return a digest of each tensor of the newest checkpoint, by name; {} without one."""
+    """Return a digest of each tensor of the newest checkpoint, by name; {} without a checkpoint.
+
+    The key ``iteration N`` is added, so that checkpoints of different steps are never equal.
+    """
     iteration = read_tracker(save)
     if iteration is None:
         return {}
@@ -153,7 +162,7 @@ def judge(
         save: the run's folder of checkpoints and metrics.
         records: the folder in which the faults recorded themselves.
         truth: the undisturbed run.
-        most_lost: the most steps that a fault may cost if there are snapshots.
+        most_lost: the most steps that a fault may cost, unless it damages the checkpoint.
     """
     struck = [_read(record_file(records, index)) for index in range(len(case.faults))]
     events = read_events(save)
@@ -240,8 +249,8 @@ def _steps_lost(row: Row, begun: Sequence[Row], until: float) -> tuple[int | Non
 
     ``row`` is the record of the fault, ``begun`` has a row for each step that a rank has begun, and
     ``until`` is the time of the next fault. A step is complete once a rank has begun the next one.
-    The next new step ends when a step begins that no rank had begun before the fault. Both results
-    are None if no step began after the fault.
+    The next new step ends when a step begins that no rank had begun before the fault; the seconds
+    are None if none does before ``until``. Both are None if no step begins after a restart.
     """
     before = [step for step in begun if step["time"] <= row["time"]]
     after = [step for step in begun if row["time"] < step["time"] < until]
@@ -279,7 +288,10 @@ def _problems(ended: Ended) -> list[str]:
 
 
 def _other_losses(mine: dict[int, Row], truth: dict[int, Row]) -> list[str]:
-    """Return a sentence on the first step whose loss or norm differs from the undisturbed run's."""
+    """Return a sentence on the first step with a loss or gradient norm other than in ``truth``.
+
+    Both arguments are training metrics by step. The list is empty if all are equal.
+    """
     for iteration, want in sorted(truth.items()):
         row = mine.get(iteration)
         if row is None:

@@ -1,4 +1,4 @@
-"""Draws the moments of a run's faults, and completes the flags of the run."""
+"""Draws when and on which rank faults strike, and adds the flags that a run with faults needs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ TWELVE = (
     "SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "slow rank", "memory", "full disk",
     "NaN gradient", "corrupt checkpoint", "bit flip", "failed fsync", "lost socket",
 )  # fmt: skip
-"""The faults that can be injected everywhere, in the order of a campaign; "memory kill" is not
-among them, since it needs a control group with a limit. "corrupt checkpoint" does not directly
-follow a failed save, which is reported only some steps later.
+"""The faults that can be injected on every machine, in the order in which "all" injects them.
+
+"memory kill" is missing, since it needs a control group with a limit. A failed save is reported
+only some steps later, so "corrupt checkpoint" does not directly follow a fault that makes it fail.
 """
 ENDING = {"SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "memory", "memory kill", "lost socket"}
 """Faults that end or stop a rank whatever it is doing, so that they may strike at any moment."""
@@ -43,7 +44,10 @@ APART = 5
 
 @dataclass(frozen=True)
 class Case:
-    """A run of ``steps`` steps, and the faults to inject into it, sorted by step."""
+    """A run of ``steps`` steps, and the faults to inject into it, sorted by step.
+
+    ``seed`` is the one that the faults were drawn with.
+    """
 
     layout: NamedLayout
     seed: int
@@ -77,10 +81,11 @@ def parse_kinds(text: str) -> list[str]:
 def draw(
     kinds: Sequence[str], layout: NamedLayout, seed: int, *, step_seconds: float = 0.0
 ) -> Case:
-    """Draw rank and moment of each fault; the same arguments give the same case.
+    """Draw rank and moment of a fault for each entry of ``kinds``, every `APART` steps.
 
-    Faults that end a rank happen at one of the `MOMENTS` of a step. If ``step_seconds``, the
-    time of a step, is given, half of them happen at a random time within a step instead.
+    The same arguments give the same case. Faults that end a rank happen at one of the `MOMENTS` of
+    a step. If ``step_seconds``, the time of a step, is given, half of them happen at a random time
+    within a step instead.
     """
     random = Random(f"{layout.name} {seed} {','.join(kinds)}")
     faults = []
@@ -118,7 +123,8 @@ def draw_by_time(
 ) -> Case:
     """Draw random faults, ``per_minute`` on average, for a run of ``minutes``.
 
-    Faults that are close together are moved apart, so that each can be reported.
+    ``step_seconds``, the time of a step, converts times to steps. Faults that are close together
+    are moved apart, so that each can be reported.
     """
     random = Random(f"{layout.name} {seed} by time")
     clock = 0.0
@@ -136,7 +142,7 @@ def draw_by_time(
 
 
 def own_layout(words: Sequence[str], program: Program) -> NamedLayout:
-    """Return the layout that the user's flags ``words`` choose, without flags to add to them."""
+    """Return the layout that the user's flags ``words`` choose; it adds no flags to them."""
     given = read_words(words, program).values.get("parallel", {})
     return NamedLayout("as given", int(given.get("nproc_per_node") or 1), ())
 

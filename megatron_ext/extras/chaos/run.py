@@ -34,6 +34,7 @@ class Ended:
 
     Attributes:
         code: its exit code; None if it was killed at the deadline.
+        seconds: how long it ran.
         processes: what each process was doing at the deadline, as text.
         left: processes that the run left behind, as text.
         at: when it ended, in seconds since 1970.
@@ -58,7 +59,8 @@ def run_program(
 
     The program's output goes through a pipe to this process, which writes it to the file ``log``:
     a limit of file sizes in the program, which a fault may set, does not cut the log. After
-    ``deadline`` seconds, all processes of the program are described and killed.
+    ``deadline`` seconds, all processes of the program are described and killed. ``environment`` has
+    variables to add to those of this process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -86,7 +88,10 @@ def _child(
     environment: Mapping[str, str],
     parent: int,
 ) -> None:
-    """Run the program in this forked process, and exit with its exit code."""
+    """Run the program in this forked process, and exit with its exit code.
+
+    Its output goes to the descriptor ``output``; it is killed if the process ``parent`` ends.
+    """
     code = 1
     try:
         os.setsid()

@@ -30,9 +30,9 @@ _MIB = 1 << 20
 _SPARE_MEMORY = 64 * _MIB
 """Bytes of address space left to a process whose memory is exhausted."""
 _LARGEST_FILE = 64 << 10
-"""Size limit in bytes of each file that is written while a full disk is simulated."""
+"""Size in bytes beyond which no file can grow while a full disk is simulated."""
 _SECONDS_FOR_A_SAVE = 2.0
-"""Seconds for which a strike waits for a save to end."""
+"""The most seconds for which `damage_checkpoint` waits for a save to end."""
 _TCP_INFO_BYTES_ACKED = 120
 """Offset of ``tcpi_bytes_acked`` in Linux's tcp_info; ``tcpi_bytes_received`` follows."""
 
@@ -46,7 +46,8 @@ class Target:
     """A rank that a fault strikes, with everything that the fault needs.
 
     Attributes:
-        note: records the fault, with a text that says exactly what it strikes.
+        note: records the fault; takes a text that says exactly what it strikes.
+        random: draws what the fault strikes, such as the parameter whose bit is flipped.
         save: the folder of the run's checkpoints, if any.
         host: the run's folder of memory checkpoints on this machine, if any.
         chunks: the model chunks of this rank.
@@ -110,7 +111,7 @@ def exhaust_group_memory(target: Target) -> None:
 
 
 def has_small_memory_limit() -> bool:
-    """Return whether a control group's limit would kill this process before memory runs out."""
+    """Return whether a control group allows this process at most half of the machine's memory."""
     limit = memory_limit()
     return limit is not None and limit <= psutil.virtual_memory().total // 2
 
@@ -277,6 +278,6 @@ STRIKES: dict[str, Callable[[Target], None]] = {
     "bit flip": flip_bit,
     "lost socket": cut_connection,
 }
-"""The function for each kind of fault. `inject` itself delays the forward passes of a slow rank."""
+"""The function for each kind of fault, except "slow rank", which `inject` implements itself."""
 FROM_ANY_THREAD = {"SIGKILL", "SIGSTOP", "SIGSEGV", "memory kill", "lost socket"}
-"""Faults that a timer may inject in the middle of a computation."""
+"""Faults that a timer may inject at once; other delayed faults wait for the next event."""

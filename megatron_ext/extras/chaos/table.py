@@ -1,4 +1,4 @@
-"""The table and the JSON of the outcomes of injected faults."""
+"""Formats the outcomes of injected faults as tables, as lines of text and for JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def outcomes(results: Sequence[Result]) -> Table:
 
 
 def summary(results: Sequence[Result]) -> list[list[str]]:
-    """Return headings, and a row of text for each kind of fault, over all runs.
+    """Return the rows of a table: headings, and counts and times of each kind over all runs.
 
     Times are medians and, after a slash, maxima in seconds.
     """
@@ -69,7 +69,7 @@ def _spread(values: Sequence[float | None]) -> str:
 
 
 def problems(results: Sequence[Result]) -> list[str]:
-    """Return a line for each problem of a run or of one of its faults."""
+    """Return a line for each problem of a run or a fault, and each process of a run that hung."""
     lines = []
     for result in results:
         name = f"{result.case.layout.name}, seed {result.case.seed}"
@@ -82,7 +82,7 @@ def problems(results: Sequence[Result]) -> list[str]:
 
 
 def as_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return the table's content as plain values for JSON."""
+    """Return a dictionary for each fault of each run, with the columns of `outcomes`, for JSON."""
     return [_row(result, outcome) for result in results for outcome in result.outcomes]
 
 

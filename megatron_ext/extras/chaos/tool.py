@@ -1,4 +1,4 @@
-"""The add-on's tool, `tools/chaos.py`: runs cases, and prints their outcomes."""
+"""Implements `tools/chaos.py`: runs a program with injected faults, and prints their outcomes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ PROGRAMS = {"pretrain_gpt.py": TEXT, "pretrain_video.py": VIDEO}
 
 
 def main(argv: Sequence[str], description: str) -> int:
-    """Run all cases and print the table; return 0 if all runs survived, 1 if not, 2 on an error."""
+    """Run all cases and print the table; return 0 if all runs survived, 1 if not, 2 on an error.
+
+    Args:
+        argv: the tool's flags, and after ``--`` those of the training program.
+        description: text for ``--help``.
+    """
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
     words = list(argv[len(own) + 1 :])
     args = _parser(description).parse_args(own)
@@ -86,7 +91,11 @@ def run_all(
     layouts: Sequence[NamedLayout],
     args: argparse.Namespace,
 ) -> Iterator[Result]:
-    """Run each layout with each seed, and yield the result of each run."""
+    """Run each layout with each seed, and yield the result of each run.
+
+    A run has all ``kinds`` of faults; with ``args.apart`` each kind has its own run, and with
+    ``args.minutes`` faults come at random.
+    """
     groups = [[kind] for kind in kinds] if args.apart else [kinds]
     for layout in layouts:
         # Checked at once, since the first runs take minutes.
@@ -106,7 +115,7 @@ def run_all(
 
 
 def report(campaign: Campaign, results: Sequence[Result], args: argparse.Namespace) -> None:
-    """Print the table and the problems, and write the files named by the arguments."""
+    """Print the table and the problems, and write the files of ``--json`` and ``--plot``."""
     console = Console(width=None if sys.stdout.isatty() else 170)
     console.print(outcomes(results))
     for line in problems(results):

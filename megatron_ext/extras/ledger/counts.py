@@ -1,4 +1,4 @@
-"""Counts from a run's ledger: samples and epochs by source and stage, and what two runs share."""
+"""Counts from a `Ledger`: a run's samples and epochs by source, and the samples two runs share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Use:
     """The samples of one source that a run used in one stage, with one mixture and sample length.
 
     Attributes:
-        stage: number of the stage's first sample.
+        stage: number in the run of the stage's first sample.
         tokens: tokens in the source's training split.
         counted: number of samples in steps whose updates are part of the weights.
-        others: number of samples in all other steps, by the reason why they are not part of them.
+        others: number of samples in all other steps, by their `Steps.reason`, such as "rewound".
     """
 
     stage: int
@@ -41,9 +41,10 @@ class Use:
 
 
 def uses(ledger: Ledger) -> list[Use]:
-    """Return one `Use` for each stage and source of a run, without steps of unknown order.
+    """Return one `Use` for each stage and source of a run.
 
-    A new stage begins when the mixture or the sample length changes.
+    A new stage begins when the mixture or the sample length changes. Steps whose order of samples
+    is unknown are left out.
     """
     totals: dict[tuple[int, int, str, str], Use] = {}
     for each in ledger.steps(with_lost=True):
@@ -66,20 +67,24 @@ def uses(ledger: Ledger) -> list[Use]:
 
 
 Same = tuple[int, int, int]
-"""A tuple that identifies a source, wherever its data is stored: (key of the source, number of its
-tokens, number of equal sources before it in the order).
+"""A tuple that identifies a source in several runs, wherever its data is stored: (`Source.key`, its
+number of tokens, number of sources before it in the order with the same key and tokens).
 """
 Key = tuple[Same, int, bool, Phase]
-"""A source, the tokens of a window, whether documents are packed, and a phase (`data.windows`).
+"""A source, its tokens per window, whether documents are packed, and a phase (`data.windows`).
 
-Two runs with the same key have the same samples under the same numbers.
+Samples are numbered within a key. In two runs, the same key and number mean the same sample.
 """
 Samples = dict[Key, list[Range]]
-"""Ranges of samples by key; they may overlap."""
+"""Ranges of sample numbers by `Key`; ranges of a key overlap where a run repeats samples."""
 
 
 def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
-    """Return the ranges of sample numbers that ``steps`` used, by source and phase (`Key`)."""
+    """Return the numbers of the samples that ``steps`` used, by `Key`.
+
+    Raises:
+        ConfigError: the order of samples of a step is unknown.
+    """
     samples: Samples = defaultdict(list)
     for each in steps:
         order = ledger.order_of(each)
@@ -101,7 +106,7 @@ def _same(order: SampleOrder) -> list[Same]:
 
 
 def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:
-    """Return each source's dataset path without suffix; the last one if the ledgers differ."""
+    """Return each source's dataset path without suffix; if runs differ, that of the last ledger."""
     prefixes: dict[Same, str] = {}
     for ledger in ledgers:
         for each in ledger.history.steps:
@@ -161,7 +166,7 @@ class Compared:
     Attributes:
         before: number of samples up to the step where the second run begins.
         first, second: number of samples of each run after that step.
-        both: number of samples after that step that both used.
+        both: number of different samples that both runs used after that step.
         repeated: number of earlier samples that the second run used again.
         lost: number of samples that were used neither before nor by the second run, although the
             second run used later ones.
@@ -182,8 +187,8 @@ def compare(first: Ledger, second: Ledger) -> tuple[int, list[Compared]]:
     Return the last step that both runs share, and a `Compared` for each source.
 
     Raises:
-        ConfigError: the samples cannot be matched, since only one run packs documents, or the
-            sample length changes at different places; or the order of some steps is unknown.
+        ConfigError: the samples cannot be matched, since both runs read a source in orders of their
+            own, for example with other seeds; or the order of some steps is unknown.
     """
     branch = max(first.record.own_start, second.record.own_start)
     before, one, two = (
@@ -209,7 +214,7 @@ def _between(history: History, low: int, high: int | None) -> list[Steps]:
     """Return the steps after step ``low`` up to and including ``high``; None for no upper end.
 
     Raises:
-        ConfigError: the range cuts steps that are only recorded as a whole.
+        ConfigError: ``low`` or ``high`` lies within steps that are only recorded as a whole.
     """
     steps = []
     for each in history.steps:

@@ -1,4 +1,4 @@
-"""Reads the documents of a source, and finds the parts of documents that samples hold."""
+"""Reads the documents of a source, and finds which parts of documents a run's samples hold."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Documents:
     Attributes:
         starts: ``[D + 1]``, index in the file of each document's first token, and at last the
             number of tokens in the file.
-        packed_starts: function of a begin and an end that returns the starts of documents between
-            them, for packing; all positions count from the split's first token.
+        packed_starts: function ``(begin, end)`` that returns where documents start in this range of
+            tokens, as packing needs it; all positions count from the split's first token.
     """
 
     def __init__(self, prefix: str, first: int, tokens: int, data: DataConfig) -> None:
@@ -61,9 +61,9 @@ class Documents:
         return int(self.starts[document + 1] - self.starts[document])
 
     def range_of(self, document: int) -> tuple[int, int]:
-        """Return the first token of a document and its end, counted from the split's first token.
+        """Return begin and end of the part of a document that lies in the training split.
 
-        The range is empty (its begin is not below its end) if the document lies outside the split.
+        Positions count from the split's first token. Begin is not below end if there is no part.
 
         Raises:
             ConfigError: there is no such document.
@@ -90,14 +90,14 @@ class Documents:
 
 @dataclass(frozen=True)
 class Rows:
-    """Parts of documents that samples hold, ordered by sample and position in it.
+    """Parts of documents, each within one sample, ordered by sample and by position in the sample.
 
-    Row i of all attributes, each ``[r]`` int64, describes one part.
+    Entry i of all attributes, each ``[r]`` int64, describes one part.
 
     Attributes:
         samples: number of the sample in the run.
         columns: position of the part in the sample.
-        sources: index of the source in the order.
+        sources: index of the source in `SampleOrder.sources`.
         documents: number of the document in its dataset.
         begins: position in the document of the part's first token.
         lengths: number of tokens of the part.
@@ -111,7 +111,7 @@ class Rows:
     lengths: Ints
 
     def of(self, chosen: Array) -> Rows:
-        """Return the rows chosen by an index or a mask."""
+        """Return the parts that ``chosen``, an array of indices or a mask, selects."""
         return Rows(*(getattr(self, each.name)[chosen] for each in dataclasses.fields(self)))
 
 
@@ -126,10 +126,10 @@ def parts_of(pieces: Pieces, sample: int, source: int, documents: Documents) -> 
     """Return the parts of one source's documents in some consecutive samples.
 
     Args:
-        pieces: where the tokens of the samples come from; pieces of other sources are ignored, and
-            the others are cut at the boundaries of documents.
+        pieces: where the tokens of the samples come from. Pieces of this source are cut at the
+            boundaries of documents; those of other sources are ignored.
         sample: number in the run of the first of the samples.
-        source: index of the source in the order.
+        source: index of the source in `SampleOrder.sources`.
         documents: the documents of the source.
     """
     own = pieces.sources == source

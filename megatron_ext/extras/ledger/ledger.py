@@ -35,12 +35,12 @@ from megatron_ext.train.reporting.files import CONFIGURATION_FILE
 Section = TypeVar("Section")
 
 _KNOWN = {"kind", "seed", "window", "tokens", "stages", "first_tokens", "split", "packing"}
-"""The keys that an order of samples in a record may have."""
+"""Keys of a recorded order of samples that this version knows; an order with others is refused."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """One reading of a document by the run: a sample holds its tokens ``begin`` to ``end`` - 1.
+    """One reading of a document: ``sample`` holds the document's tokens ``begin`` to ``end`` - 1.
 
     ``reason`` says why the step's update is not part of the weights; None if it is. ``step`` is
     None if the record does not tell which step used the sample.
@@ -58,7 +58,7 @@ class Ledger:
 
     Args:
         folder: the save folder.
-        iteration: step up to which the run is looked at; None for the whole run.
+        iteration: last step of the run to take into account; None for the whole run.
 
     Raises:
         ConfigError: the folder has no record, or the record lacks that step.
@@ -83,7 +83,11 @@ class Ledger:
         self.sources = sorted(self._first.keys() - self._moved.keys())
 
     def order_of(self, steps: Steps) -> SampleOrder:
-        """Return the order of samples in ``steps``; raise a ConfigError if it is not known."""
+        """Return the order of samples in ``steps``.
+
+        Raises:
+            ConfigError: the order was not recorded, or this version cannot read it.
+        """
         if steps.order is None:
             raise ConfigError(
                 f"Steps {steps.iteration + 1} to {steps.done} were in another order than the "
@@ -111,7 +115,7 @@ class Ledger:
         return PackedOrder(values["tokens"], order.stages, order.window, order.seed, documents)
 
     def _starts_of(self, source: Source) -> DocumentStarts:
-        """Return a function that finds document starts in a source; the first call opens it."""
+        """Return `Documents.packed_starts` of a source; its files are opened at the first call."""
         name = self.name_of(source)
         return lambda begin, end: self.documents(name, source.tokens).packed_starts(begin, end)
 
@@ -150,7 +154,11 @@ class Ledger:
         return self._moved.get(source.name, source.name)
 
     def documents_of(self, prefix: str) -> Documents:
-        """Return the documents of a source; raise a ConfigError if the run has no such source."""
+        """Return the documents of the source with the path ``prefix`` (without suffix).
+
+        Raises:
+            ConfigError: the run has no such source.
+        """
         for row in reversed(self.record.rows):
             if row["kind"] == "order" and prefix in row["tokens"]:
                 return self.documents(prefix, row["tokens"][prefix])
@@ -258,7 +266,7 @@ class Ledger:
 
 
 def _moves(orders: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return, by the older names of each source that was moved during the run, its newest name.
+    """Return a mapping from each older name of a source that was moved to its newest name.
 
     ``orders`` are the recorded orders of samples, oldest first. A source counts as moved if the
     folder in its name changes, but neither the rest of the name nor its number of tokens.
