@@ -1,8 +1,10 @@
-"""A cache of pages of remote objects on a machine's disk, shared by all its processes.
+"""A cache of pages of remote objects on a machine's disk, shared by all processes of the machine.
 
-The cache is a file of slots and a table that says which page is in each slot. Both have their full
-size from the beginning, so the cache cannot outgrow its limit. The number of a page determines the
-few slots where it may lie. A new page evicts the least recently used page of these slots.
+A page is `PAGE` adjacent bytes of an object; pages of an object are numbered from 0. The cache is a
+file of slots, each with room for a page, and a table that says which page is in each slot. Both
+have their full size from the beginning, so the cache cannot outgrow its limit. The object's key and
+the page's number determine the few slots where a page may lie. A new page evicts the least recently
+used page of these slots.
 
 A lock orders reads and writes; the kernel releases it if its process dies. The table names a page
 only after the page is written, so a killed process leaves no half page. After a restart of the
@@ -37,13 +39,13 @@ COUNTS = ("requests", "bytes", "failed", "given_up", "short", "waited_us", "not_
 """Counters that all processes of a machine share.
 
 requests and bytes: requests to the storage, and the bytes of their answers. failed, given_up and
-short: requests that failed, took too long, or returned too few bytes. waited_us: microseconds of
-waiting. not_kept: pages for which the disk had no space.
+short: requests that failed, took too long, or returned too few bytes. waited_us: microseconds that
+reads have waited for the storage. not_kept: pages for which the disk had no space.
 """
 _WAYS = 16
 """Slots of a set, in any of which a page may lie (a 16-way set-associative cache)."""
 _HEADER = 16
-"""Number of 8-byte words in the table's header: what the file is, and the counters."""
+"""Number of 8-byte words in the table's header: a hash of size, machine and boot; then `COUNTS`."""
 _RECORD = 3
 """Number of 8-byte words in a slot's record: key of the object, number of the page plus 1 (0 if the
 slot is empty), and time of last use.
@@ -52,7 +54,9 @@ _BYTES_PER_SLOT = PAGE + 8 * _RECORD
 
 
 class BlockCache:
-    """A cache of pages in a folder; each process opens it with its own object.
+    """A cache of pages in a folder; each process that uses the folder makes its own instance.
+
+    An object is named by its ``key``, a 64-bit hash of its address and version.
 
     Args:
         folder: a local folder of this machine.
@@ -131,9 +135,9 @@ class BlockCache:
 
     @contextmanager
     def reading(self) -> Iterator[BlockCache]:
-        """Lock the cache for reading: no process moves or evicts a page within this context.
+        """Lock the cache for reading: no process stores or evicts a page within this context.
 
-        Do not call `put` or `count` within it.
+        The context yields this cache. Within it, `put`, `count` and `counts` would wait forever.
         """
         with self._locked(fcntl.LOCK_SH):
             yield self
@@ -141,15 +145,15 @@ class BlockCache:
     def view(self, dtype: np.dtype[Any]) -> Array:
         """Return the content of all slots, one after another, as one array of ``dtype``.
 
-        Slot i begins at i times the number of entries of a page.
+        The page in slot i begins at entry i * (entries per page).
         """
         entries: Array = np.frombuffer(self._content, dtype)
         return entries
 
     def find(self, key: int, pages: Ints) -> Ints:
-        """Return the slot of each page ``[n]`` of the object ``key``; -1 for a missing page.
+        """Return the slot of each page ``[n]`` of the object ``key``; -1 for a page not cached.
 
-        Call this within `reading`.
+        The pages found count as used now. Call this within `reading`.
         """
         sets = self._sets(key, pages)
         records = self._table[sets]
@@ -165,7 +169,7 @@ class BlockCache:
     def put(self, key: int, first: int, content: bytes) -> None:
         """Store ``content`` as consecutive pages of the object ``key``, from page ``first`` on.
 
-        The last page may be incomplete.
+        The last page may be incomplete. A page for which the disk has no space is left out.
         """
         pages = np.arange(first, first + -(-len(content) // PAGE), dtype=np.int64)
         sets = self._sets(key, pages)
@@ -193,13 +197,13 @@ class BlockCache:
             self._words[1 + COUNTS.index("not_kept")] += np.uint64(1)
 
     def _sets(self, key: int, pages: Ints) -> Ints:
-        """Return, for each page ``[n]``, the index of the set of slots that may hold it."""
+        """Return, for each page ``[n]``, the index of the set of `_WAYS` slots that may hold it."""
         spread = derived(np.full(len(pages), key, dtype=np.uint64), pages)
         sets: Ints = (spread % np.uint64(len(self._table))).astype(np.int64)
         return sets
 
     def count(self, **counts: int) -> None:
-        """Add ``counts`` to the counters of this machine, which are named in `COUNTS`."""
+        """Add each keyword argument to this machine's counter of that name (see `COUNTS`)."""
         with self._locked(fcntl.LOCK_EX):
             for name, value in counts.items():
                 self._words[1 + COUNTS.index(name)] += np.uint64(value)

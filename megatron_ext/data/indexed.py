@@ -98,7 +98,7 @@ class Index:
 
 
 def byte_bar(what: str, total: int) -> tqdm[Any]:
-    """Return a progress bar over ``total`` bytes, which is visible on a terminal only."""
+    """Return a bar for ``total`` bytes with the label ``what``, visible on a terminal only."""
     from tqdm import tqdm
 
     return tqdm(
@@ -278,8 +278,8 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
 def _why_no_array(path: Path) -> str | None:
     """Return a clause that says why a ``.npy`` file is not an intact array of numbers.
 
-    The result is None for an intact array, and also for an empty file, such as a killed run leaves:
-    in an empty file there is nothing that megatron-core could unpickle.
+    Return None if the array is intact. Return None for an empty file, too, which a killed run may
+    leave: it holds nothing that megatron-core could unpickle.
     """
     distrust = "could run code; remove it if you do not trust where the data comes from"
     headers = {(1, 0): np.lib.format.read_array_header_1_0}
@@ -311,14 +311,14 @@ def _why_no_array(path: Path) -> str | None:
 def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, name: str) -> None:
     """Check the folders where megatron-core caches the sample indices of datasets.
 
-    The folder is ``data_cache_path`` or, if that is None, ``<prefix>/cache/<name>_indices`` for
-    each prefix; ``name`` is the dataset's class. A cached file that is not an array is refused:
-    megatron-core lets numpy unpickle it, which could run code that came with the dataset. A folder
-    that has no ``.npy`` file yet must be writable, because megatron-core's rank 0 writes to it.
+    All datasets use the folder ``data_cache_path``; if it is None, each uses its own,
+    ``<prefix>/cache/<name>_indices``, where ``name`` is the dataset's class in megatron-core. A
+    ``.npy`` file that is no plain array is refused, because numpy would unpickle it, which could
+    run code that came with the dataset. Rank 0 will write to a folder that has no ``.npy`` files.
 
     Raises:
-        DataError: a ``.npy`` file holds no array, an entry is a link, or an empty folder is not
-            writable.
+        DataError: a ``.npy`` file is no array of numbers, a cached file is a link, or a folder
+            without ``.npy`` files is not writable.
     """
     folders = [Path(prefix) / "cache" / f"{name}_indices" for prefix in prefixes]
     for folder in sorted(set(folders)) if data_cache_path is None else [Path(data_cache_path)]:

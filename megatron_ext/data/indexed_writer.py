@@ -34,14 +34,14 @@ def write_index(
 ) -> None:
     """Write one `.idx` in chunks, so that memory does not grow with the dataset.
 
-    ``lengths``, ``document_lengths`` and ``modes`` are functions. Each call of one returns an array
-    in chunks, from the beginning.
+    The arrays ``lengths``, ``document_lengths`` and ``modes`` are given as functions without
+    arguments; each call returns an iterable over the chunks of the whole array.
 
     Args:
         dtype: dtype of the tokens in `.bin`.
-        lengths: returns the number of tokens of each sequence.
-        document_lengths: returns the number of sequences of each document.
-        modes: returns the mode of each sequence; None if the dataset is not multimodal.
+        lengths: number of tokens of each sequence.
+        document_lengths: number of sequences of each document.
+        modes: mode of each sequence (see `Index`); None if the dataset is not multimodal.
         durable: whether to wait until the file would survive a power loss.
     """
     code = indexed.CODE_OF_DTYPE[dtype.name]
@@ -88,9 +88,10 @@ def append_file(
     *,
     advance: Callable[[int], object] = int,
 ) -> None:
-    """Append bytes [start, end) of `source` to `out`; the kernel copies them if it can.
+    """Append the bytes ``start`` to ``end`` - 1 of a file (None: all to its end) to ``out``.
 
-    ``advance`` is called after each copy with the number of bytes copied.
+    The kernel copies them if it can. ``advance`` is called after each chunk with the number of
+    bytes in the chunk.
 
     Raises:
         DataError: the source ended early.
@@ -130,7 +131,7 @@ def publish(pairs: Sequence[tuple[Path, Path]]) -> None:
     `.bin` is replaced, so that an old index is never paired with new tokens.
 
     Raises:
-        DataError: a folder has a final file's name; no file is changed then.
+        DataError: a final path is an existing folder; no file is changed then.
     """
     for _, final in pairs:
         if final.is_dir():
@@ -149,12 +150,14 @@ def merge_indexed(
     *,
     multimodal: bool = False,
 ) -> indexed.IndexInfo:
-    """Join datasets in the given order into one.
+    """Join datasets in the given order into ``<output_prefix>.bin`` and ``.idx``.
+
+    Return the header and sizes of the new dataset. ``multimodal`` tells whether all inputs have a
+    mode for each sequence (see `Index`), and so will the output.
 
     Raises:
-        DataError: there is no input, an input is damaged, dtypes differ, an input has modes
-            although ``multimodal`` is unset, or lacks them although it is set, or the output cannot
-            be written.
+        DataError: there is no input, an input is damaged, dtypes differ, an input contradicts
+            ``multimodal``, or the output cannot be written.
     """
     if not prefixes:
         raise DataError(
@@ -217,7 +220,11 @@ class IndexedWriter:
     """A context manager that writes one dataset, document by document, under temporary names.
 
     Leaving the block renames the files to `<prefix>.bin` and `.idx`; an exception removes them.
-    With ``durable``, wait until the files would survive a power loss.
+
+    Args:
+        dtype: dtype of the tokens in `.bin`.
+        multimodal: whether to write a mode for each sequence (see `Index`).
+        durable: whether to wait, before renaming, until the files would survive a power loss.
     """
 
     def __init__(

@@ -1,19 +1,19 @@
 """Deterministic interleaving of sources by exact weights.
 
-Let w_i be the share of source i in a mixture. A schedule assigns place n of the mixture (n = 0, 1,
-...) to a source, such that at every n the number of samples of source i differs from n * w_i by
-less than one. This is the "pfair" schedule of one processor (Baruah, Cohen, Plaxton and Varvel
-1996). Sample j of source i may take the places from floor(j / w_i) to ceil((j + 1) / w_i) - 1,
-which keeps the difference below one. Each place goes to the sample with the earliest deadline. A
-valid schedule always exists, since fractions of the samples could be spread evenly, and the rule of
-the earliest deadline finds it. Weights are exact fractions, so nothing is rounded however large n
-is.
+A mixture is a sequence of samples; place n (n = 0, 1, ...) is a position in it. Let w_i be the
+share of source i. A schedule assigns each place to a source, such that the number of samples of
+source i among the first n places differs from n * w_i by less than one, for every n. This is the
+"pfair" schedule of one processor (Baruah, Cohen, Plaxton and Varvel 1996). Sample j of source i may
+take the places from floor(j / w_i) to ceil((j + 1) / w_i) - 1, its deadline, which keeps the
+difference below one. Each place goes to the sample with the earliest deadline. A valid schedule
+always exists, and this rule finds it. Weights are exact fractions, so nothing is rounded however
+large n is.
 
-Any place can be looked up without computing all places before it. Take two such schedules that
-start with different counts, all within one sample of n * w_i. They agree as soon as every sample
-that was waiting at their start has met its deadline: after 2 / w places, with w the smallest
-weight. Hence the schedule may start 2 / w places before the requested place, from any counts that
-meet all deadlines.
+Any place can be looked up without computing all places before it. Start two such schedules at the
+same place n with different counts, all within one sample of n * w_i. They agree as soon as every
+sample that was waiting at the start has met its deadline: after 2 / w places, with w the smallest
+share. Hence it is enough to start 2 / w places before the requested place, from any such counts
+with which all deadlines can be met.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 from megatron_ext.data.permutation import Ints
 
 BLOCK = 1024
-"""Number of places that are scheduled together."""
+"""Number of consecutive places of a mixture that are scheduled at once and cached as a block."""
 _BLOCKS_KEPT = 64
 _CYCLE = 16 * BLOCK
-"""Most places in a cycle, the unit in which the schedule repeats: several of its periods.
+"""Most places in a cycle: as many periods of the schedule as fit, computed as one repeating unit.
 
 A period that is longer than this is a cycle of its own.
 """
@@ -43,6 +43,9 @@ Places = NDArray[np.uint16]
 
 class Interleave:
     """A schedule that assigns each place 0, 1, ... of a mixture with constant weights to a source.
+
+    A place is a position in the sequence of the mixture's samples. The schedule repeats after
+    ``period`` places.
 
     Args:
         weights: weights of the sources, at least 0 and not all 0; only their ratios matter.
@@ -62,7 +65,7 @@ class Interleave:
         self._blocks: OrderedDict[int, tuple[Places, list[int], list[int]]] = OrderedDict()
 
     def counts(self, place: int) -> list[int]:
-        """Return how many of the first ``place`` places belong to each source."""
+        """Return how many of the places 0 to ``place`` - 1 belong to each source."""
         rounds, rest = divmod(place, self._cycle)
         if not rest:
             return [rounds * share for share in self._per_cycle]
@@ -98,7 +101,7 @@ class Interleave:
         return first + int(np.flatnonzero((sources == source) & (numbers == number))[0])
 
     def _block(self, number: int) -> tuple[Places, list[int], list[int]]:
-        """Return block ``number`` of the cycle after which the schedule repeats.
+        """Return block ``number`` (`BLOCK` places) of the cycle after which the schedule repeats.
 
         Returns:
             The source of each place in the block, and two lists with the number of samples of each
@@ -118,13 +121,13 @@ class Interleave:
         return self._blocks[number]
 
     def _counts_before(self, place: int) -> list[int]:
-        """Return how many samples each source has before a place of the cycle.
+        """Return how many samples each source has from the cycle's start up to before ``place``.
 
-        The samples are counted by computing the schedule up to the place: from the end of the last
-        cached block if that is near enough, otherwise from about 2 / w places earlier, where w is
-        the smallest weight. There each source starts with the integer part of its quota. If these
-        do not add up to the number of places, the sources with the next deadlines start with one
-        sample more, so that all deadlines are met.
+        The schedule is computed up to ``place``: from the end of the last cached block if that is
+        near enough, otherwise from about 2 / w places earlier, where w is the smallest share. To
+        start at a place s, each source gets its share times s, rounded down, as its count. If the
+        counts do not add up to s, the sources with the next deadlines get one sample more, so that
+        all deadlines are met.
         """
         least = min(self._shares[i] for i in self._present)
         start = place - 2 * -(-self.period // least) - 1
@@ -193,9 +196,9 @@ def numbered(sources: Places, counts: Sequence[int]) -> Ints:
 
 
 def error_of(weights: Sequence[Fraction], counts: Sequence[int]) -> Fraction:
-    """Return the largest difference between a source's sample count and its exact quota.
+    """Return the largest absolute difference between a source's sample count and its quota.
 
-    The quota of a source is its share of ``weights`` times the sum of ``counts``.
+    The quota of a source is its share of ``weights`` times the sum of ``counts``, not rounded.
     """
     places = sum(counts)
     total = sum(weights)

@@ -50,9 +50,9 @@ class StepDataset(Dataset[Any]):
     the samples. All ranks that have the dataset must get the same answers from it.
 
     Attributes:
-        plan: which samples form the micro-batches of each step; these samples have ``sample_ids``.
-            None lets a sampler decide.
-        packs_documents: whether ``sample_ids`` number the documents that are packed in a sample.
+        plan: which samples form the micro-batches of each step; batches must then have the key
+            ``sample_ids`` (see `Batch`). None lets a sampler decide.
+        packs_documents: whether one sample may hold several documents; ``sample_ids`` number them.
     """
 
     plan: StepPlan | None = None
@@ -60,7 +60,7 @@ class StepDataset(Dataset[Any]):
 
     @property
     def seq_length_of(self) -> Callable[[int], int] | None:
-        """Return a function from a sample's number in the run to its length in tokens.
+        """Return a function from a sample's number in the run to the sample's length in tokens.
 
         None means that all samples have the same length.
         """
@@ -87,20 +87,20 @@ _PLAIN = StepDataset()
 
 
 def as_step_dataset(dataset: Any) -> StepDataset:
-    """Return the object that tells how to draw the samples of ``dataset``.
+    """Return the `StepDataset` that tells how to draw the samples of ``dataset``.
 
-    It is ``dataset`` itself if that is a `StepDataset`; otherwise it has the defaults.
+    Return ``dataset`` itself if it is one, otherwise a `StepDataset` with the defaults.
     """
     return dataset if isinstance(dataset, StepDataset) else _PLAIN
 
 
 class Loader(Protocol):
-    """The micro-batches of one split on this rank, read step by step."""
+    """A reader of the micro-batches of one split on this rank, one step at a time."""
 
     def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Any]:
         """Return the micro-batches of the next step.
 
-        ``seq_length`` is the number of tokens of each sample; None keeps the length of the loader.
+        ``seq_length`` is the number of tokens of each sample; None means ``--seq-length``.
 
         Raises:
             StopIteration: the data has ended.
@@ -116,8 +116,8 @@ class BatchSource:
         num_samples: length of the split; None on ranks that do not open it.
         plan: which samples form the micro-batches of each step; None if the dataset has no plan.
         first_step: index in the plan of the next step.
-        whole_epochs: whether the steps repeat the whole split in order without end. Samples without
-            targets pad the last step of each pass.
+        whole_epochs: whether the steps repeat the whole split in order without end. The last step
+            of each pass is padded with samples whose loss mask is 0.
         seq_length_of: function from a sample's number in the run to its length in tokens; None if
             all samples have ``--seq-length``.
     """
@@ -146,7 +146,7 @@ class BatchSource:
     def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Any] | None:
         """Return the micro-batches of the next step; None on stages that read no data.
 
-        ``seq_length`` is the length of this step's samples if it changes during the run.
+        ``seq_length`` is the number of tokens of this step's samples; None means ``--seq-length``.
 
         Raises:
             DataError: the data has ended, one of its files was truncated, or the dataset raised a
@@ -195,8 +195,8 @@ def build_source(
     """Return the micro-batches of one split, grouped by step, after ``consumed_samples`` samples.
 
     Args:
-        dataset: the split, None on ranks that do not read it. A `StepDataset` with a plan, a
-            ``seq_length_of`` or packed documents must be given on every rank.
+        dataset: the split; may be None on ranks that do not read it, unless it is a `StepDataset`
+            with a plan, a ``seq_length_of`` or packed documents.
         consumed_samples: samples used so far by all data-parallel ranks together.
         mask_documents_at: the end-of-document id that attention may not cross; None lets attention
             cross documents.
@@ -204,7 +204,7 @@ def build_source(
         data_sharding: with ``cyclic``, let each replica shuffle its own shard; otherwise all
             replicas share one permutation of the split.
         full_epoch: repeat the whole split in order without end (full validation).
-        as_mappings: return micro-batches with the dataset's own keys, see `MappingLoader`.
+        as_mappings: return micro-batches as dicts with the dataset's own keys (`MappingLoader`).
     """
     traits = as_step_dataset(dataset)
     plan = traits.plan
@@ -267,7 +267,7 @@ def _steps_done(training: TrainingConfig, consumed_samples: int) -> int:
 
 
 class FilledUp(Dataset[dict[str, Any]]):
-    """A dataset padded to whole global batches, with its first sample and loss mask 0."""
+    """A dataset padded to whole global batches by its first sample with a loss mask of 0."""
 
     def __init__(self, dataset: Dataset[Any], global_batch_size: int) -> None:
         self._dataset = dataset

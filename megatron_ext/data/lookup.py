@@ -1,10 +1,11 @@
 """Finds the samples of a run that read given tokens of a source: the inverse of `order`.
 
-An epoch's first token tells which of its windows hold the given tokens. The inverse of the epoch's
-permutation tells when these windows are read, and the schedule of the sources turns that into
-sample numbers of the run. So nothing has to be searched, except the few parts of windows that were
-left over when the sample length changed (see `windows`). In a packed order, the blocks that hold
-the tokens are packed again: one or two for each epoch and document.
+Each epoch cuts a source into windows from a random first token on, and permutes them. The first
+token tells which windows hold the given tokens. The inverse of the permutation tells when these
+windows are read, and the schedule of the sources turns that into sample numbers of the run. So
+nothing has to be searched, except the few parts of windows that were left over when the sample
+length changed (see `windows`). In a packed order (`packed_order`), the blocks that hold the given
+tokens are packed once more to find the samples; a short range lies in one or two blocks per epoch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def samples_with(order: SampleOrder, source: int, begin: int, end: int, stop: in
 def _numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
     """Return which of the samples ``taken`` hold any of the tokens ``begin`` to ``end`` - 1.
 
-    The samples are numbered within their phase, the time between two changes of the sample length.
+    The result numbers the source's samples from the start of the phase ``taken.phase``, which lasts
+    from one change of the sample length to the next.
     """
     left_over = taken.phase.rest_samples
     numbers = _rest_numbers(order, taken, begin, end)
@@ -90,8 +92,9 @@ def _meets(
 def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
     """Return which samples made of left-over parts hold any of the tokens ``begin`` to ``end`` - 1.
 
-    Left-over parts are parts of windows that were not yet read when the sample length changed. The
-    samples made of them come first in the new phase (see `Taken`), and are numbered within it.
+    Only samples of ``taken`` are searched. Left-over parts are parts of windows that were not yet
+    read when the sample length changed. The samples made of them come first in the new phase (see
+    `Taken`); the result numbers them within that phase.
     """
     source = order.sources[taken.source]
     phase = taken.phase
@@ -110,10 +113,10 @@ def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> lis
 
 
 def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> Ints:
-    """Return which samples of a phase hold any of the tokens ``begin`` to ``end`` - 1.
+    """Return which samples of the phase ``taken.phase`` hold any token ``begin`` to ``end`` - 1.
 
-    Samples made of left-over parts (`_rest_numbers`) are not searched: number 0 is the first sample
-    after them. Some of the returned samples may not be among ``taken``.
+    Samples made of left-over parts are not searched (`_rest_numbers` does that); number 0 is the
+    first sample after them. The result may have samples outside ``taken``, which the caller drops.
     """
     phase = taken.phase
     own = order.sources[taken.source]
@@ -155,7 +158,7 @@ def _windows(
     """Return the windows that hold any token from ``begin`` to ``end`` - 1, and their first tokens.
 
     Windows are numbered through all epochs, in the order in which the source is read. Only windows
-    ``low`` to ``high`` - 1 are searched. First tokens may exceed the length of the source.
+    ``low`` to ``high`` - 1 are searched. A first token is not reduced modulo the source's length.
     """
     count = order.sources[source].windows
     epochs = np.arange(low // count, (high - 1) // count + 1, dtype=np.int64)
@@ -171,7 +174,8 @@ def _places(
     """Return which windows of the given epochs hold any of the tokens ``begin`` to ``end`` - 1.
 
     The result is three arrays with an entry for each of these windows: its epoch, its index among
-    the windows of the epoch before they are permuted, and its first token.
+    the windows of the epoch before they are permuted, and its first token in the source (not
+    reduced modulo the source's length).
     """
     own = order.sources[source]
     window = order.window

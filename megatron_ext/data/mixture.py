@@ -1,9 +1,11 @@
 """Mixtures that change during a run: planned stages, resumed runs, and limits on epochs.
 
-Everything is counted in samples from the start of the run, and a stage's shares are exact
-(`interleave`). A ramp, in which weights change linearly, is approximated by up to `STEPS` mixtures
-with whole numbers of samples. At the end of each of them, the samples that a source has given
-differ by less than one from the exact integral of its share.
+A stage is a part of the run with one mixture: the weights of its sources, and a sample length. It
+starts at a sample, numbered from the start of the run, and at each of its samples every source has
+its share to within one sample (`interleave`). A ramp, in which weights change linearly, is
+approximated by up to `STEPS` stages of whole numbers of samples. At the end of each of them, the
+number of samples that a source has given since the ramp began differs by less than one from the
+integral of its share.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from fractions import Fraction
 from megatron_ext.data.order import SampleOrder, Stage
 
 STEPS = 64
-"""Largest number of mixtures that approximate a ramp, in which weights change linearly."""
+"""Largest number of constant mixtures that approximate a ramp, whose weights change linearly."""
 
 Weights = Mapping[str, Fraction]
 
@@ -41,7 +43,7 @@ class Planned:
 
     @property
     def size(self) -> int | None:
-        """Return the length in samples, rounded up if given in tokens; None without a length."""
+        """Return the stage's length in samples, rounded up if given in tokens; None if open."""
         if self.samples is not None or self.tokens is None:
             return self.samples
         return -(-self.tokens // self.seq_length)
@@ -51,8 +53,8 @@ def stages_of(planned: Sequence[Planned], begin: int = 0, batch: int = 1) -> lis
     """Return the mixtures of the schedule ``planned``, each with the sample at which it starts.
 
     The sample length can only change between steps: a stage with another length starts with the
-    first step that begins at or after the planned sample, and all later stages are delayed as much.
-    A step begins at sample ``begin``, and then after every ``batch`` samples.
+    first step that begins at or after the planned sample, and later stages are delayed by as many
+    samples. Steps begin at the samples ``begin``, ``begin + batch``, ``begin + 2 * batch`` etc.
     """
     stages: list[Stage] = []
     number = 0
@@ -110,11 +112,12 @@ def _apportioned(amounts: Mapping[str, Fraction], total: int) -> dict[str, int]:
 
 
 def continued(history: Sequence[Stage], plan: Sequence[Stage], number: int) -> list[Stage]:
-    """Return the stages of a run that continues at sample ``number`` with another plan.
+    """Return the stages of a run that follows ``history``, and ``plan`` from sample ``number`` on.
 
-    Stages of ``history`` that start before ``number`` are kept. If the last of them has the mixture
-    that ``plan`` has at ``number``, it continues without a new stage, unless the plan itself begins
-    a stage there.
+    Stages of ``history`` that start before ``number``, and those of ``plan`` that start after it,
+    are kept. Between them, the stage that covers ``number`` in ``plan`` starts at ``number``. But
+    if it starts earlier in ``plan``, and has the sample length and the shares of the last stage
+    kept from ``history``, that one continues instead.
     """
     if not history or number == 0:
         return list(plan)
@@ -137,15 +140,16 @@ class Exhausted:
 def limited(
     order: SampleOrder, limits: Mapping[str, Fraction], total: int, *, stops: bool
 ) -> tuple[SampleOrder, int, list[Exhausted]]:
-    """Limit the epochs of each source of an order.
+    """Return an order that reads each source at most for a given number of epochs.
 
-    Return the new order, the number of samples after which it ends, and the exhausted sources.
+    Also return the number of samples after which the order ends, and the exhausted sources.
 
     Args:
         limits: the most epochs, by name of source.
         total: samples of the run.
         stops: whether the order ends where the first source is exhausted; otherwise the other
-            sources take over its share.
+            sources take over its share, and the order only ends there if a stage had no other
+            source.
     """
     exhausted: list[Exhausted] = []
     tokens = {source.name: source.tokens for source in order.sources}
@@ -167,9 +171,10 @@ def limited(
 
 
 def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) -> int:
-    """Return the largest n, up to ``total``, for which a source stays within a budget of tokens.
+    """Return how many samples of ``order`` can be read within a budget of tokens of one source.
 
-    The first n samples of ``order`` use at most ``budget`` tokens of the source ``name``.
+    The result is the largest n, up to ``total``, for which the first n samples of the run use at
+    most ``budget`` tokens of the source ``name``.
     """
     low = 0
     high = total

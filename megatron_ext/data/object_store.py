@@ -1,9 +1,10 @@
 """Indexed datasets at addresses of object storage, such as ``s3://bucket/web``.
 
 An index is copied to this machine once: one process copies it while the others wait. Tokens are
-fetched in ranges, and their pages are kept in a `BlockCache`. If the objects of a run fit into the
-cache, a range is some megabytes long, so that few requests fetch each byte once. Otherwise a range
-is only a page or two: the tokens around a sample would be evicted before they are used.
+fetched in ranges of pages (pieces of `PAGE` bytes), which are kept in a `BlockCache`. If the
+objects of a run fit into the cache, a range is some megabytes long, so that few requests fetch each
+byte once. Otherwise a range has only the pages of the samples asked for, often one or two: the
+tokens around a sample would be evicted before they are used.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from megatron_ext.disk.writing import lock_path, open_descriptor, remove, why_no
 from megatron_ext.errors import DataError
 
 RANGE = 64
-"""Pages that one request fetches if the objects fit into the cache; otherwise it fetches fewer."""
+"""Pages of one request if the run's objects fit into the cache; otherwise its most pages."""
 _FITS = 0.8
-"""Objects fit into the cache if they fill at most this share of it; more evict each other."""
+"""Share of the cache up to which the run's `.bin` objects together count as fitting into it."""
 _RECHECK = 300.0
-"""Seconds after which the version of an object is requested again, to see if it has changed."""
+"""Seconds after which a fetch first asks for the object's version again, as it may have changed."""
 
 
 class _Process:
-    """Connections and threads of one process, which a forked process must not share."""
+    """The cache, connections and unfinished requests of one process; a forked one makes its own."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.pid = os.getpid()
@@ -56,7 +57,8 @@ class ObjectStore:
     """Reads objects through a cache in a folder of this machine.
 
     Args:
-        limit: the most bytes of pages in the cache, without the copies of indices.
+        folder: the cache's folder, for pages of tokens and copies of indices.
+        limit: the most bytes for pages; the copies of indices come on top.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -123,7 +125,7 @@ class ObjectStore:
         return read_index(copy)
 
     def _copy_index(self, source: StoredObject, place: Path, version: str, name: str) -> None:
-        """Copy ``source`` to ``place / version / name``; check the index; remove older versions."""
+        """Copy an index to ``place / version / name.idx``, check it, and remove other versions."""
         part = place / "part"
         remove(part)
         part.mkdir()
@@ -164,7 +166,7 @@ class ObjectStore:
         return source
 
     def expect(self, source: StoredObject, pages: Ints) -> None:
-        """Start fetching the pages that are not cached, and return at once."""
+        """Start fetching those of ``pages`` of an object that are not cached; return at once."""
         with self._own.cache.reading() as cache:
             missing = pages[cache.find(_key(source), pages) < 0]
         if len(missing):
@@ -188,14 +190,14 @@ class ObjectStore:
         return fetched
 
     def reading(self) -> Any:
-        """Return a context manager that locks the cache, so that no page is moved or evicted."""
+        """Return a context manager that locks and yields the cache (see `BlockCache.reading`)."""
         return self._own.cache.reading()
 
     def _request(self, source: StoredObject, pages: Ints) -> list[Future[tuple[int, bytes]]]:
-        """Request the pages that this process is not fetching already.
+        """Request those of ``pages`` of an object that this process is not fetching already.
 
-        Return the futures of all requests, old and new, that fetch ``pages``. The result of a
-        future is the number of its first page, and the bytes of its pages.
+        Return the futures of all requests, new and earlier ones, that fetch ``pages``. A future's
+        result is the number of the request's first page, and the bytes of its pages.
         """
         own = self._own
         key = _key(source)
@@ -243,8 +245,8 @@ def _key(source: StoredObject) -> int:
 def _ranges(pages: Ints, unit: int, total: int) -> Iterator[tuple[int, int]]:
     """Split ``pages`` into requests; yield each request's first page and the page after its last.
 
-    A request fetches whole units of ``unit`` adjacent pages, but ends with the object, which has
-    ``total`` pages.
+    A request fetches adjacent whole units, at most `RANGE` pages. A unit is ``unit`` pages of the
+    object, which has ``total`` pages; the object's last unit may have fewer.
     """
     units = np.unique(pages // unit)
     most = max(1, RANGE // unit)
@@ -279,7 +281,7 @@ class RemoteSpan(TokenSpan):
     def expect(self, begins: Ints, lengths: Ints) -> None:
         """Start fetching token ranges that will be read soon.
 
-        A range that reaches the end of the span continues at its beginning.
+        A range that goes past the end of the span continues at the span's beginning.
         """
         pages, _ = self._pages_of(*self._cut(begins, lengths))
         self._store.expect(self._source, pages)
@@ -323,7 +325,7 @@ class RemoteSpan(TokenSpan):
         return begins, lengths
 
     def _contents(self, pages: Ints) -> Array:
-        """Return copies of pages, ``[p, tokens of a page]``; missing ones are fetched together."""
+        """Return copies of p pages, ``[p, tokens of a page]``; fetch those that are not cached."""
         copies = np.zeros((len(pages), PAGE // self.dtype.itemsize), dtype=self.dtype)
         with self._store.reading() as cache:
             slots = cache.find(_key(self._source), pages)

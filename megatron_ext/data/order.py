@@ -2,10 +2,11 @@
 
 A source is a range of tokens that is read as a circle: its first token follows its last. Each epoch
 picks a random first token, cuts the circle from there into windows of equal length, and permutes
-them with its own key. Tokens that do not fill a window are left for other epochs. Nothing is built
-or stored: `interleave` maps a sample number to a source and to a count within that source, the
-count gives an epoch and a place in it, and `permutation` gives the window. All ranks, workers and
-micro-batches call the same function, so the order does not depend on them.
+them with its own key. Tokens that do not fill a window are left for other epochs. No list of
+samples is built or stored: `interleave` maps a sample number to a source and to the number of the
+sample within that source, that number gives an epoch and a place in it, and `permutation` gives the
+window at this place. All ranks, workers and micro-batches call the same function, so the order does
+not depend on them.
 
 If samples and windows differ in length, a sample is a part of a window or joins several windows;
 see `windows`.
@@ -31,11 +32,11 @@ from megatron_ext.disk.reading import is_count
 from megatron_ext.errors import DataError
 
 BLOCK = 1024
-"""Number of successive samples that are computed at once."""
+"""Number of successive samples of a stage that are located at once, and cached."""
 _BLOCKS_KEPT = 16
 _ORDER, _SHIFT = 1, 2
-"""Values of ``purpose`` for `derived`: keys that permute an epoch's windows, and keys that draw its
-first token.
+"""The ``purpose`` with which `derived` makes the keys that permute an epoch's windows, and the one
+for the keys that draw the epoch's first token.
 """
 
 
@@ -78,7 +79,7 @@ def check_recorded(values: object, place: str) -> None:
     """Check that values from a file have the form that `SampleOrder.to_dict` returns.
 
     Raises:
-        DataError: the values have another form; the message names the file by ``place``.
+        DataError: the values have another form; ``place`` names the file in the message.
     """
     try:
         if isinstance(values, Mapping) and _is_recorded(values):
@@ -115,13 +116,13 @@ def _is_recorded(values: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Ranges of tokens that form samples; a sample has several if it joins windows.
+    """Ranges of tokens that form samples; a sample consists of one or more pieces.
 
-    All arrays are ``[p]`` int64, ordered by row and column.
+    All arrays are ``[p]`` int64, an entry for each piece, ordered by row and column.
 
     Attributes:
         rows: index of each piece's sample, from 0.
-        columns: first position of the piece in the sample.
+        columns: position in the sample of the piece's first token.
         sources: index of the piece's source.
         begins: index of the piece's first token in the source.
         lengths: number of tokens.
@@ -134,7 +135,7 @@ class Pieces:
     lengths: Ints
 
     def between(self, start: int, stop: int, row: int) -> Pieces:
-        """Return the pieces of rows ``start`` to ``stop`` - 1, renumbered from ``row`` on."""
+        """Return the pieces of rows ``start`` to ``stop`` - 1; the first becomes row ``row``."""
         a, b = np.searchsorted(self.rows, [start, stop])
         arrays = (self.columns, self.sources, self.begins, self.lengths)
         return Pieces(self.rows[a:b] - start + row, *(x[a:b] for x in arrays))
@@ -155,9 +156,9 @@ class Taken:
     Attributes:
         stage, source: indices in the lists of stages and of sources of the order.
         phase: the phase of the source that the samples belong to; a phase lasts from one change of
-            the sample length to the next. Equal phases of equal sources (`SampleOrder.to_dict`)
-            have the same samples, even in different runs.
-        first, end: the samples ``first`` to ``end`` - 1, numbered within the phase.
+            the sample length to the next. In runs with the same seed and window, equal phases of a
+            source with the same name and size have the same samples.
+        first, end: the samples ``first`` to ``end`` - 1, numbered within the source's phase.
     """
 
     stage: int
@@ -296,7 +297,7 @@ class SampleOrder:
         return taken
 
     def number_of(self, stage: int, source: int, number: int) -> int:
-        """Return a sample's number in the run, given the sample's number in a phase of its source.
+        """Return a sample's number in the run, given its ``number`` within a phase (see `Taken`).
 
         The sample must be one that the given stage takes from the given source.
         """
@@ -328,7 +329,8 @@ class SampleOrder:
     def tokens_used(self, number: int) -> dict[str, int]:
         """Return how many tokens of each source the first ``number`` samples use.
 
-        The count includes padding after a change of length, less than a sample per change.
+        Every sample counts in full, although the last one made of left-over parts after a change of
+        the sample length may be padded.
         """
         totals = [0] * len(self.sources)
         for stage, counts in zip(self.stages, self.counts(number), strict=False):
@@ -338,7 +340,7 @@ class SampleOrder:
     def locate(self, start: int, stop: int) -> Pieces:
         """Return the token ranges that form samples ``start`` to ``stop`` - 1 of the run.
 
-        These samples are the rows of the result, from 0.
+        Sample ``start`` is row 0 of the result.
         """
         parts = []
         number = start
@@ -388,7 +390,9 @@ class SampleOrder:
         return Pieces(*(getattr(pieces, name)[order] for name in names))
 
     def _fresh(self, placed: _Placed, rows: Ints, sources: Ints, numbers: Ints) -> Pieces:
-        """Return the pieces of samples that are not made of left-over parts (`windows.Rest`).
+        """Return the pieces of samples that are a window, a part of one, or several joined windows.
+
+        For samples made of left-over parts (`windows.Rest`) see `_left_over`.
 
         Args:
             rows: row of each sample in the result.

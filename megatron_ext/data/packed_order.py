@@ -1,10 +1,11 @@
 """The order of packed samples as a function; a block is packed only when its samples are read.
 
-An epoch has the windows of `order`. Some hundreds of adjacent windows form a block, which `packing`
-turns into as many samples. The epoch's key permutes the blocks, and the samples of `BLOCKS`
-consecutive blocks are permuted together. To look up a sample, only these blocks are needed. So
-nothing is built before the first sample, and memory does not grow with the data. A sample number
-stands for the same tokens on every rank and in every process, and an epoch reads every token once.
+Each epoch cuts a source into windows, as in `order`. Some hundreds of adjacent windows form a
+block. `packing` rearranges its tokens into as many samples as it has windows, so that few documents
+are cut. The epoch's key permutes the blocks, and the samples of `BLOCKS` consecutive blocks are
+permuted together. To look up a sample, only its own block is packed. So nothing is built before the
+first sample, and memory does not grow with the data. A sample number stands for the same tokens on
+every rank and in every process, and an epoch reads every token of its windows once.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ TOKENS = 1 << 22
 However long a sample is, a block has at least `FEWEST` and at most `SAMPLES` samples.
 """
 BLOCKS = 8
-"""Number of consecutive blocks whose samples are permuted together."""
+"""Number of blocks, adjacent in the epoch's permuted order, whose samples are permuted together."""
 _BLOCK_ORDER, _SAMPLE_ORDER = 4, 5
-"""Values of ``purpose`` for `derived`: keys that permute blocks, and keys that permute the samples
-of blocks.
+"""The ``purpose`` with which `derived` makes the keys that permute an epoch's blocks, and the one
+for the keys that permute the samples of `BLOCKS` blocks.
 """
 
 
@@ -41,7 +42,7 @@ class PackedPieces(Pieces):
     """Pieces of packed samples; each piece belongs to one document.
 
     Attributes:
-        goes_on: whether the document of a row's last piece continues in another row, ``[rows]``.
+        goes_on: whether a row's last piece ends before its document does, ``[rows]``.
     """
 
     goes_on: NDArray[np.bool_]
@@ -72,8 +73,8 @@ class PackedOrder(SampleOrder):
     """A `SampleOrder` whose samples are packed; each is as long as a window.
 
     Args:
-        documents: for each source by name, the function that returns where documents start in a
-            range of tokens. A source that was read only earlier in the training needs none.
+        documents: by name of source, the function that tells where its documents start. Only the
+            sources of the samples that will be looked up need one.
     """
 
     def __init__(
@@ -118,9 +119,10 @@ class PackedOrder(SampleOrder):
         return PackedPieces(rows, columns, windows.sources[rows], begins, lengths, goes_on)
 
     def _begins(self, sources: Ints, windows: Ints, offsets: Ints) -> Ints:
-        """Return ``windows`` unchanged: which tokens a sample holds is known only after packing.
+        """Return ``windows``, the positions of samples in the reading order, unchanged.
 
-        `locate` replaces the result by the tokens.
+        `SampleOrder` would return first tokens here. The tokens of a packed sample are known only
+        after packing, in `locate`, which starts from these positions.
         """
         return windows
 
@@ -176,7 +178,7 @@ class PackedOrder(SampleOrder):
     def _groups(
         self, counts: Ints | int, keys: Words, epochs: Ints, groups: Ints
     ) -> tuple[Ints, Words]:
-        """Return how many samples each group of `BLOCKS` blocks has, and a key to permute them.
+        """Return how many samples each group of `BLOCKS` blocks has, and the key to permute these.
 
         Args:
             counts: number of samples in an epoch of each group's source.

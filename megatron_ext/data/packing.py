@@ -26,18 +26,19 @@ from megatron_ext.data.indexed import Index
 from megatron_ext.data.permutation import Ints
 
 DocumentStarts = Callable[[int, int], Ints]
-"""A function ``(begin, end)`` that returns the first token of each document that starts there."""
+"""A function ``(begin, end)`` that returns the positions, from ``begin`` to ``end`` - 1 and in
+ascending order, of the tokens with which documents start.
+"""
 
 
 class IndexedDocuments:
-    """A function from a range of tokens to the documents of an indexed dataset that start there.
+    """Finds where documents start in a range of tokens of an indexed dataset: a `DocumentStarts`.
 
-    Calling it with ``begin`` and ``end`` returns the first token of each document that starts
-    at tokens ``begin`` to ``end`` - 1, looked up in the memory-mapped index.
+    Every sequence of the dataset counts as a document.
 
     Args:
-        read: opens the index; called once in each process.
-        first: the token of the dataset that is counted as token 0.
+        read: opens the index, which is memory-mapped; called once in each process.
+        first: index in the dataset of the token that is token 0 here.
     """
 
     def __init__(self, read: Callable[[], Index], first: int) -> None:
@@ -64,10 +65,10 @@ class PackedBlock:
     """The samples of a block; sample i consists of pieces ``firsts[i]`` to ``firsts[i + 1]`` - 1.
 
     Attributes:
-        firsts: ``[samples + 1]``.
+        firsts: index of each sample's first piece, then the number of pieces, ``[samples + 1]``.
         begins: first token of each piece, counted from the block's first token, ``[pieces]``.
         lengths: tokens of each piece, ``[pieces]``.
-        goes_on: whether the document of a sample's last piece continues elsewhere, ``[samples]``.
+        goes_on: whether a sample's last piece ends before its document does, ``[samples]``.
     """
 
     firsts: NDArray[np.int32]
@@ -80,7 +81,7 @@ class PackedBlock:
 
         Returns:
             The number of pieces of each sample; then, for each piece, its first position in the
-            sample, its first token and its length.
+            sample, its first token (counted from the block's) and its number of tokens.
         """
         counts = (self.firsts[samples + 1] - self.firsts[samples]).astype(np.int64)
         before = np.cumsum(counts) - counts
@@ -94,8 +95,8 @@ class PackedBlock:
 def best_fit(sizes: Ints, capacity: int, count: int) -> Ints:
     """Put each item, largest first, into the fullest of ``count`` bins that has room for it.
 
-    Among equally full bins, and among items of equal size, the first one is taken. Bins hold
-    ``capacity``. Return the bin of each item, ``[items]``; -1 if no bin has room for it.
+    Each bin has room for a total size of ``capacity``. Ties, between bins as between items, go to
+    the lower index. Return the index of each item's bin, ``[items]``; -1 if no bin has room.
     """
     bin_of = np.full(len(sizes), -1, dtype=np.int64)
     # Room and index of each bin, packed into one integer and sorted in ascending order.
@@ -116,9 +117,9 @@ def pack_block(starts: Ints, end: int, length: int, *, ends_document: bool) -> P
     """Pack consecutive tokens into samples of ``length`` tokens, without gaps.
 
     Args:
-        starts: the first token of each document, ``[documents]``. The tokens begin with the first
-            of them, even if that document began earlier.
-        end: the position after the last token.
+        starts: position of each document's first token, ``[documents]``. The first entry is where
+            the block begins, even if its document began before the block.
+        end: position after the block's last token; ``end - starts[0]`` is a multiple of ``length``.
         ends_document: whether the last document ends with the last token; otherwise it continues.
     """
     sizes = np.diff(starts, append=end)
@@ -164,7 +165,7 @@ def _placed(
 
     Returns:
         For each piece of an item its first token, the sample that holds it, its number of tokens,
-        and whether its document continues elsewhere. In a sample at most one piece continues.
+        and whether it ends before its document does. A sample has at most one such piece.
     """
     bins = best_fit(sizes, length, samples)
     whole = np.flatnonzero(bins >= 0)

@@ -1,8 +1,8 @@
 """Worker processes that work on the numbered parts of a data-preparation run.
 
-The result of each part is written to disk. So a run that is repeated does only the parts that have
-no result yet. The first error ends the run at once; but if a worker dies, a new pool of workers
-continues.
+A part is a share of the input, such as a range of a file. Its result is written to disk, so a
+repeated run does only the parts that have no result yet. The first error ends the run at once. If a
+worker dies, for example because memory ran out, a new pool of workers continues.
 """
 
 from __future__ import annotations
@@ -35,34 +35,37 @@ from megatron_ext.errors import (
 )
 
 ATTEMPTS = 3
-"""How often a part is tried if its worker dies or its machine fails, before the run gives up."""
+"""Most attempts at a part whose worker dies or whose machine fails; then the run gives up."""
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 Advance = Callable[[int, int], None]
-"""A function that a worker calls after each piece of a part.
+"""A function that a worker calls to report progress each time it has done a piece of a part.
 
-It takes the amount of the piece, such as bytes, and the number of its items.
+It takes the amount of input done (see `Progress`), such as bytes, and the number of items made.
 """
 Work = Callable[[Any, Advance], None]
-"""A function that does one part; it takes the result of `PartPool.part_of`, and an `Advance`."""
+"""A function that does one part. It takes the part, as `PartPool.part_of` returns it, and an
+`Advance` with which it reports progress.
+"""
 
 
 @dataclass(frozen=True)
 class PartPool:
-    """A pool of worker processes, and the functions with which it does the parts of a run.
+    """A pool of worker processes for the numbered parts of a run.
 
     Attributes:
         workers: number of worker processes.
         start: called once in each worker with the worker's number, before its first part; returns
             the worker's `Work`.
         name_of: takes a part's number and returns its name, for messages.
-        place: the path to name in the error message if a worker cannot read or write.
+        place: the path to name in the error message if a worker gets an OSError.
         unfinished: takes numbers of parts and returns those that have no result on disk.
         part_of: takes a part's number and returns the picklable object that a worker gets; by
             default the number itself.
-        passed: classes of errors that reach the caller unchanged, as `MegatronExtError` does.
-        method: "fork" shares the objects of this process; "spawn" pickles ``start``, and is needed
-            if this process has used a GPU.
+        passed: classes of a worker's errors, besides `MegatronExtError`, that `run` raises
+            unchanged.
+        method: how to start workers. "fork" shares the objects of this process; "spawn" pickles
+            ``start``, and is needed if this process has used a GPU.
     """
 
     workers: int
@@ -88,7 +91,8 @@ class PartPool:
         itself. Each part is tried at most ``ATTEMPTS`` times.
 
         Raises:
-            MachineFault: workers died at the same part each time, or a disk failed.
+            MachineFault: workers died at the same part each time, or a worker got an OSError.
+            RuntimeError: a worker got an error of any other class.
         """
         context = multiprocessing.get_context(self.method)
         board = _Board(context, max(todo, default=0) + 1)
@@ -127,7 +131,7 @@ class PartPool:
         progress: Progress,
         on_done: Callable[[int], None],
     ) -> None:
-        """Work on some parts in one pool of workers; the first failure ends the pool."""
+        """Do the parts ``batch`` in one pool of workers; the first failure ends the pool."""
         context = _Started(context)
         setup = _Setup(self.start, self.passed, self.place, board, context.Value("i", 0))
         count = min(self.workers, len(batch))
@@ -158,7 +162,7 @@ class PartPool:
     def _death(
         self, processes: Sequence[BaseProcess], batch: Sequence[int], board: _Board
     ) -> _WorkerDied:
-        """Return the error about the worker whose death broke the pool.
+        """Return an error that names the worker whose death broke the pool, and the worker's part.
 
         The worker is the one that did not end by SIGTERM: the pool ends all others by that signal.
         """
@@ -210,11 +214,11 @@ class _Board:
         return identities
 
     def advance(self, number: int, amount: int, items: int) -> None:
-        """Add to the counts of a part; only the worker on that part may call this."""
+        """Add to a part's amount and items done; only the worker on that part may call this."""
         self._rows[:2, number] += (amount, items)
 
     def clear(self, numbers: Sequence[int]) -> None:
-        """Reset the counts of parts that will be done again."""
+        """Set the counts of parts that will be done again to 0."""
         self._rows[:, numbers] = 0
 
     def totals(self) -> tuple[int, int]:
@@ -224,14 +228,15 @@ class _Board:
 
 
 class _WorkerDied(Exception):
-    """A worker process has ended before its part was done: (number of the part, sentence)."""
+    """A worker process has died; ``args`` are the number of its part, and how it ended in words."""
 
 
 @dataclass(frozen=True)
 class _Setup:
     """The values that a worker process starts with: fields of `PartPool`, and shared memory.
 
-    On the ``board`` the worker notes its progress; from ``counter`` it takes its number.
+    The worker notes its progress on ``board``. ``counter`` is how many workers have a number; the
+    worker takes this as its own number and adds 1.
     """
 
     start: Callable[[int], Work]
@@ -247,9 +252,9 @@ _work: Work | None = None
 
 
 def begin_worker(parent: int) -> None:
-    """Set up a new process: it ends with its parent and ignores Ctrl-C, which the parent handles.
+    """Make this new process end with its parent, and ignore Ctrl-C, which the parent handles.
 
-    The process must have been started within `held_signals`.
+    ``parent`` is the parent's process id. It must have started this process in `held_signals`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -264,7 +269,11 @@ def _start_worker(setup: _Setup, parent: int) -> None:
 
 
 def _work_on(number: int, part: Any) -> None:
-    """Work on one part in a worker; an unknown error becomes a RuntimeError with traceback."""
+    """Do one part in this worker process.
+
+    Raise `MegatronExtError` and errors of the classes ``passed`` unchanged, an OSError as a
+    `MachineFault`, and any other error as a RuntimeError with the worker's traceback as its text.
+    """
     global _work
     setup = _setup
     setup.board.process_ids[number] = os.getpid()

@@ -1,13 +1,14 @@
 """Keyed permutations of [0, n) in constant memory: the order of an epoch as a function.
 
 A Feistel network permutes the integers of b bits, whatever its round function (Luby and Rackoff
-1988). Here the two halves alternate, so that b may be odd. The round function is the finalizer of
-SplitMix64 (Steele, Lea and Flood 2014), with another key in each round. If n is not a power of two,
-b is the least number of bits for n, and an image of n or more is permuted again until it is below n
-("cycle walking", Black and Rogaway 2002, method 2 of "Ciphers with Arbitrary Finite Domains"). The
-orbit of an index returns to [0, n), so this is a bijection of [0, n). On average it takes less than
-two passes. A network of a few bits would favour some permutations, so up to n = 32 another method
-is used: each index gets a key, and its image is the rank of its key among all n keys.
+1988). Here each round changes one half of the bits, left and right in turn, so that b may be odd.
+The round function is the finalizer of SplitMix64 (Steele, Lea and Flood 2014), with another key in
+each round. b is the least number of bits that hold n - 1. An image of n or more is permuted again
+until it is below n ("cycle walking", Black and Rogaway 2002, method 2 of "Ciphers with Arbitrary
+Finite Domains"), on average in less than two passes. Repeated permutation leads back to the index
+itself, which is below n, so this ends, and is a bijection of [0, n). A network of a few bits would
+favour some permutations, so up to n = 32 another method is used: each index gets a key, and its
+image is the rank of its key among all n keys.
 
 All functions work on arrays with a size and a key for each element, and give the same numbers on
 every machine and in every release of numpy.
@@ -25,7 +26,7 @@ Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 _ROUNDS = 8
-"""Rounds of the Feistel network; an even number, since the halves alternate."""
+"""Rounds of the Feistel network; an even number, so that both halves are changed equally often."""
 _RANKED = 32
 """The largest n for which [0, n) is permuted by ranks of keys instead of by a network."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -39,7 +40,7 @@ LARGEST = 1 << 62
 
 
 def key_of(*parts: object) -> int:
-    """Return a key of 64 bits that is determined by the text of ``parts``."""
+    """Return a key of 64 bits: a hash of ``parts``, each as ``str`` shows it."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
@@ -53,16 +54,16 @@ def mixed(values: Words) -> Words:
 
 
 def derived(keys: Words, numbers: Ints, purpose: int = 0) -> Words:
-    """Return a new key for each pair of key and number, ``[m]``.
+    """Return a new key for each pair of a key and a number, element by element (broadcast).
 
-    Different values of ``purpose`` give independent keys.
+    Different values of ``purpose`` give independent keys for the same pair.
     """
     words = numbers.astype(np.uint64) * _GOLDEN + np.uint64(purpose)
     return mixed(keys + mixed(words + _GOLDEN))
 
 
 def permute(indices: Ints, sizes: Ints | int, keys: Words | int) -> Ints:
-    """Return the images of ``indices`` under the permutations of [0, size) that the keys choose.
+    """Return the image of each index under the permutation of [0, size) that its key selects.
 
     Args:
         indices: ``[m]``, each at least 0 and below its size.
@@ -73,7 +74,7 @@ def permute(indices: Ints, sizes: Ints | int, keys: Words | int) -> Ints:
 
 
 def unpermute(images: Ints, sizes: Ints | int, keys: Words | int) -> Ints:
-    """Return the indices whose images are ``images`` (see `permute`)."""
+    """Return the indices whose images are ``images``: the inverse of `permute`."""
     return _walked(images, sizes, keys, _values_of_ranks, _inverse_network)
 
 
@@ -83,10 +84,10 @@ _Bijection = Callable[[Words, Words, Words], Words]
 def _walked(
     values: Ints, sizes: Ints | int, keys: Words | int, small: _Bijection, network: _Bijection
 ) -> Ints:
-    """Permute values: by ``small`` if their size is at most `_RANKED`, else by cycle walking.
+    """Permute each value within [0, size), in one of two ways according to its size.
 
-    Cycle walking applies ``network`` until the value is below its size. If ``network`` is the
-    inverse network, this undoes the permutation.
+    Up to `_RANKED`, ``small`` permutes it. Above, ``network`` is applied until the value is below
+    the size. If both functions are the inverse ones, this undoes the permutation.
     """
     count = len(values)
     size = np.broadcast_to(np.asarray(sizes, dtype=np.uint64), (count,))
@@ -106,10 +107,10 @@ def _walked(
 
 
 def _weights(sizes: Words, keys: Words) -> tuple[Words, NDArray[np.bool_]]:
-    """Return the keys by which integers are ranked, ``[m, n]``, and a mask of the same shape.
+    """Return the keys by which m permutations rank the integers below n, and a mask, ``[m, n]``.
 
-    Row i has a key for each integer below n, the largest of ``sizes`` ``[m]``, derived from
-    ``keys[i]``. The mask is True where the integer is below ``sizes[i]``.
+    n is the largest of ``sizes``. Row i has a key for each integer, derived from ``keys[i]``; the
+    mask is True for the integers below ``sizes[i]``.
     """
     all_values = np.arange(int(sizes.max()), dtype=np.int64)
     return derived(keys[:, None], all_values), all_values < sizes.astype(np.int64)[:, None]
@@ -144,7 +145,7 @@ def _halves(values: Words, sizes: Words) -> tuple[Words, Words, Words, Words, Wo
 
 
 def _network(values: Words, sizes: Words, keys: Words) -> Words:
-    """Permute words of b bits, where b is the number of bits of ``sizes - 1``."""
+    """Permute words of b bits with keys, where b is the number of bits of ``sizes - 1``."""
     left, right, high_mask, low_mask, low = _halves(values, sizes)
     round_keys = keys
     for _ in range(_ROUNDS // 2):

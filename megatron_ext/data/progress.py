@@ -12,11 +12,11 @@ _SECONDS_IN_LOG = 5.0
 
 
 class Progress:
-    """A tqdm bar on a terminal, otherwise a line every few seconds.
+    """A tqdm bar on a terminal, otherwise a line on stderr every few seconds.
 
     Args:
-        total: amount of the whole run: bytes of its input, or items.
-        earlier: amount that was done before this run.
+        total: amount of the whole task: bytes of its input, or items.
+        earlier: the part of ``total`` that earlier runs have done.
         items: the word for the run's results, such as "documents".
         log_interval: least number of items between two lines.
         in_bytes: whether amounts are bytes; otherwise they are items.
@@ -62,9 +62,9 @@ class Progress:
             print(self.line(done, items, now - self._start), file=sys.stderr, flush=True)
 
     def line(self, done: int, items: int, seconds: float) -> str:
-        """Return the log line: share done, number of items, rate and remaining time.
+        """Return the log line: share done, number of items, items per second, remaining time.
 
-        ``done`` and ``items`` are those of `show`, after ``seconds`` of this run.
+        This run has done the amount ``done`` and made ``items`` items in ``seconds``.
         """
         share = min(1.0, (self._earlier + done) / max(self._total, 1))
         left = round(max(0.0, (self._total - self._earlier - done) * seconds / max(done, 1)))

@@ -5,8 +5,8 @@ a bad connection costs a moment, not the minute of a library's own time-out. The
 each attempt, since the storage may have become slow. Answers of a wrong length are repeated, too.
 
 Why fsspec and not obstore: credentials and endpoints are then the same as for ``--save s3://``, and
-fsspec starts anew in a forked process, such as a rank or a loader's worker. A client of obstore
-0.12.1 that the parent has used hangs there.
+fsspec starts anew in a forked process, such as a loader's worker. A client of obstore 0.12.1 hangs
+in a forked process if the parent process has used it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ T = TypeVar("T")
 PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Mean seconds before each retry; the actual pause is 0.5 to 1.5 times as long."""
 SHORTEST, LONGEST = 2.0, 60.0
-"""Seconds: the smallest time limit of a first attempt, and the largest of any attempt."""
+"""Least time limit of a request's first attempt, and largest of any attempt, in seconds."""
 _PATIENCE = 8
-"""Time limit of a first attempt, in multiples of the mean duration of earlier requests."""
+"""Time limit of a first attempt in multiples of the running mean duration of this process's
+requests.
+"""
 _CONCURRENT = 16
-"""Number of simultaneous requests of a process."""
+"""Most simultaneous requests for ranges in one process."""
 _REFUSALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 
 
@@ -45,6 +47,7 @@ class StoredObject:
     """An object in the storage, as it was at the start of the run.
 
     Attributes:
+        size: length in bytes.
         version: text that changes whenever the object changes.
         is_versioned: whether the storage provides such a text. If not, ``version`` is made up and
             unique, so that no other run reuses cached parts of the object.
@@ -56,9 +59,9 @@ class StoredObject:
     is_versioned: bool = True
 
     def is_still(self, other: StoredObject) -> bool:
-        """Return whether ``other``, a description of the object at another time, fits this one.
+        """Return whether the object has the same content as at another time, when it was ``other``.
 
-        The content is then unchanged, as far as the storage can tell.
+        Compare the sizes and, if the storage provides versions, the versions.
         """
         return self.size == other.size and (not self.is_versioned or self.version == other.version)
 
@@ -69,7 +72,7 @@ def file_system(
     """Return fsspec's file system for an address, and the path of the address in that file system.
 
     Args:
-        named: the address as error messages call it, for example with its flag.
+        named: the address as error messages name it, for example "`--save` (s3://bucket/run)".
         kind: the class of error to raise if the scheme's package is missing.
         options: arguments of the file system, besides those in fsspec's configuration.
     """
@@ -95,7 +98,8 @@ class Requests:
     """Reads ranges of stored objects, several at a time; not to be shared by processes.
 
     Args:
-        count: adds each keyword argument to the counter of that name (`block_cache.COUNTS`).
+        count: function that adds its keyword arguments to counters of these names
+            (`BlockCache.count`).
     """
 
     def __init__(self, count: Callable[..., None]) -> None:
@@ -107,7 +111,7 @@ class Requests:
         self.loop: asyncio.AbstractEventLoop = get_loop()
 
     def wait(self, work: Awaitable[T]) -> T:
-        """Run ``work`` on the thread for requests, and return its result."""
+        """Run an awaitable on the thread of fsspec's event loop; wait for its result, return it."""
 
         async def done() -> T:
             return await work
@@ -118,7 +122,7 @@ class Requests:
         """Request an object's size and version.
 
         Raises:
-            DataError: it does not exist, cannot be read, or has no size.
+            DataError: the object does not exist or cannot be read, or its size is not known.
         """
 
         async def ask() -> dict[str, Any]:
@@ -196,9 +200,9 @@ class Requests:
     ) -> Any:
         """Call ``ask`` until it succeeds, and return its answer.
 
-        An answer that does not have ``length`` bytes counts as a failure; None accepts any length.
+        An answer that does not have ``length`` bytes counts as a failure; None accepts any answer.
         Raise a DataError if the last attempt fails, or at once after an error that another attempt
-        cannot change.
+        cannot change (see `_refuse`).
         """
         for attempt, pause in enumerate((*PAUSES, None)):
             limit = max(SHORTEST, _PATIENCE * self._usual) * 2.0**attempt
@@ -248,9 +252,9 @@ def _place(address: str) -> tuple[Any, str]:
 
 
 def _refuse(address: str, error: Exception, why: str) -> None:
-    """Raise a DataError if ``error`` is one that a retry cannot change; else do nothing.
+    """Raise a DataError if a file is missing or access is denied, which no retry can change.
 
-    ``why`` is the end of the message.
+    Do nothing after other errors. ``why`` is the text of ``error`` for the message.
     """
     if isinstance(error, FileNotFoundError):
         raise DataError(

@@ -21,14 +21,15 @@ from megatron_ext.errors import DataError
 
 Ints = NDArray[np.int64]
 Row = list[int]
-"""Dataset indices of the samples in a row of a micro-batch; an empty row is only padding."""
+"""Dataset indices of the samples in one row of a micro-batch; an empty list is a row of padding."""
 
 
 @dataclass(eq=False)
 class Announced(Sampler[list[int]]):
-    """Yields the batches of a sampler, and announces each of them ``ahead`` batches in advance.
+    """Yields the batches of a sampler, so late that the next ``ahead`` batches are known.
 
-    To announce a batch, ``expect`` is called with the batch's sample indices.
+    ``expect`` is called with the sample indices of each batch as soon as the batch is known, so
+    that the dataset can start to fetch them.
     """
 
     batches: Iterable[list[int]]
@@ -85,9 +86,9 @@ class SequentialSampler(Sampler[list[int]]):
 class RandomSampler(Sampler[list[int]]):
     """Yields micro-batches without end, each epoch in a new order: ``--dataloader-type cyclic``.
 
-    With ``data_sharding`` each rank shuffles its own contiguous shard; otherwise the ranks share
-    one permutation and each takes every ``dp_size``-th sample. The seed of a permutation is the
-    index of the epoch, as in Megatron-LM.
+    With ``data_sharding`` each data-parallel rank shuffles its own contiguous shard; otherwise the
+    ranks share one permutation and each takes every ``dp_size``-th sample. The seed of a
+    permutation is the index of the epoch, as in Megatron-LM.
 
     Raises:
         DataError: the dataset is too small for one micro-batch on every rank.
@@ -109,7 +110,7 @@ class RandomSampler(Sampler[list[int]]):
             )
 
     def _epoch_order(self, epoch: int, offset: int) -> list[int]:
-        """Return this rank's remaining samples of an epoch.
+        """Return the dataset indices of the samples that this rank has left in an epoch, in order.
 
         ``offset`` is the number of the epoch's samples that all ranks together have used.
         """
@@ -138,12 +139,12 @@ def shuffled(length: int, *seeds: int) -> Ints:
 
 
 class Epochs(Protocol):
-    """Gives the rows (lists of sample indices) of each data-parallel rank in a step of an epoch."""
+    """Tells which samples form the rows of each data-parallel rank in each step of an epoch."""
 
     steps_per_epoch: int
 
     def step(self, epoch: int, step: int) -> list[list[Row]]:
-        """Return the rows ``[rank][row]`` of a step; ``step`` counts from 0 in each epoch."""
+        """Return a step's rows, ``[rank][row]``; ``step`` counts from 0 in each epoch."""
         ...
 
 
@@ -184,7 +185,7 @@ class StepPlan:
         return self._last[1]
 
     def num_microbatches(self, step: int) -> int:
-        """Return how many micro-batches each rank has in step ``step`` of the run, from 0."""
+        """Return how many micro-batches each rank has in a step of the run, counted from 0."""
         return len(self._rows(step)[0]) // self._micro_batch_size
 
     def microbatches(self, step: int, rank: int) -> list[list[tuple[int, ...]]]:
