@@ -1,6 +1,7 @@
-"""Differences between releases of megatron-core, decided by the features of the installed one.
+"""Functions and constants that hide the differences between releases of megatron-core.
 
-The rest of the package calls megatron-core as if there were a single release.
+They go by the features of the installed release, not its version. The rest of the package calls
+megatron-core as if there were a single release.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def gradients_for_norm(optimizer: MegatronOptimizer) -> list[Tensor]:
 
 
 def mtp_on_this_chunk(config: TransformerConfig, vp_stage: int | None) -> bool:
-    """Return whether the chunk ``vp_stage`` of this rank holds multi-token prediction."""
+    """Return whether this rank's chunk ``vp_stage`` (None for its only one) holds MTP modules."""
     function = multi_token_prediction.mtp_on_this_rank
     here: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
     if takes(function, "config"):
@@ -91,8 +92,9 @@ def scale_mtp_losses(scale: Tensor) -> None:
 def take_mtp_losses() -> Tensor | None:
     """Return the multi-token-prediction losses that megatron-core has logged, and clear its log.
 
-    The result ``[depths]`` has the loss of each MTP depth, a mean over the tokens of a micro-batch
-    on this rank. It is None if no loss was logged.
+    The result ``[depths]`` has, for each MTP depth, the mean loss over this rank's tokens of a
+    micro-batch, summed over the micro-batches since the last call. It is None if this process has
+    never logged one.
     """
     tracker = multi_token_prediction.MTPLossLoggingHelper.tracker
     values = tracker.get("values", tracker.get("loss_values"))
@@ -108,9 +110,9 @@ MTP_LAYER = next(
     for name in ("mtp_model_layer", "transformer_layer")
     if takes(MultiTokenPredictionLayerSubmodules, name)
 )
-"""Name of the attribute that holds the transformer layer of a module of multi-token prediction.
+"""The release's name for the transformer layer in a module of multi-token prediction.
 
-In checkpoints, and therefore in `Shard.name`, all releases call it ``transformer_layer``.
+In names of checkpointed parameters (`Shard.name`), it is ``transformer_layer`` in all releases.
 """
 
 
@@ -142,7 +144,7 @@ def kinds_by_layer(kinds: list[str], config: TransformerConfig) -> list[str]:
 
 
 TAKES_SHORT_GROUPS = not hasattr(TransformerBlock, "_checkpointed_forward")
-"""Whether a stage's number of layers need not be a multiple of ``--recompute-num-layers``."""
+"""Whether in this release the last group of ``--recompute-num-layers`` layers may be shorter."""
 
 
 RECOMPUTES_DEPTHS = any(
@@ -174,7 +176,7 @@ def experts_builder(module: type, submodules: MLPSubmodules) -> Any:
 
 
 def log_auxiliary_loss(router: Router, name: str, loss: Tensor) -> None:
-    """Add the auxiliary loss ``[]`` of a layer's router to the log of this step."""
+    """Add a router's auxiliary loss ``name``, a scalar, to megatron-core's log of this step."""
     config = router.config
     num_layers = config.num_layers + (config.mtp_num_layers or 0)
     is_mtp_layer = getattr(router, "is_mtp_layer", False)
@@ -188,7 +190,7 @@ def log_auxiliary_loss(router: Router, name: str, loss: Tensor) -> None:
 def take_auxiliary_losses() -> dict[str, Tensor]:
     """Return the auxiliary losses that this rank has logged, by name, and empty the log.
 
-    Each is a tensor ``[layers]``, with 0 for the layers of other ranks.
+    Each is a tensor ``[layers]``, summed over micro-batches, with 0 for the layers of other ranks.
     """
     if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
         entries = moe_utils.get_moe_layer_wise_logging_tracker()

@@ -26,20 +26,20 @@ Values = Mapping[str, Any]
 class Inapplicable:
     """An entry about flags that do not apply, either always or only in some runs.
 
-    If ``instead`` is set, the flag is replaced by those words, and a note says so. Otherwise, if
-    ``remedy`` is set, the flag is refused with an error. Otherwise it is accepted, and a note says
-    that it has no effect.
+    If ``instead`` is set, it replaces the flag on the command line, and a note says so. Otherwise,
+    if ``remedy`` is set, the flag is refused with an error. Otherwise it is accepted, and a note
+    says that it has no effect.
 
     Attributes:
         flags: names without leading dashes, separated by spaces.
         reason: why the flags do not apply; "" if ``says`` is enough.
-        remedy: what the user should do instead.
-        says: the words between flag and reason, such as "has no effect without `--fp16`".
+        remedy: what the error tells the user to do, such as "leave it out".
+        says: the words of the note or error between flag and reason, such as "has no effect".
         holds: takes the values of a run and returns whether the entry applies there; None if it
             always does.
-        instead: the words that replace the flag on the command line.
-        defaults: for refused flags, by name, the one value that is accepted nevertheless, because
-            it changes nothing.
+        instead: the words that replace the flag, such as `--fp8-format`.
+        defaults: name of a refused flag -> its default value, which is accepted because the run
+            does the same without the flag.
         source: the program that has the refused flags, such as Megatron-LM.
     """
 
@@ -67,10 +67,10 @@ def without(needed: str, flags: str, reason: str = "") -> Inapplicable:
     """Return an entry that says that ``flags`` have no effect unless the flag ``needed`` is given.
 
     Args:
-        needed: the flag, such as `--fp16`, or the flag with the required values, such as
-            `--name a or b`.
+        needed: the flag, such as `--fp16`, or the flag with all values that suffice, such as
+            `--optimizer adam or muon`.
         flags: names without leading dashes, separated by spaces.
-        reason: why they need it; "" if that is obvious.
+        reason: why ``flags`` need the flag ``needed``; "" if that is obvious.
     """
     name, _, accepted = needed.removeprefix("--").partition(" ")
     name = name.replace("-", "_")
@@ -107,9 +107,9 @@ def names_of(*kinds: type, but: Iterable[str] = ()) -> str:
 
 
 def of_program(name: str, kinds: Iterable[type]) -> Inapplicable:
-    """Return an entry that refuses the flags in the sections ``kinds``.
+    """Return an entry that refuses all flags in ``kinds``, section classes of another program.
 
-    These flags exist only in another program, whose name is ``name``.
+    ``name`` is that program's name, for the error.
     """
     return Inapplicable(
         names_of(*kinds),

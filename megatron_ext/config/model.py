@@ -28,7 +28,7 @@ ACTIVATIONS = {
     "geglu": "gelu_tanh",
     "openai_gelu": "gelu_tanh",
 }
-"""Flag of the MLP's activation -> name of the function, which is gelu without such a flag."""
+"""Flag that selects the MLP's activation -> the function's name; gelu if no such flag is set."""
 
 
 def padded_size(vocab_size: int, divisible_by: int, ranks: int) -> int:
@@ -206,8 +206,8 @@ class ModelConfig(Changeable):
     blocks_dealt_by_cost: bool = False
     """Whether the model consists of the task's own blocks instead of equal decoder layers.
 
-    Such blocks are divided among any number of stages by their cost, and the data decides the
-    sequence length.
+    The task then divides its blocks among any number of stages, by number or by cost, and the data
+    decides the sequence length.
     """
     unpadded_vocab_size: int | None = None
     """Entries of the vocabulary before padding; None for a model without a vocabulary."""

@@ -25,7 +25,7 @@ from megatron_ext.config.flags import (
 
 DECAY = Range(0, 100)
 QUINTIC_STEPS = 5
-"""Newton-Schulz steps until the polynomials of ``--muon-coefficient-type quintic`` repeat."""
+"""Number of polynomials of ``--muon-coefficient-type quintic``, applied one per step in turn."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class OptimizerConfig(Changeable):
         return self.data_parallel_sharding_strategy == "optim_grads"
 
     def muon_notes(self) -> list[str]:
-        """Return a note if Muon's updates have another size than AdamW's, else []."""
+        """Return a note on the size of Muon's updates with spectral scaling, else []."""
         if self.optimizer != "muon" or self.muon_scale_mode != "spectral":
             return []
         return [
@@ -207,7 +207,7 @@ class OptimizerConfig(Changeable):
         ]
 
     def warmup_notes(self) -> list[str]:
-        """Return a note if this short run shortens the task's default warm-up, else []."""
+        """Return a note if a short learning-rate decay shortened the default warm-up, else []."""
         usual = self.usual_warmup_iters
         warmup = self.lr_warmup_iters
         if warmup is None or warmup >= usual or self.lr_warmup_fraction is not None:
@@ -248,10 +248,10 @@ class EmaConfig:
     )
     eval_ema: bool = flag(False, "evaluate with the averaged weights too", if_changed="allow")
     for_sampling: bool = False
-    """Whether the run only samples, with the averaged weights."""
+    """Whether a run that does not train samples with the averaged weights."""
 
     def resolved(self) -> EmaConfig:
-        """Return a copy with ``ema_start`` and ``ema_warmup`` filled in if an average is kept."""
+        """Return a copy; if an average is kept, unset ``ema_start`` is 1, ``ema_warmup`` True."""
         if not self.ema_decay:
             return self
         start = 1 if self.ema_start is None else self.ema_start
@@ -261,8 +261,8 @@ class EmaConfig:
     def keeps_average(self, *, trains: bool) -> bool:
         """Return whether the run holds averaged weights.
 
-        A run that ``trains`` holds them if ``ema_decay`` is set and not 0; any other run only if it
-        evaluates or samples with them.
+        A run that trains (``trains``) holds them if ``ema_decay`` is above 0; any other run only
+        if it evaluates or samples with them.
         """
         return bool(self.ema_decay) if trains else self.eval_ema or self.for_sampling
 
@@ -274,7 +274,7 @@ LATENT_TARGETS = (
     "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1",
     "linear_fc2",
 )  # fmt: skip
-"""Linear layers with adapters in blocks of multi-latent attention: those that TP ranks divide."""
+"""LoRA targets in blocks with multi-latent attention: the linear layers that TP ranks split."""
 
 ALL_TARGETS = (*TARGETS, "linear_q", "linear_kv")
 """Linear layers that may have adapters; the last two are projections of cross-attention."""
@@ -303,7 +303,7 @@ class LoraConfig(Changeable):
     )
 
     saves_adapters_only: bool = False
-    """Whether checkpoints leave out the frozen weights, as when several networks share them."""
+    """Whether checkpoints hold the adapters but not the frozen weights."""
 
     @property
     def scale(self) -> float:

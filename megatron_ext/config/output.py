@@ -26,7 +26,7 @@ _FLAGS_OF_FOLDERS = ("save", "load", "pretrained_checkpoint")
 def split_address(address: str) -> tuple[str, str]:
     """Split ``s3://bucket/run/iter_0000100`` into ``s3://bucket/run`` and ``iter_0000100``.
 
-    The second part is empty for an address of all checkpoints of a run.
+    The second part is "" if the address does not end in the name of one checkpoint.
     """
     root, _, name = address.rstrip("/").rpartition("/")
     return (root, name) if re.fullmatch(r"iter_\d{7,}", name) else (address.rstrip("/"), "")
@@ -147,18 +147,18 @@ class CheckpointConfig(UsersOwn):
     )
 
     usual_save_interval: int | None = None
-    """The task's default for ``--save-interval``, in steps; it counts if ``--save`` is given."""
+    """The task's default for ``--save-interval``, in steps; used only with ``--save``."""
     starts_others: bool = False
-    """Whether networks other than the run's model start from the weights of checkpoints."""
+    """Whether a network beside the run's model, such as a teacher, starts from a checkpoint."""
     starts_elsewhere: bool = False
-    """Whether the task gives the run's model initial weights from elsewhere than a checkpoint."""
+    """Whether the task gives the model its first weights, so that no checkpoint is needed."""
     passes_over_damaged: bool = False
-    """Whether to report a damaged checkpoint and load the next older one, as after a restart."""
+    """Whether to report a damaged checkpoint and load an older one; restarted runs always do."""
 
     addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Addresses of object storage that the user gave, by field.
+    """Name of a field -> the address of object storage that the user gave for it.
 
-    The field itself then holds the local staging folder of its address.
+    `resolved` fills this in, and puts the address's local staging folder into the field itself.
     """
 
     @property
@@ -171,8 +171,8 @@ class CheckpointConfig(UsersOwn):
         """Return a copy in which local staging folders replace addresses of object storage.
 
         If ``--save`` is given without ``--save-interval``, the task's default interval is filled
-        in. With ``may_restart``, a run that finds its newest checkpoint damaged loads an older
-        one; without it, the run ends.
+        in. ``may_restart`` says whether the run is restarted after a failure; such a run loads an
+        older checkpoint in place of a damaged one (``passes_over_damaged``).
         """
         given = {name: getattr(self, name) or "" for name in _FLAGS_OF_FOLDERS}
         new = {name: value for name, value in given.items() if "://" in value}

@@ -90,9 +90,9 @@ class ParallelConfig(Changeable):
 
     @property
     def counted_ends(self) -> int:
-        """Return how many of embedding and loss (0 to 2) count as a layer when stages are formed.
+        """Return how many layers (0 to 2) embedding and loss count as when stages are formed.
 
-        Their flags are ``--account-for-…-in-pipeline-split``.
+        Each ``--account-for-…-in-pipeline-split`` flag that is set adds one.
         """
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         return sum(ends)

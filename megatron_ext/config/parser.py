@@ -1,9 +1,9 @@
 """The only argument parser: it makes flags with Megatron-LM's names from dataclass fields.
 
-A flag is handled in one of four ways. It does what it does in Megatron-LM; or it has no effect
-here, and a note says why; or it is known but refused, and the error names an alternative; or it is
-unknown, and the error names similar flags. `inapplicable` lists the flags without effect and the
-refused ones. All errors of a command line are reported together.
+There are four kinds of flags: flags that work as in Megatron-LM; flags without effect here, for
+which a note says why; refused flags, whose error names an alternative; and unknown flags, whose
+error names similar ones. `inapplicable` lists the second and third kind. All errors of a command
+line are reported together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_ext.errors import ConfigError, FlagError, flags_of
 Values = dict[str, dict[str, Any]]
 """Name of a section -> name of a field -> value."""
 Elsewhere = Callable[[], Sequence[Inapplicable]]
-"""A function that returns the flags of other programs, called only to explain an unknown flag."""
+"""A function that returns entries about other programs' flags, to explain an unknown flag."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,19 @@ def parse_args(
     elsewhere: Elsewhere | None = None,
     reading: Reading | None = None,
 ) -> ParsedArgs:
-    """Parse and check a command line; a ConfigError has one sentence for every error.
+    """Parse and check a command line; raise a ConfigError with a sentence for each error.
 
     Args:
         argv: the words after the program's name.
         program: the program, which knows its flags and tasks.
-        world_size: number of ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
+        world_size: number of ranks that torchrun started; 0 computes it from the flags.
         device: "cpu" or "cuda".
-        checkpoint_config: a checkpoint's stored configuration (``--use-checkpoint-args``), from
-            which the values that a checkpoint may provide (`sections.described`) are taken. Flags
-            on the command line override them.
+        checkpoint_config: the configuration in a checkpoint, for ``--use-checkpoint-args``. Only
+            values that `sections.described` permits are used, and given flags override them.
         defaults: values by field that replace the defaults of the task and of the fields.
-        elsewhere: as in `read_words`.
-        reading: the result of `read_words` for the same ``argv``, if they have been read already.
-            Do not use it afterwards: notes and errors are added to it.
+        elsewhere: returns entries about other programs' flags, for errors about unknown flags.
+        reading: the result of `read_words` for the same ``argv``; None to read them here. Do not
+            use it afterwards: notes and errors are added to it.
     """
     sections.check_sections(program.sections, engine_sections())
     if "--help" in argv or "-h" in argv:
@@ -143,14 +142,13 @@ def all_errors(
     defaults: Mapping[str, Any] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> list[str]:
-    """Return all errors of a command line: the given ``errors``, and those that are not found yet.
+    """Return ``errors``, which were found before, and the other errors of a command line.
 
-    The command line is searched for words that cannot be read, numbers out of range, and unusable
-    inputs. Each error is returned once. With ``--print-config``, which needs no inputs, nothing is
-    searched.
+    Other errors are unreadable words, numbers out of range, and unusable inputs. Each error is
+    returned once. With ``--print-config``, which needs no inputs, only ``errors`` are returned.
 
     Args:
-        errors: sentences from a check that may have stopped before it was complete.
+        errors: sentences from an earlier check, which may have stopped at its first error.
         input_errors: takes the task and the configuration as given, without derived values, and
             returns a sentence for each unusable input.
         defaults, elsewhere: as in `parse_args`.
@@ -182,9 +180,9 @@ def _shown(value: Any) -> str:
 
 
 def _subject(error: str) -> tuple[str, str] | str:
-    """Return what two errors must share to count as the same: the flag and its value.
+    """Return the flag and the value that an error is about; equal results mean the same error.
 
-    An error that names no value is compared as a whole.
+    For an error that names no value, the result is the error itself.
     """
     if isinstance(error, FlagError) and error.value is not None:
         return error.subject, error.value
@@ -214,8 +212,8 @@ def read_words(
 ) -> Reading:
     """Read the words of a command line into values of fields, with notes and errors.
 
-    ``elsewhere`` returns the flags of other programs, so that the error about an unknown flag can
-    say which program has it.
+    ``elsewhere`` returns entries about other programs' flags, so that the error about a flag that
+    this program lacks can say which program has it.
     """
     reading = Reading(
         table=sections.spellings(sections.all_flags(program)),
@@ -242,14 +240,14 @@ class Reading:
     """The state of parsing a command line: the known flags, and the results so far.
 
     Attributes:
-        table: for each spelling its flag, and False if this spelling sets False, else True.
-        answers: by spelling, for flags that the program lacks, what the user is told about them.
-        elsewhere: as in `read_words`.
+        table: spelling -> (flag, True), or (flag, False) for spellings such as ``--no-x``.
+        answers: spelling of a flag that the program lacks -> entry that tells the user about it.
+        elsewhere: returns entries about other programs' flags.
         values: the values read so far, by section and field.
         given: the flags on the command line.
-        unread: first spellings of the flags whose values could not be read.
-        settled: tuples (file, key, flag, value), one for each entry of a ``--config`` file that
-            sets a flag which this program always refuses.
+        unread: main spellings of the flags whose values could not be read.
+        settled: a tuple (file, key, flag, value) for each entry of a ``--config`` file about a
+            flag that this program always refuses; `settled_errors` checks them.
         renamed: for each new spelling, the old spelling that the user gave.
     """
 
@@ -268,7 +266,7 @@ class Reading:
     renamed: dict[str, str] = field(default_factory=dict)
 
     def words(self, argv: Sequence[str]) -> Iterator[str]:
-        """Yield the words of a command line; split ``--a=b`` in two, and rename old flags."""
+        """Yield a command line's words; split ``--a=b`` in two; replace old flags and add notes."""
         for word in argv:
             name, equals, value = word.partition("=") if word[:2] == "--" else (word, "", "")
             entry = answer_to(canonical(name), self.answers) if word[:2] == "--" else None
@@ -352,7 +350,7 @@ class Reading:
         self.given.append(flag)
 
     def _spelled(self, word: str) -> str:
-        """Return a flag in backticks; if the user gave an old spelling, that is mentioned too."""
+        """Return a flag in backticks, followed by the old spelling if the user gave that."""
         old = self.renamed.get(word)
         return f"`{word}`" if old is None else f"`{word}` (given as `{old}`)"
 
@@ -423,9 +421,9 @@ class Reading:
         return values
 
     def settled_errors(self, config: RunConfig) -> Iterator[str]:
-        """Yield an error for each entry of a ``--config`` file whose flag the program refuses.
+        """Yield an error for each ``--config`` entry that sets a refused flag to another value.
 
-        An entry is accepted if its value is the default or the value that the run has anyway.
+        The flag's default and the value in ``config``, the run's configuration, are accepted.
         """
         for path, key, flag, value in self.settled:
             has = getattr(config.by_name()[flag.section], flag.field)
@@ -434,10 +432,10 @@ class Reading:
                 yield entry.sentence(f"`{key}` in {path} ({value})")
 
     def settle_old_spellings(self, values: Values) -> None:
-        """Apply ``--bf16``, ``--fp16`` and ``--no-position-embedding`` to the values read.
+        """Apply a given number format and ``--no-position-embedding`` to ``values``.
 
-        If ``--bf16`` or ``--fp16`` is given, bf16 is no longer the default on a GPU.
-        ``--no-position-embedding`` causes an error if the model has a learned position table, else
+        If ``--bf16``, ``--no-bf16`` or ``--fp16`` is given, bf16 is no longer the default on a GPU.
+        ``--no-position-embedding`` adds an error if the model has a learned position table, else
         a note that the flag has no effect.
         """
         precision = values.get("precision", {})
@@ -481,15 +479,15 @@ def _refusals(
     decided: RunConfig,
     run: RunConfig,
 ) -> Iterator[str]:
-    """Yield a sentence for each flag that is refused in this run and not at a default.
+    """Yield a sentence for each flag that this run refuses and whose value is not a default.
 
     Args:
         task: the task, whose `TaskFlags.answers` say which flags are refused.
         flags: the flags to check.
-        usual: the task's own defaults, by field; a flag at such a default is not refused.
+        usual: the task's own defaults, by field, accepted like the defaults of the flags.
         decided: the configuration as the user and the task set it. Its values are checked, so that
             a value which the engine derives for a refused flag is no error.
-        run: the completed configuration, which decides what is refused.
+        run: the completed configuration, from which the entries tell whether they apply.
     """
     entries = by_flag(task.answers(), _values(run))
     by_section = decided.by_name()

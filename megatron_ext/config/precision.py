@@ -14,7 +14,7 @@ from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, f
 TE_RECIPES = ("blockwise", "mxfp8", "custom")
 TORCH_RECIPES = ("rowwise",)
 SCALE = Range(0, 2.0**64, above=True)
-"""Range of a loss scale."""
+"""The valid loss scales: above 0, at most 2**64."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class Fp8Config:
     )
 
     def resolved(self, *, te: bool) -> Fp8Config:
-        """Return a copy in which weights are kept in 8 bits only if Transformer Engine does that.
+        """Return a copy; without ``te``, ``fp8_param_gather`` (weights kept in 8 bits) is off.
 
-        ``te`` says whether the layers are Transformer Engine's.
+        ``te`` says whether the layers are Transformer Engine's; torch's keep weights in bf16.
         """
         if te or self.fp8_format is None:
             return self

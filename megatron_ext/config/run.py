@@ -1,7 +1,7 @@
 """The configuration of a run: one section, a frozen dataclass of plain data, for each concern.
 
-`finalize.finalize` fills in derived values and checks all of them. `transformer_fields` returns the
-fields of megatron-core's TransformerConfig.
+`finalize.finalize` fills in derived values and checks the whole configuration. `transformer_fields`
+returns the fields of megatron-core's TransformerConfig.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from megatron_ext.errors import ConfigError
 
 Section = TypeVar("Section")
 Side = tuple[str, "int | None", int]
-"""A dimension of a weight matrix: name, total width, and number of ranks that divide the width."""
+"""A dimension of a weight matrix: name, total width, and number of ranks that split the width."""
 
 _OF_WRONG_TYPES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
-"""Classes of errors that checks raise for a value whose type is not the flag's."""
+"""Exceptions with which a check fails if a value has another type than its flag."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """The whole configuration of a run.
 
-    Each field but two is a section that every run has. ``device`` is "cpu" or "cuda", and
-    ``sections`` holds the sections that the task and the user add.
+    ``device`` is "cpu" or "cuda", and ``sections`` holds the sections that the task and the user
+    add. Each other field is a section that every run has.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -81,7 +81,7 @@ class RunConfig:
         return any(isinstance(section, kind) for section in self.sections)
 
     def with_section(self, *changed: Any) -> RunConfig:
-        """Return a copy with the given sections; each replaces a section of the same class."""
+        """Return a copy with the given sections; each is added, or replaces one of its class."""
         by_kind = {type(section): section for section in self.sections}
         by_kind.update({type(section): section for section in changed})
         return dataclasses.replace(self, sections=tuple(by_kind.values()))
@@ -92,9 +92,9 @@ class RunConfig:
         return [section for section in self.sections if isinstance(section, LayerSection)]
 
     def attention_sides(self) -> Sequence[Side] | None:
-        """Return each output width of attention's projections as a `Side`.
+        """Return the dimensions of attention's weight matrices as the task's sections set them.
 
-        The result is None if no section of the task sets these widths.
+        The hidden size is left out. The result is None if no section sets them.
         """
         sides = (section.attention_sides(self) for section in self.layer_sections)
         return next((own for own in sides if own is not None), None)
@@ -151,7 +151,7 @@ class RunConfig:
 
 
 def section_name(kind: type) -> str:
-    """Return a section's name in files: its ``SECTION``, or ``my_flags`` for class ``MyFlags``."""
+    """Return a section's name in files: its ``SECTION``, or "my_flags" for MyFlagsConfig."""
     named = getattr(kind, "SECTION", None)
     plain = kind.__name__.removesuffix("Config")
     return str(named or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower())
@@ -203,19 +203,19 @@ class LayerSection(Changeable):
     """
 
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
-        """Return values of `StepTransformerConfig` fields, which replace the engine's values."""
+        """Return values by field of `StepTransformerConfig`; they replace the engine's."""
         return {}
 
     def resolved_model(self, model: ModelConfig) -> ModelConfig:
-        """Return the model section with the values that follow from this section filled in."""
+        """Return ``model`` with the values that follow from this section in place."""
         return model
 
     def torch_only(self) -> list[str]:
-        """Return the given flags that only the torch layers support, not Transformer Engine's."""
+        """Return this section's flags that are set and that only the torch layers support."""
         return []
 
     def attention_sides(self, config: RunConfig) -> Sequence[Side] | None:
-        """Return each output width of attention's projections as a `Side`.
+        """Return the dimensions of attention's weight matrices, apart from the hidden size.
 
         None means that this section does not change them.
         """
@@ -242,15 +242,16 @@ class TaskFlags:
         inapplicable: the flags that do not apply in this task, or in some of its runs. A flag that
             all tasks of a program always refuse is not a flag of that program.
         defaults: by field, the task's defaults, which replace those that the flags declare.
-        resolve: fills in values that the task decides, before the engine derives the others.
+        resolve: returns a configuration with the task's decisions filled in; the engine then
+            derives the other values.
         rules: takes ``(given, resolved)`` and returns a sentence for each fault. ``given`` is the
             configuration before anything was derived.
         stored_model: called with ``--use-checkpoint-args``; takes ``(stored, given)`` and returns,
             by name, the sections of the stored configuration that describe the checkpoint's
             weights.
         described_model: takes the configuration as given. If its flags name a file that describes
-            the model, returns the values in that file by section and field; given flags override
-            them.
+            the model, returns that file's values by section and field, else {}. Given flags
+            override these values.
     """
 
     sections: tuple[type, ...] = ()
@@ -269,7 +270,11 @@ class TaskFlags:
 
 
 class Program(Protocol):
-    """A command-line program: the sections of its flags, and the task that the flags choose."""
+    """A command-line program, whose flags choose one of its tasks (``choose``).
+
+    ``sections`` declare its flags beside the engine's; ``inapplicable`` are the entries about flags
+    that never apply in it.
+    """
 
     @property
     def sections(self) -> tuple[type, ...]: ...
@@ -375,14 +380,14 @@ def _fusions(run: RunConfig) -> dict[str, object]:
 def has_te_layers(run: RunConfig) -> bool:
     """Return whether to build Transformer Engine's layers.
 
-    They are built if the run uses them; in a dry run, only if Transformer Engine is installed too.
+    ``--transformer-impl`` decides; but a dry run without Transformer Engine builds torch's layers.
     """
     te = run.model.transformer_impl == TE_IMPL
     return te and (not run.planning.dry_run or find_spec("transformer_engine") is not None)
 
 
 def _fuses_activation(model: ModelConfig) -> bool:
-    """Return whether megatron-core's MLP has a fused form of the model's activation and bias."""
+    """Return whether megatron-core's MLP is to fuse the activation with the bias."""
     if model.swiglu:
         return model.bias_swiglu_fusion
     is_gelu = not any(getattr(model, name) for name in ACTIVATIONS)

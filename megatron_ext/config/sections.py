@@ -1,7 +1,7 @@
 """Sections that users add to the configuration: frozen dataclasses whose fields are flags.
 
 A task names them (``Task(sections=(MyFlags,), ...)``). They appear in ``--help``, ``--config``
-files and checkpoints beside the engine's::
+files and checkpoints beside the engine's sections::
 
     @dataclass(frozen=True)
     class MyFlags:
@@ -11,10 +11,11 @@ files and checkpoints beside the engine's::
 
 ``config.section(MyFlags).hidden_cap`` reads a value. A number outside of its `bounds` is refused,
 and so are NaN and infinity. A section may have a method ``errors(config) -> list[str]``, which
-returns a sentence for each value that cannot be run: plain text, or a `FlagError`, which is left
-out where a flag that it depends on is refused itself. A section that derives from `LayerSection`
-may also decide what the layers compute, by values for fields of TransformerConfig. `section_of`
-makes a section from argparse's arguments, for Megatron-LM's ``extra_args_provider``.
+returns a sentence for each value that cannot be run. It may be a plain string or a `FlagError`,
+which is not shown if it names a flag whose own value is unreadable or out of range. A section that
+derives from `LayerSection` may also set fields of TransformerConfig, and so decide what the layers
+compute. `section_of` makes a section from argparse's arguments, for Megatron-LM's
+``extra_args_provider``.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def section_of(provider: Provider, name: str = "ExtraArgs") -> type:
 
 
 def _field(action: argparse.Action) -> tuple[str, Any, Any]:
-    """Return the name, type and field of the flag for an argparse argument.
+    """Return name, type and dataclass field of the flag that replaces an argparse argument.
 
     Raises:
         ConfigError: no flag can replace the argument.
@@ -196,13 +197,13 @@ def _field(action: argparse.Action) -> tuple[str, Any, Any]:
 
 
 def described(stored: Mapping[str, Any], kinds: Sequence[type]) -> dict[str, dict[str, Any]]:
-    """Return the values that a run may take from a stored configuration, by section and field.
+    """Return the values that a run may take from a checkpoint's configuration, ``stored``.
 
-    A stored configuration may come from a stranger. So it may describe a model and its data, but
-    may neither permit nor name code to run, nor name places to write to;
-    ``flag(..., from_checkpoint=...)`` says which fields it may provide. Fields are left out if
-    neither the engine's sections nor ``kinds``, the classes of the task's sections, have them. A
-    field that an earlier version stored in another section is found there.
+    Both map section -> field -> value. A checkpoint may come from a stranger, so it may describe a
+    model and its data, but may neither permit nor name code to run, nor name places to write to.
+    ``flag(..., from_checkpoint=...)`` says whether a field may be taken. Fields that neither the
+    engine's sections nor ``kinds``, the classes of the task's sections, have are left out. A field
+    that an earlier version stored in another section is moved to its present one.
 
     Raises:
         CheckpointError: a section is not a mapping from names to values.
@@ -226,9 +227,9 @@ def described(stored: Mapping[str, Any], kinds: Sequence[type]) -> dict[str, dic
 def withheld_notes(
     stored: Mapping[str, Any], kinds: Sequence[type], given: Collection[str]
 ) -> list[str]:
-    """Return a note for each switch that a checkpoint's run had on but that no file may turn on.
+    """Return a note for each switch that permits code to run and that a checkpoint's run had on.
 
-    Such a switch permits code to run, so the user must give it on the command line.
+    No file may turn on such a switch; the user must give it on the command line.
 
     Args:
         stored: the stored configuration, by section and field.
@@ -247,7 +248,7 @@ def withheld_notes(
 
 
 def sections_of(program: Program) -> dict[str, type]:
-    """Return the classes of a program's sections by name, those of every run first."""
+    """Return section classes by name: the engine's, which every run has, then the program's."""
     return engine_sections() | named(program.sections)
 
 
@@ -259,7 +260,7 @@ def all_flags(program: Program) -> list[Flag]:
 
 
 def lacking_flags(program: Program) -> dict[str, Flag]:
-    """Return, by field, the flags in a program's sections that the program always refuses."""
+    """Return, by field, the flags that its sections declare but the program always refuses."""
     refused = [entry for entry in program.inapplicable if entry.remedy]
     answers = by_flag(refused)
     flags = [flag for name, kind in sections_of(program).items() for flag in flags_of(name, kind)]
@@ -267,7 +268,7 @@ def lacking_flags(program: Program) -> dict[str, Flag]:
 
 
 def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:
-    """Map each spelling to (its flag, False if the spelling sets a boolean to False, else True)."""
+    """Return spelling -> (flag, True), or (flag, False) for spellings such as ``--no-x``."""
     table: dict[str, tuple[Flag, bool]] = {}
     for each in flags:
         table.update({canonical(name): (each, False) for name in each.negative})
@@ -283,7 +284,7 @@ def canonical(name: str) -> str:
 def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
     """Convert the words after a flag to the flag's value, or raise a ConfigError.
 
-    The error shows the flag as ``named``, which is in backticks. A list of numbers may be several
+    ``named`` is the flag as the error shows it, in backticks. A list of numbers may be several
     words, or one word as Python and Megatron-LM write it: "(127,0)".
     """
     numeric = flag.type in (int, float)
@@ -328,8 +329,8 @@ def _wrong_number(flag: Flag, named: str, words: Sequence[str]) -> FlagError:
 def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
     """Convert a value from a YAML file to a flag's value; raise a ConfigError if it does not fit.
 
-    Text such as 1e-4, which YAML does not read as a number, is converted too. The error shows the
-    entry as ``named``, which is in backticks.
+    Text such as 1e-4, which YAML does not read as a number, is converted too. ``named`` is the
+    entry as the error shows it, in backticks.
     """
     if value == flag.default or (value is None and flag.optional):
         return value

@@ -1,4 +1,4 @@
-"""Flags of the training loop: length, batch sizes, evaluation and exit; and of the loss."""
+"""Flags of the training loop (length, batch sizes, evaluation, exit) and of the loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_ext.errors import STOP_SIGNALS, FlagError, exclusive
 
 @dataclass(frozen=True)
 class TrainingConfig(Changeable):
-    """Flags of the training loop; Megatron-LM's, unless a help text says otherwise."""
+    """Flags of the training loop; they act as in Megatron-LM unless a help text says otherwise."""
 
     micro_batch_size: int | None = flag(
         None, "sequences of one forward pass on one rank", SIZE, names="--batch-size"
@@ -113,7 +113,7 @@ class TrainingConfig(Changeable):
     )
     num_workers: int = flag(2, "processes that load data", Range(0, 256), "processes")
     micro_batch_range: tuple[int, int] | None = derived()
-    """Smallest and largest micro-batch if the data decides their size; None if a flag decides."""
+    """Smallest and largest micro-batch size, in samples, if the data decides it; else None."""
 
     @property
     def evaluates(self) -> bool:
@@ -141,7 +141,7 @@ class TrainingConfig(Changeable):
         return dataclasses.replace(self, global_batch_size=batch)
 
     def in_steps(self, steps_per_epoch: int) -> TrainingConfig:
-        """Return a copy with a length in epochs converted to a length in steps."""
+        """Return a copy with ``train_epochs``, if set, converted to ``train_iters``."""
         if self.train_epochs is None:
             return self
         steps = self.train_epochs * steps_per_epoch
@@ -260,7 +260,7 @@ class TrainingConfig(Changeable):
             yield from self._reached_errors(share, replicas)
 
     def _reached_errors(self, share: int, replicas: int) -> Iterator[FlagError]:
-        """Yield an error for the first global batch size of the run that the ranks cannot divide.
+        """Yield an error for the smallest global batch size of the run that ranks cannot divide.
 
         ``share`` is the micro-batch size times ``replicas``, the number of data-parallel replicas.
         """
@@ -346,7 +346,7 @@ def _schedule_or_none(text: str | None) -> list[tuple[int, int]] | None:
 
 REDUCTIONS = ("token", "sample", "square")
 CROSS_ENTROPY = "cross-entropy"
-"""The value of ``--loss`` for cross-entropy, instead of a loss of the user's own."""
+"""The value of ``--loss`` that chooses cross-entropy, also where a program's default differs."""
 
 
 @dataclass(frozen=True)
@@ -394,10 +394,10 @@ class LossConfig:
     )
 
     def resolved(self, *, fused: bool, fusion_impl: str) -> LossConfig:
-        """Return a copy with ``cross_entropy_impl`` filled in if the user left it out.
+        """Return a copy with ``cross_entropy_impl`` filled in, and ``loss`` None if cross-entropy.
 
-        It becomes "chunked", unless ``fused`` asks for a fused cross-entropy and there is no custom
-        loss: then it becomes "te" if ``fusion_impl`` is "te", else "eager".
+        An unset implementation becomes "chunked"; but if ``fused`` asks for a fused cross-entropy
+        and there is no custom loss, it becomes "te" if ``fusion_impl`` is "te", else "eager".
         """
         loss = None if self.loss == CROSS_ENTROPY else self.loss
         impl = self.cross_entropy_impl or "chunked"

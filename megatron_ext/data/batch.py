@@ -33,7 +33,7 @@ from megatron_ext.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank; s is the full sequence, c the context-parallel size.
+    """One micro-batch on one rank; s is the full sequence length, c the context-parallel size.
 
     Attributes:
         tokens, labels, position_ids: ``[b, s/c]`` int64.
@@ -124,7 +124,9 @@ EXPONENTS = {"token": 0.0, "sample": 1.0, "square": 0.5}
 
 
 def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -> Tensor:
-    """Return the weights of tokens under a reduction (token, sample, square), ``[b, s]`` float32.
+    """Return the loss weight of each token, ``[b, s]`` float32, under a loss's ``reduction``.
+
+    The module docstring defines the reductions token, sample and square.
 
     Args:
         weights: the data's own weights of the tokens of whole rows, ``[b, s]`` float32, >= 0.
@@ -163,13 +165,13 @@ class StepLoader:
         samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids`` (``[b,
             s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel ranks other
             than the first, which receive by broadcast.
-        shape: ``(micro_batch_size, seq_length)``; the second is replaced if a step has another
-            length.
+        shape: ``(micro_batch_size, seq_length)``; `next_step` may be given another length.
         mask_documents_at: end-of-document id; neither attention nor multi-token prediction crosses
             it. With None no token ends a document.
         documents_by_position: whether a document begins wherever a position id is 0;
             ``mask_documents_at`` is then not used.
         with_sample_ids: whether the samples also have ``sample_ids`` (see `Batch`).
+        reduction: how tokens are weighted (see the module docstring).
         ignore_index: the label of positions that get the loss weight 0.
     """
 
@@ -263,7 +265,7 @@ class Sample(dict[str, Any]):
 
     @property
     def loss_weights(self) -> Tensor:
-        """Return this context-parallel rank's part of ``loss_mask``, ``[b, s/c]``.
+        """Return this context-parallel rank's contiguous part of ``loss_mask``, ``[b, s/c]``.
 
         Without a mask, return ones ``[b]``: every sample has weight 1.
         """
@@ -285,7 +287,7 @@ class MappingLoader:
     device: torch.device
 
     def next_step(self, num_microbatches: int, _seq_length: int | None = None) -> list[Sample]:
-        """Return the micro-batches of the next step; raise StopIteration if the data has ended."""
+        """Return the next step's micro-batches; raise StopIteration at the end of the data."""
         drawn: list[Any] = [None] * num_microbatches
         if self.samples is not None:
             drawn = [next(self.samples) for _ in range(num_microbatches)]

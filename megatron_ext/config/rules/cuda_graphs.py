@@ -1,4 +1,4 @@
-"""Rules of CUDA graphs."""
+"""Checks the flags of CUDA graphs, and that nothing in the run excludes graphs."""
 
 from __future__ import annotations
 

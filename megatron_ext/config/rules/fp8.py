@@ -1,4 +1,4 @@
-"""Rules of 8-bit matrix products."""
+"""Checks the flags of 8-bit matrix products, and the sizes of the matrices."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def _bf16_layer_errors(
 ) -> Iterator[FlagError]:
     """Yield an error for each fault in the flags of layers that stay in bf16.
 
-    ``te`` says whether the layers are Transformer Engine's. Each end of the model may then keep no
-    more layers in bf16 than one pipeline stage has.
+    ``te`` says whether the layers are Transformer Engine's. If so, at each end of the model at most
+    as many layers may stay in bf16 as one pipeline stage has.
     """
     if not fp8.first_last_layers_bf16:
         for name in (name for name in changed_fields(fp8) if name in OF_BF16_LAYERS):
@@ -252,7 +252,7 @@ def _size_errors(run: RunConfig) -> Iterator[FlagError]:
 def side_errors(fp8: Fp8Config, sides: Sequence[Side]) -> Iterator[FlagError]:
     """Yield an error for each dimension of a weight matrix that 8-bit products do not support.
 
-    Each of ``sides`` is a dimension: (name, total width, number of ranks that divide the width).
+    Each of ``sides`` is a dimension: (name, total width, number of ranks that split the width).
     """
     unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else UNIT
     for name, width, parts in sides:
@@ -267,7 +267,7 @@ def side_errors(fp8: Fp8Config, sides: Sequence[Side]) -> Iterator[FlagError]:
 
 
 def _attention_sides(run: RunConfig) -> Sequence[Side]:
-    """Return the output widths of attention's projections.
+    """Return the dimensions of attention's weight matrices, apart from the hidden size.
 
     Each is a tuple of name, total width, and number of ranks over which the width is split.
     """

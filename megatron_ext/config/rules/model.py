@@ -232,7 +232,7 @@ def _gate_errors(model: ModelConfig) -> Iterator[FlagError]:
 
 
 def parts_of_torch_layers(model: ModelConfig) -> list[str]:
-    """Return the given flags that only the torch layers support, not Transformer Engine's."""
+    """Return the flags set in ``model`` that only the torch layers support."""
     some = not model.add_bias_linear
     given = {
         "--sandwich-norm": model.sandwich_norm,

@@ -22,11 +22,11 @@ from megatron_ext.errors import FlagError, exclusive
 
 
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Return ``optimizer`` with ``lr_warmup_iters`` filled in if it is None.
+    """Return ``optimizer`` with ``lr_warmup_iters`` filled in if it is None and can be known.
 
     The value is 0 if ``--lr-warmup-fraction`` is given or the task sets no default warm-up.
     Otherwise it is the task's default; but if the learning rate decays in no more steps than this
-    default, it is a tenth of the decay steps.
+    default, it is a tenth of the decay steps. It stays None if the number of these is unknown.
     """
     if optimizer.lr_warmup_iters is not None:
         return optimizer
@@ -45,7 +45,7 @@ def _usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> int |
 
 
 def has_usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> bool:
-    """Return whether the warm-up is the one that `with_warmup` derives from the task's default."""
+    """Return whether the warm-up is as long as `with_warmup` makes it from the task's default."""
     if not optimizer.usual_warmup_iters or optimizer.lr_warmup_fraction is not None:
         return False
     return optimizer.lr_warmup_iters == _usual_warmup(optimizer, training)
@@ -54,9 +54,10 @@ def has_usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> bo
 def resolve_optimizer(
     optimizer: OptimizerConfig, training: TrainingConfig, device: str
 ) -> OptimizerConfig:
-    """Fill in warm-up and weight decay; resolve ``dist_muon``, Muon with the distributed optimizer.
+    """Return a copy with warm-up steps and first and last weight decay filled in.
 
-    On a CPU, switch off communication that gloo cannot do.
+    ``dist_muon`` becomes ``muon`` with ``--use-distributed-optimizer``. On a CPU, communication
+    that gloo cannot do is switched off.
     """
     changes: dict[str, object] = {}
     if optimizer.weight_decay_incr_style == "constant":  # others are refused
@@ -109,7 +110,7 @@ def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> It
 
 
 def sharding_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault in the use of ``--data-parallel-sharding-strategy``."""
+    """Yield an error for each reason against the given ``--data-parallel-sharding-strategy``."""
     given = run.optimizer.data_parallel_sharding_strategy
     refused = partial(FlagError, "--data-parallel-sharding-strategy", given)
     if given == "optim_grads_params":

@@ -16,7 +16,7 @@ from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import FlagError, exclusive
 
 CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
-"""Value of ``--pipeline-schedule`` -> virtual chunks of each rank; ``interleaved`` allows any."""
+"""Value of ``--pipeline-schedule`` -> chunks on each rank; ``interleaved`` allows 2 or more."""
 MOST_REPETITIONS = 10_000
 """The largest n in a repetition ``t*n`` of a pipeline layout.
 
@@ -28,7 +28,7 @@ CUTS = (
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
 )
-"""Names of fields that decide how layers are split into stages if there is no pipeline layout."""
+"""Fields that split layers into stages; none may be set beside a pipeline layout."""
 
 
 def stages_of(layout: str) -> list[str]:
@@ -109,7 +109,11 @@ def resolve_parallel(
 def rank_errors(
     world_size: int, *, tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int
 ) -> Iterator[FlagError]:
-    """Yield an error for each parallel size or product of sizes that does not divide the ranks."""
+    """Yield an error for each size below 1, and each product of sizes that does not fit the ranks.
+
+    ``world_size`` must be a multiple of tensor × pipeline × context size and of expert_tensor ×
+    expert × pipeline size.
+    """
     sizes = {
         "--tensor-model-parallel-size": tensor,
         STAGES: pipeline,
@@ -278,7 +282,7 @@ def _content_errors(
     """Yield an error for each fault in the layers that a pipeline layout gives to its stages.
 
     Args:
-        refused: takes a broken rule and a remedy, and returns the error about the layout.
+        refused: returns the error about the layout, given the texts of broken rule and remedy.
         stages: the layers of each stage as letters (see `stages_of`).
         size: number of pipeline ranks.
     """
@@ -339,8 +343,9 @@ def _schedule_errors(parallel: ParallelConfig) -> Iterator[FlagError]:
 def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> Iterator[FlagError]:
     """Yield an error if a step's micro-batches do not fit the schedule ``core-interleaved``.
 
-    It needs a whole group (``--microbatch-group-size-per-virtual-pipeline-stage``), and in an
-    incomplete last group at least as many micro-batches as the pipeline has ranks.
+    The schedule runs micro-batches in groups
+    (``--microbatch-group-size-per-virtual-pipeline-stage``). A step needs at least one full group,
+    and in a last group that is not full at least as many micro-batches as pipeline ranks.
     """
     replicas = parallel.data_parallel_size
     if parallel.pipeline_schedule != "core-interleaved" or any(training.errors(replicas)):

@@ -1,8 +1,8 @@
-"""Rules of Transformer Engine: which runs its layers refuse, and which version a run needs.
+"""Rules of Transformer Engine: what its layers do not support, and which version a run needs.
 
 The versions are those that megatron-core 0.16.1 requires (``is_te_min_version``), or later ones
-where Transformer Engine's own source requires them. `NEEDS` leaves out the layers' options that
-the oldest supported version (`MINIMUM`) already has.
+where Transformer Engine's own source requires them. An option of the layers is in `NEEDS` only if
+it needs a newer version than `MINIMUM`, the oldest one that is supported.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ BACKENDS = {
     "unfused": (0, 0, 1),
     "local": (0, 0, 0),
 }
-"""Value of ``--attention-backend`` -> the values that megatron-core gives Transformer Engine's
-environment variables `SWITCHES`.
+"""Value of ``--attention-backend`` -> values of the environment variables `SWITCHES`.
+
+megatron-core sets these variables, and Transformer Engine reads them.
 """
 SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
@@ -155,9 +156,10 @@ def _recomputes_biases(model: ModelConfig) -> bool:
 
 
 def read_overlap_settings(path: str | None) -> dict[str, Any]:
-    """Return the settings of ``--tp-comm-overlap-cfg`` by matrix product; {} without a file.
+    """Return the settings in the file of ``--tp-comm-overlap-cfg``; {} if ``path`` is None.
 
-    A file that cannot be read, or names a product not in `OVERLAPPED`, raises a ConfigError.
+    They are mappings by matrix product, such as "qkv_fprop". A file that cannot be read, or names a
+    product not in `OVERLAPPED`, raises a ConfigError.
     """
     if path is None:
         return {}
@@ -205,7 +207,7 @@ def _environment_errors(model: ModelConfig, training: TrainingConfig) -> Iterato
 
 
 def _torch_only(run: RunConfig) -> list[str]:
-    """Return the given flags that only the torch layers support."""
+    """Return the flags that the run sets and that only the torch layers support."""
     of_task = (flag for section in run.layer_sections for flag in section.torch_only())
     return [*parts_of_torch_layers(run.model), *of_task]
 
@@ -272,7 +274,10 @@ DISTRIBUTION = "transformer-engine"
 
 
 class Need(NamedTuple):
-    """An option: its spelling, oldest Transformer Engine that has it, and whether a run uses it."""
+    """An option that needs Transformer Engine of at least the version ``minimum``.
+
+    ``spelled`` is the option in error messages; ``used`` returns whether a run uses it.
+    """
 
     spelled: str
     minimum: str
