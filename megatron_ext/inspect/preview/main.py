@@ -19,7 +19,7 @@ from rich.console import Console
 
 from megatron_ext import limits
 from megatron_ext.config.parser import ParsedArgs, parse_args, read_words
-from megatron_ext.config.training import LossConfig, TrainingConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.samplers import Ints
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
@@ -223,8 +223,7 @@ def preview(
     config, tokenizer = preflight(parsed.config, task.preflight)
     silence_known_warnings(kind)
     steps = collect(config, task, tokenizer, first=options.step, count=options.steps)
-    crosses = not (config.section(SftConfig).sft or config.section(DataConfig).reset_attention_mask)
-    notes = _notes(config.training, config.loss, steps[0].cp_columns, crosses=crosses)
+    notes = _notes(config, steps[0].cp_columns)
     if config.section(SftConfig).sft:
         report = report_conversations(config, tokenizer)
         notes += report.notes
@@ -320,11 +319,11 @@ def _show(
     return warnings
 
 
-def _notes(
-    training: TrainingConfig, loss: LossConfig, cp_columns: Sequence[Ints], *, crosses: bool
-) -> list[str]:
+def _notes(config: RunConfig, cp_columns: Sequence[Ints]) -> list[str]:
     notes = []
-    if crosses:
+    training = config.training
+    loss = config.loss
+    if not (config.section(SftConfig).sft or config.section(DataConfig).reset_attention_mask):
         notes.append(
             "attention and multi-token targets run through the ends of documents; "
             "`--reset-attention-mask` keeps them within"

@@ -259,6 +259,15 @@ def test_the_table_and_the_answer_about_a_document_are_printed(
     assert f"was read in {len(steps)} steps" in out
     shown = [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")]
     assert sorted({int(step) for step in shown}) == steps
+    # The table may show steps that are no part of the weights; the sentence counts none of them.
+    lost = next(iter(max(runs.rewound.items())[1]))
+    name = next(n for n in SIZES if FIRST[n] <= lost < FIRST[n] + SIZES[n])
+    words = [str(runs.save), "--document", str(runs.save.parent / name), str(lost - FIRST[name])]
+    sentences = []
+    for more in ([], ["--with-lost"]):
+        assert tool([*words, *more]) == 0
+        sentences.append(capsys.readouterr().out.split("\n")[0])
+    assert sentences[0] == sentences[1]
     assert tool([str(runs.save), "--document", prefix, "49"]) == 0
     assert "is not in the split that is trained." in capsys.readouterr().out
 

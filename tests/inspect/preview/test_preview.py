@@ -32,13 +32,14 @@ from megatron_ext.inspect.preview.text import (
     grade,
     visible,
 )
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers.base import ByteLevelTokenizer, NullTokenizer
 from megatron_ext.text.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_ext.text.tokenizers.models import SentencePieceTokenizer
 from tests.text import tiny
 from tests.text.sft.tiny import tokenizer
-from tests.training_runs import SAME_WEIGHTS, mock_data
+from tests.training_runs import SAME_WEIGHTS, SMALL, config_of, mock_data
 
 
 def packed(
@@ -417,18 +418,21 @@ def test_context_parallel_ranks_keep_a_slice_of_each_half() -> None:
     assert [x.tolist() for x in _columns(8, 2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     thirds = [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
     assert [x.tolist() for x in _columns(12, 3)] == thirds
-    plain, means = (SimpleNamespace(calculate_per_token_loss=yes) for yes in (True, False))
-    none, own = SimpleNamespace(loss=None), SimpleNamespace(loss="mine.py:f")
-    training: Any = plain
-    loss: Any = none
-    assert _notes(training, loss, _columns(6, 1), crosses=False) == []
-    assert _notes(training, loss, _columns(12, 3), crosses=False) == [
+
+
+def test_a_page_notes_what_its_rows_do_not_show() -> None:
+    config = config_of([*SMALL])
+    # Conversations never see each other.
+    tuned = config.with_section(dataclasses.replace(config.section(SftConfig), sft=True))
+    apart = config_of([*SMALL, "--reset-attention-mask"])
+    assert _notes(tuned, _columns(6, 1)) == _notes(apart, _columns(6, 1)) == []
+    assert _notes(tuned, _columns(12, 3)) == [
         "context-parallel rank 0 keeps columns 0–1 and 10–11 of each row",
         "context-parallel rank 1 keeps columns 2–3 and 8–9 of each row",
         "context-parallel rank 2 keeps columns 4–5 and 6–7 of each row",
     ]
-    training, loss = means, own
-    crossed, mean, mine = _notes(training, loss, _columns(6, 1), crosses=True)
+    means = config_of([*SMALL, "--no-calculate-per-token-loss", "--loss", "mine.py:f"])
+    crossed, mean, mine = _notes(means, _columns(6, 1))
     assert crossed.startswith("attention and multi-token targets run through the ends of documents")
     assert mean.startswith("the loss is the mean of the micro-batches' own means")
     assert mine.startswith("the weights are those of `--loss` (mine.py:f)")

@@ -64,7 +64,12 @@ def test_llama3_with_some_values_of_its_own(tmp_path: Path, changed: dict[str, A
     assert config_of([*SMALL, *words]).section(PositionConfig).rope_scaling == written
 
 
-@pytest.mark.parametrize("scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 4.0}])
+LINEAR = {"factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "scaling", [None, LLAMA3, {"rope_type": "linear", **LINEAR}, {"type": "linear", **LINEAR}]
+)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_rotary_frequencies(tmp_path: Path, scaling: dict[str, Any] | None, theta: float) -> None:
     sizes = {"rope_theta": theta, "max_position_embeddings": 32768, "head_dim": 128}

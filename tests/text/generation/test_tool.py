@@ -1,5 +1,6 @@
 """The program tools/generate_text.py: jsonl in and out, chats, typed prompts, and bad input."""
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -346,3 +347,7 @@ def test_a_tokenizer_with_fewer_tokens_than_the_trained_one_is_refused() -> None
     check_vocabulary(None, ByteLevelTokenizer())
     with pytest.raises(ConfigError, match=r"has 600 tokens, but the tokenizer \(ByteLevelToken"):
         check_vocabulary(600, ByteLevelTokenizer())
+    model = dataclasses.replace(config_of([*SMALL]).model, unpadded_vocab_size=600)
+    config = dataclasses.replace(config_of([*SMALL]), model=model)
+    with pytest.raises(ConfigError, match="has 600 tokens, but the tokenizer"):
+        tool.prepare(config)
