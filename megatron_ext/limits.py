@@ -1,4 +1,4 @@
-"""Says in plain words which limit of the operating system an error comes from, and its value.
+"""Says in plain words which limit of the operating system caused an error, and the limit's value.
 
 The limits are open files, address space, processes and threads, shared memory, and disk space.
 Libraries report them in different ways, some with an error number and some only with a text. This
@@ -39,8 +39,8 @@ _TEXTS = (
     ("disk quota exceeded", "disk quota"),
     ("file too large", "file size"),
 )
-"""Parts of error messages, in lower case, each with the limit that it is about; of several that
-match, the first decides.
+"""Parts of error messages, in lower case, each with the name of the limit that such a message is
+about. If several match, the first decides.
 """
 _KINDS = {
     errno.EMFILE: "open files",
@@ -187,10 +187,10 @@ def _described(
 
 
 def _processes() -> str:
-    """Return a clause on the limit on processes and threads: the user's or the container's.
+    """Return a clause on the limit of processes and threads: the user's or the container's.
 
-    The clause names the lower limit. But for the superuser, whom the user's limit does not bind, it
-    names the container's limit if there is one.
+    The clause names the lower one. But if the user is the superuser, to whom the user's limit does
+    not apply, it names the container's limit if there is one.
     """
     limit = _soft(resource.RLIMIT_NPROC)
     group = None
@@ -209,7 +209,7 @@ def _processes() -> str:
 
 
 def shared_memory_fault() -> str:
-    """Return a clause on the size of shared memory, with advice if it is too small."""
+    """Return a clause that says that shared memory is full, its free and total size, and advice."""
     space = ""
     with suppress(OSError):
         usage = shutil.disk_usage(SHARED_MEMORY)
@@ -222,10 +222,11 @@ def shared_memory_fault() -> str:
 
 
 def disk_fault(place: str | os.PathLike[str] | None, needed: int | None = None) -> str:
-    """Return a clause that says which disk is full, with the free and the needed bytes.
+    """Return a clause that says which disk is full, with the free and the ``needed`` bytes.
 
-    If ``place`` is None, choose the fullest disk that the program may use (`_fullest`). If even
-    this disk has enough space, report shared memory instead, if that is full.
+    If ``place``, the path to be written, is None, report the disk with the least free space that
+    the program may use (`_fullest`). If even that disk has free space (`_PLENTY`), report shared
+    memory if it is full; otherwise say that the disk has free space by now.
     """
     folder = _fullest(place)
     if folder is None:
@@ -262,10 +263,10 @@ def mount_of(path: Path) -> Path:
 
 
 def _fullest(place: str | os.PathLike[str] | None) -> Path | None:
-    """Return ``place`` or its nearest existing parent folder.
+    """Return the folder ``place``, or its nearest parent that exists; None if none can be read.
 
-    If ``place`` is None, choose among the command line's paths, the working folder and the folder
-    for temporary files the one whose disk has the least free space.
+    If ``place`` is None, take the one whose disk has the least free space among the paths on the
+    command line, the working folder and the folder for temporary files.
     """
     if place is not None:
         return _existing(place)

@@ -33,24 +33,26 @@ OPTIONAL = {
     "longrope": ("factor", "attention_factor"),
     "proportional": ("factor",),
 }  # fmt: skip
-"""The optional entries of each kind of scaling; a kind that is missing here has none."""
+"""The optional entries of each kind of scaling; a kind that is not listed has none."""
 
 
 FACTOR_OF_LENGTHS = ("yarn", "longrope")
-"""Kinds of scaling whose default ``factor`` is the new maximum length / the original one."""
+"""Kinds whose ``factor`` is, by default, the maximum sequence length / the original one."""
 LISTS = ("short_factor", "long_factor")
-"""Entries that hold a number for each pair of channels."""
+"""Entries of a scaling that are lists, with one number for each pair of channels."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A kind of scaling of rotary frequencies with its parameters, after defaults are filled in.
+    """The kind and the parameters of a scaling of rotary frequencies, defaults included.
+
+    Fields that are not explained here mean the same as Hugging Face's entries of these names.
 
     Attributes:
-        rope_type: a key of `REQUIRED`.
+        rope_type: kind of scaling, a key of `REQUIRED`.
         factor: ratio of the new context length to the original one.
-        attention_factor: factor of cosines and sines; None computes it as `magnitude` says.
-        truncate: whether to round the bounds of YaRN's ramp to whole channels.
+        attention_factor: factor of cosines and sines; None lets `magnitude` compute it.
+        truncate: whether YaRN's blend of frequencies begins and ends at whole pairs of channels.
         short_factor, long_factor: divisors of the frequencies, one for each pair of channels, for
             sequences up to the original length and for longer ones.
     """
@@ -71,10 +73,11 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """Return the factor of cosines and sines; 1 for kinds that have none.
+        """Return the factor of cosines and sines: ``attention_factor``, or the kind's default.
 
-        YaRN's is 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22), or a ratio of two such terms;
-        LongRoPE's is sqrt(1 + ln(factor) / ln(original length)) (arXiv:2402.13753, section 3).
+        By default YaRN's is 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22), or a ratio of two
+        `yarn_magnitude` if ``mscale`` and ``mscale_all_dim`` are set. LongRoPE's is sqrt(1 +
+        ln(factor) / ln(original length)) (arXiv:2402.13753, section 3). Other kinds have 1.
         """
         if self.attention_factor is not None:
             return self.attention_factor
@@ -94,14 +97,13 @@ class RotarySettings:
     """The settings of the angles by which a model rotates queries and keys.
 
     Attributes:
-        percent: share of a head's channels to rotate.
+        percent: fraction of a head's channels to rotate, 1 for all.
         base: base of the frequencies.
-        local_base: base of the frequencies in layers with a window; None if they have no other
-            frequencies.
-        interpolation_factor: divisor of the positions.
-        llama_factor: factor of Llama 3.1's scaling, as megatron-core computes it.
-        scaling: any other scaling of the frequencies; it replaces ``interpolation_factor`` and
-            ``llama_factor``.
+        local_base: base in layers with sliding-window attention; None uses ``base`` there too.
+        interpolation_factor: divisor of the positions; None for none.
+        llama_factor: factor of megatron-core's version of Llama 3.1's scaling; None for none.
+        scaling: any other scaling of the frequencies; if set, ``interpolation_factor`` and
+            ``llama_factor`` are ignored.
     """
 
     percent: float
@@ -115,8 +117,8 @@ class RotarySettings:
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     """Return YaRN's factor of cosines and sines, 0.1 ``mscale`` ln(``factor``) + 1.
 
-    ``factor`` is the ratio of the new context length to the original one; the result is 1 up to a
-    ratio of 1.
+    ``factor`` is the ratio of the new context length to the original one; if it is 1 or less, the
+    result is 1.
     """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -131,12 +133,12 @@ def yarn_scaling(
     beta_slow: float,
     truncate: bool,
 ) -> RopeScaling:
-    """Return YaRN's scaling with megatron-core's factor of cosines and sines.
+    """Return YaRN's scaling, with cosines and sines multiplied as in megatron-core.
 
-    If both ``mscale`` and ``mscale_all_dim`` are given, this factor is `yarn_magnitude` with
-    ``mscale``, divided by `yarn_magnitude` with ``mscale_all_dim``; otherwise it is YaRN's default
-    (`RopeScaling.magnitude`). Hugging Face's code uses the quotient only if neither is 0. The other
-    arguments are fields of `RopeScaling`; ``original`` is the context length before scaling.
+    If neither ``mscale`` nor ``mscale_all_dim`` is None, the multiplier is `yarn_magnitude` of
+    ``mscale`` divided by that of ``mscale_all_dim``; otherwise it is YaRN's default. Hugging Face
+    takes the default also if one of them is 0, as `RopeScaling.magnitude` does. ``original`` is the
+    context length before scaling; the other arguments are fields of `RopeScaling`.
     """
     magnitude = None
     if mscale is not None and mscale_all_dim is not None:
@@ -153,9 +155,9 @@ def yarn_scaling(
 
 
 def read_scaling(text: str | None, max_position_embeddings: int) -> RopeScaling | None:
-    """Return the scaling that a JSON object describes.
+    """Return the scaling that the JSON object ``text`` describes.
 
-    Return None if there is no text, or if the ``rope_type`` is "default". Without a ``factor``,
+    Return None if ``text`` is None, or if its ``rope_type`` is "default". Without a ``factor``,
     YaRN and LongRoPE take ``max_position_embeddings`` divided by the original length, as Hugging
     Face's code does.
 
@@ -197,7 +199,7 @@ def read_scaling(text: str | None, max_position_embeddings: int) -> RopeScaling 
 
 
 def _check_values(values: dict[str, Any]) -> None:
-    """Raise a ValueError for an entry that is not of its type or not positive."""
+    """Raise a ValueError for an entry of a wrong type or out of its range."""
     for name, value in values.items():
         if name == "truncate":
             if not isinstance(value, bool):
@@ -219,10 +221,11 @@ def _check_values(values: dict[str, Any]) -> None:
 
 
 def written(scaling: RopeScaling) -> str:
-    """Return a scaling as JSON, from which `read_scaling` restores it for any maximum length.
+    """Return a scaling as a JSON text, from which `read_scaling` restores it.
 
     Optional entries with their default values are left out. But the ``factor`` of YaRN and LongRoPE
-    is always written, since `read_scaling` would otherwise derive it from the maximum length.
+    is always written, since `read_scaling` would otherwise derive it from the maximum length, which
+    may be another one by then.
     """
     kind = scaling.rope_type
     usual = RopeScaling(kind)

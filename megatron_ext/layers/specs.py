@@ -88,9 +88,9 @@ class BiasedSpecProvider(TorchSpecProvider):
 
 
 def _has_own_bias(transformer_config: TransformerConfig, name: str) -> bool:
-    """Return whether a part of each layer has a bias although other linear layers have none.
+    """Return whether one kind of linear layer has a bias although the model's others have none.
 
-    ``name`` is the field of the configuration that requests it: ``proj_bias`` or ``mlp_bias``.
+    ``name`` is ``proj_bias`` for the output projection of attention, ``mlp_bias`` for dense MLPs.
     """
     return not transformer_config.add_bias_linear and getattr(transformer_config, name, False)
 

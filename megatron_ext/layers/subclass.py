@@ -8,9 +8,9 @@ import torch
 def specialize(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
     """Change the class of a module to ``kind``, a subclass that adds no state.
 
-    This serves modules whose class cannot be chosen in a layer spec. megatron-core's constructors
-    fix the classes of the embedding, the decoder and the output head. MLPs and experts would get no
-    process groups if the spec named a class of ours. A second module in place of the first would
+    Use it for modules whose class a layer spec cannot choose. megatron-core's constructors fix the
+    classes of the embedding, the decoder and the output head, and pass process groups to MLPs and
+    experts only if these have megatron-core's own classes. Replacing a module by a new one would
     draw other initial weights.
 
     Raises:

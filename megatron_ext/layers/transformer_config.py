@@ -1,4 +1,4 @@
-"""Translates a run's configuration to megatron-core's TransformerConfig, with additions."""
+"""Translates a run's configuration to a subclass of megatron-core's TransformerConfig."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
-    """TransformerConfig with more settings, and with objects that a step shares with its layers.
+    """megatron-core's TransformerConfig with the settings of our own layers.
 
     Attributes:
-        auxiliary_scale: factor of auxiliary losses; the step sets its value.
-        weight_gradients: deferred weight gradients of a zero-bubble schedule; else None.
+        auxiliary_scale: holds the factor of auxiliary losses, which each training step sets.
+        weight_gradients: queues of the weight gradients that a zero-bubble schedule computes later;
+            None for other schedules.
         deterministic_dropout: whether dropout masks are independent of the parallel layout.
-        adds_in_place: whether the matrix product of a weight gradient adds to the data-parallel
-            buffer.
-        groups_experts: whether one grouped product multiplies the experts of a rank.
+        adds_in_place: whether our linear layers add weight gradients to the data-parallel buffer.
+        groups_experts: whether one grouped matrix product serves all experts of a rank.
         te_gradient_accumulation_fusion: whether Transformer Engine's layers add weight gradients to
             the data-parallel buffer. Unlike megatron-core's layers, they do not need apex for it.
         fusions: the parts of a layer that may be compiled.
@@ -78,8 +78,8 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
             even without ``add_bias_linear``.
         rotary_magnitude: factor of the cosines and sines of scaled rotary positions.
         has_local_rotary: whether layers with a window have their own rotary angles.
-        moe_router_group_scores: number of a group's best scores by which it is ranked; None means
-            megatron-core's number.
+        moe_router_group_scores: group-limited routing ranks a group of experts by the sum of this
+            many of its best scores; None means router top-k / group top-k.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
@@ -122,10 +122,10 @@ def xavier_uniform(tensor: torch.Tensor) -> torch.Tensor:
 def build_transformer_config(config: RunConfig) -> TransformerConfig:
     """Translate a run's configuration for megatron-core.
 
-    Two options are off for megatron-core's interleaved schedule, which has two faults that our own
-    pipeline runtime does not have. Messages are not batched: with two stages both neighbours are
-    the same rank, and batched messages would be swapped. Stage outputs are not deallocated: they
-    would be freed while they are being sent.
+    Two options avoid faults of megatron-core's interleaved schedule (``core-interleaved``).
+    ``batch_p2p_comm`` is off: with two stages both neighbours are the same rank, and batched
+    messages would be swapped. ``deallocate_pipeline_outputs`` is off: outputs of stages would be
+    freed while they are being sent.
     """
     fields: dict[str, Any] = dict(transformer_fields(config))
     model = config.model

@@ -1,4 +1,4 @@
-"""Setup for Transformer Engine's layers beyond megatron-core's layer specs."""
+"""Setup of a rank for Transformer Engine's layers: fp8 support, environment, overlap buffers."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ def recipe_error(
 
 
 def prepare_transformer_engine(config: RunConfig) -> None:
-    """Prepare this rank for Transformer Engine's layers.
+    """Set Transformer Engine's environment variables, check fp8, and set up the overlap buffers.
 
-    All ranks call this together, before the model is built.
+    All ranks call this together, before the model is built. The buffers are for
+    ``--tp-comm-overlap``.
 
     Raises:
         ConfigError: the GPU or this build of torch does not support the fp8 recipe, or the build
@@ -125,7 +126,7 @@ class GradientAccumulatingLayer(TransformerLayer):  # type: ignore[misc]
 
 
 def accumulate_gradients(layers: Sequence[ModuleSpec]) -> None:
-    """Put `GradientAccumulatingLayer` into the specs of layers."""
+    """Replace megatron-core's layer by `GradientAccumulatingLayer` in layer specs, in place."""
     for layer in layers:
         if layer.module is TransformerLayer:
             layer.module = GradientAccumulatingLayer

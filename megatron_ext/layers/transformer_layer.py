@@ -1,9 +1,9 @@
 """megatron-core's transformer layer, attention and MLPs, with compiled and fused pointwise parts.
 
-One kernel adds the output of attention or MLP to the residual stream and normalizes the sum;
-another computes the gradients. Norm and rotary embedding of queries and keys are fused, too. All
-layers share one table of cosines and sines. An activation is compiled together with its bias and an
-expert's token scales.
+One kernel adds the output of attention or MLP to the residual stream and normalizes the sum, and
+one is its backward pass. Norm and rotary embedding of queries and keys are one kernel, too. All
+layers share one table of cosines and sines. The activation of an MLP is compiled together with the
+bias before it and, in experts, the factor of each token.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def table_of(
 ) -> Table:
     """Return cosines and sines ``[s, 1, 1, d / 2]`` of angles ``[s, 1, k, d]``, from a cache.
 
-    ``rotary`` selects one of the k tables of angles, and has the factor of the cosines and sines.
-    None selects the first table and the factor 1. For ``interleaved`` see `pointwise.rotary_table`.
+    ``rotary`` selects one of the k tables of angles, and has the factor of the cosines and sines;
+    None means the first table and 1. ``interleaved`` says that neighbouring channels form a pair.
     """
     own = rotary or LayerRotary(0, 1.0)
     assert own.index is not None
@@ -125,7 +125,8 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         """Return the output ``[s, b, h]``, and None or a bias that the caller must add.
 
         Args:
-            attention_mask: documents or a dense mask, see `layers.masks`; None means causal.
+            attention_mask: each position's document index ``[b, s]``, or a dense mask (see
+                `layers.masks`); None means causal attention.
         """
         rotary = kwargs.pop("rotary_pos_emb", None)
         has_others = any(value is not None for value in kwargs.values())
@@ -205,9 +206,9 @@ class MLP(core.MLP):  # type: ignore[misc]
     """megatron-core's MLP with a compiled activation.
 
     Attributes:
-        adds_bias: whether to add the second layer's bias here instead of returning it.
-            Recomputation needs this: if the MLP returned a parameter, the backward pass would
-            recompute endlessly.
+        adds_bias: whether to add the bias of the second linear layer instead of returning it. It
+            must be True if the MLP is recomputed: activation checkpointing of a function that
+            returns a parameter recomputes endlessly in the backward pass.
     """
 
     adds_bias: bool = False
@@ -217,7 +218,8 @@ class MLP(core.MLP):  # type: ignore[misc]
     ) -> WithBias:
         """Return the output, shaped like the input, and None or a bias that the caller must add.
 
-        The input is ``[s, b, h]``, or an expert's ``[tokens, h]`` with a scale ``[tokens]``.
+        The input is ``[s, b, h]``; or ``[tokens, h]`` for an expert, whose output is multiplied by
+        ``per_token_scale`` ``[tokens]``.
         """
         may_compile = hidden_states.is_cuda or compiled.compiler.on_cpu
         if may_compile and fusions_of(self.config).activation and compiles(hidden_states):
@@ -282,7 +284,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 
 def _after_norm(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a bias-dropout-add like ``add`` that first normalizes what it adds."""
+    """Wrap ``add``, such as `get_bias_dropout_add`, so that it normalizes ``x + bias`` first."""
 
     def bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         function: Callable[..., Tensor] = add(training, fused)
@@ -349,7 +351,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 mlp.token_dispatcher.set_shared_experts(mlp.shared_experts)
 
     def _normalize_outputs(self) -> None:
-        """Add a norm to the outputs of attention and MLP, of which the layer may lack one."""
+        """Add a norm after attention and one after the MLP, if the layer has these parts."""
         size = self.config.hidden_size
         epsilon = self.config.layernorm_epsilon
         if not isinstance(self.self_attention, IdentityOp):
@@ -411,7 +413,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         )
 
     def _added(self, output: WithBias, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """Add the output of attention or MLP to the residual; return the sum, and it normalized."""
+        """Add an output to the residual with dropout; return the sum and the normalized sum."""
         training = bool(self.training)
         bda = self.self_attn_bda
         if bda is not get_bias_dropout_add or not norm.compiled:

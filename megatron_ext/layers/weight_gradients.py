@@ -3,12 +3,12 @@
 With ``--gradient-accumulation-fusion`` the matrix product that computes a weight gradient also adds
 it to the float32 buffer. The sum over the tokens is then never rounded to 16 bits, and the buffer
 is read and written once. Megatron-LM uses a kernel of NVIDIA apex for this; here cuBLAS does it.
-Two kinds of products write 16 bits first: grouped products of `experts`, and 8-bit products with
-scales per row. Their sum over the tokens of a micro-batch is rounded once.
+Exceptions are grouped products of `experts`, and 8-bit products with scales per row: they round a
+micro-batch's gradient to 16 bits before it is added.
 
-The first such product of a step overwrites its part of the buffer, which therefore need not be
-zeroed (`StepGradients`). The loss does the same with the gradient of the output head. Parts that
-nothing has overwritten are zeroed before the gradients are reduced (`zero_untouched`).
+For these weights and the output head, the buffer need not be zeroed before a step: the first
+gradient of the step overwrites the old one (`StepGradients`). Old gradients that nothing has
+overwritten are zeroed before the gradients are reduced (`zero_untouched`).
 
 A zero-bubble schedule computes weight gradients when the rank would otherwise be idle
 (arXiv:2401.10241). Until then `DeferredWeightGradients` queues their computation.
@@ -79,12 +79,11 @@ def _computes(
     dtype: torch.dtype,
     compute: Callable[[Tensor, Tensor, dict[str, Any]], object],
 ) -> bool:
-    """Return whether ``compute``, called with matrices of ones, fills the output with ``value``.
+    """Return whether ``compute(total, ones, options)`` fills the float32 ``total`` with ``value``.
 
-    ``compute`` gets a float32 matrix of ones to add to, a matrix of ones in ``dtype`` to multiply,
-    and the keyword arguments that make the float32 matrix the output. The answer is False if
-    ``compute`` raises an error. It is also False on a CPU or if ``dtype`` is float32, where nothing
-    is called.
+    ``total`` is a 16 x 16 matrix of ones, and ``ones`` is the same in ``dtype``. ``options`` are
+    the keyword arguments with which torch's functions write to ``total``. Return False if
+    ``compute`` raises an error, and without calling it on a CPU or if ``dtype`` is float32.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False
@@ -116,8 +115,9 @@ class StepGradients:
     def _weights(self) -> list[Tensor]:
         """Return the weights whose old gradient the first product of a step overwrites.
 
-        Each gets a hook that zeroes the old gradient before autograd adds another one. Weights that
-        another module shares, such as an embedding, are left out.
+        Each gets a hook: if autograd produces a gradient of the weight before that product, the old
+        gradient is zeroed first. Weights shared with other modules, such as an embedding, are left
+        out.
         """
         modules = [module for chunk in self._chunks for module in chunk.modules()]
         holders = [m for m in modules if isinstance(getattr(m, "weight", None), Tensor)]
@@ -136,7 +136,7 @@ class StepGradients:
         return [parameter.main_grad for parameter in trained if parameter not in own]
 
     def start(self, *, overwrite: bool) -> None:
-        """Zero all gradients; with ``overwrite`` only those that no product overwrites."""
+        """Zero all gradients; with ``overwrite`` leave those that the step will overwrite."""
         if not overwrite or not self._weights:
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
@@ -169,9 +169,9 @@ def _zero_stale(parameters: Iterable[Any], _gradient: Tensor | None = None) -> N
 def writable(main_grad: Tensor) -> Tensor:
     """Return ``main_grad``, after giving its bucket memory (all zeros) if it has none.
 
-    Call this before writing to a ``main_grad``, because its bucket may be sharded (see
-    `gradient_shards`). Only megatron-core's backward hooks need not call it, since
-    `ShardedGradients` does so for them.
+    Call this before writing to a ``main_grad``, because a bucket of sharded gradients has memory
+    only while it is in use (see `gradient_shards`). megatron-core's backward hooks need not call
+    it, since `ShardedGradients` does so for them.
     """
     bucket = getattr(main_grad, "bucket", None)
     if bucket is not None:
@@ -205,9 +205,9 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
     """Return a tensor ``[out, in]`` for autograd, in place of a gradient that is in ``main_grad``.
 
     Autograd must get some tensor, so that megatron-core's hooks run on the thread of the backward
-    pass. The attribute ``grad_added_to_main_grad``, set here, stops the hooks from adding the
-    tensor; its values are undefined. If the step also uses the weight elsewhere, so that the weight
-    has the attribute ``zero_out_wgrad``, the hooks do add the tensor, which is zero.
+    pass. The hooks do not add it to ``main_grad``, because the attribute
+    ``grad_added_to_main_grad`` is set here; so its values are undefined. But they do add it, and it
+    is zero, if the weight is also used elsewhere (attribute ``zero_out_wgrad``).
     """
     assert not getattr(weight, "overwrite_main_grad", False), "the gradient was added to an old one"
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]

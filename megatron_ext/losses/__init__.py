@@ -1,1 +1,1 @@
-"""Losses: the contract that each obeys, and cross-entropy that never stores whole logits."""
+"""Losses, each returning ``(sum, count, report)``, and cross-entropy without the whole logits."""

@@ -111,12 +111,14 @@ def blockwise_loss(
         loss: maps hidden states ``[C, h]``, the head and the inputs of a block to losses ``[C]``,
             or to losses and a dictionary of extra values ``[C]`` by name. It is called once for
             each block, with autograd enabled if a gradient is needed. The gradients of the hidden
-            states are summed over the tensor-parallel ranks. So a term that does not use the head's
-            methods must be divided by the number of these ranks.
+            states are summed over the tensor-parallel ranks. A term of the loss that all ranks
+            compute alike from the hidden states, without a method of `VocabularyHead`, would count
+            once per rank: divide it by the number of these ranks.
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
         weight: this rank's part of the head, ``[v/tp, h]``.
         weights: weights of the tokens, ``[b, s]``.
-        inputs: scalars, or tensors ``[b, s, ...]`` that are cut into ``[C, ...]``, by name.
+        inputs: further tensors for ``loss``, by name: scalars, which it gets unchanged, and
+            ``[b, s, ...]``, which are cut into blocks ``[C, ...]``.
         tp_group: ranks over which the head is split; None means that this rank holds all of it.
         block_size: C; None chooses an eighth of the tokens, at most 1024.
         bias: this rank's part of the head's bias, ``[v/tp]``.
@@ -129,8 +131,9 @@ def blockwise_loss(
         extra: the extra values by name, each ``[b, s]`` like the losses.
 
     Raises:
-        ConfigError: the loss returns wrong shapes or names, or an option or dtype does not fit.
-        DataError: the shape of the weights or of an input does not fit.
+        ConfigError: the loss returns wrong shapes or names, an option is out of range, or the
+            dtypes of hidden states, weight and bias differ.
+        DataError: the shape of the weights or of an input does not fit the hidden states.
     """
     head = Head(block_size, tp_group, sequence_parallel, softcap=softcap)
     head.check(hidden, weight, weights, bias)

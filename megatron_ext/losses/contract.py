@@ -1,8 +1,9 @@
-"""The loss contract: a loss returns ``(sum, count, report)`` and leaves the division to the step.
+"""The loss contract: what every loss function of a run must return.
 
-megatron-core's schedules also accept two values or a fractional count, but then crash or silently
-compute wrong gradients. `call_loss` refuses both. `weighted_token_loss` turns per-token losses into
-a loss that obeys the contract.
+A loss returns ``(sum, count, report)``: the sum of its token losses, the integer number of targets,
+and log entries. The training step divides by the count. megatron-core's schedules also accept two
+values or a fractional count, but then crash or silently compute wrong gradients; `call_loss`
+refuses both. `weighted_token_loss` turns per-token losses into a result that obeys the contract.
 """
 
 import functools
@@ -44,7 +45,7 @@ class StepCounts:
 
 
 def pair(total: Tensor, count: Tensor) -> Tensor:
-    """Return a report entry ``[sum, count]`` as a detached copy, which may be divided in place."""
+    """Return a log entry of a report, a new float32 tensor ``[sum, count]`` without gradient."""
     return torch.stack([total.detach().float().clone(), count.detach().float().clone()])
 
 
@@ -55,8 +56,8 @@ def call_loss(loss: LossFunction, output: Tensor, *, non_loss_data: bool = False
     `Task.process_non_loss_data`: the result of ``loss(output, non_loss_data=True)``.
 
     Raises:
-        ConfigError: the result is not what the contract demands, or ``non_loss_data`` is set but
-            the loss has no such argument.
+        ConfigError: the result breaks the contract (see the module), or ``non_loss_data`` is set
+            but the loss has no such argument.
     """
     if non_loss_data:
         return non_loss_data_of(loss, output)
@@ -122,17 +123,18 @@ def share_of_step(
 ) -> Tensor | float:
     """Return the factor by which to multiply a micro-batch's weighted sum of token losses.
 
-    The step divides its gradients by the number of targets N, but the loss is to be a weighted
-    mean: the sum divided by the sum D of the token weights. So the factor is N / D, which is 1 if
-    all weights are 0 or 1. With ``per_token`` N and D are those of the whole step. Otherwise (mean
-    of micro-batch means) they are those of this rank's micro-batch. In evaluation ``counts`` is
-    None, and the factor is 1.
+    The step divides its gradients by the number of targets N, but the weighted sum should be
+    divided by the sum D of the token weights. So the factor is N / D, which is 1 if all weights are
+    0 or 1.
 
     Args:
         weights: token weights of this micro-batch, ``[b, s/cp]``.
-        usual_weight: D for all context-parallel ranks of the micro-batch: the mean of their own
-            sums, which may be unequal. With it, the mean of the ranks' losses is the weighted mean
-            over the whole micro-batch. None takes this rank's own D. Not used with ``per_token``.
+        counts: the counts of the whole step; None (in evaluation) gives the factor 1.
+        per_token: whether the loss is one mean over the step's tokens, with N and D of the whole
+            step. Otherwise it is a mean of micro-batch means, with N and D of ``weights``.
+        usual_weight: replaces D if ``per_token`` is False: the mean of the sums of weights of the
+            micro-batch's context-parallel ranks. With this common D, the mean of the ranks' losses
+            is the weighted mean over the whole micro-batch.
     """
     if counts is None:
         return 1.0
@@ -151,9 +153,9 @@ def weighted_token_loss(
 ) -> tuple[Tensor, Tensor, Report]:
     """Return the weighted sum of per-token losses, the number of targets, and what to log.
 
-    Losses and weights are ``[b, s]``; a weight is 0 where there is no target. ``share`` multiplies
-    only the sum (`share_of_step`). Losses that the forward pass has stored in ``mtp_targets`` are
-    logged as well.
+    Losses and weights are ``[b, s]``; a weight is 0 where there is no target. ``share`` (from
+    `share_of_step`) multiplies the returned sum, but not the logged one. The losses of
+    multi-token prediction that the forward pass has stored in ``mtp_targets`` are logged as well.
     """
     weights = weights.reshape(-1).float()
     total = torch.sum(losses.reshape(-1).float() * weights)

@@ -150,11 +150,13 @@ def hidden_states_loss(
 ) -> tuple[Tensor, Tensor, Report]:
     """Return the loss of a micro-batch, its number of targets and its log entries.
 
-    The loss's backward pass also runs through the losses of all MTP depths (prediction modules).
+    The loss's backward pass also computes the gradients of the multi-token-prediction (MTP) losses.
 
     Args:
         hidden: states of the decoder, then of each MTP depth, ``[(1 + depths) * s, b, h]``.
-        share: factor on the token weights that normalizes them; see `share_of_step`.
+        share: factor of the weighted sum of the losses, from `share_of_step`.
+        mtp_targets: labels and weights of the MTP depths; it also stores their losses for the log.
+            None for a model without MTP.
         custom: a user's own loss instead of cross-entropy; the MTP depths keep cross-entropy.
         block_size, cross_entropy: options of `weighted_linear_cross_entropy`.
     """

@@ -1,7 +1,7 @@
 """The logits of a vocabulary-parallel linear head, one block of tokens at a time.
 
-`logit_blocks` computes them, `exponentiate` computes losses from them, `differentiate` overwrites
-them with their gradient, and `Gradients` sums the gradients of weight and bias over the blocks.
+`logit_blocks` computes the logits, `exponentiate` computes losses from them, `differentiate`
+overwrites them with their gradient, and `Gradients` collects the gradients of all blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,12 +40,14 @@ def default_rows(num_tokens: int) -> int:
 def fused_rows(num_tokens: int, hidden_size: int) -> int:
     """Return the number C of tokens in a block on a GPU, where its logits stay in 16 bits.
 
-    C is 2 h, but at least `MIN_FUSED_ROWS`, and never more than half of all tokens.
+    C is 2 h for hidden size h, but at least `MIN_FUSED_ROWS`, and never more than half of all
+    tokens.
 
-    Adding a block's part to the weight's float32 gradient takes 2 C h v operations and moves 8 h v
-    bytes: C / 4 operations per byte. An H200 does about 200 operations in the time of moving one
-    byte. At C = 2 h the logits of a block take no more memory than the weight's gradient; for h
-    below 2048 they take 8192 v bytes, which are 1.05 GB for 128,256 entries.
+    For v rows of the head on this rank, adding a block's part to the weight's float32 gradient
+    takes 2 C h v operations and moves 8 h v bytes: C / 4 operations per byte. An H200 does about
+    200 operations in the time of moving one byte. At C = 2 h the logits of a block take as much
+    memory as the weight's gradient; for h below 2048 they take 8192 v bytes, 1.05 GB for v =
+    128,256.
     """
     return min(-(-num_tokens // 2), max(2 * hidden_size, MIN_FUSED_ROWS))
 
@@ -54,7 +56,8 @@ def fused_rows(num_tokens: int, hidden_size: int) -> int:
 class Head:
     """Options of an output head's loss, and how the head is split over the ranks.
 
-    They are arguments of `weighted_linear_cross_entropy`; ``main_grad`` is its
+    All fields are arguments of `weighted_linear_cross_entropy` and explained there. Two have other
+    names: ``z_loss`` is ``z_loss_coefficient``, and ``main_grad`` is
     ``gradient_accumulation_fusion``.
     """
 
@@ -101,7 +104,10 @@ class Head:
     def check(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
     ) -> None:
-        """Raise a ConfigError or DataError for tensors whose dtypes or shapes do not fit."""
+        """Raise an error if dtypes (ConfigError) or shapes (DataError) do not fit together.
+
+        A bias that does not fit the weight is a ConfigError in any case.
+        """
         if hidden.dtype != weight.dtype:
             raise ConfigError(
                 f"The hidden states are {hidden.dtype} and the head weight is {weight.dtype}, but "
@@ -130,7 +136,10 @@ class Head:
         return hidden.reshape(-1, hidden.shape[-1])
 
     def reduce(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """Sum a gradient ``[s * b, h]`` over the ranks, and return it in the shape of ``like``."""
+        """Sum a gradient ``[s * b, h]`` over ``tp_group``; return it in the shape of ``like``.
+
+        Under sequence parallelism that is this rank's part of the sequence.
+        """
         gradient = gradient.view(-1, *like.shape[1:])
         if self.sequence_parallel and self.tp_size > 1:
             gradient = mappings._reduce_scatter_along_first_dim(gradient, self.tp_group)
@@ -213,10 +222,10 @@ def logit_blocks(
 
 
 def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses, log-sum-exp and sum of exponentials of C tokens, each ``[C]`` float32.
+    """Return the losses, log-sum-exp and sum of exp(z - max z) of C tokens with logits z.
 
-    Overwrite the logits z with exp(z - max z), unless the block is fused. This takes two
-    collectives.
+    Each is ``[C]`` float32, over the whole vocabulary, which takes two collectives. Unless the
+    block is fused, exp(z - max z) overwrites the logits.
     """
     smoothing = head.label_smoothing
     highest, sums = (_fused_sums if block.fused else _sums)(head, block)
@@ -234,10 +243,10 @@ def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
     """Return each token's highest logit over all ranks, ``[C]``, and sums over this rank's logits.
 
-    The highest logit is subtracted from all logits first. The sums are, as rows of ``[2, C]``: the
+    The highest logit is subtracted from all logits first. The sums are the rows of ``[2, C]``: the
     label's logit (0 if another rank owns the label), and the sum of the exponentials. With label
-    smoothing the sum of all logits comes between them, ``[3, C]``. The exponentials overwrite the
-    logits.
+    smoothing, ``[3, C]``, the second of three rows is the sum of all logits. The exponentials
+    overwrite the logits.
     """
     logits = block.logits
     highest = logits.amax(dim=1, keepdim=True)
@@ -265,10 +274,10 @@ def _fused_sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total: Tensor) -> None:
-    """Overwrite a block's logits, after `exponentiate`, with their gradient.
+    """Overwrite a block's logits with their gradient; call `exponentiate` on the block before.
 
-    ``incoming`` is the gradient of each of C tokens' losses. ``lse`` and ``total`` are the
-    log-sum-exp and the sum that `exponentiate` returned. All three are ``[C]`` float32.
+    ``incoming`` is the factor of each token's loss in the sum to differentiate. ``lse`` and
+    ``total`` are the log-sum-exp and the sum that `exponentiate` returned. All are ``[C]`` float32.
     """
     logits = block.logits
     smoothing = head.label_smoothing
@@ -289,10 +298,11 @@ def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total
 
 
 class Gradients:
-    """Sums the gradients of hidden states ``[s * b, h]``, weight and bias over the blocks.
+    """Collects gradients block by block: of hidden states ``[s * b, h]``, and of weight and bias.
 
-    Gradients of weight and bias are in float32, gradients of hidden states in the dtype of the
-    hidden states. A gradient is None if ``needs_gradient``, in the same order, is False for it.
+    Those of weight and bias are float32 sums over the blocks; those of the hidden states have the
+    dtype of the hidden states. ``needs_gradient`` says for hidden states, weight and bias, in this
+    order, whether there is a gradient; the others are None.
     """
 
     def __init__(self, needs_gradient: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:
@@ -311,8 +321,8 @@ class Gradients:
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias, and forget them.
 
-        The gradients of hidden states and bias have been multiplied by ``scale``. The caller must
-        scale the weight's gradient, since it can do so while it adds or casts this large tensor.
+        ``scale`` multiplies the gradients of hidden states and bias, but not the weight's: the
+        caller must multiply this large tensor, which it can do while adding or casting it.
 
         Raises:
             RuntimeError: on a second call.
@@ -363,7 +373,7 @@ def _cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _scaled_to(kind: torch.dtype, tensor: Tensor, scale: Tensor) -> Tensor:
-    """Return a tensor times a scalar, cast to ``kind``; the tensor may be overwritten."""
+    """Return ``tensor * scale`` in the dtype ``kind``; ``tensor`` itself may be overwritten."""
     if tensor.is_cuda and tensor.dtype != kind:
         # One kernel multiplies and casts.
         return torch.mul(tensor, scale, out=tensor.new_empty(tensor.shape, dtype=kind))

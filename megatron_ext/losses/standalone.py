@@ -37,13 +37,15 @@ class StepLoss:
 
     Attributes:
         weight, bias: this rank's part of the head, ``[v/tp, h]`` and ``[v/tp]``.
-        reduction: how tokens are weighted: token, sample or square (``--loss-reduction``).
+        reduction: "token" keeps the tokens' weights; "sample" divides each by the sum of the
+            weights in its row, and "square" by the square root of this sum.
         ignore_index: label of tokens that do not count.
         token_losses: a custom loss in place of cross-entropy; see `blockwise_loss`.
         extra_names: names of the further values that ``token_losses`` returns.
         group: the data-parallel ranks that share a step. The caller must sum the gradients over
             them. None means all ranks, or only this one if there are no process groups.
-        tp_group, sequence_parallel: how the head and the hidden states are sharded.
+        tp_group: ranks over which the head is split; None means that this rank holds all of it.
+        sequence_parallel: whether the hidden states are split over ``tp_group`` along the sequence.
         options: further options of `weighted_linear_cross_entropy` or `blockwise_loss`.
     """
 
@@ -85,7 +87,7 @@ class StepLoss:
 class MicroBatchLoss:
     """A function from the hidden states of one micro-batch to its part of a step's loss.
 
-    ``weights`` are ``[b, s]`` and sum to 1 over all micro-batches of the step.
+    ``weights`` are ``[b, s]`` and sum to 1 over all micro-batches of the step on all its ranks.
     """
 
     step: StepLoss

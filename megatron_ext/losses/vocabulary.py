@@ -2,8 +2,8 @@
 
 `VocabularyHead` has the differentiable operations from which users build a loss. Values ``[C]``,
 one per token, are equal on all tensor-parallel ranks. Values ``[C, v/tp]`` are split: each rank
-holds its part. `sum` and `at` turn parts into shared values; `spread` prepares shared values for
-operations with parts.
+holds its part. `sum` and `at` turn parts into values ``[C]``. Pass values ``[C]`` through `spread`
+before combining them with a part, so that their gradient is summed over the ranks.
 
 `statistics` and `to_gradient_` are the pointwise part of a block's cross-entropy on a GPU, one
 compiled kernel each. They keep the logits in the 16 bits of the matrix product and compute in
@@ -124,12 +124,12 @@ class VocabularyHead:
 
 
 class Statistics(NamedTuple):
-    """Statistics of C tokens over this rank's logits ``[C, v/tp]``, each ``[C, 1]`` float32."""
+    """Statistics of only this rank's logits ``[C, v/tp]`` of C tokens, each ``[C, 1]`` float32."""
 
     highest: Tensor
     at_label: Tensor
     total: Tensor
-    """Sum of the exponentials after the highest logit is subtracted."""
+    """Sum of the exponentials of the logits minus `highest`, this rank's highest logit."""
     plain: Tensor
     """Sum of the logits; zeros if `statistics` was called without ``sums_plain``."""
 
