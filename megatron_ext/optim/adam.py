@@ -1,4 +1,4 @@
-"""The optimizer state of torch's Adam and SGD before their first update."""
+"""Creates the zero state of torch's Adam and SGD, so that it exists before their first update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
     """Create the all-zero state of torch's Adam or SGD before its first update.
 
     Existing state is kept. In a `muon.Muon`, which is a subclass of AdamW, weights that Muon
-    updates get no second moment.
+    updates get no second moment. megatron-core passes ``_core_config``, which is ignored.
     """
     exp_avg, exp_avg_sq = getattr(inner, "moments", (None, None))
     for group in inner.param_groups:

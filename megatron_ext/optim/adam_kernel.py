@@ -27,7 +27,7 @@ CHUNK = 16 * BLOCK
 """Number of elements that a Triton program updates in total, all of one parameter."""
 NUM_WARPS = 4
 COLUMNS = 6
-"""Entries of a parameter in the table: five addresses and the number of elements."""
+"""Columns of a launch's table of parameters: five addresses and the number of elements."""
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -37,7 +37,8 @@ def _pointer(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Load an address from the table of tensors, and return it as a pointer to ``DTYPE``.
 
-    ``row`` points to a parameter's row of the table, and ``column`` selects the tensor.
+    ``row`` points to a parameter's row of the table, and ``column`` selects the tensor. ``ALIGNED``
+    tells the compiler that the address is a multiple of 16 bytes.
     """
     pointer = tl.load(row + column).to(tl.pointer_type(DTYPE))
     if ALIGNED:
@@ -52,8 +53,12 @@ def _update_block(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Update one block of elements, in the order of operations of torch's fused AdamW.
 
-    ``divisor``, ``step_size`` and ``root`` are the last three of `Settings.scalars`. ``decay`` is
-    the learning rate times the weight decay; ``rest1`` is 1 - ``beta1``, ``rest2`` 1 - ``beta2``.
+    Args:
+        gradients, weights, exp_avgs, exp_avg_sqs, copies: pointers to the start of the chunk.
+        offsets, mask: the block's elements in the chunk, and which of them exist (None: all).
+        divisor, step_size, root: the last three of `Settings.scalars`, in this order.
+        decay, rest1, rest2: learning rate times weight decay, 1 - beta1 and 1 - beta2.
+        HAS_COPY: whether there is a 16-bit weight to write, at ``copies``.
     """
     gradient = tl.load(gradients + offsets, mask=mask) / divisor
     weight = tl.load(weights + offsets, mask=mask)
@@ -81,8 +86,10 @@ def adam_kernel(  # type: ignore[no-untyped-def]
     Args:
         addresses: table with one row for each parameter: the addresses of the tensors, in the order
             of `Entry.tensors`, and the number of elements.
-        chunks: for each program of the launch, (row of the parameter, number of the chunk).
+        chunks: for each program of the launch, (row of the parameter, index of its chunk).
         scalars: `Settings.scalars`; for ``decay``, ``rest1`` and ``rest2`` see `_update_block`.
+        EXP_AVG, EXP_AVG_SQ, COPY: dtypes of the moments and of the 16-bit weight.
+        HAS_COPY: whether there is a 16-bit weight; for ``ALIGNED`` see `_pointer`.
     """
     if tl.load(scalars) != 0.0:
         return
@@ -114,11 +121,12 @@ def adam_kernel(  # type: ignore[no-untyped-def]
 
 
 class GroupUpdate:
-    """Updates a parameter group by one kernel launch per `Entry.kind`; see `fused_adam.Kernel`.
+    """A `fused_adam.Kernel` that updates a parameter group by one launch for each `Entry.kind`.
 
     The kernel finds its tensors in a table of addresses on the device. The table is sent before the
     first update, and again if any address has changed. This happens in every update if gradients
-    are summed in 16 bits and then cast to new tensors. No reference to a gradient is kept.
+    are summed in 16 bits and then cast to new tensors. Only addresses are kept, so the gradients
+    can be freed after the update.
     """
 
     def __init__(self) -> None:

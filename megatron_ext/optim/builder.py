@@ -84,13 +84,13 @@ def take_torchs_adam(
 ) -> None:
     """Replace each Adam in a chain of optimizers by `FusedAdam`, or by `Muon` if ``muon`` is True.
 
-    Call this before the first update. A torch Adam stays if it suffices: with float32 moments,
-    without a kernel and without Muon. Other Adams, such as apex's, are always replaced, since they
+    Call this before the first update. torch's own Adam is kept if both moments are float32 and
+    there is neither a kernel nor Muon. Other Adams, such as apex's, are always replaced, since they
     cannot let the device decide to skip an update.
 
     Args:
-        moments: dtypes of Adam's two moments, see `FusedAdam`.
-        make_kernel: makes the update kernel, see `FusedAdam`.
+        moments: dtypes of Adam's two moments.
+        make_kernel: makes a parameter group's update kernel; with None, torch updates the weights.
     """
     plain = make_kernel is None and moments == (torch.float32, torch.float32) and not muon
     adams = [part for part in parts_of(optimizer) if getattr(part, "optimizer", None) is not None]
@@ -131,7 +131,10 @@ def _give_matrices(
     groups: ProcessGroupCollection,
     flags: OptimizerConfig,
 ) -> None:
-    """Tell each `Muon` in an optimizer which weights of ``chunks`` it updates as matrices."""
+    """Tell each `Muon` in ``optimizer`` which weights it updates itself; AdamW updates the others.
+
+    ``chunks`` are this rank's chunks of the model; ``flags`` has the settings of Muon.
+    """
     from megatron_ext.optim.matrices import Matrix, matrices_of
     from megatron_ext.optim.muon import Muon
 
@@ -144,10 +147,10 @@ def _give_matrices(
 
 
 def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
-    """Make distributed optimizers take each gradient from ``main_grad`` as it is.
+    """Make distributed optimizers use ``main_grad`` itself as the gradient of this rank's shard.
 
-    megatron-core slices this rank's shard out of a whole ``main_grad``. With
-    ``layers.gradient_shards``, ``main_grad`` already is that shard.
+    megatron-core would cut the shard out of a ``main_grad`` of the whole parameter. With sharded
+    gradients (`layers.gradient_shards`), ``main_grad`` is already the shard.
     """
 
     def take(part: Any) -> None:
@@ -165,10 +168,10 @@ def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
 
 
 def _model_weights(part: Any) -> dict[Tensor, Tensor]:
-    """Map each float32 weight that an optimizer updates to the model's 16-bit weight.
+    """Map each float32 weight that the optimizer ``part`` updates to the model's 16-bit weight.
 
-    With a distributed optimizer, both are this rank's shards. Weights that the model itself keeps
-    in float32 are left out.
+    With a distributed optimizer, keys and values are this rank's shards. Weights that the model
+    itself keeps in float32 are left out.
     """
     names = "float16_groups", "fp32_from_float16_groups"
     if isinstance(part, DistributedOptimizer):
@@ -182,9 +185,10 @@ def _model_weights(part: Any) -> dict[Tensor, Tensor]:
 
 
 def kernel_for(weight: Tensor) -> Callable[[], Kernel] | None:
-    """Return a function that makes a parameter group's update kernel, for the device of ``weight``.
+    """Return the argument ``make_kernel`` of `FusedAdam` for weights on the device of ``weight``.
 
-    Return None on a CPU, and if compilation is impossible or switched off; torch then updates.
+    It is None, so that torch updates the weights, on a CPU and if compilation is impossible or
+    switched off.
     """
     if not (weight.is_cuda and compiles(weight)):
         return None

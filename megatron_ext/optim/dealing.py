@@ -3,7 +3,8 @@
 With the distributed optimizer, a rank updates a piece of the flattened parameters, which may begin
 and end anywhere in a matrix. But a matrix can only be orthogonalized as a whole. So one rank of the
 data-parallel group, its owner, gathers all pieces of a matrix and sends each rank its piece of the
-result. Owners are chosen so that all ranks have about the same work.
+result. Owners are chosen so that all ranks have about the same work. The matrices are handled in
+rounds, and the pieces of all matrices of a round are sent in one collective.
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ class Dealt:
 
     Attributes:
         shard: this rank's elements of the weight.
-        pieces: for each rank of the group, the slice of the flattened weight that it updates.
-        owner: index of the owner in the group.
-
-    The group is that of the ranks that share the optimizer's state.
+        pieces: for each rank that shares the optimizer's state, the slice of the flattened weight
+            that the rank updates.
+        owner: index of the owner among these ranks.
     """
 
     matrix: Matrix
@@ -109,13 +109,13 @@ def _taken(queue: list[Dealt]) -> list[Dealt]:
 
 
 def gather(dealt: Sequence[Dealt], pieces: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Send each rank's pieces of the matrices of a round to the owners.
+    """Send each rank's pieces of the matrices of one round (see `deal`) to the matrices' owners.
 
     All ranks of ``group`` call this together.
 
     Args:
         dealt: all matrices of the round.
-        pieces: for each of them, this rank's flat piece, such as a part of the momentum.
+        pieces: this rank's flat piece of each matrix, for example of its momentum.
 
     Returns:
         For each matrix that this rank owns, all elements as a flat tensor.
@@ -142,13 +142,13 @@ def gather(dealt: Sequence[Dealt], pieces: Sequence[Tensor], group: ProcessGroup
 def scatter(
     dealt: Sequence[Dealt], whole: Sequence[Tensor], group: ProcessGroup, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Send the pieces of whole matrices from the owners to the ranks; the reverse of `gather`.
+    """Send each rank its pieces of the matrices of one round (see `deal`); the reverse of `gather`.
 
     All ranks of ``group`` call this together.
 
     Args:
         dealt: all matrices of the round.
-        whole: the flat matrices that this rank owns.
+        whole: the matrices that this rank owns, each as a flat tensor.
         dtype: dtype of all matrices.
 
     Returns:

@@ -52,13 +52,14 @@ class Part(Shard):
 
 
 class ShardedEMA:
-    """The averages of the trained parameters of a rank's model chunks.
+    """The moving averages of the trained parameters of a rank's model chunks.
 
     All ranks call `gathered` and `swapped_in` together, since these communicate.
 
     Args:
-        optimizer: any optimizer of megatron-core. With None, every rank holds the whole average of
-            each trained parameter, into which a checkpoint can be loaded.
+        optimizer: any optimizer of megatron-core; a rank averages the elements that it updates.
+            With None, every rank holds the whole average of each trained parameter, into which a
+            checkpoint can be loaded.
         decay: weight of the old average in the new one; with ``warmup`` its upper limit.
         warmup: whether the first updates use a smaller decay.
         start: first training step that is averaged, counted from 1. Before it, the average equals

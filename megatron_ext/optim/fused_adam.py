@@ -1,4 +1,4 @@
-"""AdamW with a step count that checkpoints keep, and with a single kernel per update on a GPU."""
+"""AdamW that saves its step counts, and AdamW that updates in one pass over memory on a GPU."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ class Matrix:
     and values for the first group of heads, then for the second.
 
     Attributes:
-        rows: for each fused matrix, the number of its rows that stand together before the rows of
-            the next one, such as the rows of (queries, keys, values) of one group of heads. A
-            weight that is a single matrix has one entry, its number of rows.
+        rows: for each fused matrix, how many of its rows follow each other before those of the next
+            matrix: for example the rows of (queries, keys, values) of one group of heads. A weight
+            that is a single matrix has one entry, its number of rows.
         group: tensor-parallel ranks that hold the other rows or columns; None if this rank has all.
         dim: the dimension that is divided among ``group``: 0 for rows, 1 for columns.
     """
@@ -66,7 +66,10 @@ class Matrix:
 
     @property
     def operations(self) -> int:
-        """Return the relative cost of orthogonalizing the weight, including other ranks' parts."""
+        """Return the relative cost of orthogonalizing the fused matrices as wholes.
+
+        Rows or columns that other tensor-parallel ranks hold are included.
+        """
         ranks = 1 if self.group is None else self.group.size()
         total = 0
         for number in self.rows:
@@ -80,12 +83,11 @@ class Matrix:
 def matrices_of(
     chunk: Module, groups: ProcessGroupCollection, *, split_qkv: bool
 ) -> dict[Parameter, Matrix]:
-    """Return the trained weights of a model chunk that Muon updates.
+    """Return the trained weights of a model chunk that Muon updates, each with its `Matrix`.
 
-    They are all two-dimensional weights except tables of vectors, such as embeddings. A module can
-    declare any of its weights a table by the attribute ``is_table`` of the parameter. A linear
-    layer of this package that fuses matrices has an attribute ``fused_parts``, with the meaning of
-    `Matrix.rows`.
+    These are all two-dimensional weights except tables of vectors: embeddings, output layers, and
+    parameters with a true attribute ``is_table``. A module of this package whose weight fuses
+    queries, keys and values has an attribute ``fused_parts``, which becomes `Matrix.rows`.
 
     Args:
         split_qkv: whether fused queries, keys and values count as three matrices or as one.
@@ -110,7 +112,7 @@ def matrices_of(
 
 
 def _fused(chunk: Module, *, split_qkv: bool) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield each weight that fuses several matrices, with the number of rows of each matrix.
+    """Yield each weight that fuses several matrices, with its `Matrix.rows`.
 
     Without ``split_qkv``, fused queries, keys and values count as one matrix.
     """

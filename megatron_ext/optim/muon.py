@@ -37,9 +37,9 @@ class Direction:
     """Orthogonalizes and scales momenta; the results are the directions in which weights move.
 
     Attributes:
-        coefficients: the coefficients (a, b, c) of each Newton–Schulz step.
+        coefficients: (a, b, c) of the polynomial of each Newton–Schulz step.
         scale_mode: ``--muon-scale-mode``, see `scale_of`.
-        factor: a further factor on all directions.
+        factor: ``--muon-extra-scale-factor``, which multiplies all directions.
         tp_mode: how tensor-parallel ranks that each hold a part of a matrix share the work.
             "duplicated": each rank gathers and orthogonalizes the whole matrix. "distributed": each
             rank handles its part, and the ranks sum their Gram matrices. "blockwise": each rank
@@ -74,10 +74,9 @@ class Direction:
 
     @contextmanager
     def products(self, device: torch.device) -> Iterator[None]:
-        """Within the context, set the precision of float32 matrix products on a GPU to `precision`.
+        """Within the context, multiply float32 matrices on a GPU with the precision `precision`.
 
-        Nothing is set on a CPU, or for "medium", where the matrices themselves are bfloat16
-        (`dtype`).
+        Nothing changes on a CPU, or for "medium", for which `dtype` is bfloat16.
         """
         before = torch.get_float32_matmul_precision()
         if device.type == "cuda" and self.precision != "medium":
@@ -135,8 +134,8 @@ class Muon(FusedAdam):
     The state of a matrix is its momentum, under the name ``exp_avg``, and its step count.
 
     Attributes:
-        matrices: for each tensor that this rank updates by Muon, a whole weight or a shard of one,
-            the `Matrix` that it belongs to.
+        matrices: maps each tensor that this rank updates by Muon to the `Matrix` of its weight. The
+            tensor is the whole weight or a shard of it.
         weights: the model parameters that Muon updates on any rank of the data-parallel group.
     """
 
@@ -200,10 +199,10 @@ class Muon(FusedAdam):
                 self._move(main, direction.view(main.shape).to(main.dtype), groups[main])
 
     def _momentum(self, main: Tensor) -> Tensor:
-        """Update the momentum of a weight with its gradient; return the tensor to orthogonalize.
+        """Update a weight's momentum with its gradient; return the tensor to orthogonalize.
 
-        With Nesterov's momentum, the result is a weighted mean of gradient and momentum; otherwise
-        it is the momentum. For an empty shard, return the shard.
+        ``main`` is this rank's shard of the weight. The result is the momentum, or with Nesterov's
+        momentum a weighted mean of gradient and momentum. For an empty shard it is ``main``.
         """
         if not main.numel():
             return main

@@ -71,10 +71,10 @@ def _samples(config: RunConfig, iterations: int, consumed: int = 0) -> int:
 
 
 def samples_of_decay_left(config: RunConfig, iteration: int, consumed: int) -> int:
-    """Return the number of samples from step ``iteration`` to the end of the decay that flags set.
+    """Return the number of samples from step ``iteration`` to the end of the learning rate's decay.
 
-    It is the decay of the learning rate. Return 0 if its end has passed. ``consumed`` is the number
-    of samples in the steps up to ``iteration``.
+    The flags set this end; return 0 if it has passed. ``consumed`` is the number of samples in the
+    steps up to ``iteration``.
     """
     optimizer = config.optimizer
     training = config.training
@@ -91,7 +91,8 @@ class Place:
     Attributes:
         warmup: length of the warm-up.
         decay: samples from the start of the run to the end of the decay.
-        last_phase: length of the final decay of ``--lr-decay-style WSD``; it ends with ``decay``.
+        last_phase: length of the final part of ``decay``, in which ``--lr-decay-style WSD`` lowers
+            the rate.
         done: samples from the start of the run to the current point.
     """
 
@@ -102,11 +103,11 @@ class Place:
 
 
 class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
-    """megatron-core's schedule, which keeps its rate when the lengths of its phases change.
+    """megatron-core's schedule, which can continue without a jump when its phases get new lengths.
 
     Attributes:
-        has_usual_warmup: whether the warm-up has its default length, which the task and the length
-            of the run determine; False if flags give another one.
+        has_usual_warmup: whether the warm-up has its default length, which depends on the task and
+            the length of the run; False if flags give another one.
     """
 
     _loaded: dict[str, Any] | None = None
@@ -129,8 +130,8 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
 
         There is no error with `--override-opt-param-scheduler`, which takes the settings from the
         flags, or `--use-checkpoint-opt-param-scheduler`, which takes them from the checkpoint. Two
-        settings have no effect and may differ: the length of the decay of a constant learning rate,
-        and the length of the increase of a constant weight decay. With a constant rate the
+        lengths may differ where they have no effect: that of the decay if the learning rate is
+        constant, and that of the increase if the weight decay is constant. With a constant rate the
         checkpoint's warm-up is kept, unless a flag gives another one.
         """
         self._loaded = dict(state_dict)
@@ -145,19 +146,19 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
             self.wsd_decay_steps = state_dict.get(WSD, self.wsd_decay_steps)
 
     def go_on(self, config: RunConfig, iteration: int, consumed: int) -> str | None:
-        """Continue the loaded schedule with the lengths that this run's flags give, without a jump.
+        """Continue the loaded schedule without a jump, with the phase lengths of this run's flags.
 
         The rate and the phase stay as they were, and the decay ends where the flags say. If it had
         ended already, the rate stays at the minimum.
 
         Args:
-            iteration: number of steps of the run so far.
-            consumed: number of samples of these steps.
+            iteration: number of steps that the run has done so far.
+            consumed: number of samples in these steps.
 
         Returns:
-            A log message on this; None if nothing is done: without
-            `--override-opt-param-scheduler`, without a loaded state, or if the loaded lengths are
-            the same.
+            A log message that says how the schedule continues. None if it needs no change: without
+            `--override-opt-param-scheduler`, without a loaded state, or if the loaded lengths equal
+            those of the flags.
         """
         state = self._loaded
         last_phase = self.wsd_decay_steps or 0

@@ -1,9 +1,9 @@
-"""An optimizer update that a non-finite gradient cannot spoil.
+"""An optimizer update that is skipped if a gradient is not finite.
 
-A step is skipped if the global gradient norm, which is the same on all model-parallel ranks, is not
-finite; megatron-core checks for infinities only under fp16. With a fused Adam (torch's or ours) the
-device decides, and the host reads the decision later. A skipped step consumes its samples and
-counts as an iteration, but does not advance the learning rate.
+The test uses the global gradient norm, which is the same on all model-parallel ranks; megatron-core
+checks for infinities only under fp16. With a fused Adam (torch's or `FusedAdam`) the device decides
+whether to skip, and the host reads this later. A skipped step consumes its samples and counts as
+an iteration, but does not advance the learning rate.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from megatron_ext.optim.adam import ADAMS
 
 
 class UpdateResult:
-    """The result of an optimizer update: scalar tensors on the device, and properties for the host.
+    """The result of an optimizer update, in scalar tensors on the device that the host reads later.
 
-    The device scalars, each ``[]``, are ``flag`` (bool), ``norm`` and ``zeros`` (float64). The host
-    reads them as `applied`, `grad_norm` and `num_zeros`. The first such read waits for this update,
-    but not for work launched after it.
+    The first read of `applied`, `grad_norm` or `num_zeros` waits for this update, but not for work
+    launched after it.
 
     Attributes:
-        sizes: one tensor ``[n]`` for each optimizer in a chain, with a size for each of the n
-            gradients that this rank contributes to the norm. A size is the sum of squares on a CPU,
-            and the norm on a GPU; it is not finite if the gradient is not.
+        flag: bool ``[]`` on the device; the host reads it as `applied`.
+        norm: float64 ``[]`` on the device; the host reads it as `grad_norm`.
+        zeros: float64 ``[]`` on the device, None if not counted; the host reads it as `num_zeros`.
+        sizes: one tensor ``[n]`` for each optimizer in a chain from which this rank contributes
+            gradients to the norm, with a size for each of these n gradients. A size is the sum of
+            squares on a CPU, and the norm on a GPU; it is not finite if the gradient is not.
     """
 
     sizes: Sequence[Tensor] = ()
@@ -60,7 +62,7 @@ class UpdateResult:
 
     @property
     def applied(self) -> bool:
-        """Return whether the weights were updated, and not the step skipped."""
+        """Return whether the weights were updated; False if the step was skipped."""
         return bool(self._numbers[0])
 
     @property
@@ -91,9 +93,10 @@ def update_parameters(
     Args:
         clip_grad: the largest allowed global norm; 0 switches clipping off.
         gradient_scale: factor ``[]`` of all gradients; None for 1. Norm and update use the scaled
-            gradients, but these are not stored. The factor needs `all_decide_on_device`.
-        approve: takes the norm and returns whether the update may be applied, bool ``[]``. It is
-            called in every step on all ranks, before anything changes, so it may communicate.
+            gradients, but these are not stored. Give it only if `all_decide_on_device`.
+        approve: takes the norm and returns whether the update may be applied, bool ``[]``; None
+            allows every update. It is called in every step on all ranks, before anything changes,
+            so it may communicate.
     """
     # This unscales fp16 gradients, and says whether they overflowed.
     if optimizer.prepare_grads():
@@ -127,7 +130,7 @@ def update_parameters(
 
 
 def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """Copy the loss scale of the optimizer whose gradients overflowed to all optimizers of a chain.
+    """Copy the loss scale of an optimizer whose gradients overflowed to all others of its chain.
 
     megatron-core would lower the scale of that optimizer only, but it multiplies the loss by the
     scale of the first optimizer.
@@ -165,9 +168,9 @@ def _update_where_finite(
 ) -> None:
     """Let a fused kernel scale, clip and apply the gradients, or skip the update.
 
-    As with torch's GradScaler, the kernel reads two attributes of the optimizer: ``grad_scale``,
-    the divisor of the gradients, and ``found_inf``. For the arguments see `update_parameters`; the
-    result ``update`` says whether to skip.
+    ``update`` holds the norm, and the flag that says whether to apply the gradients. For the other
+    arguments see `update_parameters`. As under torch's GradScaler, the kernel reads two attributes
+    of the optimizer: ``grad_scale``, the divisor of the gradients, and ``found_inf``, 1 to skip.
     """
     inner = [part.optimizer for part in _with_parameters(optimizer)]
     divisor = None
@@ -207,7 +210,7 @@ def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """Return the optimizers inside a chained optimizer; for any other, a list of only itself."""
+    """Return the optimizers inside a chained optimizer; for any other or None, ``[optimizer]``."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -219,8 +222,7 @@ def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = 
     squares are added in double precision.
 
     Args:
-        sizes: a list to which the `UpdateResult.sizes` of this rank are appended; None to keep
-            none.
+        sizes: a list to which this rank's `UpdateResult.sizes` are appended, if they are wanted.
     """
 
     def sum_of_squares(grads: list[Tensor]) -> Tensor:
@@ -233,11 +235,11 @@ def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = 
 
 
 def _nothing_if_finite(part: MegatronOptimizer, counted: list[Tensor]) -> Tensor | float:
-    """Return 0 if all gradients of this rank that are not in ``counted`` are finite, else NaN.
+    """Return 0 if the gradients of ``part`` on this rank outside ``counted`` are finite, else NaN.
 
-    This is a term to add to a sum over the counted gradients: it makes the sum NaN if another
-    gradient is damaged. The result is float64 ``[]``, or the number 0.0 if there are no other
-    gradients.
+    Other ranks count those gradients in the norm. This rank adds the result to its own sum, which
+    becomes NaN if its copy of such a gradient is damaged. The result is float64 ``[]``, or the
+    number 0.0 if there are no such gradients.
     """
     ids = {id(grad) for grad in counted}
     gradients = [
@@ -250,7 +252,10 @@ def _nothing_if_finite(part: MegatronOptimizer, counted: list[Tensor]) -> Tensor
 
 
 def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
-    """Return the number of zeros in all gradients, each counted once, float64 ``[]``."""
+    """Return the number of zeros in all gradients, float64 ``[]``; all ranks call this together.
+
+    Each gradient counts once, even if several ranks hold a copy.
+    """
 
     def zeros(grads: list[Tensor]) -> Tensor:
         return torch.stack([grad.numel() - torch.count_nonzero(grad) for grad in grads]).sum()

@@ -1,10 +1,10 @@
 """The board: shared memory where each rank of a machine records its progress for other processes.
 
-The watcher of hangs and the report of a run's time read it. Each rank has one slot of the board.
-A slot has a header, the names that its events use, and a ring of the latest events. Only the rank
-itself writes its slot, without locks: first an event, then the number of events. A reader copies
-the slot and ignores entries that may have been overwritten since. All times are of CLOCK_MONOTONIC,
-which is the same for all processes of a machine.
+It serves to notice hangs and to report where the time of a run went. Each rank has one slot of
+the board, with a header, the names that its events use, and a ring of the latest events.
+Only the rank itself writes its slot, without locks: first an event, then, in the header, how many
+events there are. A reader copies the slot and ignores entries that may have been overwritten since.
+All times are of CLOCK_MONOTONIC, which is the same for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Slot:
     """The slot of one rank on the board, as that rank writes it.
 
     Attributes:
-        seconds: the total seconds of each phase, indexed by the number of its name (`name`).
+        seconds: the total seconds of each phase; the index is the number of the phase's name.
     """
 
     def __init__(self, memory: mmap.mmap, index: int) -> None:
@@ -180,8 +180,8 @@ class Slot:
         Args:
             now: time in nanoseconds.
             kind_and_name: ``number of the name << 2 | EventKind``.
-            phase: number of the phase after the event.
-            detail: micro-batch, stage and peer.
+            phase: number of the name of the phase after the event.
+            detail: (micro-batch, stage, peer), each -1 if there is none.
         """
         count = self._count
         _ENTRY.pack_into(
@@ -211,7 +211,7 @@ class Board:
 
     @classmethod
     def of_machine(cls, folder: Path) -> Board:
-        """Open the board in the host folder ``folder``; this process must be one of its ranks.
+        """Open, on a rank, the board in the host folder ``folder``, with LOCAL_WORLD_SIZE slots.
 
         Raises:
             OSError: there is not enough memory.
@@ -275,9 +275,9 @@ def _names(copy: bytes) -> Sequence[str]:
 
 
 def _event(copy: bytes, number: int, names: Sequence[str]) -> Event | None:
-    """Return event ``number``, counted from 0, from ``copy``, a copy of a slot.
+    """Return an event from ``copy``, a copy of a slot; None if a later event has overwritten it.
 
-    Return None if another event has overwritten it.
+    ``number`` counts the rank's events from 0, unlike `Event.number`.
     """
     time, iteration, code, phase, microbatch, stage, peer, written = _ENTRY.unpack_from(
         copy, _RING_AT + number % RING * _ENTRY.size

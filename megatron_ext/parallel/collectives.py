@@ -1,8 +1,9 @@
 """Run work on one or all ranks and raise its error on every rank, so that no rank waits forever.
 
 `gather_or_raise` and `on_first_rank` are for checkpoints. `on_reporting_rank` and
-``on_first_of_...`` are for work that one rank does for the run or for its replica. The message of
-an unexpected error begins with the argument ``what``.
+``on_first_of_...`` are for work that one rank does for the run or for its replica, which here is a
+group of tensor- and context-parallel ranks. The argument ``what`` describes the work, for example
+"Loading the weights", at the start of the message of an unexpected error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def from_all_ranks(
 ) -> list[T]:
     """Return the ``value`` that each rank of a group passes, in rank order.
 
-    All ranks of the group call this together. A rank passes its error as ``fault``, or None.
+    All ranks of the group call this together; None is the group of all ranks. ``fault`` is the
+    error that this rank has met, None if it met none.
 
     Raises:
         MegatronExtError: on every rank, the ``fault`` of the lowest rank that passes one.
@@ -44,8 +46,8 @@ def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
     """Run work without communication on every rank, and return all results by rank.
 
     Raises:
-        CheckpointError: on every rank, with the first failing rank's message. ``what`` names the
-            work in it, unless the work itself raised a CheckpointError.
+        CheckpointError: on every rank, the error of the first rank whose work fails. Its message
+            begins with ``what``, unless the work itself raised a CheckpointError.
     """
     result: T | None = None
     fault: CheckpointError | None = None
@@ -120,7 +122,7 @@ def _on_some_ranks(
 
 
 def is_first_of_replica(context: ParallelContext) -> bool:
-    """Return whether this rank is the first of its replica (tensor- and context-parallel ranks)."""
+    """Return whether this rank is the first of its replica: tensor and context rank 0."""
     return context.tp_rank == 0 and context.cp_rank == 0
 
 

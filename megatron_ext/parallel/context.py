@@ -1,4 +1,4 @@
-"""The process groups and seeds of a layout; no other file reads ``parallel_state``."""
+"""The process groups and seeds of a layout; no other file reads core's ``parallel_state``."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ParallelContext:
 
 
 def destroy_groups() -> None:
-    """Destroy the process groups that `init_groups` created, even if it failed halfway."""
+    """Destroy the process groups of `init_groups`, even if it failed after creating only some."""
     parallel_state.destroy_model_parallel()
     # megatron-core does not destroy these two. A rank that is forked later would wait for their
     # threads.
@@ -108,7 +108,7 @@ def destroy_groups() -> None:
 
 
 class NoAnswer(Enum):
-    """The two ways in which contact with another rank fails; the values are error messages."""
+    """How contact with another rank failed: timeout or lost connection; the values are messages."""
 
     TIMEOUT = (
         "waited in vain for another rank until `--distributed-timeout-minutes` were over; look at "
@@ -120,8 +120,8 @@ class NoAnswer(Enum):
 def contact_fault(error: BaseException) -> NoAnswer | None:
     """Return how contact with another rank failed; None if the error has another cause.
 
-    Gloo raises a plain RuntimeError, so it is recognized by its text. Errors because this process
-    may not open more files or lacks memory look alike, but do not count.
+    Gloo raises a plain RuntimeError, so its text decides. Texts that name too many open files or
+    a lack of memory in this process count as another cause.
     """
     text = str(error)
     if "Too many open files" in text or "Cannot allocate memory" in text:
@@ -165,16 +165,17 @@ def init_groups(
 ) -> ParallelContext:
     """Create the process groups of a layout and check them against the grid.
 
-    All ranks call this together. `torch.distributed` is initialized from the environment (RANK,
-    WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it already is. If an error is raised, all
-    groups are destroyed first.
+    All ranks call this together. Unless `torch.distributed` is initialized already, this is done
+    first, with RANK and WORLD_SIZE from the environment. If an error is raised, all groups are
+    destroyed first.
 
     Args:
         get_embedding_ranks: selects, from a pipeline's ranks, those with the word embedding; None
             selects the first and the last.
-        init_method: rendezvous address such as ``file:///path``; a single rank needs none.
+        init_method: rendezvous address such as ``file:///path``; None takes it from
+            MEGATRON_EXT_INIT_METHOD, else MASTER_ADDR and MASTER_PORT. A single rank needs none.
         hierarchical_context_parallel_sizes: sizes of the inner (a2a) and outer (p2p) groups of
-            ``--cp-comm-type a2a+p2p``.
+            ``--cp-comm-type a2a+p2p``, else None.
         recorder: records what this rank does; None creates one that does not write to a `Board`.
 
     Raises:

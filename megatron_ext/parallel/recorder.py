@@ -29,16 +29,16 @@ from megatron_ext.parallel.board import (
 Listener = Callable[[str, int, Any], None]
 """A function ``(name, iteration, detail)`` that is called after each event has been recorded.
 
-``name`` is as in `Event`. ``detail`` is "begin" or "end" for a phase or a wait, and None for a step
-or a mark. For an action it is the `Action`, and "end" when the action ends.
+``name`` is as in `Event`. ``detail`` is None for a step or a mark, the `Action` when an action
+begins, and otherwise "begin" or "end".
 """
 _WHOLE = frozenset({PHASES.index("save"), PHASES.index("evaluate")})
-"""Phases whose time also includes the time of phases nested in them."""
+"""Phases that also count the time of phases nested in them, which then do not count it."""
 _NO_DETAIL = (-1, -1, -1)
 _PHASE_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 """The phase of each kind of computation; I and W are the gradients of input and weights.
 
-All other kinds of actions are messages.
+All other kinds of actions are messages, whose phase is "bubble".
 """
 
 
@@ -89,8 +89,8 @@ class Recorder:
     def seconds(self) -> dict[str, float]:
         """Return the seconds spent in each phase so far; they add up to the time since the start.
 
-        The time of nested phases counts only for the innermost one. But phases within "save" or
-        "evaluate" do not count themselves: all of their time belongs to "save" or "evaluate".
+        Time in nested phases counts only for the innermost one, but all time within "save" or
+        "evaluate" counts for these, not for phases nested in them.
         """
         self._charge(time.monotonic_ns())
         names = {number: name for name, number in self._ids.items()}
@@ -104,10 +104,10 @@ class Recorder:
         return phase
 
     def action(self, action: Action, peer: int | None = None) -> AbstractContextManager[None]:
-        """Return a context that records a pipeline schedule's action, and the phase of its kind.
+        """Return a context that records an action of a pipeline schedule, and times it as a phase.
 
-        ``peer`` is the global rank at the other end of a message; None for a computation. Actions
-        must not be nested.
+        The phase is "forward" or "backward" for a computation, "bubble" for a message. ``peer`` is
+        the global rank at a message's other end, else None. Actions must not be nested.
         """
         self._scope.action = action
         self._scope.peer = -1 if peer is None else peer
@@ -118,8 +118,8 @@ class Recorder:
     ) -> AbstractContextManager[None]:
         """Return a context in which the rank waits until a message has been sent or received.
 
-        The time is recorded as phase "bubble". ``kind`` is the kind of the action that started the
-        message; ``peer`` is the global rank at its other end.
+        The time is recorded as phase "bubble". ``kind`` is the message's kind of action, such as
+        "receive input"; ``peer`` is the global rank at its other end.
         """
         return _Waiting(self, kind, (microbatch, stage, peer))
 
@@ -181,9 +181,9 @@ class Recorder:
             self._slot.seconds[charged] = self._nanoseconds[charged] / 1e9
 
     def _enter(self, phase: int, name: str, about: tuple[int, int, int], detail: Any) -> None:
-        """Begin a phase, and record this as an event under ``name``.
+        """Begin the phase with number ``phase``, and record this as an event called ``name``.
 
-        ``about`` is ``(microbatch, stage, peer)`` for the slot; listeners get ``detail`` instead.
+        The slot gets ``about``, a (microbatch, stage, peer); listeners get ``detail`` instead.
         """
         now = time.monotonic_ns()
         self._charge(now)
@@ -197,9 +197,9 @@ class Recorder:
             raise
 
     def _leave(self, name: str, error: type[BaseException] | None) -> None:
-        """End the innermost phase, and record this as an event under ``name``.
+        """End the innermost phase, and record this as an event called ``name``.
 
-        If an exception of type ``error`` ends the phase, record a mark with the type's name first.
+        If an exception ends it, ``error`` is its type, and a mark with the type's name comes first.
         """
         now = time.monotonic_ns()
         if error is not None:
@@ -219,7 +219,7 @@ class Recorder:
 
 
 class _Phase(AbstractContextManager[None]):
-    """The context of a phase; it has no state while entered, so it can be nested and used again."""
+    """The context that `Recorder.phase` returns; it can be entered again, even inside itself."""
 
     __slots__ = ("_name", "_number", "_recorder")
 
@@ -238,7 +238,7 @@ class _Phase(AbstractContextManager[None]):
 
 
 class _ActionScope(AbstractContextManager[None]):
-    """The context of an action; one object serves all actions, set by `Recorder.action`."""
+    """The context that `Recorder.action` returns: one object, which serves all actions in turn."""
 
     __slots__ = ("_name", "_recorder", "action", "peer")
 
@@ -282,10 +282,10 @@ class _Waiting(AbstractContextManager[None]):
 
 
 def open_recorder(folder: Path | None = None) -> Recorder:
-    """Return a recorder that writes to this rank's slot of the `Board` in the host folder.
+    """Return a recorder that writes to this rank's slot of the `Board` in a host folder.
 
-    ``folder`` is the host folder (see `disk.host_folder`); None takes that of the run. If there is
-    none, or not enough memory, return a recorder without a slot.
+    ``folder`` is the host folder (see `disk.host_folder`), None for the run's. If the run has none,
+    or memory for the board is lacking, return a recorder without a slot.
     """
     folder = folder or host_folder()
     if folder is None:
