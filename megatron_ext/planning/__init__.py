@@ -1,11 +1,15 @@
 """The cost of a run, computed from its configuration without a GPU, for any number of ranks.
 
-Its modules, in the order in which they import each other:
+Each module imports only modules above it:
 
-stages.py (ranks and stages of a run) -> state.py (exact bytes that a rank keeps between steps)
--> network.py (`TaskCost`, which a task defines, and its formulas)
--> memory.py (peak memory of each pipeline rank, and the check before any rank starts),
-kernels.py (kernels of a step in classes), hardware.py (rates that GPUs reach) -> step_time.py (time
-of a step, and the best layouts) -> budget.py (that time by class of kernels)
--> report.py (the output of ``--dry-run`` and ``tools/plan.py``)
+- stages.py: parallel sizes of a run, and the stages of its pipeline
+- state.py: exact bytes that a rank keeps between steps
+- kernels.py: numbers of kernels, operations and bytes in a step, by class of kernels
+- hardware.py: rates that GPUs reach
+- network.py: `TaskCost`, with which a task describes what its models cost
+- memory.py: peak memory of each pipeline rank, and the check of a run on CPUs before it starts
+- muon.py: operations and messages of the Muon optimizer
+- step_time.py: time of a step, and the search for the fastest layouts
+- budget.py: time of a step by class of kernels
+- report.py: the output of ``--dry-run`` and ``tools/plan.py``
 """

@@ -15,13 +15,14 @@ from megatron_ext.planning.step_time import Clock, Estimate, estimate, rank_volu
 
 @dataclass(frozen=True)
 class Line:
-    """One class of kernels in a step of one rank.
+    """One part of a step's time on one rank: a class of kernels, gaps, communication or waiting.
 
     Attributes:
         kind: a key of `KINDS`, or "waiting" for the wait for other pipeline stages.
-        seconds: time of these kernels in the step.
+        seconds: time of this part in the step.
         rates: the assumed rates as text, such as "530 TFLOP/s".
-        flops, num_bytes, kernels: sums over the step, see `Work`.
+        flops, num_bytes, kernels: sums over the step, see `Work`; for "communication",
+            ``num_bytes`` are the bytes sent.
     """
 
     kind: str
@@ -90,9 +91,10 @@ def budget_table(estimated: Estimate) -> Table:
 
 
 def _caption(estimated: Estimate) -> str:
-    """Return a caption with the step's time and the share that large matrix products would need.
+    """Return a caption: the step's time, and the share of it that matrix products alone would take.
 
-    On H100 and H200, the caption also has both for a step with FlashAttention 3.
+    The products are timed at the rate of large ones. On H100 and H200, the caption also has both
+    numbers for a step with FlashAttention 3.
     """
     large = estimated.rates.products(estimated.network.sizes.width) / TFLOPS
     text = (

@@ -1,7 +1,8 @@
 """The GPU that a run is planned for, and the fractions of its datasheet rates that runs reach.
 
-The GPU is a kind in `device.gpus`, or a measured machine. `Efficiency` holds the assumed fractions
-and their sources. Rates measured by ``tools/doctor.py --json`` replace its first three fields.
+The GPU is one of the kinds in `device.gpus`, or a GPU that ``tools/doctor.py --json`` has measured.
+`Efficiency` holds the assumed fractions and their sources. Measured rates are used in place of its
+``products`` in 16 bits, ``fp8_products`` and ``copies``.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine
 def gpu_named(name: str, flag: str = "--dry-run-gpu") -> Gpu:
     """Return the GPU with this name in `GPUS`, or a measured one if ``name`` is a ``.json`` file.
 
-    ``tools/doctor.py --json`` writes such a file; of its GPUs, take the slowest. Links and networks
-    are not measured: their rates come from the datasheet if `GPUS` has this kind of GPU, and are
-    `PCIE` otherwise. ``flag`` is the flag that gave the name, for errors.
+    ``tools/doctor.py --json`` writes such a file. If it lists several GPUs, the one with the lowest
+    bf16 rate is returned. Links and networks are not measured: their rates come from the datasheet
+    if `GPUS` has this kind of GPU, and are `PCIE` otherwise. ``flag`` is named in errors.
 
     Raises:
         ConfigError: `GPUS` lacks the name, or the file has no readable rates.
@@ -111,9 +112,9 @@ def _assumed(value: float, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of the possible rates that runs are assumed to reach.
+    """Fractions of higher rates, such as a datasheet's, that runs are assumed to reach.
 
-    The text of each field says of which rate it is a fraction, and where the number comes from.
+    The text with each field names the higher rate and the source of the number.
     """
 
     products: float = _assumed(
@@ -182,7 +183,8 @@ FLASH_3 = replace(DEFAULT, attention_forward=0.76, attention_backward=0.65)
 """Efficiency with FlashAttention 3, which runs only on Hopper GPUs.
 
 Its paper (arXiv:2407.08608, figures 5 and 6) reports 602 TFLOP/s forward with a causal mask, and
-559 TFLOP/s backward without a mask. A causal mask is guessed to reduce the latter by 8%.
+559 TFLOP/s backward without a mask. A causal mask is guessed to reduce the latter by 8%. Both are
+divided by the rate of a large matrix product, 790 TFLOP/s.
 """
 
 GAP = 5e-6
@@ -267,13 +269,13 @@ class Rates:
 
 
 def reserve_on(gpu: Gpu, ranks: Ranks, moving: int) -> dict[str, int]:
-    """Return the bytes of a GPU's memory that tensors cannot use, by what occupies them.
+    """Return the bytes of a GPU's memory that tensors cannot use, keyed by what occupies them.
 
     CUDA's context and code take 0.4 to 0.6 GiB. torch gives cuBLAS and cuBLASLt a workspace each,
     on two streams: 32 MiB on Hopper and newer, 8 MiB on others
-    (``aten/src/ATen/cuda/CublasHandlePool.cpp``). For each process group, NCCL has 24 channels with
-    a buffer of 4 MiB (``NCCL_BUFFSIZE``) in each direction. Fragmentation is guessed as 5% of
-    ``moving``, the bytes of activations and transient tensors.
+    (``aten/src/ATen/cuda/CublasHandlePool.cpp``). For each process group of two or more ranks,
+    NCCL has 24 channels with a buffer of 4 MiB (``NCCL_BUFFSIZE``) in each direction. Fragmentation
+    is guessed as 5% of ``moving``, the bytes of activations and transient tensors.
     """
     groups = [ranks.tp, ranks.cp, ranks.dp * ranks.cp, ranks.ep]
     count = sum(size > 1 for size in groups) + 2 * (ranks.pp > 1)

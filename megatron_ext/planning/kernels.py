@@ -1,9 +1,9 @@
-"""The kernels of a training step in classes, with their operations and bytes.
+"""Counts the kernels of a training step, their operations and bytes, by class of kernels (`KINDS`).
 
-A task's `Network.work` counts the kernels of a micro-batch, and `update_work` those of the
-optimizer. `hardware.Rates` turns both into seconds, and `budget` sums the seconds by class. A byte
+A task's `Network.work` counts those of a micro-batch, and `update_work` those of the optimizer.
+`hardware.Rates` turns the counts into seconds, and `budget` sums the seconds by class. A byte
 counts each time that a kernel reads it from memory or writes it. `benchmarks/compare_profile.py`
-sorts the kernels of a measured profile into the same classes, and tests do so with a traced step.
+sorts the kernels of a measured profile into the same classes.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """Kernels of one class, summed over one phase of a micro-batch or over the update of a step.
+    """Counts of one class's kernels, for one phase of a micro-batch or for a step's update.
 
     Attributes:
         kind: a key of `KINDS`.
         flops: operations of matrix products on numbers of ``width`` bytes.
-        num_bytes: bytes read and written, without the factors and results of the products.
+        num_bytes: bytes read and written, except the operands and results of matrix products,
+            which the rate of the products accounts for.
         kernels: number of kernels.
         graphed: whether a CUDA graph launches these kernels.
     """
@@ -87,16 +88,16 @@ class Work:
 def gradient_bytes(
     num_microbatches: int, recipe: str | None = None, *, overwrites: bool = True
 ) -> float:
-    """Return the bytes that summing weight gradients moves, per weight and micro-batch.
+    """Return the bytes moved to sum weight gradients, per weight, as a mean over micro-batches.
 
-    The matrix product of a weight gradient adds to a float32 sum: it reads 4 bytes and writes 4.
-    With ``overwrites``, the product of the first micro-batch only writes. For each product, 2 bytes
-    less are counted, because the assumed rate of products includes writing a 16-bit result.
+    Without an fp8 ``recipe`` (None), the matrix product of a weight gradient reads a float32 sum (4
+    bytes) and writes it (4 bytes). In fp8 it cannot add: it writes a float32 result, which a
+    separate kernel adds to the sum. With the recipe "rowwise" its result has 16 bits, and is cast
+    to float32 first. The first 2 bytes that a product writes for each weight are not counted,
+    because the assumed rate of products includes them.
 
-    With an fp8 ``recipe`` the product cannot add. In the first micro-batch it writes its float32
-    result into the sum; in later micro-batches, a separate kernel adds the result to the sum. With
-    the recipe "rowwise" the results have 16 bits: a separate kernel copies the first result to the
-    sum, and casts each later one to float32 before it adds it.
+    Args:
+        overwrites: whether the first micro-batch's gradient is written into the sum, not added.
     """
     first = FP32 - 2
     other = 2 * FP32 - 2
@@ -116,9 +117,9 @@ def update_work(optimizer: OptimizerConfig, ranks: Ranks, state: State) -> list[
     - 4 to read the gradient for the norm, and 4 to read it for the update;
     - twice the size of the optimizer state;
     - 2 to write the model's weight in 16-bit runs, else 8 to read and write the weight itself;
-    - with SGD, for which the host decides whether to skip the update: 4 to write the clipped
-      gradient, 4 to read the float32 weight again, and 8 to divide each gradient in the buffer by
-      the number of tokens;
+    - with SGD, whose gradients are scaled by separate kernels: 4 to write the clipped gradient, in
+      16-bit runs 4 to read the float32 weight again, and 8 to read and write each gradient in the
+      buffer, when it is divided by the number of tokens;
     - with averaged weights: reading and writing the average, and reading the weight.
 
     Setting the gradients of layers to zero is not counted here: usually the first micro-batch

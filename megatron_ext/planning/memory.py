@@ -100,8 +100,8 @@ def walk(
             computation that consumes the message.
 
     Returns:
-        At the peak: the bytes kept for backward passes and messages, the transient bytes besides,
-        and the number of micro-batches held, summed over the rank's stages.
+        Three numbers at the peak: bytes kept for backward passes and messages, further bytes that
+        only the running pass needs, and micro-batches held, summed over the rank's stages.
     """
     allocated = count = 0
     peak = (0, 0, 0)
@@ -139,8 +139,8 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
     """Check that a run on CPUs does not need more memory than this host has.
 
     The check uses a lower bound for the ranks of this host: weights, one micro-batch's activations
-    and, in training, gradients and optimizer state. Runs without ``cost``, or whose cost depends on
-    data, are not checked.
+    and, in training, gradients and optimizer state. Nothing is checked if the task describes no
+    ``cost`` (None), or one that depends on data.
 
     Raises:
         ConfigError: the lower bound is above the host's memory.
@@ -168,7 +168,7 @@ def _host_memory(config: RunConfig, cost: TaskCost, ranks: int) -> int:
 
 
 def _what_would_fit(config: RunConfig, cost: TaskCost, ranks: int, available: int) -> str:
-    """Return the end of an error message, which names flags with which the run would fit."""
+    """Return the end of an error message: flags with which the run would fit, if there are any."""
     from megatron_ext.planning.hardware import size
 
     given, _ = config.training.batch_sizes

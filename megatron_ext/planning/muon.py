@@ -60,7 +60,11 @@ def muon_work(flags: OptimizerConfig, ranks: Ranks, weights: Iterable[Weight]) -
 
 
 def muon_volume(flags: OptimizerConfig, ranks: Ranks, weights: Iterable[Weight]) -> Volume:
-    """Return the bytes of momenta, directions and Gram matrices that a rank sends in an update."""
+    """Return the bytes that a rank sends in an update, for matrices that several ranks share.
+
+    Replicas exchange momenta and the orthogonalized results. Tensor-parallel ranks exchange parts
+    of momenta or sums of Gram matrices, depending on ``--muon-tp-mode``.
+    """
     data = tensor = 0.0
     for weight in weights:
         if weight.matrix is None or weight.frozen:

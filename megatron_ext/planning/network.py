@@ -85,12 +85,14 @@ class Flops(Summed):
 class Volume(Summed):
     """Bytes that one rank sends, by kind of communication; all collectives are assumed to be rings.
 
+    A volume is that of a micro-batch, an update or a step, as the function that returns it says.
+
     Attributes:
         tensor: all-reduces of tensor parallelism, or gathers and scatters of sequence parallelism.
-        context: keys and values, or heads, of context parallelism.
+        context: exchanges of keys and values, or of heads, in context parallelism.
         expert: exchanges of tokens with experts on other ranks.
         pipeline: messages between stages.
-        data: gradients and parameters between replicas.
+        data: gradients and parameters between data-parallel replicas.
         embedding: gradients of the copies of the word embedding.
     """
 
@@ -188,7 +190,7 @@ class Network(ABC):
         """Return the bytes of activations of one micro-batch in a stage."""
 
     def deferred(self, stage: Stage) -> int:
-        """Return the bytes per micro-batch that a stage keeps for deferred weight gradients."""
+        """Return the bytes per micro-batch kept from the input- to the weight-gradient pass."""
         return 0
 
     def fp8_weights(self, stage: Stage) -> int:
@@ -198,9 +200,9 @@ class Network(ABC):
 
     @abstractmethod
     def layer(self) -> LayerBytes:
-        """Return the activation memory of one layer that is not fully recomputed.
+        """Return the activation memory of one layer, for runs that recompute no whole layers.
 
-        If layers differ, subclasses choose the most frequent kind or the last layer.
+        If the layers differ, it is one of the most frequent kind, or the last.
         """
 
     @property
@@ -209,7 +211,7 @@ class Network(ABC):
         """Return the bytes of a layer's input, which is all that a fully recomputed layer keeps."""
 
     def loss(self) -> LayerBytes | None:
-        """Return the activation memory of output layer and loss; None leaves them out of tables."""
+        """Return the activation memory of output layer and loss; None if reports shall omit it."""
         return None
 
     @property
@@ -350,9 +352,9 @@ class TaskCost:
         recompute: takes a configuration and a mode; returns the configuration with this mode.
         from_flags: whether the cases depend only on the flags, not on the data. Only then can
             layouts be searched, and can a run on CPUs be checked against its host's memory.
-        report: takes a configuration and a GPU or None; returns the report in place of
-            `report_cases`, for tasks whose step does not train exactly one network. None for other
-            tasks.
+        report: None for tasks that `report_cases` reports. A task whose step does not train exactly
+            one network gives a function here, which takes a configuration and a GPU or None, and
+            returns the report.
         num_experts: takes a configuration; returns the number of experts in a layer that expert
             parallelism can divide, or 0 without experts.
     """

@@ -39,7 +39,9 @@ def console() -> Console:
 
 
 def print_plan(config: RunConfig, cost: TaskCost | None) -> bool:
-    """Print the cost of a run for ``--dry-run``; return whether the run fits the GPU.
+    """Print the cost of a run for ``--dry-run``, as `show` does, on the GPU of ``--dry-run-gpu``.
+
+    Return whether the run fits this GPU; without that flag, return True.
 
     Raises:
         ConfigError: megatron-core rejects the model, or the GPU is unknown (`gpu_named`).
@@ -70,7 +72,11 @@ def show(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> bool:
 
 
 def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Report:
-    """Return the report of a run for the case with the highest memory peak."""
+    """Return the report of a run, with tables of its `Case` that has the highest memory peak.
+
+    If the cases have names, a further table compares them. Without a GPU, the report has no times,
+    and the run counts as one that fits.
+    """
     network, ranks = worst_case(cases)
     parts: list[Table | str] = [headline(network, ranks), parameter_table(ranks)]
     if cases[0].name:
@@ -114,7 +120,7 @@ def model_parameters(ranks: list[RankMemory]) -> int:
 
 
 def active_parameters(ranks: list[RankMemory], network: Network) -> int:
-    """Return the number of the model's parameters without the experts that a token does not use."""
+    """Return the number of parameters that one token uses: all but those of experts not chosen."""
     chunks = [chunk for rank in ranks for chunk in rank.weights]
     routed = distinct([weight for weight in chunk if ROUTED in weight.name] for chunk in chunks)
     count, used = network.experts
@@ -163,7 +169,11 @@ def parameter_table(ranks: list[RankMemory]) -> Table:
 
 
 def memory_table(network: Network, ranks: list[RankMemory]) -> Table:
-    """Return a table with the memory of each pipeline rank, as the run is configured."""
+    """Return a table with the memory of each pipeline rank.
+
+    If the run does not shard its optimizer state, or its gradients, over its replicas, the caption
+    names a flag that does, and the bytes that would be left.
+    """
     table = Table(
         "pipeline rank", "weights", "gradients", "optimizer", "EMA", "fp8 weights", "activations",
         "in flight", "for a moment", "peak", title="memory of a rank",
@@ -249,7 +259,10 @@ def schedule_line(plan: Plan) -> str:
 
 
 def time_lines(estimated: Estimate, cost: TaskCost) -> list[str]:
-    """Return lines with the time, throughput and MFU of a step, and whether the run fits."""
+    """Return lines with a step's time, throughput and MFU, and whether the run fits the GPU.
+
+    If it does not, the last line is advice, for which ``cost`` gives the recomputation modes.
+    """
     gpu = estimated.gpu
     reserve = sum(estimated.reserve.values())
     lines = [
@@ -335,7 +348,8 @@ def search_table(result: SearchResult) -> Table:
 def save_pictures(network: Network, path: Path, gpu: Gpu) -> list[Path]:
     """Draw the schedule of a run into ``path``, and the memory of each pipeline rank beside it.
 
-    Return the paths of both pictures. The second has ``_memory`` added to its name.
+    Return the paths of both pictures. The second has ``_memory`` added to its name; a dashed line
+    in it marks the memory of ``gpu``.
 
     Raises:
         ConfigError: a file cannot be written, or its suffix is no image format.

@@ -1,4 +1,4 @@
-"""The sizes of a run and its pipeline stages, and sums of the memory of layers."""
+"""The parallel sizes of a run, its pipeline stages, and the activation memory of their layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Ranks:
         ep, etp: expert-parallel and expert-tensor-parallel size.
         expert_dp: number of replicas of each expert.
         width: bytes of a number in activations and in the parameters of the forward pass.
-        gpu: whether a GPU's fused kernels are used.
+        gpu: whether the run is on GPUs, and thus uses their fused kernels.
     """
 
     b: int
@@ -72,7 +72,7 @@ class Ranks:
 
     @property
     def sequence_size(self) -> int:
-        """Return the number of ranks that shard the sequence by sequence parallelism."""
+        """Return the number of ranks that share a sequence by sequence parallelism; else 1."""
         return self.tp if self.sequence_parallel else 1
 
 
@@ -146,8 +146,9 @@ def recomputed(
 ) -> list[LayerBytes]:
     """Return the memory of a stage's layers if the first ``limit`` of them are recomputed.
 
-    Recomputed layers form groups of ``size``. Each group is one item of the result, and keeps only
-    its input of ``layer_input`` bytes. The other layers stay as they are.
+    They are recomputed in groups of ``size`` consecutive layers. A group keeps only the input of
+    its first layer, ``layer_input`` bytes. The result has one item for each group, followed by the
+    unchanged items of the other layers.
     """
     run_again = layers[:limit]
     others = layers[limit:]

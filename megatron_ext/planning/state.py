@@ -34,8 +34,8 @@ class Weight:
     Attributes:
         name: name of the parameter in the module of its stage.
         numel: elements on this rank.
-        parts: number of ranks that hold different parts of the parameter. For experts this includes
-            ranks with other experts.
+        parts: number of ranks over which the parameter is divided. For experts, ranks with other
+            experts count too, so ``numel * parts`` are the elements in the whole model.
         expert: whether the parameter belongs to experts. Parameters of experts have
             expert-data-parallel replicas and a separate buffer.
         shared: whether it is a word embedding with copies on other stages.
@@ -62,7 +62,8 @@ class Linear:
     Attributes:
         outputs, inputs: features of the whole layer.
         rows, columns: numbers of ranks over which its outputs and its inputs are sharded.
-        copies: number of ranks that hold such a layer with other weights; more than 1 for experts.
+        copies: number of ranks that each hold another layer of this kind: the expert-parallel size
+            for experts, else 1.
         expert: whether it belongs to experts.
     """
 
@@ -112,9 +113,10 @@ def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:
 
 
 def distinct(chunks: Iterable[Iterable[Weight]]) -> int:
-    """Return the number of parameters of the whole model, from the weights of every stage.
+    """Return the number of parameters of the whole model.
 
-    ``chunks`` holds, for each stage, the weights of one rank. Copies of the embedding count once.
+    ``chunks`` holds, for each stage, the weights of one of its ranks; `Weight.parts` says over
+    how many ranks each is divided. Copies of the word embedding count once.
     """
     weights = [weight for chunk in chunks for weight in chunk]
     first_copy = [weight for weight in weights if weight.shared][:1]
@@ -128,10 +130,11 @@ class State(Summed):
 
     Attributes:
         count: number of elements of the parameters, without padding.
-        parameters, gradients, optimizer, average: bytes of each. Sharded gradients include the
+        parameters, optimizer, average: bytes of the parameters, optimizer state, averaged weights.
+        gradients: bytes of the gradients; if they are sharded, of the rank's shard and of the
             buckets that a backward pass fills.
-        reduced: bytes of the rank's whole gradients, which are reduced over the replicas; equal to
-            ``gradients`` unless gradients are sharded.
+        reduced: bytes of the unsharded gradients of all the rank's parameters, as they are reduced
+            over the replicas.
         frozen: bytes of those ``parameters`` that are not trained.
         updated: number of elements that the rank's optimizer updates.
     """
@@ -153,11 +156,11 @@ class State(Summed):
 
 @dataclass
 class Bucket:
-    """A range of the parameter buffer that is reduced at once; all numbers are elements.
+    """A range of a parameter buffer whose gradients are reduced at once; positions are elements.
 
     Attributes:
-        start, end: the range in the buffer.
-        spans: the range of each parameter in the bucket.
+        start, end: positions in the buffer.
+        spans: for each parameter of the bucket, its start and end in the buffer.
         matrices: for each parameter, whether ``--optimizer muon`` updates it.
     """
 
@@ -274,11 +277,12 @@ def rank_state(
 
 
 def _filled(laid: Sequence[Bucket], *, overlap: bool) -> int:
-    """Return the peak number of elements in the gradient buckets, with sharded gradients.
+    """Return the peak number of elements in the buckets that a backward pass fills or reduces.
 
-    A layer may fill two neighbouring buckets at once, and with ``overlap`` a third one is being
-    reduced meanwhile. The last bucket holds the word embedding. It is always counted: an output
-    layer or an MTP depth may share the embedding, and then fills this bucket first.
+    ``laid`` holds all buckets of a buffer whose gradients are sharded. A layer may fill two
+    neighbouring buckets at once, and with ``overlap`` a third one is being reduced meanwhile. The
+    last bucket is always counted: it may hold the word embedding, which an output layer or an MTP
+    depth may share, and then fills first.
     """
     *sizes, last = [bucket.end - bucket.start for bucket in laid]
     count = 3 if overlap else 2
@@ -286,10 +290,10 @@ def _filled(laid: Sequence[Bucket], *, overlap: bool) -> int:
 
 
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int, int]:
-    """Count the share of a bucket that one replica updates.
+    """Return three counts for the share of a bucket that one replica updates.
 
-    Return its elements, the number of parameters that they belong to, and how many of the elements
-    are in matrices that Muon updates.
+    They are its elements without padding, the parameters to which these belong, and those of the
+    elements that are in matrices that Muon updates.
     """
     share = (bucket.end - bucket.start) // replicas
     low = bucket.start + (replica if replicas > 1 else 0) * share

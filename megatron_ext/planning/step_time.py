@@ -122,7 +122,7 @@ class Clock:
         )
 
     def exchange(self, volume: Volume) -> float:
-        """Return the time of tensor, context and expert collectives that send ``volume``."""
+        """Return the time of the tensor, context and expert collectives counted in ``volume``."""
         x = self.network.sizes
         link = self.rates.link
         return (
@@ -163,7 +163,8 @@ class Clock:
     def replicas(self, volume: Volume) -> float:
         """Return the time of communication between replicas that computation does not hide.
 
-        It includes the exchange of gradients between copies of the word embedding.
+        ``volume`` is that of a step. The time includes the exchange of gradients between copies of
+        the word embedding.
         """
         x = self.network.sizes
         flags = self.network.config.optimizer
@@ -264,7 +265,8 @@ class Candidate:
     def of(self, config: RunConfig, task: TaskFlags, world_size: int, cost: TaskCost) -> RunConfig:
         """Return ``config`` changed to this layout on ``world_size`` ranks.
 
-        Raise a ConfigError if the run is not possible in this layout.
+        The result is resolved and checked as before a run, with the rules of ``task`` too. Raise a
+        ConfigError if the run is not possible in this layout.
         """
         parallel = replace(
             config.parallel,
@@ -302,8 +304,9 @@ class SearchResult:
 
     Attributes:
         best: the layouts with their estimates, the fastest first.
-        tried: number of candidates that can run, whether or not they fit.
-        fitting: number of layouts that fit.
+        tried: number of tried pairs of a layout and a recomputation mode that can run, whether or
+            not they fit.
+        fitting: number of layouts that fit, each with the first mode that makes it fit.
     """
 
     best: list[tuple[Candidate, Estimate]]
@@ -314,7 +317,8 @@ class SearchResult:
 def candidates(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost) -> Iterator[Candidate]:
     """Yield the layouts to try, each with every mode of recomputation that the run can use.
 
-    Micro-batch sizes are the run's, its half, its quarter and so on, down to 1.
+    Tensor parallelism stays within a node of ``gpu``. Micro-batch sizes are the run's, its half,
+    its quarter and so on, down to 1.
     """
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     layers = config.model.num_layers or 1
@@ -347,14 +351,14 @@ def search(
     Each layout uses the first mode of recomputation of `TaskCost.modes` that fits.
 
     Args:
-        config: the run's configuration, in any layout. Flags that do not belong to the layout are
-            kept, except that Adam and Muon use the distributed optimizer, and that tensor
-            parallelism comes with sequence parallelism.
+        config: the run's configuration. A search replaces its layout (see `Candidate`) and keeps
+            its other flags, except that it lets Adam and Muon use the distributed optimizer, and
+            adds sequence parallelism to tensor parallelism.
         cost: cost of the task; its ``from_flags`` must be True.
         count: the largest number of layouts to return.
 
     Raises:
-        ConfigError: no layout is possible; the message has some of the reasons.
+        ConfigError: no layout can run, whatever the memory; the message has up to 5 reasons.
     """
     tried = 0
     priced = list[tuple[Candidate, Estimate]]()

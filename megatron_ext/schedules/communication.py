@@ -107,9 +107,9 @@ class Channels:
         return self.shape[action.microbatch]  # type: ignore[return-value]
 
     def take(self, kind: Kind, action: Action) -> Tensor:
-        """Wait until the message that ``action`` needs has arrived, and return it.
+        """Wait until the message that a computation, ``action``, needs has arrived; return it.
 
-        ``kind`` says whether it is an input or a gradient.
+        ``kind`` is `Kind.RECEIVE_INPUT` or `Kind.RECEIVE_GRADIENT`.
         """
         work, message, peer = self.received.pop((kind, action.microbatch, action.stage))
         with self.recorder.waiting(kind.value, action.microbatch, action.stage, peer):
@@ -129,7 +129,7 @@ class Channels:
                 work.wait()
 
     def finish(self) -> None:
-        """Wait until all messages are sent."""
+        """Wait for all sends that are still pending."""
         for key in list(self.sent):
             self._wait(*key)
 
@@ -138,13 +138,12 @@ class GradientSync:
     """Starts the data-parallel reduction of each chunk's gradients, and the gathers of its weights.
 
     It is used with ``--overlap-grad-reduce`` or sharded gradients. Sharded gradients are reduced
-    after each backward pass. Gradients that are not sharded are accumulated, and reduced once per
-    step: each bucket as soon as its gradients are complete in the chunk's last backward pass. With
-    ``--align-grad-reduce``, or if weight gradients are deferred, the reduction starts after that
-    pass instead. As in megatron-core, ``--align-grad-reduce`` has no effect on the first stage if
-    its rank has only one chunk.
+    after each backward pass. Others are summed over the micro-batches, and reduced once per step:
 
-    A bucket with a parameter that gets no gradient in this step is also reduced after the pass.
+    - during the chunk's last backward pass, each bucket as soon as its gradients are complete;
+    - after that pass with ``--align-grad-reduce``, if weight gradients are deferred, and for
+      buckets with a parameter that gets no gradient in this step. As in megatron-core, the flag has
+      no effect on the first stage if its rank has only one chunk.
     """
 
     def __init__(

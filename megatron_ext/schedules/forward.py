@@ -22,7 +22,8 @@ def forward_engine(
 ) -> PipelineEngine:
     """Build an engine that runs only forward passes, for sampling.
 
-    It serves where training has no engine, since megatron-core's schedules run its steps.
+    Use it where training has no engine: if megatron-core's schedules run the training steps, or
+    for a network that is not trained.
     """
     placement = context.placement
     schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"

@@ -150,9 +150,9 @@ class _Rank:
     def may_forward(self, chunk: int) -> bool:
         """Return whether one more forward pass of a chunk stays within the memory of 1F1B.
 
-        The limit is ``2 * pipeline_size`` activations of a chunk, since a chunk is half as large as
-        a stage of 1F1B. Chunk 0 must also leave room for the activations that chunk 1 needs before
-        the first gradient arrives.
+        The limit is ``2 * pipeline_size`` activations in both chunks together, since a chunk is
+        half as large as a stage of 1F1B. Chunk 0 must also leave room for the activations that
+        chunk 1 needs before the first gradient arrives.
         """
         size = self.placement.pipeline_size
         done = self.counts

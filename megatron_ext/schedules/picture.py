@@ -44,7 +44,7 @@ def text(plan: Plan, cost: Price) -> str:
 
 
 def save(plan: Plan, cost: Price, path: Path) -> None:
-    """Draw the timeline into a PNG file; chunks after a rank's first are hatched.
+    """Draw the timeline into an image file of the suffix's format; hatch all but a rank's chunk 0.
 
     Raises:
         ConfigError: the file cannot be written, or its suffix is no image format.

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: a list of actions for each pipeline rank, and its cost.
 
-An order lists the forward and backward passes of a rank (`orders`). `with_messages` adds the sends
-and receives. All lists then follow one total order of events, in which each message is a single
-event. Such lists cannot deadlock: the first event of the total order that is still pending can
-always happen.
+An `Order` lists the forward and backward passes of a rank (`orders`). `with_messages` adds the
+sends and receives, so that all ranks' lists agree with one common sequence of events, in which a
+send and its receive are one event. Such lists cannot deadlock: the first event of the sequence that
+is still pending can always happen.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ EVEN = Durations()
 
 
 class CyclicOrder(ValueError):
-    """Computations of the ranks wait for each other in a cycle."""
+    """Raised if computations of the ranks wait for each other in a cycle."""
 
 
 def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int]]:
@@ -191,8 +191,8 @@ def with_messages(
     """Return each rank's computations with the sends and receives of their results added.
 
     A send directly follows the computation whose result it sends. The receiving rank posts the
-    receive before its first computation that ends later than the sender's computation, and
-    therefore before the message is used.
+    receive after its computations that end before the sender's computation does, and before all
+    others, and therefore before the message is used.
 
     Args:
         durations: expected times of the computations, from which their ends are computed.
@@ -236,11 +236,11 @@ Key = tuple[Kind, int, int]
 
 @lru_cache(maxsize=64)
 def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
-    """Map each message that ``rank`` receives to the sent messages whose arrival it proves.
+    """Map each message that ``rank`` receives to messages from ``rank`` that must have arrived.
 
-    A message from a peer proves that the peer has received every message that it used before it
-    sent this one. A sent message is listed only under the first received message that proves its
-    arrival. Messages are given as (kind, micro-batch, stage) of the action on ``rank``.
+    These are the messages that the sender of the received one had used in computations before it
+    sent it. Each is listed only under the first received message that proves its arrival. Messages
+    are given as (kind, micro-batch, stage) of the send or receive on ``rank``.
     """
     last = plan.placement.num_stages - 1
     settled = {}

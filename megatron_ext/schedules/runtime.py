@@ -45,7 +45,8 @@ def records_graphs(flags: CudaGraphConfig, device: str) -> bool:
 def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]:
     """Return, for each chunk of a rank, the peak number of micro-batches in flight.
 
-    A micro-batch is in flight from its forward pass until its full backward pass (`Kind.BACKWARD`).
+    A micro-batch is in flight from its forward pass until its full backward pass
+    (`Kind.BACKWARD`); in schedules that split backward passes, until the end of the step.
     """
     now = [0] * placement.num_chunks
     most = [0] * placement.num_chunks
@@ -84,11 +85,12 @@ def step_graphs(
 ForwardStep = Callable[[Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]]
 """A function that runs a chunk on a micro-batch.
 
-It takes ``(batch, chunk, counts)``, and returns the output and the loss function.
+It takes ``(batch, chunk, counts)``; ``counts`` has the step's numbers of targets, or is None. It
+returns the chunk's output, and the loss function to apply to it on the last stage.
 """
 
 Masks = Callable[[int], AbstractContextManager[None]]
-"""Takes the index of a micro-batch, and returns the context for its forward pass.
+"""A function that takes the index of a micro-batch, and returns a context for its forward pass.
 
 Dropout masks drawn in this context depend on the samples, not on the layout of ranks.
 """
@@ -172,8 +174,8 @@ class PipelineEngine:
             batches: the micro-batches; None or empty ones on stages that read no data.
             shape: shape ``[s, b, h]`` of all messages of this rank, or a list with one shape for
                 each micro-batch; see `Channels`.
-            counts: numbers of targets in the step, which ``forward_step`` takes.
-            masks: see `Masks`; None lets dropout draw from the random generators.
+            counts: numbers of targets in the step, passed on to ``forward_step``.
+            masks: see `Masks`; with None, dropout draws from the current random state.
             collect_non_loss_data: whether to call the loss function with ``non_loss_data=True``.
             force_all_reduce: whether each data-parallel rank gets the reduced gradients of all
                 parameters, and not only of its shard.

@@ -79,7 +79,7 @@ class AttentionConfig(LayerSection):
         return windowed_layers(self.window_attn_skip_freq, num_layers)
 
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
-        """Return the fields of `StepTransformerConfig` for windows and scores, with values."""
+        """Map the fields of `StepTransformerConfig` for windows and scores to their values."""
         pattern = None
         if self.window_attn_skip_freq is not None and self.window_size is not None:
             layers = [int(has) for has in self.windowed_layers(config.model)]
@@ -165,7 +165,7 @@ class LatentAttentionConfig(LayerSection):
     )
 
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
-        """Return the fields of megatron-core's MLATransformerConfig, with their values.
+        """Map the fields of megatron-core's MLATransformerConfig to the values for this run.
 
         Return {} if attention is not multi-latent.
         """
@@ -180,7 +180,7 @@ class LatentAttentionConfig(LayerSection):
         }
 
     def resolved_model(self, model: ModelConfig) -> ModelConfig:
-        """Return ``model`` with the head sizes that follow from multi-latent attention.
+        """Return ``model`` with the head size ``v_head_dim``, and no query groups or QKV biases.
 
         Return it unchanged if attention is not multi-latent.
         """
@@ -191,10 +191,10 @@ class LatentAttentionConfig(LayerSection):
         )
 
     def attention_sides(self, config: RunConfig) -> Sequence[Side] | None:
-        """Return the widths of attention's projections, which rules of fp8 check.
+        """Return the widths of attention's projections, to check whether fp8 supports them.
 
         Each entry is (flags that give the width, width, number of ranks that shard it). Return None
-        if attention is not multi-latent.
+        if attention is not multi-latent, and the usual widths apply.
         """
         if not self.multi_latent_attention:
             return None
@@ -317,8 +317,8 @@ def _yarn_errors(latent: LatentAttentionConfig, positions: PositionConfig) -> It
 def softmax_scale(latent: LatentAttentionConfig) -> float:
     """Return the factor of attention's scores, ``m**2 / sqrt(d)`` for keys of d channels.
 
-    m is 1, or ``0.1 * mscale_all_dim * ln(factor) + 1`` if YaRN scales lengths by a factor above 1
-    (arXiv:2309.00071, section 3.4, where m multiplies queries and keys).
+    m is ``0.1 * mscale_all_dim * ln(rotary_scaling_factor) + 1``, as in YaRN (arXiv:2309.00071,
+    section 3.4, where m multiplies queries and keys).
     """
     growth = 0.1 * latent.mscale_all_dim * math.log(latent.rotary_scaling_factor) + 1.0
     return growth**2 / math.sqrt(latent.qk_head_dim + latent.qk_pos_emb_head_dim)
