@@ -24,14 +24,15 @@ from torch.distributed import ReduceOp
 
 
 class GradientBucket:
-    """The gradients of adjacent parameters: of one micro-batch, and as sums over micro-batches.
+    """The gradients of adjacent parameters, n elements in all.
 
     Attributes:
         params: the parameters.
         missing: parameters that have got no gradient from this micro-batch so far.
-        whole: gradients of one micro-batch ``[n]``, without memory unless `live`.
-        sums: this rank's shard of the gradients, summed over micro-batches and ranks, float32 ``[n
-            / ranks]``.
+        whole: this rank's gradients of the current micro-batch, ``[n]``, or after `gather` the
+            step's reduced gradients; it has memory only while `live`.
+        sums: a shard of the gradients, reduced over ranks and summed over the step's micro-batches,
+            float32 ``[n / ranks]``.
     """
 
     def __init__(self, buffer: Any, bucket: Any, sums: Tensor) -> None:
@@ -66,10 +67,9 @@ class GradientBucket:
         return self._reduction is not None
 
     def show(self, *, whole: bool) -> None:
-        """Set each parameter's ``main_grad`` to its whole gradient, or to its shard on this rank.
+        """Let each parameter's ``main_grad`` be its part of `whole`, if asked for; else of `sums`.
 
-        The shard is a part of `sums`, one-dimensional: the elements that this rank updates, in
-        order.
+        The part of `sums` is one-dimensional: the elements that this rank updates, perhaps none.
         """
         for parameter, everything, part in self._views:
             parameter.main_grad = everything if whole else part
@@ -112,10 +112,11 @@ class GradientBucket:
 class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
     """megatron-core's data-parallel wrapper with gradients that are sharded over the ranks.
 
-    From the first forward pass of a step on, a parameter's ``main_grad`` is its whole gradient;
-    call `writable` before writing to it. After `finish_grad_sync`, and until the next step,
-    ``main_grad`` is this rank's shard of the gradient summed over the ranks; the shard may be
-    empty. The ``grad_data`` of each of the wrapper's ``buffers`` holds these shards.
+    From the first forward pass of a step on, a parameter's ``main_grad`` is its whole gradient of
+    one micro-batch; before writing to it, call `weight_gradients.writable`, which gives it memory.
+    After `finish_grad_sync`, and until the next step, ``main_grad`` is this rank's shard of the
+    step's reduced gradient; the shard may be empty. The ``grad_data`` of each of the wrapper's
+    ``buffers`` holds these shards.
 
     Args:
         bucket_size: number of parameters at which a bucket is closed, on every pipeline stage.
@@ -227,7 +228,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
 
     @contextmanager
     def whole_gradients(self) -> Iterator[None]:
-        """Inside the block, let each parameter's ``main_grad`` be its whole reduced gradient."""
+        """Inside the block, let each ``main_grad`` be the whole reduced gradient, not a shard."""
         for bucket in self.gradient_buckets:
             bucket.gather()
         self._show(whole=True)
@@ -257,7 +258,7 @@ def _places(chunk: torch.nn.Module, parameters: Sequence[Any]) -> dict[Any, int]
 
 
 def _sharded(buffer: Any) -> Iterable[GradientBucket]:
-    """Replace a gradient buffer by one that holds only this rank's sums; yield the new buckets."""
+    """Replace a buffer's ``grad_data`` by the sums of this rank's shard; yield its new buckets."""
     ranks = buffer.data_parallel_group.size()
     like: dict[str, Any] = {"dtype": torch.float32, "device": buffer.grad_data.device}
     buffer.grad_data = torch.zeros(buffer.numel // ranks, **like)

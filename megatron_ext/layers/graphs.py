@@ -11,8 +11,8 @@ parameters' own gradient accumulators belong to the default stream, and a record
 for that stream. A replay uses the parameters themselves, whose accumulators and hooks run as usual.
 The hooks of data parallelism consume each gradient at once, before the next replay overwrites it.
 
-megatron-core's own CUDA graph manager (0.16.1) is not used; DECISIONS.md, 62, has reasons. It also
-overwrites a chunk's input with an output gradient before the backward pass reads the input.
+megatron-core's own CUDA graph manager (0.16.1) is not used, for the reasons in DECISIONS.md (62),
+and because it overwrites a chunk's input with an output gradient before the backward pass reads it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Graphed = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Argument:
-    """The properties of a layer's tensor argument; a replay needs the same as the recording."""
+    """The properties of a layer's tensor argument, which must not change after the recording."""
 
     name: str
     shape: torch.Size
@@ -58,14 +58,14 @@ class LayerGraphs:
     """The graphs of one layer.
 
     Attributes:
-        is_first: whether the layer is the first of its chunk, whose input gradient may be sent to
-            another stage.
+        is_first: whether the layer is the first of its chunk; if so, its input gradient may be sent
+            to another stage.
         live: whether the graphs may be replayed.
-        arguments: the tensor arguments of the layer.
-        seen: keyword arguments of the layer's first call; an argument that needs a gradient is
-            replaced by None.
-        slots: the graphed layer for each micro-batch in flight.
-        added: for each weight, whether the graphs add its gradient to the data-parallel buffer.
+        arguments: the tensor arguments of the layer's first call.
+        seen: all keyword arguments of that call by name, with None for those that need a gradient.
+        slots: for each micro-batch in flight, a function that replays the graphs.
+        added: for each weight, whether the graphs add its gradient to the data-parallel buffer, so
+            that autograd's hooks must not.
     """
 
     is_first: bool
@@ -85,10 +85,10 @@ class LayerGraphs:
     def samples(self, copies: dict[int, Tensor]) -> list[Tensor]:
         """Return the input tensors with which a graph of the layer is recorded.
 
-        They are zeros for an argument that needs a gradient, and a copy of the tensor in the
-        layer's first call for any other one. ``copies`` maps the id of a tensor to its copy. All
-        layers of a slot share this mapping, so that they get the same copy of a tensor, because
-        layers cache results by the identity of a tensor.
+        An argument that needs a gradient is recorded with zeros, any other one with a copy of the
+        tensor of the layer's first call. ``copies`` collects these copies by the id of the copied
+        tensor. Pass the same dict for all layers of a slot: layers that were called with the same
+        tensor must get the same copy, because they cache results by the identity of a tensor.
         """
         tensors = []
         for argument in self.arguments:
@@ -101,7 +101,7 @@ class LayerGraphs:
         return tensors
 
     def takes(self, call: dict[str, Any]) -> bool:
-        """Return whether the graphs are live and were recorded for arguments like this call's."""
+        """Return whether the graphs are live and fit the properties of this call's arguments."""
         return self.live and arguments_of(call) == self.arguments
 
     def replay(self, layer: TransformerLayer, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:

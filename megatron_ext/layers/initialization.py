@@ -33,8 +33,9 @@ class Shard:
     Attributes:
         name: name of the full tensor with the indices of its layer and expert, such as
             ``decoder.layers.mlp.linear_fc1.weight[3]``; the same in all layouts.
-        tensor: this rank's part, which begins at ``offset``: a view of the parameter's memory.
-        is_main: True for exactly one of the copies of a part.
+        full_shape, offset: shape of the full tensor, and the position in it where the part begins.
+        tensor: this rank's part, a view of the parameter's memory.
+        is_main: True on exactly one of the ranks that hold a copy of the part.
         is_vocabulary: whether rows are entries of a vocabulary, whose padding depends on the
             layout.
     """
@@ -58,7 +59,7 @@ def shards_of(
     *,
     buffers: bool = False,
 ) -> Iterator[Shard]:
-    """Yield a shard for each parameter of a chunk; several for gated and grouped weights.
+    """Yield a shard for each parameter of a chunk, or for each half or expert in a parameter.
 
     Args:
         tensor_of: takes a parameter and returns the tensor to yield in its place, such as its
@@ -115,7 +116,7 @@ class Marks:
         self._held: list[Any] = []
 
     def settle(self) -> None:
-        """Recompute the keys, since a router's parameter may have been moved to a new storage."""
+        """Recompute the keys from the storages, since a parameter may have moved to a new one."""
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 
@@ -187,7 +188,8 @@ def initialize_by_name(
     """Fill this rank's parameters with values that depend only on their names and the seed.
 
     Only one full tensor exists at a time. Parameters that `Marked` did not register keep their
-    values, except random parameters of torch's own modules: these are drawn again by name.
+    values, except random ones of modules with a ``reset_parameters`` method, such as torch's own:
+    these are drawn again by name.
 
     Args:
         chunks: model chunks without wrappers, on any device and in any dtype.
@@ -240,17 +242,15 @@ def draw_by_name(
 
 
 Staged = dict[int, tuple[Any, Tensor]]
-"""Maps the id of a quantized parameter to the parameter and a tensor with its future values."""
+"""By the id of an 8-bit parameter: the parameter, and a plain tensor to fill in its place."""
 
 
 def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
-    """Register a plain tensor in place of each parameter that Transformer Engine keeps in 8 bits.
+    """Register a plain tensor for each parameter that Transformer Engine keeps in 8 bits.
 
-    Such a parameter was registered when the module was built, but quantization has since freed its
-    storage. The initialization method is taken from the module, which still has it.
-
-    Returns:
-        By the id of each such parameter, a pair: the parameter and the plain tensor.
+    Initial values are drawn into the plain tensor, and the caller copies them to the parameter. The
+    parameter's own registration was lost when quantization freed its storage; its initialization
+    method is taken from the module, which still has it.
     """
     staged: Staged = {}
     for module in chunk.modules():
@@ -297,7 +297,7 @@ def _fill_marked(
 
 @contextmanager
 def _generator_of(name: str, seed: int) -> Iterator[None]:
-    """Seed the CPU's generator inside the block with a name and the run's seed."""
+    """Seed the CPU's generator with a name and the run's seed; restore it after the block."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -320,7 +320,10 @@ def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -
 def _redraw_plain_modules(
     chunk: torch.nn.Module, shards: Sequence[Shard], marks: Marks, seed: int
 ) -> None:
-    """Draw random parameters of torch's own modules again, seeded by their names."""
+    """Draw the parameters of modules with ``reset_parameters`` again, seeded by their names.
+
+    Modules whose parameters are sharded, registered in ``marks`` or constant are left out.
+    """
     whole = [shard for shard in shards if shard.full_shape == shard.tensor.shape]
     names = {shard.tensor.data_ptr(): shard.name for shard in whole}
     for module in chunk.modules():

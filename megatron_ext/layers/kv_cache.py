@@ -102,7 +102,8 @@ class PackedTokens:
     def mask(self, window: Window) -> Tensor:
         """Return the mask for sequences with one new token, ``[singles, 1, 1, k]``.
 
-        It is True for keys after the token, and for keys that ``window`` hides.
+        k is the length of the longest one. The mask is True for keys after the token, and for those
+        more than ``window[0]`` positions before it; None or a negative number hides no earlier key.
         """
         longest = max(segment.end for segment in self.segments[: self.singles])
         keys = torch.arange(longest, device=self.device)
@@ -136,7 +137,7 @@ class LayerCache:
             key, value: ``[T, 1, g, d]``.
             attend: attends within one sequence or a batch of sequences, like
                 `DotProductAttention._attend`.
-            window: the window of the layer, if it has one.
+            window: how many earlier and later positions a query sees; None for all earlier ones.
         """
         tokens = self._cache.tokens
         if self._cache.num_slots:
@@ -206,10 +207,10 @@ class KeyValueCache:
         self.max_length = max_length
 
     def all_positions(self, _module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace a rotary embedding's first argument, the length, by the longest allowed one.
+        """Replace a rotary embedding's first argument, the sequence length, by ``max_length``.
 
-        This is a forward pre-hook of a rotary embedding. From the angles of all positions its
-        forward hook, `token_angles`, selects those of the tokens.
+        This is a forward pre-hook of a rotary embedding, which then returns the angles of all
+        positions; the forward hook `token_angles` selects those of the tokens.
         """
         return self.max_length, *arguments[1:]
 

@@ -48,14 +48,17 @@ def split_latent_heads(
     heads: int,
     value_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the projections of multi-latent attention into heads, and rotate their last channels.
+    """Split the projections of multi-latent attention into n heads, and apply rotary embedding.
+
+    A head's query and key have dk channels, of which the last dr are rotated; its value has dv.
 
     Args:
-        query: ``[s, b, n * dk]``; the last ``dr`` channels of each head are rotated.
-        projected: ``[s, b, n * (dk - dr + dv)]``: each head's key without rotation, and its value.
-        shared: ``[s, b, dr]``, the shared part of all keys, not yet rotated.
-        cos, sin: ``[s, 1, 1, d / 2]`` from `pointwise.rotary_table`; channels beyond d are not
-            rotated.
+        query: ``[s, b, n * dk]``.
+        projected: ``[s, b, n * (dk - dr + dv)]``: for each head, the first channels of its key, and
+            its value.
+        shared: ``[s, b, dr]``, the last channels of all heads' keys, not yet rotated.
+        cos, sin: ``[s, 1, 1, d / 2]`` from `pointwise.rotary_table`; if d < dr, the rest of the dr
+            channels is not rotated.
         heads, value_dim: n and dv.
 
     Returns:
@@ -78,9 +81,8 @@ latent_heads = compiled(split_latent_heads)
 class LatentAttention(Attention):  # type: ignore[misc]
     """Multi-latent self-attention (arXiv:2405.04434).
 
-    Its TransformerConfig is a `StepTransformerConfig` with the fields of megatron-core's
-    MLATransformerConfig. ``kv_channels`` is the number of channels of a value, and
-    ``softmax_scale`` has been set.
+    Its config must be a `StepTransformerConfig` that also has the fields of megatron-core's
+    MLATransformerConfig, with ``kv_channels`` equal to ``v_head_dim`` and ``softmax_scale`` set.
 
     Attributes:
         recomputes_heads: whether to free queries, keys and values after attention, and recompute
@@ -231,7 +233,10 @@ class LatentAttention(Attention):  # type: ignore[misc]
         )
 
     def _table(self, length: int, dtype: torch.dtype) -> Table:
-        """Return cosines and sines ``[s, 1, 1, d/2]`` of this rank's part of ``length`` tokens."""
+        """Return cosines and sines ``[s, 1, 1, d/2]`` for this context-parallel rank's tokens.
+
+        ``length`` is the number of tokens of all these ranks.
+        """
         rotary = self.rotary_pos_emb(length)
         angles, factor = rotary if isinstance(rotary, tuple) else (rotary, 1.0)
         if factor == 1.0:
@@ -244,7 +249,7 @@ def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> Ro
     """Return the rotary embedding of a config; called with s, it returns angles ``[s, 1, 1, d]``.
 
     All layers share one module and its cached angles. With YaRN (arXiv:2309.00071) the module
-    returns a tuple of the angles and a factor of the cosines and sines.
+    returns a tuple: the angles, and a number by which to multiply cosines and sines.
     """
     settings: dict[str, Any] = {"rotary_base": config.rotary_base}
     if config.rope_type == "yarn":

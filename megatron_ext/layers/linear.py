@@ -125,7 +125,7 @@ def _gathered(part: Tensor, call: LinearCall) -> _Sent:
 
 
 def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
-    """Start to sum the input's gradient over the ranks; the result has the input's shape."""
+    """Start to sum the input's gradient over the ranks if needed; keep only this rank's tokens."""
     group = call.tp_group
     if group is None or group.size() == 1:
         return _Sent(whole)
@@ -157,7 +157,7 @@ class _ParallelLinear:
 
     @property
     def overwrites(self) -> bool:
-        """Return whether a step's first weight gradient overwrites the one of the previous step."""
+        """Return whether a step's first weight gradient overwrites the buffer (not zeroed)."""
         return getattr(self.config, "adds_in_place", False)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -232,7 +232,7 @@ class RowParallelLinear(_ParallelLinear, tensor_parallel.RowParallelLinear):  # 
 
 
 class _WholeLinear(MegatronModule):  # type: ignore[misc]
-    """Y = X A with all of A on every tensor-parallel rank."""
+    """`WholeLinear` without deferred weight gradients, adapters and 8-bit products."""
 
     is_expert = False
 
@@ -335,7 +335,7 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[mis
         return embeddings if multiplier == 1.0 else embeddings * multiplier
 
     def _added_in_place(self, input_: Tensor) -> Tensor:
-        """Return the embeddings before scaling; the backward pass adds to ``main_grad``."""
+        """Look up embeddings, not yet multiplied; the backward pass adds to ``main_grad``."""
         if self.tp_group.size() == 1:
             embeddings: Tensor = _Rows.apply(input_, self.weight)  # type: ignore[no-untyped-call]
         else:

@@ -39,7 +39,7 @@ from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, 
 
 Layer = ColumnParallelLinear | RowParallelLinear
 _IN_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
-"""Matches names of parameters in layers; a chunk of embedding and output head may have none."""
+"""Matches names of parameters that belong to layers, not to an embedding or output head."""
 
 
 class Adapter(torch.nn.Module):

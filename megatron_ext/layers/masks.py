@@ -25,10 +25,10 @@ def is_dense(mask: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def document_mask(documents: Tensor, first_query: int, num_queries: int) -> Tensor:
-    """Return the dense mask ``[b, 1, q, s]`` of q queries from ``first_query`` on, cached.
+    """Return the dense mask ``[b, 1, q, s]`` of q queries from ``first_query`` on.
 
     It is True at later positions and in other documents. ``documents`` is the document index of
-    each position, ``[b, s]``.
+    each position, ``[b, s]``. The result is cached in `newest`.
     """
 
     def made() -> Tensor:
@@ -61,13 +61,13 @@ class NewestMask:
 
     @contextmanager
     def kept_for_graphs(self, kept: dict[Any, Any]) -> Iterator[None]:
-        """Inside the block, store in ``kept`` what is computed from masks for CUDA graphs.
+        """Keep in ``kept`` the values computed inside the block, which records CUDA graphs.
 
-        ``kept`` must live as long as the graphs of the model chunk, which read the values at fixed
-        addresses. Values that depend only on positions are computed before the capture. Values that
-        depend on a mask are computed by the graph of the first layer that needs them, and read by
-        the graphs of later layers. So the layers of a chunk must be replayed in order, and all of
-        them or none. This holds because all layers get the same mask.
+        The graphs read these values at fixed addresses, so ``kept`` must live as long as the graphs
+        of the model chunk. Values that depend only on positions are computed before the capture.
+        A value that depends on a mask is computed by the graph of the first layer that needs it,
+        and read by the graphs of later layers. So the layers of a chunk must be replayed in order,
+        and all of them or none, which holds because all layers get the same mask.
         """
         self._of_graphs = kept
         try:
@@ -96,17 +96,17 @@ class NewestMask:
         return made
 
     def keeps_apart(self, device: torch.device) -> bool:
-        """Return whether values computed now are for CUDA graphs and must not be cached elsewhere.
+        """Return whether CUDA graphs are being recorded; cache values only by `recorded` then.
 
-        Another cache may evict an entry that graphs still read. It would also give other callers a
-        tensor that is filled only when a graph is replayed.
+        Another cache might evict a value that the graphs still read. It might also give code
+        outside the graphs a value that only a replay computes.
         """
         return self._of_graphs is not None or is_captured(device)
 
     def recorded(self, what: Any, make: Callable[[], T], mask: Tensor | None = None) -> T:
-        """Return the result of ``make`` for the key ``what``; keep it with the recorded graphs.
+        """Return the result of ``make``, cached under ``what`` in the dict of `kept_for_graphs`.
 
-        ``mask`` is kept alive as long as the result. Outside `kept_for_graphs` nothing is stored.
+        The dict also keeps ``mask`` alive. Outside a `kept_for_graphs` block nothing is cached.
         """
         if self._of_graphs is None:
             return make()

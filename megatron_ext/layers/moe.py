@@ -1,8 +1,8 @@
 """Changes to megatron-core's mixture of experts (MoE), for CPUs and per-token normalization.
 
 - Without Transformer Engine, megatron-core's `gating` calls a name that does not exist.
-- Under per-token normalization, megatron-core multiplies auxiliary losses by the number of local
-  tokens. Here their coefficient always refers to the mean over all micro-batches, in every layout.
+- With ``--calculate-per-token-loss``, megatron-core multiplies auxiliary losses by the number of
+  local tokens. Here their coefficient always refers to the mean over all micro-batches.
 - In 16-bit models, megatron-core rounds the token counts that determine the experts' bias.
 - megatron-core's all-to-all dispatcher supports split sizes only in GPU tensors. Between the
   tensor-parallel parts of an expert it gathers unequal numbers of tokens, which Gloo cannot do.
@@ -31,10 +31,11 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class GroupRanking:
-    """Chooses experts in groups; groups are ranked by the sum of their ``count`` best scores.
+    """Chooses each token's experts from its best groups of experts only.
 
-    megatron-core's own router ranks a group by its best ``topk // group_topk`` scores. This object
-    replaces that choice through a hook that megatron-core provides for replaying recorded routes.
+    A group ranks by the sum of its ``count`` best scores; in megatron-core this number is always
+    ``topk // group_topk``. A router takes this object as its ``router_replay``: the interface of
+    megatron-core for replaying recorded choices, which overrides the router's own choice.
     """
 
     layer_number: int | None = None
@@ -192,7 +193,10 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     @contextmanager
     def _gathered_already(self) -> Iterator[None]:
-        """Inside the block, keep megatron-core from gathering over ranks that share an expert."""
+        """Inside the block, let megatron-core communicate as if no ranks shared an expert.
+
+        The caller sends the tokens between these ranks itself.
+        """
         size, self.tp_size = self.tp_size, 1
         try:
             yield
@@ -217,7 +221,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
-        """Convert split sizes to numpy arrays on CPUs too; megatron-core does so only on GPUs."""
+        """Call megatron-core's method; convert split sizes to numpy arrays on CPUs, too."""
         tokens_per_expert = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         if point == self.cuda_dtoh_point:
             for name in ("input_splits", "output_splits", "output_splits_tp"):

@@ -46,7 +46,7 @@ class Fusions:
 
 
 def fusions_of(transformer_config: TransformerConfig) -> Fusions:
-    """Return the `Fusions` of a configuration; a plain TransformerConfig allows all of them."""
+    """Return the config's ``fusions``; all are allowed if it has no such attribute."""
     return getattr(transformer_config, "fusions", Fusions())
 
 
@@ -127,10 +127,11 @@ def norm_gradients(
     inverse: Tensor,
     mean: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of a norm, computed from saved statistics.
+    """Return the gradients of x and, if needed, of weight and bias of a norm; see `FusedResidual`.
 
     ``plan`` is the number of outputs (1) and the positions of the arguments that need a gradient: 0
     for x, 1 for the weight, 2 for the bias. ``y_gradient`` is the gradient of the norm's result.
+    ``inverse`` and ``mean`` are the statistics from `norm_and_statistics`.
 
     Let n = (x - mean) * inverse be the normalized input, and g = ``y_gradient`` * gain the gradient
     of n. The gradient of x is ``residual_gradient + inverse * (g - n mean(g n) - mean(g))``, where
@@ -165,7 +166,10 @@ def _gain(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
 norm_with_residual = FusedResidual(
     _one_norm, saving=norm_and_statistics, gradients=norm_gradients, num_outputs=1
 )
-"""Takes the arguments of `norm`; returns ``x`` for the residual connection, and its norm."""
+"""Takes the arguments of `norm`; returns ``x`` itself, for a residual connection, and its norm.
+
+The backward pass adds the gradients of both in the norm's kernel.
+"""
 
 
 def added(
@@ -206,14 +210,18 @@ def bias_dropout_add_norm(
 def masked_bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, drawn: Tensor, probability: float
 ) -> Tensor:
-    """Return ``residual + dropout(x + bias)``; drop elements with ``drawn < probability``."""
+    """Return ``residual + dropout(x + bias)`` for given random numbers.
+
+    ``drawn`` has one from [0, 1) for each element; elements with ``drawn < probability`` are
+    dropped.
+    """
     if bias is not None:
         x = x + bias
     return residual + x * (drawn >= probability) / (1 - probability)
 
 
 Limits = tuple[float | None, float]
-"""The arguments ``limit`` and ``offset`` of `activated`."""
+"""``(limit, offset)`` of a gated activation; see the arguments of `activated`."""
 NO_LIMITS: Limits = (None, 0.0)
 
 
@@ -321,7 +329,8 @@ def queries_keys_values(
         cos, sin: cosines and sines from `rotary_table`; None applies no rotation.
         interleaved: whether neighbouring features form a pair; otherwise features i and i + d / 2
             do.
-        q_weight, q_bias, k_weight, k_bias, spec: the norms of queries and keys; see `norm`.
+        q_weight, q_bias, k_weight, k_bias, spec: the norms of queries and keys, with the arguments
+            of `norm`; there are none if ``spec`` is None.
 
     Returns:
         ``[s, b, n, d]``, ``[s, b, g, d]``, ``[s, b, g, d]``.
@@ -381,7 +390,7 @@ class RMSNorm(_GainNorm, torch.nn.RMSNorm):
 
 
 def weights_of(norm: Any) -> Weights:
-    """Return a norm's weight and bias after data parallelism has gathered them."""
+    """Return a norm's weight and bias; the norm's hooks first wait until they are gathered."""
     weights: Weights = norm(None)
     return weights
 
@@ -396,7 +405,7 @@ NORMS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
 class Norm:
-    """Builds the norm that a TransformerConfig names, with megatron-core's arguments.
+    """Builds `LayerNorm` or `RMSNorm` by ``config.normalization``; takes megatron-core's arguments.
 
     Raises:
         ConfigError: the normalization is neither LayerNorm nor RMSNorm.

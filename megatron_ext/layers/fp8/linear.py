@@ -1,7 +1,7 @@
 """The linear layer ``y = x W^T + b`` with its three matrix products in 8 bits.
 
 `fp8_linear` is the layer. `KeptWeights` makes each layer cast its weight to 8 bits only once in a
-step. `AmaxHistories` updates the scales of the delayed recipe after a step.
+step. `AmaxHistories` updates the scales of ``--fp8-recipe delayed`` after each step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearC
     """Return the output ``[s, b, out]`` of a layer whose weight on this rank is ``[out, in]``.
 
     The input is ``[s, b, in]``, or ``[s/tp, b, in]`` under sequence parallelism; it may have any
-    number of leading dimensions. If ``call.scaling.activation`` is set, this function first applies
-    that activation to the input. The bias is ``[out]``.
+    number of leading dimensions. The bias is ``[out]``. ``call`` holds the layer's scales
+    (``call.scaling``), and says where the weight's gradient goes. If ``call.scaling.activation`` is
+    set, this function first applies that activation to the input.
     """
     trains = call.parameter.requires_grad and torch.is_grad_enabled()
     if call.queue is not None:
@@ -95,11 +96,12 @@ class _Fp8Linear(torch.autograd.Function):
 def _entered(
     input: Tensor, call: LinearCall, trains: bool
 ) -> tuple[Quantized, tuple[Tensor | None, ...]]:
-    """Return all tokens of the input in 8 bits, and the tensors to save for the backward pass.
+    """Return the input of the product in 8 bits, and the tensors to save for the backward pass.
 
-    With ``--fp8-wgrad``, the transposed 8-bit input is saved. Under sequence parallelism, this
-    rank's 8-bit rows are saved instead, which the backward pass gathers and transposes. Without
-    ``--fp8-wgrad``, the input itself is saved. If the weight needs no gradient (``trains`` is
+    The first result has all tokens: under sequence parallelism, it is gathered from the ranks. For
+    the weight's gradient, the transposed 8-bit input is saved, or without ``--fp8-wgrad`` the input
+    itself. Under sequence parallelism, only this rank's tokens are saved, not transposed; the
+    backward pass gathers and transposes them. If the weight needs no gradient (``trains`` is
     False), nothing is saved.
     """
     scaling = call.scaling
@@ -134,7 +136,7 @@ def _weight_gradient(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the weight's gradient ``[out, in]`` in ``dtype``, or write it to ``out``.
+    """Return the weight's gradient ``[out, in]`` in ``dtype``; if ``out`` is given, write it there.
 
     ``flat`` is the output's gradient ``[tokens, out]``; ``gradient`` is the transpose of ``flat``
     in 8 bits, None without ``--fp8-wgrad``. ``kept`` holds the tensors that `_entered` saved.
@@ -155,10 +157,10 @@ def _weight_gradient(
 def _given(compute: Callable[..., Tensor], call: LinearCall) -> Tensor | None:
     """Compute the weight's gradient, and return what autograd must pass on for the weight.
 
-    If ``call`` has a queue, the computation is queued, and the result is None. If the gradient is
-    added to ``main_grad``, the result is a placeholder. Otherwise it is the gradient. ``compute``
-    takes a dtype and returns the gradient in this dtype; if it also gets a matrix, it writes the
-    gradient to the matrix.
+    If the gradient is deferred, the computation is added to ``call.queue``, and the result is None.
+    If ``call.in_place`` asks to add the gradient to the weight's ``main_grad``, the result is a
+    placeholder. Otherwise it is the gradient. ``compute`` takes the gradient's dtype and,
+    optionally, a matrix to write it to; it returns the gradient.
     """
     weight = call.parameter
     main_grad: Tensor | None = getattr(weight, "main_grad", None) if call.in_place else None
@@ -174,10 +176,10 @@ def _given(compute: Callable[..., Tensor], call: LinearCall) -> Tensor | None:
 def _add(compute: Callable[..., Tensor], weight: Tensor, main_grad: Tensor | None) -> None:
     """Compute a weight's gradient and add it to ``main_grad``, the weight's gradient buffer.
 
-    If the argument is None, the gradient is rounded to the weight's dtype, and `accumulate` adds
-    it. Otherwise the product has the dtype of ``main_grad``: the first one of a step is written
-    directly to it. Later ones need a separate addition, since ``torch._scaled_mm`` cannot add to
-    its output (its beta is 0).
+    The gradient is computed in the buffer's dtype. A product that overwrites last step's gradient
+    is written directly to the buffer. Others need a separate addition, since ``torch._scaled_mm``
+    cannot add to its output (its beta is 0). If ``main_grad`` is None, the gradient is rounded to
+    the weight's dtype, and `accumulate` adds it to the weight's ``main_grad`` or ``grad``.
     """
     if main_grad is None:
         accumulate(weight, compute(weight.dtype))
@@ -226,12 +228,12 @@ class AmaxHistories:
         self._pending: tuple[list[DelayedScaling], HostCopy] | None = None
 
     def marks(self) -> tuple[Any, list[bool]]:
-        """Return the part of the state that is kept on the host, a pair that `set_marks` restores.
+        """Return what the host knows about the histories, a pair that `set_marks` restores.
 
-        The second part tells for each layer whether it is known to have a complete history
-        (`DelayedScaling.has_history`). The first is a copy from the device that `advance` started,
-        perhaps still running, which tells which other layers have one by now; None if there is no
-        such copy.
+        The second element is `DelayedScaling.has_history` of each layer: whether all its tensors
+        are known to have a history. The first element tells this of layers for which it was
+        still False at the last `advance`. It is a copy from the device, perhaps still running, that
+        the next `advance` reads; None if there is no such copy.
         """
         return self._pending, [scaling.has_history for scaling in self.scalings]
 
@@ -242,7 +244,7 @@ class AmaxHistories:
             scaling.has_history = before
 
     def forget(self) -> None:
-        """Drop the pending copy that `advance` started; call this after loading histories."""
+        """Drop the pending copy (see `marks`); call this after loading other histories."""
         self._pending = None
 
     @torch.no_grad()

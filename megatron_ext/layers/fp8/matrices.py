@@ -11,7 +11,7 @@ input's gradient   features of the output      gradient R   weight C
 weight's gradient  tokens                      gradient C   input C
 =================  ==========================  ===========  ============
 
-These functions run on a CPU; `fp8.casting` has GPU kernels with the same results.
+For casts on a GPU, `fp8.casting` has kernels with the same results as these functions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Quantized:
 
     @property
     def factor(self) -> Tensor:
-        """Return ``1 / scale``, the factor for a product with this matrix."""
+        """Return ``1 / scale``, by which a product of ``values`` must be multiplied."""
         return self.scale.reciprocal() if self.inverse is None else self.inverse
 
     def dequantized(self) -> Tensor:
@@ -112,8 +112,8 @@ def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
     """Return the scale ``limit / amax / 2^margin`` (Transformer Engine's formula).
 
     It maps the largest magnitude ``amax`` to ``limit / 2^margin``, where ``limit`` is the format's
-    largest number. The scale is 1 if ``amax`` is 0. If ``amax`` is not finite, the scale is NaN, so
-    that the step is skipped.
+    largest number. The scale is 1 if ``amax`` is 0. If ``amax`` is not finite, the scale is NaN;
+    this makes the loss or gradients NaN, so that the step is skipped.
     """
     scale = limit / amax / 2.0**margin
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
@@ -126,9 +126,10 @@ def known_scale(
 ) -> tuple[Tensor, Tensor]:
     """Return the scale of a tensor for delayed scaling, and the scale's reciprocal, both ``[]``.
 
-    If the history ``[steps]`` has an entry, the scale is ``given``, which was computed from it.
-    Otherwise it is the scale for the tensor's largest magnitude ``amax``. If ``amax`` is not
-    finite, the scale is NaN in either case. ``limit`` is the format's largest number.
+    If the history ``[steps]`` has a nonzero entry, this is ``given``, a scale computed earlier from
+    the history. Otherwise it is computed from ``amax``, the tensor's largest magnitude now. If
+    ``amax`` is not finite, the scale is NaN in either case. ``limit`` is the format's largest
+    number.
     """
     uses_given = history.any() & amax.isfinite()
     scale = torch.where(uses_given, given, scale_for(amax, limit))
@@ -161,8 +162,9 @@ def quantize(
     """Cast ``[m, k]`` to 8 bits with scales computed from its largest magnitudes ``amax``.
 
     If ``amax`` is None, the magnitudes are computed here: of the whole matrix if ``along`` is None,
-    of each row if it is 1, of each column if it is 0. ``layout`` selects the results: "rows" is the
-    matrix itself, "columns" its transpose, "both" is both.
+    of each row if it is 1, of each column if it is 0. Otherwise ``along`` is unused; the shape of
+    ``amax`` (``[]``, ``[m, 1]`` or ``[1, k]``) is that of the scales. ``layout`` selects the
+    results: "rows" is the matrix itself, "columns" its transpose, "both" is both.
     """
     amax = largest(x, along) if amax is None else amax
     scale = scale_for(amax, torch.finfo(dtype).max)
@@ -241,7 +243,10 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 
 def arguments(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of ``torch._scaled_mm`` for ``a b^T``."""
+    """Return the arguments of ``torch._scaled_mm`` for ``a b^T``, by name.
+
+    ``out_dtype`` is ``dtype``, but bfloat16 if ``a`` has a scale for each row.
+    """
     return {
         "a": a.values,
         "b": b.values.t(),

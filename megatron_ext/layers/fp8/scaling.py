@@ -31,9 +31,9 @@ class Role(IntEnum):
 
 
 class Parts:
-    """The groups of ranks that must agree on a scale, because each holds a part of what is scaled.
+    """The groups of ranks that hold the parts of a layer's tensors, and so must agree on scales.
 
-    A scale belongs to a whole tensor of a layer, or to one of its rows or columns.
+    A scale belongs to a whole tensor, to a row or to a column; each has its own group.
 
     Args:
         cuts_input: whether the layer is row-parallel and shards its input features; other layers
@@ -44,7 +44,7 @@ class Parts:
     """
 
     may_idle: ClassVar[bool] = False
-    """Whether the layer may get no tokens at all in a step."""
+    """Whether the layer may get no tokens in a step; if so, `DelayedScaling.is_given` is False."""
 
     def __init__(
         self,
@@ -87,9 +87,10 @@ class Parts:
         return self._cuts_input != (role is Role.GRADIENT)
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """Return the groups over which a step's magnitudes are reduced, one after another.
+        """Return the groups over which delayed scaling takes the maximum of a step's magnitudes.
 
-        Together they cover all ranks that hold parts or copies of the layer.
+        The maximum is taken over one group after another. Together they cover all ranks that hold
+        parts or copies of the layer.
         """
         return (self._pgs.tp_dp_cp,)
 
@@ -116,7 +117,8 @@ class WholeParts(Parts):
 class ExpertParts(Parts):
     """`Parts` for a layer of experts; its input is the tokens dispatched to this rank.
 
-    These tokens depend on the parallel layout, and so do tensorwise scales.
+    Which tokens these are depends on the parallel layout, and so do scales computed from several
+    tokens: of the whole tensor, or of a column.
     """
 
     may_idle: ClassVar[bool] = True
@@ -174,14 +176,14 @@ class Scaling(torch.nn.Module):
     """One scale per tensor, computed from the tensor itself (``--fp8-recipe tensorwise``).
 
     Attributes:
-        keeps_weight: whether to reuse the 8-bit weight, because the weight is constant now
-            (`KeptWeights`).
+        keeps_weight: whether to cast the weight only once and reuse the 8-bit weight; True while
+            `KeptWeights` promises that the weight is constant.
         kept_weight: the 8-bit weight to reuse; None before its first use.
         activation: the `fp8.activation.Activation` that the layer applies to its argument before
             its own matrix product; None if the layer multiplies its argument directly.
-        handed: the gradient of this layer's output in 8 bits, if the next layer computes it in the
-            backward pass, together with the placeholder that autograd passes instead of it. None if
-            autograd passes the gradient itself.
+        handed: set in the backward pass of an MLP if its second layer has computed the gradient of
+            this layer's output in 8 bits (see `fp8.activation`): the placeholder that autograd
+            passes instead, and the gradient. None if autograd passes the gradient itself.
     """
 
     activation: Any = None
@@ -203,13 +205,11 @@ class Scaling(torch.nn.Module):
     def gradient(self, x: Tensor, *, columns: bool) -> Pair:
         """Return the gradient ``[m, k]`` of the layer's output in 8 bits.
 
-        ``x`` is the gradient that autograd passes, and is cast here; with ``columns`` the transpose
-        is returned, too. But if the next layer has already computed the gradient in 8 bits
-        (`handed`), ``x`` must be the placeholder for it.
+        ``x`` is what autograd passes: the gradient, which is cast here, and with ``columns`` also
+        transposed; or the placeholder in `handed`, whose 8-bit gradient is then returned.
 
         Raises:
-            RuntimeError: the next layer has computed the gradient, but ``x`` is not its
-                placeholder.
+            RuntimeError: `handed` is set, but ``x`` is not its placeholder.
         """
         handed, self.handed = self.handed, None
         if handed is None:
@@ -236,10 +236,10 @@ class Scaling(torch.nn.Module):
         return Quantized(turned, scale)
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return a matrix ``[m, k]`` in 8 bits whose transpose serves products that sum over m.
+        """Return ``[m, k]`` in 8 bits, to be transposed later for a product that sums over m.
 
-        ``rows`` is the result of `Scaling.rows` for the same ``x``. With one scale for the whole
-        tensor, the transpose of ``rows`` serves them too, so ``rows`` itself is returned.
+        ``rows`` is the result of `Scaling.rows` for the same ``x``, and serves a product that sums
+        over k. With one scale for the whole tensor it serves both, so it is returned.
         """
         return rows
 
@@ -277,7 +277,7 @@ class RowScaling(Scaling):
         return self._along(x, role, 0, "columns")
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return ``[m, k]`` in 8 bits with one scale for each column; ``rows`` is unused."""
+        """Return ``[m, k]`` in 8 bits with one scale per column; ``rows`` is ignored."""
         return self._along(x, role, 0, "rows")
 
     def _along(self, x: Tensor, role: Role, along: int, layout: Wanted) -> Quantized:
@@ -333,7 +333,7 @@ class DelayedScaling(Scaling):
         self._mark()
 
     def _mark(self) -> None:
-        """Mark the history as a tensor that may be absent from an older checkpoint."""
+        """Tell the checkpoint loader that older checkpoints may lack the history."""
         self.amax_history.new_branch = True  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScaling:
@@ -349,15 +349,15 @@ class DelayedScaling(Scaling):
 
     @property
     def is_given(self) -> bool:
-        """Return whether the scales are known without looking at the tensors."""
+        """Return whether the history gives all scales, so that no tensor's magnitude is needed."""
         return self.has_history and not self.parts.may_idle
 
     def pair_by(self, cast: Callable[..., Layouts], role: Role, *, columns: bool) -> Pair:
-        """Return a tensor in 8 bits as computed by ``cast``; with ``columns`` also its transpose.
+        """Return a tensor that ``cast`` computes in 8 bits; with ``columns`` also its transpose.
 
-        ``cast`` takes the scale, the 8-bit format, the layout ("both" or "rows"), and the tensor
-        ``[]`` in which to record the largest magnitude (`matrices.quantize_with`; None in
-        evaluation).
+        ``cast`` is a kernel that computes the tensor and casts it. It takes the scale of ``role``,
+        the 8-bit format, "both" or "rows" (with or without the transpose), and the tensor ``[]`` in
+        which to record the largest magnitude (None in evaluation), as `matrices.quantize_with`.
         """
         layout: Wanted = "both" if columns else "rows"
         layouts = cast(self.scale[role], self.formats[role], layout, self._noted(role))
