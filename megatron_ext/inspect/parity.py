@@ -32,9 +32,10 @@ from megatron_ext.train.task import Task, TaskChoice
 
 
 class GradientRecorder:
-    """Writes the gradients of each step, from each rank to its own file.
+    """A callback that writes this rank's gradients of the current step to a file in ``folder``.
 
-    If several ranks hold the same gradient, only one of them writes it.
+    The step calls it before the update. If several ranks hold the same gradient, only one of them
+    writes it.
     """
 
     def __init__(self, folder: Path, run: Run) -> None:
@@ -69,9 +70,10 @@ class Recording:
 
     Attributes:
         folder: folder with the gradients of each step.
-        rows: the metrics of each step, with ``grad_norm`` and every loss by name.
+        rows: for each step, a dictionary of its metrics: ``grad_norm``, every loss by name, etc.
+        padded_vocab_size: None if there is no vocabulary, or if the run failed before training.
         failure: why the run failed; None if it succeeded.
-        core: the release of megatron-core, if several are compared.
+        core: the release of megatron-core if several are compared, else "".
     """
 
     layout: NamedLayout
@@ -83,7 +85,7 @@ class Recording:
 
     @property
     def label(self) -> str:
-        """Return the layout's name, after the release of megatron-core if there are several."""
+        """Return the layout's name; if releases of megatron-core are compared, "RELEASE NAME"."""
         return f"{self.core} {self.layout.name}".strip()
 
 
@@ -153,8 +155,9 @@ class Parity:
     Attributes:
         loss, grad_norm, gradient: the largest relative difference of each kind; None if the kind
             was not compared.
-        first: the largest difference in the first step that is out of tolerance; None if all pass.
-        problem: why the layout could not be compared.
+        first: the largest difference that exceeds its tolerance in the first step that has one;
+            None if no step has one.
+        problem: why the layout could not be compared; None if it was.
     """
 
     recording: Recording
@@ -184,7 +187,8 @@ def relative(mine: float, truth: float) -> float:
 def gradient_difference(mine: Tensor, truth: Tensor) -> float:
     """Return the L2 norm of ``mine - truth`` divided by the L2 norm of ``truth``.
 
-    Return 0 if the two are equal, and infinity if the quotient is undefined.
+    Return 0 if the two are equal. Return infinity if the shapes differ, ``truth`` is zero or the
+    difference is not finite.
     """
     if mine.shape != truth.shape:
         return math.inf
@@ -237,9 +241,9 @@ def _worst(differences: Sequence[Difference]) -> Difference | None:
 
 
 def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -> Table:
-    """Return a table of the largest differences from the reference ``truth``, a row per result.
+    """Return a table with a row per layout: its largest differences from the reference ``truth``.
 
-    If ``truth`` names a release of megatron-core, the first column has the results' releases.
+    If several releases of megatron-core are compared, the first column names each row's release.
     """
     columns = ("layout", "ranks", "loss", "grad norm", "gradient", "of", "", "first divergence")
     core = f" on megatron-core {truth.core}" if truth.core else ""

@@ -39,14 +39,14 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     Under context parallelism ``--cp-comm-type`` selects the method: ``all_gather`` and ``p2p``
     gather all keys and values; ``a2a`` gives each rank some heads of the whole sequence.
 
-    On GPUs, FlexAttention computes sinks (``--softmax-type``) and soft-capped scores. Elsewhere
-    they are computed step by step, with the full matrix of probabilities.
+    Attention sinks (``--softmax-type``) and soft-capped scores are computed by FlexAttention where
+    it can be used, else with the full matrix of probabilities.
 
     Attributes:
-        cache: cache of keys and values for later tokens; used only in generation.
+        cache: keys and values of earlier tokens, in generation; else None.
 
     Raises:
-        ConfigError: ``--cp-comm-type`` is none of these three under context parallelism.
+        ConfigError: under context parallelism ``--cp-comm-type`` has another value.
     """
 
     cache: LayerCache | None = None
@@ -97,7 +97,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             )
 
     def _add_sinks(self, config: TransformerConfig) -> None:
-        """Register the sinks ``[n]``, for each head a logit that takes a share of the softmax."""
+        """Register the learned sinks ``[n]``: a logit per head that takes part in the softmax."""
         heads = config.num_attention_heads // self.tp_group.size()
         device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.softmax_offset = torch.nn.Parameter(
@@ -324,7 +324,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         return forbidden[None, None] if mask is None else mask | forbidden
 
     def _follows_core(self, query: Tensor) -> bool:
-        """Return whether to attend step by step, like megatron-core's unfused attention.
+        """Return whether to attend by separate operations, like megatron-core's unfused attention.
 
         GPUs do so with ``--attention-backend local``, and with deterministic dropout. CPUs do so in
         16 bits, to round like Megatron-LM, and with dropout, to draw the same masks as Megatron-LM.

@@ -1,9 +1,9 @@
 """Auxiliary losses in the autograd graph, and the targets of multi-token prediction (MTP).
 
-An auxiliary loss is attached to activations by an identity function. Its backward pass returns the
-activations' gradient unchanged, and starts the backward pass of the attached loss with the loss
-scale as gradient. megatron-core does the same for experts and MTP. The training step sets scale and
-normalization, so that log and gradients do not depend on the parallel layout.
+An identity function attaches an auxiliary loss to activations. The backward pass of this function
+returns the activations' gradient unchanged, and starts the backward pass of the loss with the loss
+scale as its gradient. megatron-core does the same for experts and MTP. The training step normalizes
+the losses so that their gradients and logged values do not depend on the parallel layout.
 
 MTP has K depths (prediction modules); depth k predicts the token k+1 positions ahead (DeepSeek-V3,
 arXiv:2412.19437, section 2.2).
@@ -24,11 +24,11 @@ from torch.distributed import ProcessGroup
 class AuxiliaryScale:
     """The factor by which `attach_microbatch_loss` multiplies a micro-batch's auxiliary loss.
 
-    With this factor the step minimizes the mean of the auxiliary losses of all micro-batches. Let
-    each of DP data-parallel ranks have M micro-batches. If the step divides the summed gradients by
-    its number of targets N, the factor is N / (DP * M). If the step takes the mean of micro-batch
-    means, the factor is CP / M with CP context-parallel ranks, because the data-parallel reduction
-    then divides by DP * CP. The step sets the factor before its first forward pass.
+    The training step sets it before its first forward pass, so that the step minimizes the mean
+    auxiliary loss over all micro-batches: M on each of DP data-parallel ranks. If the step divides
+    the summed gradients by its number of targets N, the factor is N / (DP * M). If its loss is the
+    mean of micro-batch means, the factor is CP / M for CP context-parallel ranks, because the
+    data-parallel reduction then divides by DP * CP.
     """
 
     value: Tensor | float = 1.0
@@ -130,8 +130,9 @@ def per_token_weights(
 def mean_of_means_weights(masks: Sequence[Tensor], scaling_factor: float) -> list[Tensor]:
     """Return the weights of each MTP depth's token losses for a mean of micro-batch means.
 
-    This is Megatron-LM's default normalization. Each depth has a mask and weights ``[b, s/cp]``.
-    ``scaling_factor`` is ``--mtp-loss-scaling-factor`` divided by the number of micro-batches.
+    In this loss, Megatron-LM's default, each depth's mask ``[b, s/cp]`` is divided by its own sum.
+    ``scaling_factor`` is ``--mtp-loss-scaling-factor`` divided by the number of micro-batches; each
+    of the K depths gets a K-th of it.
     """
     coefficient = scaling_factor / len(masks)
     return [mask * (coefficient / _divisor(mask.sum())) for mask in masks]

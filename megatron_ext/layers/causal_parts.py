@@ -1,10 +1,10 @@
 """Causal attention of the last positions of a sequence to all keys, in two parts on cuDNN.
 
 Under context parallelism, a slice of queries attends to all earlier keys and, causally, to its own
-keys. cuDNN's causal mask cannot express this. So there are two calls: one for the earlier keys, and
-one for the slice's own keys. Their outputs are merged by the log-sum-exp of their scores.
-FlashAttention supports this mask in a single call, but version 2 is slower on GPUs that prefer
-cuDNN.
+keys. cuDNN's causal mask cannot express this. So there are two calls, each for a part of the keys:
+the earlier keys, and the slice's own keys. Their outputs are merged by the log-sum-exp of their
+scores. FlashAttention supports this mask in a single call, but FlashAttention 2 is slower than two
+calls of cuDNN on the GPUs for which `sdpa.prefers_cudnn` returns True.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class PartKernel:
 
     Attributes:
         forward: takes query, key, value, causal and scale; returns the output ``[b, n, q, d]``, the
-            log-sum-exp of the scores ``[b, n, q(, 1)]``, and state for the backward pass.
-        backward: takes the output's gradient, query, key, value, output, log-sum-exp, the state
-            from ``forward``, causal and scale; returns the gradients of query, key and value. Key
-            and value may be one part while output and log-sum-exp are those over all parts.
+            log-sum-exp of the scores, ``[b, n, q]`` or ``[b, n, q, 1]``, and a state.
+        backward: takes the output's gradient, query, key, value, output, log-sum-exp, that state,
+            causal and scale; returns the gradients of query, key and value. It must accept key and
+            value of one part together with the merged output and log-sum-exp of all parts.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor, Saved]]
@@ -76,15 +76,15 @@ CUDNN = PartKernel(_cudnn_forward, _cudnn_backward)
 def prefers_parts(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, backend: AttnBackend
 ) -> bool:
-    """Return whether `attend_in_parts` is the fastest kernel for these queries and keys.
+    """Return whether to use `attend_in_parts`: whether cuDNN is the first choice and supports it.
 
     The queries ``[b, n, q, d]`` are at the last q positions of the keys ``[b, g, k, d]``; attention
-    is causal. Only cuDNN is faster in parts, since the flash kernels support causal attention to
-    earlier keys in a single call. The lengths must be safe for cuDNN with a mask: a part's backward
-    pass gets the output and log-sum-exp over all keys, just as with a mask.
+    is causal. Flash kernels need no parts. At some lengths cuDNN's gradients with a mask may be NaN
+    (see `sdpa`); parts are not used there either, because a part's backward pass gets the output
+    and log-sum-exp over all keys, just as with a mask.
 
     Raises:
-        ConfigError: ``backend`` allows only cuDNN, which is not safe at these lengths.
+        ConfigError: ``backend`` allows only cuDNN, but its gradients may be NaN at these lengths.
     """
     kernels = kernels_for(query, key, backend, masked=True)
     if dropout > 0 or not kernels or kernels[0] != SDPBackend.CUDNN_ATTENTION:
@@ -99,10 +99,10 @@ def prefers_parts(
 def attend_in_parts(
     query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: PartKernel = CUDNN
 ) -> Tensor:
-    """Return the causal attention ``[b, n, q, d]`` of queries at the last q of k positions.
+    """Return causal attention ``[b, n, q, d]``, where the queries are the last q of k positions.
 
-    Attention to the keys before the first query and causal attention among the last q positions are
-    computed by separate calls of ``kernel``, and merged.
+    One call of ``kernel`` attends to the keys before the first query, another one attends causally
+    to the last q keys; the two results are merged.
 
     Args:
         query: ``[b, n, q, d]`` with q < k.
@@ -113,14 +113,14 @@ def attend_in_parts(
 
 
 def _parts(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return two pairs of keys and values: before the first query, and from there on."""
+    """Return two pairs of key and value: those before the first query, and the others."""
     first = key.size(2) - query.size(2)
     return [(key[:, :, :first], value[:, :, :first]), (key[:, :, first:], value[:, :, first:])]
 
 
 @compiled
 def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the outputs ``[b, n, q, d]`` and log-sum-exps ``[b, n, q(, 1)]`` of two parts."""
+    """Merge the attention outputs ``[b, n, q, d]`` and log-sum-exps over two parts of the keys."""
     share = torch.sigmoid(other_lse - lse).reshape(*out.shape[:3], 1)
     mixed = torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share)
     return mixed.to(out.dtype), torch.logaddexp(lse, other_lse)

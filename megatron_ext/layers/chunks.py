@@ -31,10 +31,10 @@ def build_chunks(
     context: ParallelContext,
     vocab_size: int | None = None,
 ) -> list[MegatronModule]:
-    """Build and initialize this rank's model chunks, one for each virtual stage, without wrappers.
+    """Build and initialize this rank's model chunks, one for each virtual stage.
 
-    ``build`` is `Task.model_chunk`, which builds one chunk. ``vocab_size`` is the size of the
-    vocabulary before padding.
+    `wrap_chunks` wraps them afterwards. ``build`` is `Task.model_chunk`, which builds one chunk.
+    ``vocab_size`` is the size of the vocabulary before padding.
     """
     placement = context.placement
     parallel = config.parallel
@@ -99,10 +99,11 @@ _REQUIRED = {
 def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
     """Check that a model has the attributes that megatron-core's schedules and checkpoints use.
 
-    Two more attributes are required if two pipeline stages share an embedding (``tied_stages``).
+    With ``tied_stages`` (the first and last pipeline stage share an embedding) it must also have
+    ``pre_process`` and ``share_embeddings_and_output_weights``.
 
     Raises:
-        ConfigError: attributes are missing; the message has one sentence for each.
+        ConfigError: attributes are missing; the error has one message for each.
     """
     required = dict(_REQUIRED)
     if tied_stages:
@@ -177,7 +178,7 @@ def wrap_chunks(
     context: ParallelContext,
     device: torch.device,
 ) -> list[DistributedDataParallel]:
-    """Move the chunks to the device, cast them, and wrap them for data parallelism."""
+    """Move the chunks to the device, cast them to fp16 or bf16 if set, and wrap them with DDP."""
     wrapped: list[Any] = [chunk.to(device) for chunk in chunks]
     if config.precision.bf16 or config.precision.fp16:
         placement = context.placement
@@ -239,14 +240,13 @@ def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 
 def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None:
-    """Mark experts' parameters so that a gradient is summed over the ranks that hold copies.
+    """Mark experts' parameters so that each gradient is summed over exactly the ranks with copies.
 
-    megatron-core treats these parameters like dense ones if ``--expert-model-parallel-size`` is 1.
-    This is wrong if the expert-tensor-parallel size differs from the tensor-parallel size, because
-    the copies of an expert are then on other ranks than the copies of a dense layer. Under sequence
-    parallelism, megatron-core also sums the gradients of the bias of an expert's second layer over
-    the tensor-parallel ranks. This is wrong too: these ranks hold other experts, or copies whose
-    gradients are already summed.
+    This corrects two faults of megatron-core. If ``--expert-model-parallel-size`` is 1, it reduces
+    experts like dense layers; but if the expert-tensor-parallel size differs from the
+    tensor-parallel size, other ranks hold the copies of an expert. And under sequence parallelism
+    it sums the gradients of the bias of an expert's second layer over the tensor-parallel ranks,
+    which hold other experts, or copies whose gradients are already summed.
     """
     # A model without experts may lack groups for them.
     for parameter in expert_parameters(chunk):

@@ -70,17 +70,17 @@ def compile_alike() -> None:
 
     By default inductor tries several block sizes for a reduction, and keeps the one that is fastest
     on this rank's GPU. The block size determines the order of a sum, so ranks may round
-    differently. This function requests inductor's option ``deterministic``, which turns the search
-    off. Versions of torch without this option do not search when they compile the norms' sums.
+    differently. This function turns the search off by inductor's option ``deterministic``. With
+    versions of torch that lack it this does nothing; they do not search for the norms' sums.
     """
     compiler.alike = hasattr(torch._inductor.config, "deterministic")
 
 
 @contextmanager
 def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
-    """Inside the block, also compile functions that are called with CPU tensors.
+    """Inside the block, also compile `Compiled` functions that are called with CPU tensors.
 
-    Tests and counts of memory traffic use this. With ``strict`` an error of the compiler is raised;
+    ``backend`` is torch.compile's backend. With ``strict`` an error of the compiler is raised;
     without it the function runs eagerly instead.
     """
     before = dict(vars(compiler))
@@ -140,7 +140,7 @@ def _signature(arg: Any, by_shape: bool) -> Any:
 
 
 class _Plain(torch.autograd.Function):
-    """An identity for contiguous tensors; its output has the strides of a new tensor.
+    """Returns a contiguous tensor with the strides that a new tensor of its shape would have.
 
     The output shares the input's memory, but autograd does not see it as a view. If it were a view,
     `torch.compile` would also specialize the code to properties of the view's base tensor.
@@ -281,10 +281,10 @@ class FusedResidual:
         function: takes ``x`` and further arguments, and returns a tuple of tensors.
         saving: replaces ``function`` when gradients are needed: it returns the same outputs,
             followed by statistics for the backward pass.
-        gradients: computes the backward pass. It takes the gradient of the returned ``x``; a pair
-            of the number of outputs and the positions of the arguments that need a gradient; and
-            then, as separate arguments, the outputs' gradients, the arguments of ``function`` and
-            the statistics. It returns one gradient for each of these positions, ``x`` first.
+        gradients: the backward pass, called as ``gradients(x_gradient, (n, positions),
+            *output_gradients, *arguments, *statistics)``. ``x_gradient`` belongs to the returned
+            ``x``, n is the number of outputs, and ``positions`` are the indices of the arguments of
+            ``function`` that need a gradient. It returns one gradient per position, ``x`` first.
         num_outputs: number of outputs of ``saving`` before the statistics; None if it returns no
             statistics.
     """

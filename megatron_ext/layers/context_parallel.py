@@ -1,7 +1,8 @@
 """Exchange of keys, values and heads between context-parallel ranks.
 
 megatron-core cuts a sequence into ``2 * cp`` slices and gives rank r the slices r and ``2 * cp - 1
-- r``. This "zig-zag" order makes causal attention cost the same on every rank.
+- r``. This "zig-zag" order makes causal attention cost the same on every rank. In "rank order" the
+two slices of rank 0 come first, then those of rank 1 and so on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def slices_of(rank: int, size: int) -> tuple[int, int]:
 
 
 def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` from the order of ``size`` ranks, two slices each, to sequence order."""
+    """Reorder ``[s, ...]``, gathered from ``size`` ranks in rank order, to sequence order."""
     slices = gathered.view(2 * size, gathered.size(0) // (2 * size), *gathered.shape[1:])
     slots = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
     # Slices instead of an index tensor, which would have to be copied to the device.
@@ -26,7 +27,7 @@ def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
 
 
 def to_rank_order(ordered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` from sequence order to the order of ``size`` ranks, two slices each."""
+    """Reorder ``[s, ...]`` from sequence order to the rank order of ``size`` ranks."""
     slices = ordered.view(2 * size, ordered.size(0) // (2 * size), *ordered.shape[1:])
     order = [i for rank in range(size) for i in slices_of(rank, size)]
     return torch.stack([slices[i] for i in order]).view_as(ordered)

@@ -1,10 +1,10 @@
 """Dropout whose masks do not depend on the parallel layout (``--deterministic-dropout``).
 
-The mask of a full sample is drawn from a generator. Its seed depends on the run's seed, the index
-of the sample in the run, the layer, and the site within the layer. Each rank uses the part of the
-mask for its own elements. While a micro-batch passes through a model chunk, the index of its first
-sample is stored as a state of megatron-core's random number tracker. Activation checkpointing
-restores these states before it recomputes a layer.
+Each rank draws the mask of a full sample and uses the part for its own elements. The seed depends
+on the run's seed, the index of the sample in the run, and the site: the layer and the place in the
+layer. While a micro-batch passes through a model chunk, the index of its first sample is kept among
+the states of megatron-core's random number tracker, because activation checkpointing restores these
+states before it recomputes a layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.layers.context_parallel import slices_of
 from megatron_ext.layers.pointwise import masked_bias_dropout_add
 
 _BITS = (1 << 63) - 1
-"""A mask that turns an integer into a seed: a nonnegative 64-bit integer."""
+"""Bit mask that keeps the low 63 bits of a number, so that it is a nonnegative int64 seed."""
 _STATE = "first-sample-of-the-micro-batch"
 
 
@@ -34,9 +34,10 @@ def _hash(*parts: object) -> int:
 
 @contextmanager
 def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
-    """Set the micro-batch for which dropout masks are drawn inside the block.
+    """Inside the block, let `uniform` draw the numbers of one micro-batch.
 
-    ``first_sample`` is the index of the micro-batch's first sample, counted over the whole run.
+    ``seed`` is the run's seed; ``first_sample`` is the index of the micro-batch's first sample,
+    counted over the whole run.
     """
     tracker = get_cuda_rng_tracker()
     number = torch.tensor((_hash("dropout", seed) + first_sample) & _BITS)
@@ -49,7 +50,7 @@ def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
 
 
 def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return uniform numbers in [0, 1) for one sample of the current micro-batch.
+    """Return uniform numbers in [0, 1) for one sample of the micro-batch of `microbatch_masks`.
 
     ``site`` names the layer and the place of the dropout in it; ``sample`` is the index within the
     micro-batch. The numbers depend on the kind of device, but not on the parallel layout.
@@ -63,8 +64,8 @@ def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device
 def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -> Tensor:
     """Return the positions of this rank's ``length`` tokens in the whole sequence, ``[length]``.
 
-    ``cut`` says whether the tensor-parallel ranks split the tokens of their context-parallel rank;
-    if not, they all hold the same tokens.
+    ``cut`` must be True under sequence parallelism, where the tensor-parallel ranks hold different
+    tokens; without it they all hold the same tokens.
     """
     shards = groups.tp.size() if cut else 1
     whole = length * shards
@@ -142,9 +143,9 @@ def attention_dropout(
 ) -> Tensor:
     """Apply dropout to attention probabilities ``[b, n, q, k]``.
 
-    The tensor is a part of the probabilities of ``num_heads`` heads and ``length`` positions.
-    ``first_head`` and ``first_query`` are the indices of the first head and query of this part.
-    ``site`` names the layer.
+    The whole model has ``num_heads`` heads, and the whole sequence ``length`` positions. The tensor
+    holds n of these heads and q of these queries, from the indices ``first_head`` and
+    ``first_query`` on, and the first k keys. ``site`` names the layer.
     """
     batch, heads, queries, keys = probabilities.shape
     rows = slice(first_query, first_query + queries)

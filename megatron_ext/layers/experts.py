@@ -1,10 +1,10 @@
 """The experts of a rank as grouped matrix products, instead of one product per expert.
 
-A single kernel of torch multiplies the tokens of every expert by that expert's matrix; it reads
-from device memory where each expert's tokens end. The weights remain separate parameters with their
-names in checkpoints: they are copied into one stacked tensor in each forward pass, and again for
-the gradient of the tokens. Grouping pays off for many small experts, whose single products are too
-small to fill a GPU.
+A single kernel of torch multiplies the tokens of every expert by that expert's matrix. It reads
+from device memory at which row the tokens of each expert end. The weights remain separate
+parameters with their names in checkpoints: they are copied into one stacked tensor in each forward
+pass, and again for the gradient of the tokens. Grouping pays off for many small experts, whose
+single products are too small to fill a GPU.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class _Call:
     def add(self, gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Deliver the weight gradients ``[e, out, in]``; return what autograd gets for each weight.
 
-        - With a queue, autograd no longer waits: each gradient is added to the weight's
-          ``main_grad``, or to its ``grad`` if it has no ``main_grad``. The results are None.
+        - With a queue, autograd is already done with this product. Each gradient is added to the
+          weight's ``main_grad``, or to its ``grad`` if it has none. The results are None.
         - Without a queue, if ``in_place`` is set and all weights have a ``main_grad``, the gradient
           of each is added to it. The results are placeholders, which autograd needs.
         - Otherwise nothing is added, and the results are the gradients.
@@ -143,7 +143,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
-    """megatron-core's experts, with grouped products if torch has them."""
+    """megatron-core's `SequentialMLP`, with grouped products where they can be used."""
 
     def forward(
         self,

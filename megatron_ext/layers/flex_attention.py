@@ -1,7 +1,7 @@
 """FlexAttention (arXiv:2412.05496), which skips blocks of keys that a mask or a window hides.
 
-Blocks have 128 x 128 positions. Which of them are hidden follows from the smallest and largest
-position and document of each block, without looking at all pairs.
+A block is 128 queries by 128 keys. Whether it is hidden follows from the smallest and largest
+position and document index of its queries and keys, without looking at all pairs.
 """
 
 from __future__ import annotations
@@ -119,18 +119,18 @@ def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def limit_on(device: torch.device, softcap: float) -> Tensor:
-    """Return the soft cap as a tensor ``[]``, since each float would be compiled into new code."""
+    """Return the soft cap as a tensor ``[]``; as a float, each value would be compiled anew."""
     # As in `_position_mask`, the first call may come from evaluation.
     with torch.inference_mode(False):
         return torch.full((), softcap, device=device)
 
 
 def _kind_of(arg: Any) -> Any:
-    """Return the key for which attention with this block mask is compiled; see `Compiled`.
+    """Return the key of an argument of attention: each key is compiled once (`Compiled.kind_of`).
 
-    The key of a block mask holds the code of its rule, the numbers that the rule uses, the dtypes
-    and numbers of axes of the tensors that the rule uses, and which axes of the mask (batch, rows,
-    columns) have size 1. An argument that is no block mask is returned unchanged.
+    For a block mask, the key describes its rule (`_rule`): the code, the numbers in it, and the
+    dtype and number of axes of each tensor in it. It also says which axes of the mask have size 1.
+    Any other argument is its own key.
     """
     if not isinstance(arg, BlockMask):
         return arg
@@ -141,10 +141,10 @@ def _kind_of(arg: Any) -> Any:
 
 
 attention_in_blocks = Compiled(_attention_in_blocks, kind_of=_kind_of)
-"""Attention compiled to one kernel; uncompiled it would store all scores.
+"""`_attention_in_blocks`, compiled to one kernel; uncompiled it would store all scores.
 
 `torch.compile` gives up on a function after 8 compilations. So each kind of mask, window, head size
-and so on has its own copy, in which only the lengths vary.
+and so on has its own compiled copy of the function, which serves all lengths.
 """
 
 
@@ -163,7 +163,7 @@ def block_mask(query: Tensor, key: Tensor, span: Span, mask: Tensor | None) -> B
 
 
 def _of_positions(span: Span, lengths: Lengths, device: torch.device) -> BlockMask:
-    """Return the block mask of a span alone, without documents or a dense mask; it is cached."""
+    """Return the cached block mask of ``span`` alone, for ``lengths`` = (queries, keys)."""
     what = (span, lengths, device)
     if not masks.newest.keeps_apart(device):
         return _position_mask(*what)
@@ -208,10 +208,10 @@ def _dense_block_mask(span: Span, lengths: Lengths, forbidden: Tensor) -> BlockM
 
 
 def _blocks_in_reach(span: Span, lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return, for each block, whether ``span`` allows some pairs of query and key, and whether all.
+    """Return two booleans per block: whether ``span`` allows any of its pairs, and all of them.
 
-    Both results are boolean, ``[q blocks, k blocks]``; ``lengths`` are the numbers q and k. A block
-    that extends beyond the end of the queries or keys never counts as one that allows all pairs.
+    Both tensors are ``[q blocks, k blocks]``; ``lengths`` are the numbers of queries and keys. A
+    block that extends beyond the last query or key never counts as one that allows all pairs.
     """
 
     def ends(length: int) -> tuple[Tensor, Tensor]:
@@ -251,10 +251,11 @@ def _ranges(documents: Tensor) -> tuple[Tensor, Tensor]:
 def _in_order(
     some: Tensor, whole: Tensor, lengths: Lengths, rule: Callable[..., Tensor]
 ) -> BlockMask:
-    """Return a block mask from the blocks that allow attention, ``[b or 1, q blocks, k blocks]``.
+    """Return the block mask that attends in the blocks of ``some``, and skips all others.
 
-    ``some`` is True where a block allows some attention, ``whole`` where it allows all. In a block
-    that allows only some, ``rule`` (see `_rule`) decides for each pair of query and key.
+    ``some`` is True for blocks that allow any pair of query and key, and ``whole`` for those that
+    allow all pairs; both are ``[b or 1, q blocks, k blocks]``. In a block that allows only some,
+    ``rule`` (from `_rule`) decides for each pair. ``lengths`` are the numbers of queries and keys.
     """
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,16 @@ from megatron_ext.disk.writing import write_text
 
 @cache
 def style_sheet() -> str:
-    """Return the style sheet that the pages of this package share."""
+    """Return the CSS that all HTML reports share, from `page.css`."""
     return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page, either whole or not at all; raise an OSError if it cannot be written."""
+    """Write the HTML ``text`` to ``path``, either whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write_text(temporary, text, errors="replace")
@@ -29,11 +33,11 @@ def write_page(path: Path, text: str) -> None:
 
 
 def page_of(package: str, template: str, /, **facts: object) -> str:
-    """Return the HTML page that a jinja2 template of ours makes of ``facts``, its variables.
+    """Render a jinja2 template to an HTML page; ``facts`` are the template's variables.
 
-    The file ``template`` lies in the package ``package``. It extends `layout.html`, the layout of
-    all reports, and may use macros from `macros.html`; it can read no other file. Each string of
-    ``facts`` is escaped.
+    ``template`` is the name of a file in the Python package ``package``. The template extends
+    `layout.html`, the layout of all reports, and may use macros from `macros.html`; it can read no
+    other file. Each string of ``facts`` is escaped.
     """
     # Imported here, since only pages need it.
     from jinja2 import DictLoader, StrictUndefined

@@ -1,4 +1,4 @@
-"""A table of a page, and the texts of its cells, which may come from untrusted files."""
+"""Tables of HTML pages, and functions that turn values from untrusted files into texts of cells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ext.inspect.pages.charts import show
 from megatron_ext.train.reporting.files import number
 
 MAX_ROWS = 300
-"""Largest number of rows of a table; a longer table shows the newest."""
+"""Largest number of rows of a table on a page; of a longer table the last rows are shown."""
 _MAX_TEXT = 600
 NOTHING = "–"
 

@@ -1,8 +1,8 @@
 """Draws the batches of training steps through the trainer's own code, in a single process.
 
 Datasets, loaders and loss weights are the same as in a run with the flags' layout. The process
-plays the last pipeline stage of each data-parallel rank in turn. Rows are whole, as before the
-context-parallel slicing.
+takes the role of the last pipeline stage, where the loss is computed, for one data-parallel rank
+after the other. Rows have the full sequence length: they are not cut for context parallelism.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megatron_ext.train.task import Task
 
 @contextmanager
 def one_process(layout: Layout) -> Iterator[ParallelContext]:
-    """Yield a context in which this process alone plays a layout's last pipeline stage."""
+    """Yield a context in which one process takes the role of a rank of the last pipeline stage."""
     device = select()
     if device.kind == "cpu":
         device.activate(0)
@@ -66,10 +66,10 @@ def collect(
 ) -> list[Step]:
     """Return the batches of ``count`` steps from step ``first`` on, counted from 1.
 
-    `Task.preflight` must have completed ``config``.
+    ``config`` must be the configuration that `Task.preflight` returned.
 
     Raises:
-        ConfigError: the run has no such steps.
+        ConfigError: the run has fewer steps, or ``first`` or ``count`` is below 1.
     """
     layout = Layout.from_config(config.parallel)
     replicas = layout.data_parallel_size
@@ -102,10 +102,10 @@ def collect(
 
 @dataclass(frozen=True)
 class _Start:
-    """A step's number, and what is known before its batches are drawn.
+    """A step's number from 1, and what is known before its batches are drawn.
 
     ``consumed`` is the number of samples consumed before the step. ``num_microbatches`` is each
-    rank's number of micro-batches, unless a `StepPlan` of the dataset decides it.
+    rank's number of micro-batches, unless the dataset itself plans its steps (`StepPlan`).
     """
 
     iteration: int
@@ -261,7 +261,7 @@ class _Replica:
 def _depths(depths: Sequence[Tensor], row: int, like: Tensor) -> NDArray[Any]:
     """Return row ``row`` of each MTP depth's tensor ``[b, s]``, stacked to ``[K, s]`` for K depths.
 
-    Without depths, the result is empty, and ``like`` ``[b, s]`` gives its length and dtype.
+    Without MTP (K = 0) the result has the length s and dtype of ``like`` ``[b, s]``.
     """
     rows = [tensor[row] for tensor in depths]
     return (torch.stack(rows) if rows else like.new_zeros(0, like.size(1))).numpy()
@@ -292,7 +292,8 @@ def _columns(length: int, size: int) -> list[Ints]:
 class Numbered(StepDataset):
     """Wraps a dataset so that each sample carries its index under the key ``sample``.
 
-    Samples of a dataset with a `StepPlan` stay as they are; their batches have ``sample_ids``.
+    A dataset that plans its own steps (`StepPlan`) returns its samples unchanged, since its batches
+    have the indices already (``sample_ids``).
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -95,7 +95,7 @@ class Page:
         notes: Sequence[str],
         warnings: Sequence[str],
     ) -> str:
-        """Return the whole page: totals, notes, warnings, and the given rows of each step."""
+        """Return the HTML page: totals, notes, warnings, and each step with the given rows."""
         body = [self._legend(), *(f'<p class="warning">⚠ {escape(w)}</p>' for w in warnings)]
         body.append(_table(summary))
         lines = [*sentences(summary, [step for step, _ in steps]), *notes]
@@ -216,7 +216,10 @@ class Options:
 def preview(
     program: Task | TaskChoice, words: Sequence[str], options: Options, console: Console
 ) -> list[str]:
-    """Print batches of the run with the flags ``words``; return warnings."""
+    """Print the batches that a run with the flags ``words`` would train on.
+
+    Return the printed warnings about the data.
+    """
     kind = select().kind
     parsed = parse_run(program, words, options, kind)
     task = parsed.task
@@ -257,7 +260,7 @@ def parse_run(
 
 
 def whole_page(title: str, style: str, body: Sequence[str]) -> str:
-    """Return an HTML page of lines ``body``, in the reports' style and the CSS ``style``."""
+    """Return an HTML page; ``body`` is its HTML lines, ``style`` CSS after that of `page.css`."""
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -268,7 +271,7 @@ def whole_page(title: str, style: str, body: Sequence[str]) -> str:
 
 
 def save_page(path: Path, text: str) -> None:
-    """Write the page of ``--html``; raise a ConfigError if it cannot be written."""
+    """Write HTML to ``path``, the value of ``--html``; raise a ConfigError if that fails."""
     try:
         write_page(path, text)
     except OSError as error:

@@ -1,10 +1,10 @@
-"""Previewed steps: their rows, and the documents of a row with the weight of each token.
+"""Classes for a previewed step, its rows, and the documents of a row with each token's weight.
 
 Position t of a row reads token t and predicts token t + 1, so the loss weight at position t belongs
 to token t + 1. A document that was tokenized on its own has n + 1 tokens in n positions: its first
 token is only read, its last token only predicted. In a row cut from a stream of documents, a
-document's first token is predicted too, by the last token of the document before. The same holds in
-packed rows, but their documents need not end with an end-of-document token.
+document's first token is predicted too, from the last token of the document before. This is also so
+in rows of ``--document-packing best_fit``, where a document may lack its end-of-document token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Provenance:
     Attributes:
         sample: the sample's number in the split, from 0.
         source: the file that the sample comes from, or the prefix of its dataset.
-        number: for a conversation, its number among the accepted lines of the file, from 1.
+        number: for a conversation, its number among the accepted lines of the file, from 1; else
+            None.
         cut: number of tokens that truncation has removed from the sample.
     """
 
@@ -50,13 +51,13 @@ class Row:
         tokens, labels, positions: ``[s]``.
         weights: weights of the labels in the loss, after ``--loss-reduction``, ``[s]``; 0 trains
             nothing.
-        samples: number of the sample at each position, -1 in padding, ``[s]``; None if the row is
-            cut from a stream of documents.
+        samples: for a row of separate samples such as conversations, the number of the sample at
+            each position, -1 in padding, ``[s]``; else None.
         reaches: whether a position attends to the previous position, ``[s]``; False at position 0.
         mtp_labels, mtp_weights: ``[K, s]``.
-        documents: number of the packed document at each position, -1 in padding, ``[s]``; None if
-            ``samples`` or end-of-document tokens tell documents apart.
-        provenance: origin of a row without ``samples``, if it is known.
+        documents: for a row of ``--document-packing best_fit``, the number of the document at each
+            position, -1 in padding, ``[s]``; else None.
+        provenance: origin of a row without ``samples``; None if unknown or if there are samples.
         sample_provenance: origin of each sample, by its number.
     """
 
@@ -95,9 +96,11 @@ class Step:
         consumed: samples consumed before the step.
         num_microbatches: micro-batches of each rank.
         rows: sorted by rank, micro-batch and index in the micro-batch.
-        targets: N, the number of labels with a weight.
-        weight: D, the sum of their weights; ``mtp_weights`` has this sum for each prediction depth.
-        cp_columns: for each context-parallel rank, the columns of every row that it keeps.
+        targets: the number of labels whose weight is not 0; shown as N.
+        weight: the sum of the labels' weights; shown as D.
+        mtp_weights: the same sum for each multi-token-prediction depth.
+        cp_columns: for each context-parallel rank, the indices of the columns that it keeps of
+            every row.
     """
 
     iteration: int
@@ -168,11 +171,11 @@ class Document:
         return int(np.count_nonzero(self.targets))
 
     def mtp_targets(self, depth: int) -> tuple[Ints, Floats]:
-        """Return the targets of an MTP depth (from 1) at the positions where tokens are read.
+        """Return what MTP depth ``depth`` (from 1) has to predict at each of the n tokens.
 
         Returns:
-            The target's id, which is that of the token ``depth + 1`` after the token that is read,
-            or -1 if there is no target; and the target's weight. Both are ``[n]``.
+            The id of the target, which is the token ``depth + 1`` positions later, or -1 if there
+            is none; and the weight of the target in the loss. Both are ``[n]``.
         """
         inside = self.columns < self.end
         columns = np.minimum(self.columns, self.row.size - 1)
@@ -199,7 +202,8 @@ def target_exists(row: Row, depth: int) -> NDArray[np.bool_]:
 def documents_of(row: Row, eod: int) -> list[Document]:
     """Return the documents of a row in order, without padding.
 
-    In a row cut from a stream, ``eod`` ends a document, and the last label may begin another one.
+    In a row cut from a stream of documents, each token with the id ``eod`` ends a document. The
+    row's last label may be the first token of one more document.
     """
     if row.documents is not None:
         count = int((row.documents >= 0).sum())

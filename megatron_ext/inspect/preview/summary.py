@@ -13,7 +13,7 @@ from megatron_ext.inspect.preview.text import SpanSplitter
 
 COLUMNS = ("source", "documents", "trained", "untrained", "trained %", "sum of weights")
 NEAR = 3
-"""How many of a turn's last trained tokens are searched for an end-of-turn token."""
+"""How many trained tokens before an untrained one are searched for the token that ends the turn."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ def source_of(document: Document) -> str:
 
 
 def summarize(steps: Sequence[Step], eod: int) -> Summary:
-    """Count the rows, documents and tokens of the steps; ``eod`` ends a document in a stream."""
+    """Count the steps' rows, documents and tokens; ``eod`` is the end-of-document token's id."""
     summary = Summary()
     for row in (row for step in steps for row in step.rows):
         documents = documents_of(row, eod)
@@ -133,7 +133,10 @@ def name_of(document: Document) -> str:
 
 
 def warnings_of(steps: Sequence[Step], splitter: SpanSplitter, eod: int) -> list[str]:
-    """Return a warning for each kind of suspected fault, with its count and its first example."""
+    """Return a sentence for each kind of suspected fault, with its count and first example.
+
+    ``splitter`` tells which tokens are special; ``eod`` is the end-of-document token's id.
+    """
     rows = [(step, row, documents_of(row, eod)) for step in steps for row in step.rows]
     conversations = [x for _, row, documents in rows if row.samples is not None for x in documents]
 

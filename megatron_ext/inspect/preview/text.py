@@ -1,8 +1,8 @@
-"""Rows as coloured terminal text.
+"""Prints rows of tokens in a terminal, with each token's weight in the loss as its colour.
 
-A token is yellow to green by its weight as a target, dim if it has no weight, and underlined if it
-is only read. Without colours, trained tokens stand between ⟦ and ⟧, with the weight in front if it
-is not 1. The number before a line is the position id of its first token.
+A token is yellow (small weight) to green (large weight), dim if its weight is 0, and underlined if
+it is only read, not predicted. In a terminal without colours, trained tokens stand between ⟦ and ⟧,
+with the weight in front if it is not 1. Each line begins with the position id of its first token.
 
 A span is one token, or the few tokens whose bytes together form one character. A span is decoded
 together with the tokens before it, since decoders treat the beginning of a text specially.
@@ -73,7 +73,7 @@ class SpanSplitter:
         return self.split([token], [0.0])[0].text
 
     def split(self, ids: Sequence[int], weights: Sequence[float]) -> list[TokenSpan]:
-        """Return the spans of consecutive tokens; a token of weight NaN is only read."""
+        """Group consecutive tokens into spans; a weight of NaN marks a token that is only read."""
         spans: list[TokenSpan] = []
         before: tuple[int, ...] = ()
         first = 0
@@ -223,7 +223,7 @@ class Terminal:
         self._marks = console.no_color or console.color_system is None
 
     def print(self, text: str, style: str = "") -> None:
-        """Print a line verbatim, without interpreting rich's markup."""
+        """Print a line in a style of rich; markup such as ``[bold]`` in ``text`` stays as it is."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def row(self, row: Row) -> None:
@@ -239,7 +239,8 @@ class Terminal:
         """Group n tokens into spans, which are shown as one text each; return them in order.
 
         Args:
-            ids: ids of the tokens, ``[n]``; -1, where there is no target, is shown as `NOTHING`.
+            ids: ids of the tokens, ``[n]``. An id of -1 says that there is no target; it becomes a
+                span of its own, shown as `NOTHING`.
             weights: weight of each token in the loss, ``[n]``; NaN if the token is only read.
         """
         places = np.flatnonzero(ids >= 0).tolist()
@@ -281,7 +282,10 @@ class Terminal:
             yield first, self._closed(line, weight)
 
     def _mark(self, before: float, weight: float) -> str:
-        """Return the brackets between spans with these two weights; "" with colours."""
+        """Return what to print between spans of weights ``before`` and ``weight``: ⟧, ⟦ or both.
+
+        Return "" if the weights are equal, both spans are untrained, or the terminal has colours.
+        """
         if not self._marks or before == weight or not (before > 0 or weight > 0):
             return ""
         begin = "" if not weight > 0 else "⟦" if weight == 1 else f"⟦{weight:.3g}|"

@@ -1,6 +1,6 @@
-"""Shows the clips of a video run's steps: frames, captions, conditions, and what is cropped.
+"""Shows the clips of a video run's steps: frames, captions, and which latent frames are trained.
 
-Frames are decoded from the trained latents. Without the codec's folder they are read from the
+Frames are decoded from the trained latents. If the codec cannot be loaded, they are read from the
 clips' own files. The HTML page needs no script and no other file; pictures are embedded as PNG.
 """
 
@@ -53,10 +53,14 @@ class ShownClip:
     """One clip of a step, as it is trained.
 
     Attributes:
-        frames: the first, middle and last frame, ``[3, H, W, 3]``; None if they cannot be decoded.
+        number: index of the clip in the dataset.
+        sample_number: index of the sample in the run; it seeds the random draws for the clip.
+        mode: name of the condition mode that was drawn for the clip, one of `MODES`.
+        frames: the first, middle and last frame, ``[3, H, W, 3]``, or fewer of a short clip; None
+            if they cannot be decoded.
         given: for each latent frame, whether it is given to the model as a condition.
         counts: for each latent frame, whether it counts in the loss.
-        notes: which parts of the clip are cropped or replaced.
+        notes: whether the caption is cut or replaced by the empty one; why frames are missing.
     """
 
     number: int
@@ -85,7 +89,10 @@ class ShownClip:
 
 
 def preview_videos(words: Sequence[str], options: Options, console: Console) -> list[str]:
-    """Print the clips of the run with the flags ``words``; return warnings."""
+    """Print the clips that a run with the flags ``words`` would train on.
+
+    Return the printed warnings about the data.
+    """
     kind = select().kind
     parsed = parse_run(VIDEO, words, options, kind)
     config = parsed.config
@@ -133,9 +140,9 @@ def _codec(config: RunConfig, manifest: dict[str, Any]) -> tuple[VideoCodec | No
 
 
 def _never_whole(steps: Any) -> Iterator[str]:
-    """Yield a warning for each bucket (clips of one shape) of which an epoch leaves out some clips.
+    """Yield a warning for each bucket (all clips of one shape) that no epoch trains completely.
 
-    ``steps`` is the `BucketSteps` of the data.
+    ``steps`` is the dataset's `BucketSteps`, which leaves out clips that do not fill a unit.
     """
     for bucket, count in sorted(steps.left_out.items()):
         if count:

@@ -34,7 +34,7 @@ class Activation:
     Attributes:
         name: name of the activation function, a key of `pointwise.ACTIVATIONS`.
         gated: whether the activation has a gate.
-        before: scaling of the first layer.
+        before: scaling of the first layer, which casts the gradient of ``wide`` to 8 bits.
         columns: whether the 8-bit gradient of ``wide`` is also computed in transposed form, which
             the first layer needs for its weight gradient.
     """
@@ -78,9 +78,9 @@ class Activation:
 def joined(first: Any, second: Any, wide: Tensor, name: str, gated: bool) -> Iterator[bool]:
     """Inside the block, let the second layer of an MLP compute the activation, if possible.
 
-    Yield whether it is possible. If so, the caller must call ``second`` with ``wide``, the output
-    of the layer ``first``. If not, the caller must apply the activation ``name`` (with a gate if
-    ``gated``) to ``wide`` itself, and call ``second`` with the result. It is possible on a GPU with
+    Yield True if it does: the caller must then call ``second`` with ``wide``, the output of the
+    layer ``first``. Yield False if not: the caller must apply the activation ``name`` (with a gate
+    if ``gated``) to ``wide``, and call ``second`` with the result. It is possible on a GPU with
     Triton if both layers know their scales in advance, compute weight gradients in 8 bits and have
     no adapter, and ``first`` has no bias.
     """

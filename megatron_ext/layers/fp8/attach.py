@@ -41,8 +41,8 @@ def attach_fp8(
         num_layers: number of layers of the whole model; it determines which first and last layers
             stay in bfloat16. None keeps no layer in bfloat16.
         on_gpu: whether the run uses a GPU; if so, check that the GPU can multiply 8-bit matrices.
-        varies: whether a layer gets a different number of tokens in each call; if so, its kernels
-            are not compiled anew for each number.
+        varies: whether a layer may get another number of tokens in each call; its kernels then
+            serve all numbers, instead of being compiled for each one.
 
     Raises:
         ConfigError: the GPU has no 8-bit products, the model has no parallel linear layers, or a

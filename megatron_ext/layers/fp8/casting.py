@@ -1,11 +1,11 @@
-"""Casts to 8 bits on a GPU: which kernel does which pass, and its cost.
+"""Casts matrices to 8 bits; on a GPU by a kernel of `fp8.kernels` or of `torch.compile`.
 
-The functions of `fp8.matrices` define the results. Two kinds of kernels compute them on a GPU with
-Triton. A cast with one scale for the whole matrix is a single kernel of `fp8.kernels`, which writes
-both layouts. For all else the functions of `fp8.matrices` are compiled by `torch.compile`: a cast
+The functions of `fp8.matrices` define the results. On a GPU with Triton, a cast with one scale for
+the whole matrix is a single kernel of `fp8.kernels`, which writes both layouts: the matrix and its
+transpose. Two other passes are functions of `fp8.matrices`, compiled by `torch.compile`: a cast
 with one scale per row or column, and a search for the largest magnitude that is not part of a cast.
-The memory traffic per 16-bit number, in bytes read + bytes written for both layouts, depends on the
-recipe:
+The memory traffic per 16-bit number, in bytes read + bytes written for both layouts, depends on
+``--fp8-recipe``:
 
 - delayed, 2 + 2: the scale is given, and the casting kernel also finds the largest magnitude;
 - tensorwise, 4 + 2: a pass over the tensor finds the scale before the cast;
@@ -46,8 +46,8 @@ def kernels_for(x: Tensor) -> ModuleType | None:
 class Function:
     """A pure function whose first argument is a matrix, compiled for matrices on a GPU.
 
-    A kernel specialized to a shape transposes faster, so each shape is compiled separately. With
-    ``varies`` the number of rows stays dynamic, for matrices with a changing number of tokens.
+    Each shape is compiled separately, because a kernel for one shape transposes faster. A call with
+    ``varies=True`` uses a kernel for any number of rows, for numbers of tokens that often change.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -55,7 +55,7 @@ class Function:
         self._open = compiled(function)
 
     def __call__(self, x: Tensor, *more: Any, varies: bool = False) -> Any:
-        """Call the function; ``varies`` selects the kernel with a dynamic number of rows."""
+        """Call the function; ``varies`` selects the kernel for any number of rows."""
         return (self._open if varies else self._fixed)(x, *more)
 
 
@@ -67,7 +67,10 @@ KNOWN_SCALE = compiled(matrices.known_scale)
 def cast_with(
     x: Tensor, scale: Tensor, dtype: torch.dtype, layout: Wanted, noted: Tensor | None = None
 ) -> Layouts:
-    """Cast a matrix to 8 bits like `matrices.quantize_with`; on a GPU in a single kernel."""
+    """Cast a matrix to 8 bits with a given scale; on a GPU in a single kernel.
+
+    For the arguments and the result see `matrices.quantize_with`.
+    """
     kernels = kernels_for(x)
     function = matrices.quantize_with if kernels is None else kernels.cast
     layouts: Layouts = function(x, scale, dtype, layout, noted)
@@ -77,9 +80,9 @@ def cast_with(
 def cast_by_magnitude(
     x: Tensor, amax: Tensor, dtype: torch.dtype, layout: Wanted, *, varies: bool
 ) -> Pass:
-    """Cast a matrix to 8 bits like `matrices.quantize`, with a single scale.
+    """Cast a matrix to 8 bits with one scale, computed from its largest magnitude ``amax`` ``[]``.
 
-    On a GPU this is a single kernel. ``amax`` ``[]`` is the largest magnitude; for ``varies`` see
+    On a GPU this is a single kernel. For ``layout`` see `matrices.quantize`, and for ``varies``
     `Function`.
     """
     kernels = kernels_for(x)

@@ -61,12 +61,12 @@ def _write(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Multiply a float32 tile ``x`` by ``scale``, and write it in 8 bits.
 
-    It is written to ``rows`` ``[m, stride]`` and, transposed, to ``columns`` (with m padded to a
-    multiple of 16); each may be None. It begins there at row ``first_m`` and column ``first_k`` of
-    the matrix. Columns of the matrix from ``end`` on are not written.
-    ``noted`` is set to the largest magnitude of ``x`` if that is larger. Results are clamped to
-    ``LIMIT``, the largest number of the 8-bit format. Numbers that are not finite become NaN.
-    Elements of the tile outside the matrix must be zero.
+    The results are ``rows``, a matrix ``[m, stride]``, and ``columns``, its transpose with m padded
+    to a multiple of 16; each may be None. The tile begins at row ``first_m`` and column ``first_k``
+    of the matrix; columns from ``end`` on are not written.
+    ``noted``, if not None, becomes the maximum of itself and the magnitudes of ``x``. Results are
+    clamped to ``LIMIT``, the largest number of the 8-bit format. Numbers that are not finite become
+    NaN. Elements of the tile outside the matrix must be zero.
     """
     i = tl.arange(0, x.shape[0])
     j = tl.arange(0, x.shape[1])
@@ -91,7 +91,7 @@ def _write(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _activation(x, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return an activation of `pointwise.ACTIVATIONS` and its derivative."""
+    """Return the value and derivative at ``x`` of ``NAME``, a key of `pointwise.ACTIVATIONS`."""
     if NAME == "silu":
         part = tl.sigmoid(x)
         value = x * part
@@ -279,12 +279,12 @@ def _run(
 def cast(
     x: Tensor, scale: Tensor, dtype: torch.dtype, layout: Wanted, noted: Tensor | None = None
 ) -> Layouts:
-    """Do the same as `matrices.quantize_with`, in a single kernel."""
+    """Cast a matrix to 8 bits with a given scale in one kernel, like `matrices.quantize_with`."""
     return _run("cast", [x], x.size(1), dtype, layout, scale, noted)
 
 
 def cast_by_magnitude(x: Tensor, amax: Tensor, dtype: torch.dtype, layout: Wanted) -> Pass:
-    """Cast a matrix to 8 bits like `matrices.quantize`, by its largest magnitude ``amax``."""
+    """Cast a matrix in one kernel like `matrices.quantize`; ``amax`` ``[]`` sets the scale."""
     scales = x.new_empty(2, dtype=torch.float32)
     rows, columns = _run("cast", [x], x.size(1), dtype, layout, amax, None, scales)
     scale, inverse = scales.unbind()
@@ -335,11 +335,11 @@ Signature = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]
 
 
 def signatures() -> list[Signature]:
-    """Return the signature of each kernel in each form, so that they can be compiled without a GPU.
+    """Return what is needed to compile each form of each kernel without a GPU, as in tests.
 
-    A signature has a kernel, the types of its arguments, its constants, and its options. As Triton
-    does at a call, each kernel is compiled both for addresses that are multiples of 16 bytes and
-    for others, because scales and magnitudes are single numbers inside longer tensors.
+    A signature has a kernel, the types of its arguments, its constants, and its options. Each is to
+    be compiled twice, as Triton does when it is called: for addresses that are multiples of 16
+    bytes, and for others, since scales and magnitudes are single numbers inside longer tensors.
     """
     written: Types = {"given": "*fp32", "m": "i32"}
     entries: list[Signature] = []
