@@ -19,7 +19,15 @@ from megatron_ext.text.convert.training import load_initial_weights
 from megatron_ext.train.run import Run
 from tests.text.convert.models import EXPERTS, MODELS, ONE_GROUP, SIZES, in_child, make
 from tests.text.tiny import hf_folder
-from tests.training_runs import Rows, check_refused, config_of, prepared, train, training_rows
+from tests.training_runs import (
+    SMALL,
+    Rows,
+    check_refused,
+    config_of,
+    prepared,
+    train,
+    training_rows,
+)
 from tools.lora import main as lora
 
 STEPS, RATE, DECAY = 2, 1e-3, 0.1
@@ -235,6 +243,12 @@ def test_folders_written_with_weights_in_one_buffer(tmp_path: Path) -> None:
 )
 def test_flags_that_disagree_with_the_folder(words: str, sentence: str, source: Path) -> None:
     check_refused(flags_of(source, *words.split()), sentence.format(hf=source))
+
+
+def test_an_interval_needs_a_folder_where_no_folder_is_loaded_either() -> None:
+    check_refused(
+        [*SMALL, "--save-hf-interval", "2"], "`--save-hf-interval` needs `--save-hf`; give a folder"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -165,6 +165,7 @@ ALONE = {"content": "<|pad|>", "single_word": True, "special": True}
     [
         {"eos_token": "<eos>"},
         {"eos_token": tiny.END, "extra_special_tokens": ["<a>", "<b>"]},
+        {"eos_token": tiny.END, "extra_special_tokens": {"image_token": "<a>"}},
         {"eos_token": tiny.END, "bos_token": "<|pad|>", "add_bos_token": True},
         {"eos_token": tiny.END, "add_eos_token": True},
         {"sep_token": "<|pad|>"},
