@@ -39,14 +39,14 @@ _CUTS = (
     "decoder_last_pipeline_num_layers",
     "num_layers_per_virtual_pipeline_stage",
 )
-"""Names of the fields that set a stage's number of layers; any pattern excludes them."""
+"""Fields that set a stage's number of layers; they cannot be given together with a pattern."""
 _CUTS_WITHOUT_STAGES = (
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Names of the fields that cut the model into stages; a pattern with ``|`` excludes them."""
+"""Fields that cut the model into stages; a pattern with ``|`` does so itself, and excludes them."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Pattern:
     """The layers that ``--hybrid-layer-pattern`` names.
 
     Attributes:
-        stages: for each pipeline stage, its pairs of letters, such as ``*-``; one stage if the
-            pattern has no ``|``.
-        depths: for each MTP depth, its pair of letters.
+        stages: for each pipeline stage, the pairs of letters, such as ``*-``, that stand for its
+            layers. A pattern without ``|`` has one stage.
+        depths: for each MTP depth, the pair of letters that stands for its layer.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -195,7 +195,9 @@ def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
 
 
 Refused = Callable[[str, str], FlagError]
-"""A function that makes an error about ``--hybrid-layer-pattern`` from a rule and a remedy."""
+"""A function that makes an error about ``--hybrid-layer-pattern``.
+
+Its arguments are words on what is wrong with the pattern, and on how to mend it."""
 
 
 def _size_errors(refused: Refused, pattern: Pattern, given: RunConfig) -> Iterator[FlagError]:

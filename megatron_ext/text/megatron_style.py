@@ -193,7 +193,8 @@ them."""
 def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """Return the configuration with the padded vocabulary size filled in, and the tokenizer.
 
-    Raise a ConfigError for flags that a program with its own datasets and loss would ignore.
+    Raise a ConfigError for flags that do nothing in a program with its own datasets and loss, and
+    for a model with MTP that megatron-core's GPTModel cannot save.
     """
     given = {
         "--sft": config.section(SftConfig).sft,
@@ -256,11 +257,10 @@ def _model_chunk(
 def _scale_mtp_losses(config: RunConfig, counts: StepCounts | None) -> None:
     """Set the factor by which megatron-core's models scale the gradients of the MTP losses.
 
-    With ``--calculate-per-token-loss``, and in evaluation, the factor is the loss scale, which is 1
-    except in fp16. Otherwise a step averages over its micro-batches, and megatron-core divides each
-    loss by the tokens of one context-parallel rank. Therefore the loss scale is multiplied by the
-    context-parallel size and divided by the number of micro-batches. ``counts`` is None in
-    evaluation.
+    With ``--calculate-per-token-loss``, and in evaluation, where ``counts`` is None, the factor is
+    the loss scale, which is 1 except in fp16. Otherwise it is the loss scale times the
+    context-parallel size over the number of micro-batches: a step averages over micro-batches, and
+    megatron-core has divided each loss by the tokens of only one context-parallel rank.
     """
     core_config = _begun(_current.transformer_config, "forward_step")
     scale = torch.ones((), device=torch.cuda.current_device())
@@ -278,9 +278,9 @@ def _source(run: Run, dataset: Any, _: Tokenizer, consumed: int, full_epoch: boo
 def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
     """Wrap a loss function of Megatron-LM so that it returns ``(sum, count, report)``.
 
-    If the function returns no count, its loss is taken as the mean of a micro-batch that is the
-    same on all context-parallel ranks. Each rank then counts it as 1, so that a step averages these
-    means.
+    A loss without a count is taken as the mean over a micro-batch, equal on all context-parallel
+    ranks. As in Megatron-LM, it is multiplied by the number ``cp_size`` of these ranks; it counts
+    as 1, so that a step averages the means of its micro-batches.
     """
 
     @functools.wraps(loss)
@@ -334,9 +334,10 @@ def core_transformer_config_from_args(_args: argparse.Namespace) -> Any:
 def get_batch_on_this_tp_rank(
     data_iterator: Iterator[Sample] | None, mtp_on_this_rank: bool = False
 ) -> dict[str, Any]:
-    """Return the next micro-batch as a mapping with Megatron-LM's keys.
+    """Return the next micro-batch as a mapping with Megatron-LM's keys, such as "tokens".
 
     A key that the micro-batch lacks has the value None. Without an iterator, all values are None.
+    ``mtp_on_this_rank`` is not used.
     """
     batch = {} if data_iterator is None else next(data_iterator)
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -362,9 +363,10 @@ def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
 def get_blend_and_blend_per_split(
     args: argparse.Namespace,
 ) -> tuple[Blend | None, list[Blend | None] | None]:
-    """Return the data blend of the flags as (one for all splits, one for each split).
+    """Return (one blend for all splits, a list with a blend for each split), as the flags give it.
 
-    One of the two is None. ``--split`` divides the first into splits.
+    A blend is a weighted mixture of datasets. At least one of the two values is None. If the first
+    is given, ``--split`` divides its datasets into splits. ``args`` is the result of `get_args`.
     """
     names = [field.name for field in dataclasses.fields(DataConfig)]
     spec = read_blend(DataConfig(**{name: getattr(args, name) for name in names}))
@@ -381,7 +383,10 @@ def core_transformer_config_from_yaml(*_: Any, **__: Any) -> Any:
 
 
 class _NotHere:
-    """The base class of stand-ins for Megatron-LM's dataset classes that are not supported here."""
+    """The base class of stand-ins for unsupported dataset classes of Megatron-LM.
+
+    Creating an instance raises a ConfigError that gives the class's ``ADVICE``.
+    """
 
     ADVICE = ""
 
@@ -406,13 +411,13 @@ def set_startup_timestamps(*_: Any, **__: Any) -> None:
 
 
 class inprocess_restart:  # noqa: N801 - the name of Megatron-LM's module
-    """A stand-in for Megatron-LM's module for restarts within a process."""
+    """A stand-in for Megatron-LM's module of this name: it does not restart anything."""
 
     @staticmethod
     def maybe_wrap_for_inprocess_restart(function: T) -> tuple[T, None]:
-        """Return (the function unchanged, None in place of a store).
+        """Return ``function`` unchanged, and None where Megatron-LM returns a store.
 
-        Whole ranks are restarted by ``--max-restarts``.
+        ``--max-restarts`` restarts a failed run instead.
         """
         return function, None
 

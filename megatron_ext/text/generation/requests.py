@@ -101,15 +101,15 @@ def _prompt(line: str, place: str, generation: GenerationConfig) -> Prompt:
 
 
 class Encoder:
-    """Turns prompts into tokens; ``--chat`` puts them into the chat template first.
+    """Turns prompts into token ids; with ``--chat`` it puts them into the chat template first.
 
-    A prompt for a Hugging Face model begins with the tokens that transformers adds, such as
-    ``<s>``. A prompt for a model trained here from scratch begins without them, because the
-    documents of its training data do.
+    Without ``--chat``, prompts for a model that comes from Hugging Face begin with the tokens that
+    transformers adds, such as ``<s>``. Prompts for a model trained here from scratch do not,
+    because its training data lacks these tokens.
 
     Attributes:
-        note: a sentence for the user: with ``--chat``, on the date that the chat template writes,
-            otherwise on the tokens that transformers adds; None if there is nothing to say.
+        note: a sentence to show to the user, or None. With ``--chat`` it tells which date the chat
+            template writes, otherwise how prompts begin.
 
     Raises:
         ConfigError: ``--chat`` is given, but neither the tokenizer nor ``--chat-template`` gives a
@@ -144,7 +144,7 @@ class Encoder:
             self._chat = self._with_date(loaded)
 
     def _with_date(self, chat: ChatTokenizer) -> ChatTokenizer:
-        """Fix the date that the chat template writes, and name it in `note`."""
+        """Return ``chat`` made to write a fixed date instead of today's; set `note` about it."""
         given = self._generation.chat_date
         if given is None:
             dated, sentence = with_known_date(chat, self._generation.trained_date)
@@ -155,7 +155,7 @@ class Encoder:
         return dated_tokenizer(chat, given)
 
     def __call__(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt; raise a DataError if the prompt has none."""
+        """Return the token ids of a prompt; raise a DataError for an empty or unusable prompt."""
         if self._chat is not None:
             content = prompt.content
             messages = content
@@ -213,9 +213,10 @@ def encoded_requests(
     sampling: Sampling,
     positions: int,
 ) -> list[Request]:
-    """Return a request for each prompt, numbered from 0.
+    """Return a request, numbered from 0, for each prompt; ``encode`` gives a prompt's token ids.
 
-    Raise a DataError for a prompt that fills all of the model's ``positions``.
+    All requests share ``sampling``. Raise a DataError for a prompt with as many tokens as the
+    model has ``positions``, or more.
     """
     requests = []
     for number, prompt in enumerate(prompts):
@@ -226,11 +227,11 @@ def encoded_requests(
 
 
 def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
-    """Return the tokens that end a text.
+    """Return the ids of the tokens that end a text.
 
     They are the tokenizer's end-of-document token and the end tokens in the generation_config.json
     of a Hugging Face model. A chat model may end its answers with a token that only this file
-    names.
+    names. Raise a DataError if the file is damaged.
     """
     ends = {tokenizer.eod} - {NO_TOKEN}
     path, entries = _generation_config(config, tokenizer)
@@ -245,9 +246,9 @@ def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
 
 
 def generation_notes(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return a list with one note that names the ignored entries of a generation_config.json.
+    """Return a list with one sentence for the user, or an empty list.
 
-    The list is empty if there are none.
+    The sentence names the settings in the model's generation_config.json that have no effect here.
     """
     path, entries = _generation_config(config, tokenizer)
     skipped = (*DESCRIBING, "_from_model_config", "eos_token_id")
@@ -281,9 +282,9 @@ def _generation_config(config: RunConfig, tokenizer: Tokenizer) -> tuple[Path, d
 
 
 def check_vocabulary(trained: int | None, tokenizer: Tokenizer) -> None:
-    """Raise a ConfigError if a model was trained with more tokens than the tokenizer has.
+    """Raise a ConfigError if the model's vocabulary is larger than the tokenizer's.
 
-    ``trained`` is the vocabulary size in training; nothing is checked if it is None.
+    ``trained`` is the model's vocabulary size, without padding; nothing is checked if it is None.
     """
     if trained is not None and trained > tokenizer.vocab_size:
         raise ConfigError(

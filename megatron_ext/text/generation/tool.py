@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from megatron_ext.train.run import Run
 
 NOT_STORED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "mtp_num_layers")
-"""Fields of flags that are not taken from a checkpoint.
+"""Fields whose values in a checkpoint's configuration are not used for generation.
 
-They limit the tokens of an expert or add MTP depths, neither of which generation does."""
+The first two limit how many tokens an expert takes, the third adds MTP depths."""
 TYPING_TIMEOUT = 24 * 60.0
 """How many minutes the other ranks wait in a collective while the user types on one rank."""
 
@@ -88,12 +88,13 @@ def model_defaults(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the flag defaults, by name, that follow from the model of ``--load`` or ``--load-hf``.
 
-    Also return notes on flags in the checkpoint's configuration that are ignored. ``tool`` is the
-    name of the program, for errors.
+    Also return a list of sentences for the user, on switches that permit untrusted code to run:
+    those that the checkpoint's run had on are off unless given again. ``program`` is the task that
+    defines the flags in ``argv``, ``tool`` the name of the program, for errors.
 
     Raises:
-        ConfigError: neither or both of the two flags are given, or the checkpoint does not hold a
-            text model.
+        ConfigError: ``argv`` has neither or both of the two flags, or the checkpoint does not hold
+            a text model.
         CheckpointError: the checkpoint, the folder or its configuration is missing or damaged.
     """
     reading = read_words(argv, program)
@@ -131,14 +132,16 @@ def run_model(
     work: Callable[[Run], None],
     defaults: Mapping[str, Any],
 ) -> int:
-    """Load the model of ``--load`` or ``--load-hf``, call ``work``; return the exit code.
+    """Load the model of ``--load`` or ``--load-hf``, and call ``work`` on the run that holds it.
+
+    Return the exit code of the program.
 
     Args:
         argv: the command-line arguments.
-        program: the task whose flags the program has.
+        program: the task that defines the flags and builds the model.
         tool: name of the program, for errors.
-        work: what to do with the loaded model.
-        defaults: further flag defaults, by name.
+        work: a function of the run, called on all ranks once the model is loaded.
+        defaults: flag defaults, by name, that override those of `model_defaults`.
     """
     try:
         of_model: dict[str, Any] = {}
@@ -151,9 +154,10 @@ def run_model(
 
 
 def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[str, Any]:
-    """Return the flags that determine what the model in a checkpoint computes, by name.
+    """Return the values, by field name, of flags that determine what a checkpoint's model computes.
 
-    ``stored`` is the configuration in the checkpoint folder ``load``.
+    ``stored`` is the configuration in the checkpoint folder ``load``. The task ``program`` may add
+    fields. Raise a ConfigError if the checkpoint holds no text model.
     """
     if "tokenizer" not in stored:
         raise ConfigError(
@@ -178,7 +182,7 @@ def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[s
 
 
 def prepare(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check model and tokenizer before the model is built.
+    """Check that the model, not built yet, can use a key-value cache and fits the tokenizer.
 
     Return the configuration with the vocabulary size filled in, and the tokenizer.
     """
@@ -190,7 +194,7 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def prepare_generation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check model, tokenizer, prompts and output file before the model is built.
+    """Check as `prepare` does, and also check the prompts and the output file.
 
     Return the configuration with the vocabulary size filled in, and the tokenizer.
     """
@@ -244,12 +248,12 @@ class Writer:
     def __call__(
         self, requests: Sequence[Request], on_text: OnText = lambda number, piece: None
     ) -> list[Completion]:
-        """Complete requests; return the completions on the rank that prints, elsewhere [].
+        """Complete requests; return the completions, sorted by request number, on one rank.
 
-        The completions are sorted by request number; the rank that prints is
-        `ParallelContext.reporting_rank`. ``on_text`` gets each piece of text as soon as it is
-        written. Replicas take the requests in turn. The printing rank's replica takes the first
-        request, so that a single text can be shown while it is written.
+        That rank is `ParallelContext.reporting_rank`, which prints; other ranks return []. The
+        requests are divided among the data-parallel replicas; the printing rank's replica takes the
+        first, so that a single text can be shown while it is written. In each replica, the rank
+        that chooses the tokens calls ``on_text`` with each piece of text as soon as it is written.
         """
         replicas = self.context.layout.data_parallel_size
         turn = replicas - 1 - self.context.dp_rank
@@ -307,14 +311,17 @@ def write_texts(run: Run) -> None:
 
 
 class Terminal:
-    """Prints texts in order; the first one may be printed while it is written."""
+    """Prints prompts with their completions, in order.
+
+    `show` can print the first completion piece by piece while it is written.
+    """
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
         self._current = -1
 
     def show(self, number: int, piece: str) -> None:
-        """Print a piece of the first text; pieces of later texts are left to `finish`."""
+        """Print a piece of completion ``number`` if that is 0; `finish` prints the others."""
         if self._current < 0:
             self._begin(0)
         if number == 0:

@@ -62,10 +62,10 @@ class HalfLayer(TransformerLayer):
 
 
 def _pass_on(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Replace megatron-core's `get_bias_dropout_add` for the part that a half layer lacks.
+    """Replace megatron-core's `get_bias_dropout_add` for the MLP or attention of the other half.
 
-    Both arguments are ignored. The returned function adds nothing: it returns its first argument,
-    the hidden states ``[s, b, h]``, unchanged.
+    Ignore both arguments. Return a function that returns its first argument, the hidden states
+    ``[s, b, h]``, unchanged.
     """
     return lambda output, residual, probability: output
 
@@ -83,7 +83,9 @@ def mlp_half(layer: ModuleSpec) -> ModuleSpec:
 
 
 class HybridStack(CoreHybridStack):  # type: ignore[misc]
-    """megatron-core's HybridStack with our final norm and a GPT decoder's parameter names.
+    """megatron-core's HybridStack, but with this package's `Norm` as the final norm.
+
+    In `sharded_state_dict` the parameters have the names that a GPT's decoder gives them.
 
     Attributes:
         first_layer: number of GPT layers in the chunks before this one.

@@ -120,7 +120,7 @@ class TextModel(LanguageModule):  # type: ignore[misc]
         return self.compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
 
     def before_head(self, hidden: Tensor) -> Tensor:
-        """Return the input of the output head; a subclass may change each hidden state here.
+        """Return ``hidden`` as the input of the output head; a subclass may change it here.
 
         Every loss is computed from the result. Hidden states are ``[s, b, h]``, or ``[s/tp, b, h]``
         under sequence parallelism; those of the MTP depths follow along the first axis.
@@ -128,7 +128,7 @@ class TextModel(LanguageModule):  # type: ignore[misc]
         return hidden
 
     def _has_depths(self, targets: MTPTargets | None) -> bool:
-        """Tell whether this chunk's output includes the hidden states of the MTP depths."""
+        """Tell whether an MTP or last stage has hidden states of MTP depths in a forward pass."""
         # A separate MTP stage gets no targets; there, MTP runs whenever the model trains.
         if self.config.mtp_standalone:
             return bool(self.training)
@@ -153,7 +153,7 @@ class TextModel(LanguageModule):  # type: ignore[misc]
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return vocabulary-parallel logits ``[s, b, v/tp]``; `before_head` gives ``hidden``."""
+        """Return vocabulary-parallel logits ``[s, b, v/tp]`` of ``hidden`` from `before_head`."""
         logits: Tensor
         logits, _ = self.output_layer(hidden, weight=self._head_weight())
         cap = self._softcap

@@ -1,9 +1,9 @@
-"""Encodes the parts of a run in tasks on machines that share its file system, by Slurm or Ray.
+"""Encodes the parts of a run's input in tasks of Slurm or Ray, on machines that share its files.
 
-A task (`task.py`) reads its job from the work directory. It writes a marker file for each finished
-part; nothing else reports success. If a task fails with an error that another attempt would also
-meet, it writes the error to a file, and the run ends. Otherwise, parts that have no marker when all
-tasks have ended are encoded again.
+A task (`task.py`) reads the run's options and the list of parts from the work directory. It writes
+a marker file for each part that it has finished; nothing else reports success. If a task fails with
+an error that another attempt would also meet, it writes the error to a file, and the run ends.
+Otherwise, parts that have no marker when all tasks have ended are encoded again.
 """
 
 import json
@@ -44,18 +44,18 @@ class Cluster(Protocol):
         ...
 
     def running(self, left: Sequence[int]) -> bool:
-        """Wait a moment; return whether any task is still running.
+        """Wait a moment; return whether any task is still queued or running.
 
-        ``left`` are the numbers of the parts that have no marker.
+        ``left`` are the numbers of the parts that have no marker file.
         """
         ...
 
     def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
-        """Return how tasks failed, as phrases for an error, and whether a marker may only be late.
+        """Return (clauses for an error that tell how tasks failed, whether to wait for a marker).
 
-        Call this when all tasks have ended. ``left`` are the numbers of the parts without a marker;
-        the phrases describe the tasks that should have encoded these parts. The second value is
-        True if one of these tasks may have succeeded, so that its marker may still appear on a
+        Call this when all tasks have ended. ``left`` are the numbers of the parts without a marker
+        file; the clauses describe the tasks that should have encoded them. The second value is
+        True if one of these tasks may have succeeded, so that its marker may still appear on the
         shared file system.
         """
         ...
@@ -66,12 +66,14 @@ class Cluster(Protocol):
 
 
 def encode_on(cluster: Cluster, job: Job, todo: Sequence[int], say: Say) -> None:
-    """Encode the parts with the numbers ``todo`` on a cluster; close the cluster.
+    """Encode the parts of ``job`` with the numbers ``todo`` on a cluster, then close the cluster.
+
+    Parts whose tasks fail are encoded again; ``say`` is called with sentences for the user on this.
 
     Raises:
         DataError: the input cannot be used, or somebody has cancelled the tasks.
         MachineFault: `ATTEMPTS` attempts have failed to encode a part.
-        InexactEngine: gigatoken gives other ids than the tokenizer.
+        InexactEngine: gigatoken, the fast encoder, gives other ids than the tokenizer.
     """
     for path in failure_paths(job.folder):  # An earlier run with the same plan has left them.
         path.unlink()
@@ -112,7 +114,10 @@ class Watch:
         self.progress = progress_of(job, todo)
 
     def look(self) -> list[int]:
-        """Show the progress; return the numbers of unfinished parts, or raise a task's error."""
+        """Show the progress; return the numbers of the parts without a marker file.
+
+        If a task has written an error to a file, raise it as an InexactEngine or a DataError.
+        """
         for path in failure_paths(self._job.folder):
             failure = failure_of(path)
             if failure.key != self._job.key:  # A task of an earlier plan was still running.

@@ -1,7 +1,7 @@
 """Joins the files of encoded parts into datasets: one dataset, partitions or shards.
 
-Files of tokens are copied within the kernel. Cumulative sums of the lengths tell where each
-document is.
+The kernel copies the tokens from file to file, where it can. Cumulative sums of the stored lengths
+tell where a document begins and ends.
 """
 
 import glob
@@ -29,10 +29,11 @@ _MOST_SHARDS = 99_999
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of the documents in one output stream of an encoded part of the input.
+    """A range of the documents [start, end) in one output stream of an encoded part of the input.
 
-    A part has a stream for each partition, or only one. The range is [start, end) in documents; it
-    is the whole stream if both are None. ``done`` is the marker of the part.
+    A part has one stream of documents for each partition, or a single one; ``stream`` is its index.
+    If start and end are None, the range is the whole stream. ``done`` is the part's marker, which
+    gives the names of its files.
     """
 
     done: PartMarker
@@ -148,8 +149,8 @@ def _shards(
 ) -> list[list[Segment]]:
     """Return the segments of each shard; shards and segments keep the order of documents.
 
-    A shard has at most ``shard_tokens`` tokens of the first key, or one document with more tokens.
-    The shards depend on the documents only, not on the parts in which they were encoded.
+    A shard has at most ``shard_tokens`` tokens of texts under the first JSON key, or is one longer
+    document. The shards depend on the documents only, not on the parts in which they were encoded.
     """
     limit = options.shard_tokens or 0
     shards: list[list[Segment]] = [[]]
@@ -179,9 +180,9 @@ def _shards(
 
 
 def _token_ends(folder: Path, done: PartMarker) -> npt.NDArray[np.int64]:
-    """Return the cumulative numbers of tokens of a part's n documents, from 0 on, ``[n + 1]``.
+    """Return ``[n + 1]``: 0, then for each of a part's n documents the number of tokens to its end.
 
-    Only tokens of the first key are counted.
+    Only tokens of texts under the first JSON key count. ``done`` is the part's marker.
     """
     counted: npt.NDArray[np.int64] | None = None
     for kind in ("len", "doc"):
@@ -197,9 +198,9 @@ def publish_datasets(
 ) -> list[str]:
     """Join the encoded parts in ``folder`` into datasets, which appear only when all are written.
 
-    ``markers`` are those of all parts in order; ``dtypes`` has one dtype for each JSON key.
-    Return the prefixes of the datasets that together hold all lines: the whole datasets, or all
-    shards.
+    ``markers`` are the markers of all parts, in order; ``dtypes`` has one dtype of token ids for
+    each JSON key. Return the path prefixes of the whole datasets, one for each key, or of all
+    shards if there are shards; partitions are not returned.
     """
     sharded = options.shard_tokens is not None
     pieces = (_shards if sharded else _partitions)(options, folder, markers)

@@ -61,7 +61,7 @@ def _texts_of(document: dict[str, Any], keys: Sequence[str]) -> list[list[str]]:
 
 
 def _keys_of(document: Mapping[str, Any]) -> str:
-    """Return text that ends an error: the keys of ``document``, and the flag that chooses keys."""
+    """List the keys of ``document`` for an error message, and name the flag that chooses others."""
     names = [f"{key:.40}" for key in document]
     if len(names) > _SHOWN_KEYS:
         names[_SHOWN_KEYS:] = [f"{len(names) - _SHOWN_KEYS} more"]
@@ -103,11 +103,10 @@ def _has_twice(line: bytes, key: str) -> bool:
 
 
 def read_exactly(line: bytes) -> tuple[dict[str, Any], str | None]:
-    """Return the object of a line, and a key that occurs twice in an object at any depth.
+    """Parse a line; return its JSON object, and a key that some object in it has twice, or None.
 
-    Instead of the key, return None if no key occurs twice. Call this only for a line that
-    `read_object` accepts. Integers of more than 64 bits keep all their digits here, whereas
-    `read_object` reads them as floats.
+    Integers of more than 64 bits keep all their digits here, whereas `read_object` reads them as
+    floats. Call this only for a line that `read_object` accepts.
     """
     repeated: list[str] = []
 
@@ -143,17 +142,17 @@ def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
 
 
 UNREAD = "unread key "
-"""The kind, in the report's counts, of keys of lines that nothing reads; one count for each key."""
+"""A kind of counts (see `Tally`): for each JSON key that nothing reads, the lines that have it."""
 TWICE = "twice the key "
-"""The kind, in the report's counts, of keys that a line has twice; one count for each key."""
+"""A kind of counts (see `Tally`): for each JSON key with texts, the lines that have it twice."""
 EMPTY = "empty text under "
-"""The kind, in the report's counts, of empty texts; one count for each key of texts."""
+"""A kind of counts (see `Tally`): for each JSON key with texts, the lines whose text is empty."""
 ENDS_WITHIN = "end of document within a text"
-"""The kind, in the report's counts, of end-of-document tokens in texts; one count for each key."""
+"""A kind of counts (see `Tally`): for each JSON key, the end-of-document tokens within texts."""
 _CHECKED_CHARACTERS = 16_384
-"""The longest text, in characters, on which gigatoken is checked during the run.
+"""If the text chosen to check gigatoken's ids has more characters, a shorter one is checked.
 
-Checks of longer texts would take too long.
+That one is the shortest of the batch; checks of long texts would take too long.
 """
 
 
@@ -200,7 +199,9 @@ Write = Callable[[int, int, Encoded], None]
 """A callback ``(key, stream, encoded)`` that writes documents; key and stream are indices, from 0.
 """
 Tally = Callable[[Mapping[str, Mapping[str, int]]], None]
-"""A callback that adds counts, given by kind and name, to the counts of the report."""
+"""A callback that adds ``{kind: {name: count}}`` to the counts that the run's report shows.
+
+A kind is a constant such as `UNREAD`; what a name is, such as a JSON key, depends on the kind."""
 
 
 Splitter = Callable[[str], list[str]]

@@ -169,7 +169,7 @@ def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
 def key_of_texts(folder: str, keys: Sequence[str] | None) -> str:
     """Return the JSON key under which a folder's texts are read: the only one in ``keys``.
 
-    Raise a ConfigError if ``keys`` has no or several keys.
+    Raise a ConfigError if ``keys`` has no or several keys, or is None, as with ``--sft``.
     """
     if keys is None or len(keys) != 1:
         given = "`--sft`" if keys is None else f"`--json-keys` ({' '.join(keys)})"

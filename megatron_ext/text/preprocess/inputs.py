@@ -143,11 +143,11 @@ def identity_of(path: str) -> list[Any]:
 def needs_spool(
     files: Sequence[str], workers: int, columns: Sequence[str] | None = None
 ) -> list[str]:
-    """Return the inputs that must be copied or unpacked before they can be cut into parts.
+    """Return the inputs that `spool` must copy or unpack before they can be cut into parts.
 
     All streams must be copied. If there are more workers than files, files that cannot be cut are
-    unpacked too: packed files, and tables with a single group. ``columns`` are the columns of
-    tables that will be read; None means all.
+    unpacked too: packed files, and tables with a single row group or record batch. ``columns`` are
+    the columns of tables that will be read; None means all.
     """
     streams = [path for path in files if is_stream(path)]
     if len(files) >= workers:
@@ -164,7 +164,11 @@ def _is_one_piece(path: str, columns: Sequence[str] | None) -> bool:
 
 
 def spool(source: str, target: Path, columns: Sequence[str] | None) -> None:
-    """Copy a stream, or unpack a file, to ``target``; raise a DataError for a damaged source."""
+    """Copy a stream, or write the lines of a packed file or of a table, to the file ``target``.
+
+    ``columns`` are the columns of a table to read; None reads all. Raise a DataError if ``source``
+    is damaged.
+    """
     temporary = target.with_suffix(".unpacking")
     with open_new(temporary, "wb") as out:
         if is_stream(source):
@@ -190,10 +194,11 @@ def cut(
     smallest: int = 4_000_000,
     columns: Sequence[str] | None = None,
 ) -> list[Part]:
-    """Cut inputs into parts: files and lists of texts at line ends, tables between groups.
+    """Cut inputs into parts: text at line ends, tables between row groups or record batches.
 
-    Packed files stay whole. A part has about ``part_megabytes`` MB. If it is None, the size is
-    chosen so that each worker gets about four parts, which have at least ``smallest`` bytes.
+    Packed files stay whole. A part has about ``part_megabytes`` MB. If that is None, each worker
+    gets about four parts, but a part has about ``smallest`` bytes at least, and `_LARGEST_PART` at
+    most. ``columns`` are the columns of tables to read; None means all.
     """
     total = sum(map(_size, sources))
     if part_megabytes is None:
@@ -217,9 +222,10 @@ def _size(source: Source) -> int:
 def _spans(
     source: Source, part_bytes: int, columns: Sequence[str] | None
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, bytes of input) of each part of a source.
+    """Cut a source into parts; yield (start, end, number of input bytes) of each part.
 
-    Start and end are in the units that `Part` has for this kind of source.
+    Start and end are in the units that `Part` has for this kind of source. A part has about
+    ``part_bytes`` bytes; a packed file is one part.
     """
     if source.packing == "texts":
         yield from folders.list_spans(source.path, part_bytes)
@@ -291,10 +297,10 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
 
 
 def _too_long(part: Part, number: int) -> DataError:
-    """Return the error for a line that is longer than `MAX_LINE_BYTES`; it names the line.
+    """Return an error that names a line of a part that is longer than `MAX_LINE_BYTES`.
 
-    The line passes the limit in piece ``number``, from 0, of the pieces that `_pieces` yields for
-    the part.
+    ``number`` is the index of a piece, among those that `_pieces` yields for the part, in which
+    the line passes the limit.
     """
     line = sum(piece.count(b"\n") for piece, _ in islice(_pieces(part), number))
     path, line = place_of(part, line)

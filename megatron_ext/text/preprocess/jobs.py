@@ -35,14 +35,18 @@ class Encoding(Protocol):
 
     @property
     def dtypes(self) -> Sequence[Any]:
-        """Return the dtype of each dataset: one per JSON key, or one each for ids and loss mask."""
+        """Return the dtype of each dataset to write.
+
+        There is a dataset for each JSON key, or, for conversations, one of ids and one of the loss
+        mask.
+        """
         ...
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Return whether the encoder should use gigatoken, the fast engine.
+        """Return whether to encode with gigatoken, a faster library than the tokenizer's own.
 
-        It should if gigatoken gives the tokenizer's ids on samples of the parts. The choice is
-        reported by ``say``.
+        It must give the tokenizer's ids on samples of ``parts``, and the user may rule it out.
+        ``say`` is called with sentences for the user on the choice.
         """
         ...
 
@@ -84,9 +88,9 @@ def unfinished(job: Job, numbers: Iterable[int]) -> list[int]:
 
 
 def progress_of(job: Job, todo: Sequence[int]) -> Progress:
-    """Return the progress display of a run that still encodes the parts ``todo``, by number.
+    """Return the progress display of a run that must still encode the parts numbered ``todo``.
 
-    All other parts count as done before.
+    All other parts are shown as done by an earlier run.
     """
     total = sum(part.num_bytes for part in job.parts)
     earlier = total - sum(job.parts[number].num_bytes for number in todo)

@@ -1,4 +1,4 @@
-"""The options of a preprocessing run, from which its flags are derived, and its tokenizer flags."""
+"""Holds the options of a preprocessing run, and adds flags to a program's command line."""
 
 import argparse
 import os
@@ -262,7 +262,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_config(values: dict[str, Any]) -> TokenizerConfig:
-    """Build a `TokenizerConfig` from ``values``, parsed arguments by their field names.
+    """Build a `TokenizerConfig` from parsed arguments; ``values`` has them by name of the field.
 
     Raise a ConfigError if a number is out of range.
     """

@@ -7,8 +7,8 @@ marker `p<part>.<plan>.json` appears last, by a rename: if it exists, the files 
 holds their stem.
 
 A worker can outlive its killed run, on this machine or another one. Such a worker must not write
-into the files of the next run. Therefore a stem is the part's number and a random one, and the
-marker's name holds the random name of the plan.
+into the files of the next run. Therefore a stem is made of the part's number and random digits, and
+`<plan>` in the name of a marker is the random key of the plan.
 """
 
 import json
@@ -43,7 +43,7 @@ from megatron_ext.text.preprocess.packed import MAX_LINE_BYTES
 
 _FORMAT = 3
 REFUSED = "refused "
-"""The kind, in the report's counts, of refused lines; one count for each reason."""
+"""A kind of counts in the report (see `Tally` in encode.py): the refused lines for each reason."""
 SLURM_JOB = "slurm_job"
 """The name of the file that has the number of the Slurm job array encoding the parts."""
 _MAX_REJECTED_BYTES = 1 << 40
@@ -65,7 +65,7 @@ class PartMarker:
         host: the machine that encoded the part.
         seconds: duration of the encoding.
         ended: the Unix time at which the encoding ended.
-        tally: counts for the report, by kind and name.
+        tally: counts for the report, as ``{kind: {name: count}}``.
     """
 
     stem: str
@@ -149,7 +149,7 @@ class PartWriter:
         self._counts["documents"] += documents
 
     def tally(self, counts: Mapping[str, Mapping[str, int]]) -> None:
-        """Add ``counts``, given by kind and name, to the part's counts for the report."""
+        """Add ``counts``, as ``{kind: {name: count}}``, to the part's counts for the report."""
         for kind, named in counts.items():
             total = self._tally.setdefault(kind, {})
             for name, count in named.items():
@@ -213,7 +213,8 @@ class Failure:
     """An error that ended a task, and that would occur again if the task were repeated.
 
     Attributes:
-        kind: "inexact" for an InexactEngine, "refused" for a ConfigError or DataError.
+        kind: "inexact" if gigatoken gave other ids than the tokenizer (an InexactEngine), "refused"
+            if the flags or the input are bad (a ConfigError or DataError).
         messages: the messages of the error, at least one.
         key: the key of the `Plan` to which the task belongs.
     """
@@ -366,7 +367,7 @@ class WorkDirectory:
     def restart(self) -> None:
         """Remove all encoded parts, and give the same plan a new key.
 
-        Workers that still run write parts with the old key, which are ignored.
+        Workers that still run may finish parts of the old key, but these parts are ignored.
         """
         for path in self.folder.glob("p[0-9]*.*"):
             path.unlink()
@@ -414,8 +415,8 @@ def read_plan(folder: Path) -> Plan:
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:
-    """Return a fingerprint with the format version added, in the form that JSON reads back.
+    """Add the format version to a fingerprint; return it as it is after writing and reading JSON.
 
-    The result can be compared with a fingerprint that was read from a file.
+    So it can be compared with a fingerprint that was read from a file.
     """
     return json.loads(json.dumps({"format": _FORMAT, **fingerprint}))
