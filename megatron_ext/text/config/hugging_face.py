@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HuggingFaceConfig(Changeable):
-    """The flags of the Hugging Face folders from which a run starts and which it writes."""
+    """The flags for starting a run from a Hugging Face folder, and for writing such folders."""
 
     load_hf: str | None = flag(
         None,
@@ -41,7 +41,7 @@ class HuggingFaceConfig(Changeable):
     """
 
     def model(self) -> HuggingFaceModel | None:
-        """Return the Hugging Face model from which the weights come; None if there is none."""
+        """Return the parsed config.json of the Hugging Face model that gave the weights, if any."""
         if self.load_hf is not None:
             from megatron_ext.text.convert.config import read_model
 

@@ -9,7 +9,7 @@ from megatron_ext.config.flags import flag
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """Megatron-LM's flag that gives a GPT's layers as a pattern of letters, as to a HybridModel."""
+    """The flag that lists a GPT's layers as letters, as in Megatron-LM's hybrid models."""
 
     hybrid_layer_pattern: str | None = flag(
         None,

@@ -32,7 +32,7 @@ TOKENIZER_FLAGS = (
         "tokenizer-model",
     ),
 )
-"""Rules of tokenizer flags: each names flags, and the tokenizer types that do not read them."""
+"""Rules of tokenizer flags: each names flags, and the only tokenizer types that read them."""
 
 WITHOUT_SFT = Inapplicable(
     names_of(SftConfig),

@@ -23,7 +23,7 @@ from megatron_ext.config.run import LayerSection, RunConfig, has_te_layers
 from megatron_ext.errors import FlagError
 
 FUSIONS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
-"""Names of the fields for kernels that megatron-core runs only in Transformer Engine's layers."""
+"""Fields that turn on fused kernels which megatron-core has only in Transformer Engine's layers."""
 PADDING = "--moe-router-padding-for-quantization"
 
 
@@ -117,9 +117,10 @@ class MoEConfig(LayerSection):
     moe_apply_probs_on_input: bool = resumed_flag(False, "weight an expert's input, not its output")
 
     def layer_pattern(self) -> int | list[int]:
-        """Return ``--moe-layer-freq``: n if every n-th layer has experts, or a list of 0 and 1.
+        """Return ``--moe-layer-freq``: n if every n-th layer has experts, else a list.
 
-        Raise a ValueError if the flag is neither a number nor a list.
+        The list has 1 for each layer with experts and 0 for each other layer. Raise a ValueError
+        if the flag is neither a number nor a list.
         """
         return read_pattern(self.moe_layer_freq)
 
@@ -186,9 +187,9 @@ def _uses_te(config: RunConfig) -> bool:
 
 
 def pads_for_quantization(config: RunConfig) -> bool:
-    """Return whether each expert's tokens are padded to a number that 8-bit matrix products need.
+    """Return whether each expert's token count is padded to a multiple that 8-bit products need.
 
-    Only Transformer Engine's layers can pad them.
+    Only Transformer Engine's layers can do this.
     """
     fp8 = config.fp8
     asked = fp8.fp8_format is not None and fp8.moe_router_padding_for_quantization

@@ -99,7 +99,7 @@ def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
 def _layer_errors(
     moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig
 ) -> Iterator[FlagError]:
-    """Yield an error for each fault in the sizes, the biases and the layers of experts."""
+    """Yield an error for each wrong width or bias of experts, and a wrong ``--moe-layer-freq``."""
     tp = max(1, parallel.tensor_model_parallel_size)
     etp = parallel.expert_tensor_parallel_size or tp
     width = moe.moe_ffn_hidden_size
@@ -219,7 +219,7 @@ def _router_errors(moe: MoEConfig) -> Iterator[FlagError]:
 def _dispatch_errors(
     moe: MoEConfig, parallel: ParallelConfig, training: TrainingConfig, model: ModelConfig
 ) -> Iterator[FlagError]:
-    """Yield an error for each wrong flag about sending tokens to experts."""
+    """Yield an error for each wrong flag of token dispatch, expert capacity or recomputation."""
     tp = parallel.tensor_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel and not training.skip_train:
         yield FlagError(

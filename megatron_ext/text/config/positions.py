@@ -88,8 +88,8 @@ class PositionConfig(LayerSection):
     def resolved(self) -> PositionConfig:
         """Return a copy in which the YaRN flags are replaced by an equivalent ``--rope-scaling``.
 
-        Return the section unchanged if the YaRN flags are incomplete or contradict
-        ``--rope-scaling``; `errors` refuses such flags.
+        Return the section unchanged without ``--position-embedding-type yarn``, and if the YaRN
+        flags are incomplete or contradict ``--rope-scaling``, which `errors` refuses.
         """
         factor = self.yarn_rotary_scaling_factor
         original = self.yarn_original_max_position_embeddings
@@ -163,7 +163,7 @@ class PositionConfig(LayerSection):
         }
 
     def torch_only(self) -> list[str]:
-        """Return the user's flags that only the torch layers support, not Transformer Engine's."""
+        """Return the names of the given flags that Transformer Engine's layers do not support."""
         magnitude = 1.0
         try:
             scaling = self.resolved().scaling()
@@ -177,7 +177,7 @@ class PositionConfig(LayerSection):
         return [name for name, has in given.items() if has]
 
     def unused_fields(self) -> frozenset[str]:
-        """Return the names of the rotary fields if the model has no rotary positions, else none."""
+        """Return the ``rotary_*`` fields if they have no effect, since no positions are rotary."""
         names = frozenset(f.name for f in dataclasses.fields(self) if f.name.startswith("rotary"))
         return names if self.position_embedding_type != "rope" else frozenset()
 

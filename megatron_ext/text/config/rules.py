@@ -1,4 +1,4 @@
-"""The configuration sections of a text run, and derived values and errors across sections."""
+"""Lists the sections of a text run's configuration, and completes and checks them together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SECTIONS = (
 
 
 def resolve_text(config: RunConfig) -> RunConfig:
-    """Return the configuration with the values that follow from other flags of a text run."""
+    """Return a text run's configuration with derived values, such as the layers that get LoRA."""
     if config.section(HybridConfig).hybrid_layer_pattern is not None:
         from megatron_ext.text.hybrid import resolve_hybrid
 
@@ -84,7 +84,10 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
 
 
 def _pattern_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault of ``--hybrid-layer-pattern``, if it is given."""
+    """Yield an error for each fault of ``--hybrid-layer-pattern``, if ``given`` has it.
+
+    ``run`` is the same configuration with derived values.
+    """
     if given.section(HybridConfig).hybrid_layer_pattern is not None:
         from megatron_ext.text.hybrid import hybrid_errors
 
@@ -113,9 +116,9 @@ def _rotary_errors(run: RunConfig) -> Iterator[FlagError]:
 
 
 def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[FlagError]:
-    """Return an error for each flag that needs attention masks other than the causal one.
+    """Return an error for each flag that needs another attention mask than the causal one.
 
-    Transformer Engine's attention supports only the causal mask; other layers give no error.
+    Transformer Engine's layers support no other mask. Return [] if other layers are used.
     """
     if transformer_impl != "transformer_engine":
         return []
@@ -142,11 +145,11 @@ def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> lis
 
 
 def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, Any]:
-    """Return the fields that describe a GPT's weights, from a checkpoint's configuration.
+    """Return the fields that describe a checkpoint's GPT, by name of the section and the field.
 
-    Sections and fields are keyed by name. ``stored`` is the whole configuration of the checkpoint;
-    ``given``, the run's configuration, is not used; other tasks' `stored_model` functions need it.
-    Raise a ConfigError if the checkpoint holds another kind of model.
+    ``stored`` is the whole configuration in the checkpoint. ``given``, the run's configuration, is
+    not used, but the interface `TaskFlags.stored_model` has it. Raise a ConfigError if the
+    checkpoint holds another kind of model.
     """
     if stored.get("model", {}).get("blocks_dealt_by_cost"):
         raise ConfigError(
@@ -167,7 +170,7 @@ SHAPE_SECTIONS = {
     "attention": AttentionConfig,
     "latent_attention": LatentAttentionConfig,
 }
-"""The classes, by section name, of the sections that describe the shape of a model."""
+"""The configuration sections that hold the fields of `SHAPE`: section name -> class."""
 SHAPE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
     "group_query_attention max_position_embeddings position_embedding_type rotary_base "
@@ -182,6 +185,6 @@ SHAPE = (
     "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
     "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
 )
-"""Names of the stored fields that determine a GPT's weights, separated by spaces; none of experts.
+"""Fields that determine what a GPT computes with its weights: names, separated by spaces.
 
-They are restored from a checkpoint."""
+`stored_text_model` restores them from a checkpoint. Fields of experts are not among them."""

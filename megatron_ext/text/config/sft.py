@@ -14,7 +14,7 @@ from megatron_ext.errors import FlagError
 
 _ROW_FORMATS = ("messages", "prompt-response", "prompt-completion", "sharegpt", "alpaca")
 _PROMPT_COLUMNS = {"prompt-completion": ("prompt", "completion")}
-"""Default columns of prompt and answer by ``--sft-row-format``; else `question` and `answer`."""
+"""Default (prompt, answer) columns by row format; other formats have (question, answer)."""
 _BATCHING = ("packed", "padded", "token-budget")
 _ARGUMENT_FORMS = ("auto", "object", "string")
 
@@ -118,7 +118,7 @@ class SftConfig:
         return self.sft_response_key or _PROMPT_COLUMNS.get(self.sft_row_format, ("answer",))[-1]
 
     written_date: str | None = derived()
-    """The date that the chat template writes into each text of this run; None if it writes none."""
+    """The date that the chat template writes into the conversations; None if it writes none."""
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class SftConfig:
 
 
 def is_date(text: str) -> bool:
-    """Tell whether a text is a day as YYYY-MM-DD."""
+    """Tell whether a text is a valid date in the form YYYY-MM-DD."""
     try:
         return datetime.date.fromisoformat(text).isoformat() == text
     except ValueError:

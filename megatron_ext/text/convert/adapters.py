@@ -22,8 +22,9 @@ _ADAPTER = re.compile(
 def peft_layers(config: RunConfig, root: Path) -> PeftLayers:
     """Return the map from our LoRA adapters to the layers of the model's Hugging Face family.
 
-    If the model fits no family, its layers get Llama's names, as far as Llama has such layers.
-    ``root`` is the folder of the checkpoints, which error messages name.
+    If the model fits no family, its layers get Llama's names; adapters on an MLP without
+    ``--swiglu`` then raise a CheckpointError, since Llama has no such MLP. ``root`` is the folder
+    of the checkpoints, which error messages name.
     """
     gpt = Gpt.of(config)
     model = config.model

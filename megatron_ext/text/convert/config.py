@@ -115,9 +115,9 @@ def _parsed(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
 def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> CheckpointError:
     """Return the error about a config.json that transformers or a family could not read.
 
-    The exception ``error`` seldom names the wrong entry. To find it, config.json is read again with
-    one entry at a time left out; if that works, this entry is named as wrong. If the exception is
-    about a None, entries that may be missing are named too.
+    The exception ``error`` seldom names the wrong entry. So config.json is read again without each
+    entry in turn; the message names those without which it can be read. If ``error`` is about a
+    None, the message also names the missing entries with which it can be read.
     """
     reason = " ".join(str(error).split())[:300].rstrip(".:") or type(error).__name__
     if "rope_parameters" not in raw:
@@ -151,7 +151,10 @@ _OF_HEADS = ("hidden_size", "num_attention_heads")
 
 
 def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tuple[str, ...]:
-    """Return the entries of config.json that have no effect here and are not the default."""
+    """Return the names of entries that have no effect here, except those with the default value.
+
+    ``config`` is transformers' configuration object for ``raw``, the content of config.json.
+    """
     # An entry may have two names, such as `hidden_size` and GPT-2's `n_embd`.
     aliases: Mapping[str, str] = config.attribute_map
     usual = type(config)().to_dict()
@@ -224,9 +227,9 @@ _UNIMPORTANT = set(
 
 
 def _sample(family: Family) -> set[str]:
-    """Return the names of entries that a family's config.json has, to find the most similar family.
+    """Return the names of the entries in the config.json that a family writes for a small model.
 
-    They are those that the family writes for a small sample model.
+    They are compared with those of an unknown config.json to find the most similar family.
     """
     written = family.settings(Gpt.of_fields(_SAMPLE | dict(family.fixed)))
     return set(written) | set(family.same.values())
@@ -291,7 +294,7 @@ TOKENIZER_FILES = (
     "tokenizer* *.model vocab* merges.txt added_tokens.json special_tokens_map.json "
     "chat_template* generation_config.json"
 ).split()
-"""Patterns of files that belong to the tokenizer or to generation, not to the weights."""
+"""Name patterns of the files that define a tokenizer or generation defaults."""
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -335,7 +338,10 @@ def config_json(
 
 
 def fitting_family(gpt: Gpt) -> Family:
-    """Return the first of `FAMILIES` that a model fits; raise a CheckpointError if it fits none."""
+    """Return the first of `FAMILIES` whose config.json can describe the model ``gpt``.
+
+    Raise a CheckpointError if none can.
+    """
     return _fitting(gpt)[0]
 
 

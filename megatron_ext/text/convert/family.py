@@ -34,7 +34,7 @@ MOE_SHAPE = (
     "moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
     "moe_apply_probs_on_input"
 ).split()
-"""Names of the `MoEConfig` fields that determine which function layers with experts compute."""
+"""Names of the `MoEConfig` fields that decide what a layer with experts computes."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Settings:
 
 
 Fields = dict[str, Any]
-"""Fields of the sections in a `Gpt`, with their values, by name."""
+"""Configuration fields of the sections in a `Gpt`: name -> value."""
 Read = Callable[[Settings], Fields]
 
 
@@ -134,8 +134,7 @@ class Family:
     Attributes:
         model_type: the entry `model_type` of its config.json.
         architecture: the name of its class in transformers.
-        same: names of our fields that have the same value as an entry of config.json, each with the
-            name of the entry.
+        same: name of our field -> name of the entry of config.json that has the same value.
         fixed: our fields that have the same value in all models of the family, by name.
         only: entries of config.json for which just one value is supported, by name; they may also
             be None or missing.
@@ -179,7 +178,7 @@ class Family:
 
 
 def architecture_of(gpt: Gpt) -> Fields:
-    """Return the fields that two models with the same weights need alike to compute the same."""
+    """Return the fields in which models must agree to compute the same with the same weights."""
     model = gpt.model
     moe = gpt.moe
     positions = gpt.positions
@@ -205,7 +204,7 @@ def architecture_of(gpt: Gpt) -> Fields:
 
 
 def differences(ours: Fields, theirs: Fields) -> list[tuple[str, Any, Any]]:
-    """Return (field, our value, their value) for each field of both that differs.
+    """Return (field, our value, their value) for each common field whose values differ.
 
     The arguments are results of `architecture_of`.
     """

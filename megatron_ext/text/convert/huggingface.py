@@ -233,7 +233,9 @@ def import_model(order: Import) -> tuple[list[str], list[str]]:
 
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""The largest allowed difference of logits, relative to the largest logit, by dtype of the weights.
+"""The largest allowed difference between our logits and transformers', by dtype of the weights.
+
+It is relative to the largest logit.
 """
 
 

@@ -97,10 +97,10 @@ class _Reading:
         ]
 
     def open(self) -> tuple[Shapes, Shapes]:
-        """Open the folder; return the shapes of the tensors that fill this rank's shards.
+        """Open the folder; return the smallest shapes that its tensors must have, by tensor name.
 
-        Each shape is the smallest that holds all values which the shards need. The first mapping
-        has the tensors of the decoder, the second those of the MTP depths.
+        The tensors must hold the whole parameters of which this rank has shards. The second mapping
+        has the tensors of the MTP depths, the first all others.
         """
         self.model = read_model(self.folder)
         self.notes += self.model.notes()
@@ -132,10 +132,10 @@ class _Reading:
     def check(self, decoder: Shapes, depths: Shapes, may_lack_depths: bool) -> None:
         """Check that the folder has every tensor that some rank needs, and no others.
 
-        ``decoder`` and ``depths`` map the names of the tensors that any rank needs to their shapes,
-        for the decoder and for the MTP depths. If the folder has none of the depths' tensors, leave
-        the depths as they are, or raise a CheckpointError if ``may_lack_depths`` is False. Raise a
-        CheckpointError also if a tensor is missing, superfluous, or of another shape or dtype.
+        ``depths`` has the shapes of the needed tensors of the MTP depths, by name, ``decoder`` of
+        all others. If the folder has no tensor of the depths, they keep their values, or raise a
+        CheckpointError if ``may_lack_depths`` is False. Raise one also if a tensor is missing,
+        superfluous, or of another shape or dtype.
         """
         source = self.source
         num_layers = self.model.fields["num_layers"]
@@ -281,9 +281,9 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
 
 
 def least_shapes(needs: Iterable[Shapes]) -> Shapes:
-    """Merge mappings of tensor shapes.
+    """Merge mappings of tensor shapes into one.
 
-    A tensor gets the smallest shape that covers all its shapes in ``needs``.
+    Each tensor gets the smallest shape that covers all its shapes in ``needs``.
     """
     least: Shapes = {}
     for shapes in needs:

@@ -1,14 +1,14 @@
 """Relates our weights to the tensors of a family of Hugging Face models, in a table of rows.
 
 Along its first axis, each of our parameters is made of runs of rows, where a run comes from one
-Hugging Face tensor. A `Part` describes one run, and a family's `Table` lists the parts of each
-parameter. The table tells which slices of the Hugging Face tensors a slice of our parameter needs,
-and for an export the reverse.
+Hugging Face tensor. A `Part` describes such a run in all layers, a `Run` in one of them. A
+family's `Table` lists the parts of each parameter. It tells which slices of the Hugging Face
+tensors a slice of our parameter needs, and for an export the reverse.
 
 Two of our weights are fused. ``linear_qkv`` holds, for each of g query groups, the rows of its
 query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]``, flattened to ``[rows, h]``
-(Megatron's order). ``linear_fc1`` of a gated MLP holds the rows of the gate, then the rows of the
-other projection: ``[2 * ffn, h]``.
+(Megatron's order), for n heads of size d and hidden size h. ``linear_fc1`` of a gated MLP holds
+the rows of the gate, then the rows of the other projection: ``[2 * ffn, h]``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def widen(shapes: Shapes, name: str, shape: tuple[int, ...]) -> None:
-    """Enlarge the shape of a tensor in ``shapes`` to at least ``shape`` along each axis."""
+    """Enlarge, or add, the shape of tensor ``name`` to hold at least ``shape`` along each axis."""
     shapes[name] = tuple(map(max, shapes.get(name, shape), shape))
 
 
@@ -124,10 +124,10 @@ class Table:
         return tensor.endswith(self.exact) if self.exact else False
 
     def runs(self, name: str, rows: int, num_layers: int) -> list[Run] | None:
-        """Return the runs of our parameter ``name``, which has ``rows`` rows.
+        """Return the runs that make up our parameter ``name``, which has ``rows`` rows.
 
         Return None if the family has no such parameter. ``num_layers`` is the number of decoder
-        layers.
+        layers, after which Hugging Face numbers the MTP depths.
         """
         numbers: dict[str, int] = {}
         parts = self.outer.get(name)

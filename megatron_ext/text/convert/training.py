@@ -53,8 +53,8 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
 def resolve_folder(config: RunConfig) -> RunConfig:
     """Return the run's configuration with the values that the folder of ``--load-hf`` determines.
 
-    These are the padded vocabulary size, unless it is set, and the content of config.json. The
-    configuration also records that the run's first weights come from no checkpoint of ours.
+    These are the padded vocabulary size, unless it is set, and ``origin``, the content of
+    config.json. Set ``starts_elsewhere`` too, since the run needs no checkpoint of ours.
     """
     given = config.section(HuggingFaceConfig)
     assert given.load_hf is not None
@@ -246,7 +246,7 @@ def merged_weights(chunks: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tens
 
 
 def _tokenizer_of(config: RunConfig) -> list[Path]:
-    """Return the files of the run's Hugging Face tokenizer; [] if it has another kind."""
+    """Return the tokenizer's files if it is a Hugging Face tokenizer in a local folder, else []."""
     tokenizer = config.section(TokenizerConfig)
     folder = tokenizer.tokenizer_model
     if tokenizer.tokenizer_type != "HuggingFaceTokenizer" or folder is None:

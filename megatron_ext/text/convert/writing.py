@@ -71,7 +71,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors to write, on the meta device, and the pieces of each, both by tensor name."""
+    """The tensors to write (on the meta device, without values) and their pieces, both by name."""
 
     tensors: dict[str, Tensor]
     pieces: dict[str, list[Piece]]
@@ -86,8 +86,8 @@ class Plan:
     ) -> Plan:
         """Plan which tensors of the Hugging Face checkpoint to write, and from which shards.
 
-        ``by_rank`` lists, for each rank, the shards of our model's parameters that it holds. Raise
-        a CheckpointError if a parameter is not in the table.
+        ``by_rank`` lists, for each rank, the shards of our model's parameters that it holds;
+        ``dtype`` is the dtype to write. Raise a CheckpointError if a parameter is not in the table.
         """
         shapes: Shapes = {}
         pieces: dict[str, list[Piece]] = {}
@@ -135,11 +135,14 @@ def write_model(
 ) -> None:
     """Write the model of all ranks as a Hugging Face folder; all ranks call this together.
 
-    The folder appears whole or not at all, and replaces the target. If the first rank cannot write,
-    all ranks raise a CheckpointError.
+    The folder appears whole or not at all, and replaces an existing folder ``target``. If the first
+    rank cannot write, all ranks raise a CheckpointError.
 
     Args:
+        table: tells which Hugging Face tensors hold each of our parameters.
         config: the content of config.json.
+        num_layers: number of decoder layers in the whole model.
+        dtype: dtype to write.
         copied: files to copy, such as those of the tokenizer.
         max_shard_size: the largest size of a file, in bytes or as text like ``"5GB"``.
         value_of: maps a parameter to the values to write instead, in the same shape.
@@ -251,8 +254,8 @@ class _Sender:
     def _values(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
         """Yield the values of each piece, transposed where Hugging Face stores ``[in, out]``.
 
-        The values of a parameter, such as the merge of a LoRA adapter, may be slow to compute. So
-        they are computed only once for consecutive pieces of one parameter.
+        A parameter's values may be slow to compute, for example by merging a LoRA adapter, so
+        consecutive pieces of one parameter share one computation.
         """
         last = replaced = None
         for piece in pieces:

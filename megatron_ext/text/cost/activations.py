@@ -42,7 +42,7 @@ class Activations(GptRun):
     def output_norm(self) -> int:
         """Return the bytes kept for the norm after attention or an MLP, including the norm's input.
 
-        Return 0 without sandwich norms.
+        Return 0 without ``--sandwich-norm``, which adds this norm.
         """
         if not self.config.model.sandwich_norm:
             return 0
@@ -51,7 +51,7 @@ class Activations(GptRun):
     def dropout(self, elements: int, probability: float) -> int:
         """Return the bytes of a dropout mask of ``elements`` elements; 0 without dropout.
 
-        An element takes 1 byte on a GPU, more on a CPU.
+        An element takes 1 byte on a GPU; on a CPU, as many as an element of the activations.
         """
         return elements * (1 if self.sizes.gpu else self.sizes.width) if probability else 0
 
@@ -59,8 +59,8 @@ class Activations(GptRun):
         """Return the bytes that multi-latent attention keeps before it computes scores.
 
         They are the bytes of the latent vectors and their norms, and of queries, keys and values.
-        If ``mla_up_proj`` is recomputed, queries, keys and values are left out, except for keys and
-        values gathered from other ranks, and for the padded copies that a CPU's fused kernel takes.
+        Recomputing ``mla_up_proj`` frees queries, keys and values, but not what other ranks have
+        sent, nor the padded copies that a CPU's fused kernel gets.
         """
         sizes = self.sizes
         kept = sizes.residual_tokens * latent.kept * sizes.width
@@ -107,10 +107,11 @@ class Activations(GptRun):
 
     @property
     def _exchange(self) -> str | None:
-        """Return how context parallelism exchanges keys and values, as far as autograd keeps them.
+        """Return how context parallelism exchanges keys and values: "trade", "gather" or None.
 
         "trade" is an all-to-all, after which a rank has the whole sequence of some heads; "gather"
-        is any other way. Return None without context parallelism or if attention is recomputed.
+        is any other way. None means that autograd keeps nothing of an exchange, since there is no
+        context parallelism or attention is recomputed.
         """
         if self.sizes.cp == 1 or self.recomputes("core_attn"):
             return None
@@ -188,13 +189,13 @@ class Activations(GptRun):
         return LayerBytes(kept + inner.kept, self.residual + inner.transient)
 
     def _inner(self, tokens: int, width: int, *, scaled: bool) -> LayerBytes:
-        """Return the bytes of an MLP from the output of fc1 to the input of fc2.
+        """Return the memory of an MLP from the output of fc1 to the input of fc2.
 
         Args:
             tokens: number of tokens that the MLP gets.
             width: number of the MLP's channels on this rank.
-            scaled: whether it is an expert, whose output is multiplied by the router's weights;
-                this keeps one more tensor.
+            scaled: whether the MLP is an expert. Autograd then keeps one more tensor, since the
+                router's weights multiply the result.
         """
         model = self.config.model
         sizes = self.sizes
@@ -212,9 +213,9 @@ class Activations(GptRun):
         return LayerBytes(tensors * tensor, max(of_fc2, of_product, of_fc1))
 
     def _experts(self) -> LayerBytes:
-        """Return the bytes of an MoE layer's router, token dispatch and local experts.
+        """Return the memory of an MoE layer's router, token dispatch, local and shared experts.
 
-        Every expert is assumed to get the same number of tokens.
+        Every routed expert is assumed to get the same number of tokens.
         """
         sizes = self.sizes
         moe = self.moe
@@ -248,10 +249,10 @@ class Activations(GptRun):
         return LayerBytes(parts.kept + self._linear_inputs(number), parts.transient)
 
     def _linear_inputs(self, number: int) -> int:
-        """Return by how much 8-bit or frozen weights change the bytes that layer ``number`` keeps.
+        """Return the difference that 8-bit products or LoRA make to the bytes that a layer keeps.
 
-        Layers are numbered from 0. The result is relative to a layer that is trained in 16 or 32
-        bits, and is often negative.
+        The result is relative to training of all weights in 16 or 32 bits, and is often negative.
+        Layers are numbered from 0.
         """
         fp8 = self.config.fp8
         width = self.sizes.width
@@ -268,8 +269,8 @@ class Activations(GptRun):
     def _inputs(self, number: int) -> dict[str, int]:
         """Return the number of elements in the input of each linear layer of layer ``number``.
 
-        Count those on one rank; inputs that are recomputed count 0. The keys are names such as
-        ``linear_qkv``.
+        Keys are names such as ``linear_qkv``, without latent attention's down-projections. The
+        numbers are those of one rank, and 0 in a recomputed MLP.
         """
         sizes = self.sizes
         experts = self.sizes.experts[number]
@@ -337,8 +338,8 @@ class Activations(GptRun):
     def deferred(self, stage: Stage) -> int:
         """Return the bytes that a stage's linear layers keep to compute weight gradients later.
 
-        They keep their inputs and output gradients. A zero-bubble schedule computes the gradients
-        of inputs first and those of weights later.
+        A zero-bubble schedule computes the gradients of inputs first and those of weights later.
+        Until then the linear layers keep their inputs and the gradients of their outputs.
         """
         sizes = self.sizes
         inner = 3 if self.config.model.gated else 2

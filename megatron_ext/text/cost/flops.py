@@ -30,8 +30,8 @@ class Sizes(Ranks):
         layers: number of decoder layers.
         depths: number of MTP depths (prediction modules).
         experts: for each layer, whether it holds experts.
-        latent: the sizes of multi-latent attention, in which d is the size of a head's value; None
-            for other attention.
+        latent: the sizes of multi-latent attention, with which d is the size of a head's value;
+            None for other attention.
     """
 
     s: int
@@ -75,14 +75,14 @@ class Sizes(Ranks):
         return self.tokens // self.sequence_size
 
     def in_8_bits(self, fp8: Fp8Config, number: int) -> bool:
-        """Return whether linear layers in decoder layer ``number``, from 0, multiply in 8 bits."""
+        """Return whether linear layers in decoder layer ``number`` (from 0) multiply in 8 bits."""
         return fp8.fp8_format is not None and not fp8.keeps_bf16(number + 1, self.layers)
 
 
 def attention_matrices(config: RunConfig, tp: int = 1) -> list[Linear]:
-    """Return attention's linear layers, in the order in which the module registers them.
+    """Return attention's linear layers, in the order in which the attention module registers them.
 
-    ``tp`` tensor-parallel ranks shard them.
+    They are sharded over ``tp`` tensor-parallel ranks.
     """
     model = config.model
     h = model.hidden_size or 0
@@ -104,7 +104,7 @@ def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: A
         width: number of channels between the two layers.
         gated: whether fc1 has twice as many outputs, for a gate.
         ranks: number of ranks among which the channels are divided.
-        layout: further arguments of `Linear`.
+        layout: further fields of `Linear`, such as ``bias``.
     """
     return [
         Linear("linear_fc1", width * (2 if gated else 1), h, rows=ranks, **layout),
@@ -113,11 +113,11 @@ def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: A
 
 
 def score_channels(config: RunConfig) -> int:
-    """Return the multiplications of a layer's causal attention, per query and token.
+    """Return the multiplications of a layer's causal attention, per query and sequence token.
 
-    Times the sequence length, this is the mean number of multiplications for one query. It covers
-    the products with keys and with values, halved because a causal query attends to half of the
-    tokens on average.
+    A query's products with the keys and values of all heads are counted, but halved, because a
+    causal query attends to half of the tokens on average. The result times the sequence length is
+    thus the mean number of multiplications for one query.
     """
     model = config.model
     n = model.num_attention_heads or 0
@@ -131,9 +131,9 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
 
     - ``projections``: queries, keys, values and output, in a layer
     - ``scores``: causal attention in a layer, that is products with keys and with values
-    - ``windowed``: as ``scores``, in a layer with the window of ``--window-size``
+    - ``windowed``: the same as ``scores``, but with the window of ``--window-size``
     - ``dense``: the MLP of a layer, with a third matrix if ``gated``
-    - ``experts``: all experts of one token, in a layer
+    - ``experts``: the routed and shared experts that one token passes, in a layer
     - ``depth``: the projection before the layer of an MTP depth
     - ``logits``: the output layer
     """
@@ -158,12 +158,12 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
 
 
 def _keys_in_window(config: RunConfig) -> int:
-    """Return the length at which full causal attention costs as much per query as the window.
+    """Return the length of a sequence without window whose queries have as many keys on average.
 
-    In full causal attention over a length L, a query has ``(L + 1) / 2`` keys on average. So return
-    ``L = 2 m - 1``, where m is the mean number of keys per query in the window. If a query sees
-    itself and w tokens before it, all s queries together have ``s (w + 1) - w (w + 1) / 2`` keys.
-    Return s if no window limits attention.
+    Without a window, a query in a sequence of length L has ``(L + 1) / 2`` keys on average. So
+    return ``L = 2 m - 1``, where m is this average with the window. If a query sees itself and w
+    tokens before it, all s queries together have ``s (w + 1) - w (w + 1) / 2`` keys. Return s if no
+    window limits attention.
     """
     length = config.model.seq_length or 0
     window = config.section(AttentionConfig).window_size
@@ -177,8 +177,8 @@ def flops_per_sample(config: RunConfig) -> float:
     """Return the operations of one sequence in the forward and backward pass of the model.
 
     Recomputation is not counted, nor are keys outside of an attention window. The formula is
-    Megatron-LM's, so that the numbers are comparable. It therefore counts the norms of MTP depths,
-    and the gate of SwiGLU but not of other gated MLPs.
+    Megatron-LM's, so that the numbers are comparable. It therefore counts the norms of MTP depths
+    and of latent vectors, and the gate of SwiGLU but not of other gated MLPs.
     """
     model = config.model
     attention = config.section(AttentionConfig)
@@ -276,7 +276,7 @@ class GptFlops(GptRun):
         return token_products(self.config, gated=self.config.model.gated)
 
     def layer_flops(self, number: int) -> Flops:
-        """Return the operations of decoder layer ``number``, from 0, without recomputation."""
+        """Return the operations of decoder layer ``number`` (from 0), without recomputation."""
         linear = self._linear(self.sizes.experts[number])
         scores = self._scores(number)
         fp8 = self.config.fp8
@@ -314,7 +314,7 @@ class GptFlops(GptRun):
     def joins_activation(self, number: int) -> bool:
         """Return whether one kernel applies a layer's activation function and casts to 8 bits.
 
-        This is the kernel in `layers.fp8.activation`.
+        This kernel is in `layers.fp8.activation`. Layers are numbered from 0.
         """
         fp8 = self.config.fp8
         model = self.config.model
@@ -329,8 +329,8 @@ class GptFlops(GptRun):
     def _trained(self, linear: float) -> float:
         """Return the operations for the weight gradients of linear layers.
 
-        There are as many as in the layers' forward pass, ``linear``, but none if only LoRA adapters
-        are trained.
+        They equal ``linear``, the operations of the layers' forward pass, but are 0 if only LoRA
+        adapters are trained.
         """
         return linear if self.trains else 0.0
 
@@ -367,7 +367,7 @@ class GptFlops(GptRun):
         return total
 
     def _again(self, number: int) -> tuple[float, float]:
-        """Return the operations that the backward pass recomputes in layer ``number``, from 0.
+        """Return the operations that the backward pass recomputes in layer ``number`` (from 0).
 
         The result is (operations of linear layers, operations of attention scores).
         """
@@ -390,7 +390,7 @@ class GptFlops(GptRun):
         return self.scoring.windowed_layers(self.config.model)
 
     def _scores(self, number: int) -> float:
-        """Return one rank's forward operations of attention in decoder layer ``number``, from 0."""
+        """Return one rank's forward operations of attention scores in layer ``number`` (from 0)."""
         return self._on_rank("windowed" if self._windowed[number] else "scores")
 
     def _on_rank(self, part: str) -> float:

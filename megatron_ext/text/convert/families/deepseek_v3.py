@@ -73,7 +73,10 @@ def read_latent(settings: Settings) -> Fields:
 
 
 def write_latent(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json that describe the latent attention of ``gpt``."""
+    """Return the entries of config.json for positions, tied embeddings and key-value heads.
+
+    They describe ``gpt``, a model with latent attention.
+    """
     scaling: dict[str, Any] | None = None
     if gpt.latent.rope_type == "yarn":
         scaling = {
@@ -93,7 +96,7 @@ def write_latent(gpt: Gpt) -> dict[str, Any]:
 
 
 def read_experts(settings: Settings, ranking: int) -> Fields:
-    """Return the configuration fields of shared experts, dense first layers and expert groups.
+    """Return the configuration fields of shared experts, expert groups and layers with experts.
 
     Args:
         ranking: how many of a group's best expert scores are summed to rank the group.
@@ -150,9 +153,9 @@ def write(gpt: Gpt) -> dict[str, Any]:
 
 
 def latent_attention() -> dict[str, Parts]:
-    """Map our names of the weights of latent attention to their parts in the Hugging Face tensors.
+    """Return, by our name, which Hugging Face tensor holds each weight of latent attention.
 
-    The map has the names for queries both with and without a latent vector.
+    The result covers queries both with and without a latent vector.
     """
     names = {
         "linear_q_proj.weight": "q_proj",
@@ -171,9 +174,9 @@ def latent_attention() -> dict[str, Parts]:
 
 
 def decoder_layer() -> dict[str, Parts]:
-    """Map our names of a decoder layer's weights to their parts in the Hugging Face tensors.
+    """Return, by our name, which Hugging Face tensors hold each weight of a decoder layer.
 
-    The map has the names of both a dense layer and a layer with experts.
+    The result covers both a dense layer and a layer with experts.
     """
     return {
         **llama.norms(),
@@ -187,8 +190,8 @@ def decoder_layer() -> dict[str, Parts]:
 def with_depths(gpt: Gpt, vocab_size: int, layer: dict[str, Parts]) -> Table:
     """Return the weight table of a model with a router bias and any number of MTP depths.
 
-    ``layer`` maps our names of a decoder layer's weights to their parts in the Hugging Face
-    tensors.
+    ``layer`` maps our names of a decoder layer's weights to the Hugging Face tensors that hold
+    them.
     """
     names = {
         "enorm.weight": "enorm",

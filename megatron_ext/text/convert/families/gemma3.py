@@ -1,4 +1,4 @@
-"""Gemma 3, text only: Gemma 2 with query and key norms, and a separate rotary base in windows."""
+"""Gemma 3, text only: Gemma 2 with query and key norms, and a separate rotary base for windows."""
 
 import dataclasses
 from typing import Any

@@ -35,7 +35,7 @@ LLAMA3_CONSTANTS = {
     "high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-"""Entries of Llama 3's rope_scaling that megatron-core's ``--use-rope-scaling`` fixes."""
+"""Entries of Llama 3's rope_scaling, with the values that ``--use-rope-scaling`` always uses."""
 
 
 def read(settings: Settings) -> Fields:
@@ -56,7 +56,7 @@ def read(settings: Settings) -> Fields:
 
 
 def write(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json for the fields that `read` returns."""
+    """Return the entries of config.json for the fields that `read` returns, except dropout."""
     return {
         "num_key_value_heads": gpt.model.num_query_groups or gpt.model.num_attention_heads,
         "head_dim": gpt.model.kv_channels,
@@ -165,14 +165,15 @@ def write_layer_types(gpt: Gpt) -> dict[str, Any]:
 
 
 def list_flag(layers: Iterable[int]) -> str:
-    """Return a flag's value with one number for each layer, such as ``[1,0]``."""
+    """Format numbers, one for each layer, as the value of a flag, such as ``[1,0]``."""
     return f"[{','.join(map(str, layers))}]"
 
 
 def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
-    """Map our names of the weights outside of layers to their parts in the Hugging Face tensors.
+    """Return, by our name, which Hugging Face tensor holds each weight outside of layers.
 
-    These are the embedding, the final norm and the output layer.
+    These are the embedding and the output layer, both with ``vocab_size`` rows, and the final norm.
+    ``prefix`` begins the tensor names of the embedding and the norm.
     """
     embedding = Part(f"{prefix}embed_tokens.weight", vocab_size)
     head = "lm_head.weight"
@@ -184,9 +185,9 @@ def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
 
 
 def norms() -> dict[str, Parts]:
-    """Map our names of a layer's two norms to their parts in the Hugging Face tensors.
+    """Return, by our name, which Hugging Face tensor holds each of a layer's two norms.
 
-    The second norm has one name in a dense layer and another in a layer with experts; the map has
+    We name the second norm differently in dense layers and in layers with experts; the result has
     both names.
     """
     second = whole(f"{LAYER}.post_attention_layernorm.weight")
@@ -198,7 +199,7 @@ def norms() -> dict[str, Parts]:
 
 
 def attention(gpt: Gpt) -> dict[str, Parts]:
-    """Map our names of the attention parameters to their parts in the Hugging Face tensors.
+    """Return, by our name, which Hugging Face tensors hold each parameter of attention.
 
     Queries, keys and values are one fused weight here, but three tensors in Hugging Face's files.
     """
@@ -219,7 +220,7 @@ def gated_mlp(
     theirs: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, Parts]:
-    """Map our names of a gated MLP's weights and biases to their parts in the Hugging Face tensors.
+    """Return, by our name, which Hugging Face tensors hold each weight and bias of a gated MLP.
 
     Args:
         ours: path of the MLP within our layer.
@@ -235,7 +236,7 @@ def gated_mlp(
 
 
 def weights(gpt: Gpt, vocab_size: int) -> Table:
-    """Return the table of the weights of a dense decoder with Llama's names."""
+    """Return the weight table of a dense decoder whose Hugging Face tensors have Llama's names."""
     return Table(outer(vocab_size), {**norms(), **attention(gpt), **gated_mlp()})
 
 

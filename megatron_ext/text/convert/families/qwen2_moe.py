@@ -39,10 +39,10 @@ def write_experts(gpt: Gpt) -> dict[str, Any]:
 
 
 def routed_experts(theirs: str = "mlp") -> dict[str, Parts]:
-    """Map our names of a layer's MLP weights to their parts in the Hugging Face tensors.
+    """Return, by our name, which Hugging Face tensors hold each weight of a layer's MLP.
 
-    The map has a dense MLP, the routed experts and the router. ``theirs`` is the path of experts
-    and router within a layer of the Hugging Face model.
+    The result covers a dense MLP, the routed experts and the router. ``theirs`` is the path of
+    experts and router within a layer of the Hugging Face model.
     """
     return {
         **llama.gated_mlp(),
