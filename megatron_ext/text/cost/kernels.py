@@ -1,9 +1,8 @@
-"""Counts the GPU kernels of a GPT's micro-batch, and the bytes that they move.
+"""Counts the GPU kernels of a GPT's micro-batch, and the bytes that they read and write.
 
-`Network.products` has the operations of the layers' matrix products; this module has the rest.
-Bytes are counted as the compiled functions of `layers.pointwise` and `losses` move them on a GPU:
-each function is one kernel, which reads its inputs and writes its outputs once. A test compares the
-sums with those of a traced layer.
+The operations of the layers' matrix products are left out, since `Network.products` has them. Each
+compiled function of `layers.pointwise` and `losses` is assumed to read its inputs and write its
+outputs once. Classes of kernels are the keys of `planning.kernels.KINDS`, such as "pointwise".
 """
 
 from megatron_ext.planning.kernels import Phase, Work, cast_of
@@ -20,7 +19,7 @@ LAYER_KERNELS = {
     ("pointwise", Phase.INPUT): 6,
     ("plumbing", Phase.WEIGHT): 4,
 }
-"""The number of kernels of a dense layer, by class and phase.
+"""The number of kernels of a dense layer, by class and phase; used for layers with experts too.
 
 The seven pointwise kernels of the forward pass are the first norm, three kernels that split and
 rotate queries, keys and values, the residual addition with the second norm, the activation
@@ -29,39 +28,42 @@ kernels of the class "plumbing" cast the gradients of both norms' weights to flo
 the gradient buffer.
 """
 PASSES = 4
-"""The number of kernels on the logits of one block of the chunked cross-entropy.
+"""The number of kernels that run over a block of logits in the chunked cross-entropy.
 
-The first pass over the logits has three kernels, the second one."""
+Three compute the maxima and the sums of exponentials, one computes the gradient."""
 VECTOR_KERNELS = 18
-"""The number of kernels on vectors with one number per token, for one block of logits."""
+"""The number of further kernels for a block; they work on vectors with one number per token."""
 LOSS_KERNELS = 66
-"""The number of kernels of a micro-batch that compute loss weights, sums and reports.
+"""The number of kernels of a micro-batch for loss weights, sums of losses and reported values.
 
 They work on vectors with one number per token."""
 
 LOGIT = 2 + 4
-"""Bytes moved per 16-bit logit: one pass reads it, another reads it and writes its gradient."""
+"""Bytes that the chunked cross-entropy moves per 16-bit logit.
+
+A first pass reads the logit; a second pass reads it and overwrites it with its gradient."""
 EAGER_LOGIT = 48
-"""Bytes moved per 16-bit logit by the eager cross-entropy, without blocks and compiled passes."""
+"""Bytes per 16-bit logit moved by the eager cross-entropy: all logits at once, nothing compiled."""
 
 ZEROING = 4
-"""Bytes per weight of output layer and embedding to set their gradients to zero once in a step."""
+"""Bytes per weight that a step writes to zero the gradients of output layer and embedding."""
 HEAD_PLUMBING = 12
-"""Bytes per weight of the output layer to add its float32 gradient to the gradient buffer.
+"""Bytes moved per weight of the output layer when its float32 gradient is added to the buffer.
 
 The gradient is read; the buffer is read and written. The first gradient of a step is written, not
 added, which saves 4 bytes, unless an embedding shares the weight."""
 ROW_PLUMBING = 2 + 4 + 4 + 8
-"""Bytes per element of the embedded tokens to add its 16-bit gradient to the gradient buffer.
+"""Bytes moved per element of the embedding's output when its gradient is added to the buffer.
 
-The cast to float32 reads 2 and writes 4; the addition reads the 4, and reads and writes the buffer.
+A cast from 16 bits to float32 reads 2 and writes 4. The addition reads these 4, and reads and
+writes 4 in the gradient buffer.
 """
 
 
 def other_work(network: GptFlops, stage: Stage) -> list[Work]:
-    """Return a stage's kernels of one micro-batch, as `Network.other_work` does for any network.
+    """Return the kernels of one micro-batch in a stage that `Network.products` does not count.
 
-    The operations of the layers' matrix products are left out; `Network.products` has them.
+    The matrix products of layers are listed too, but without their operations.
     """
     x = network.sizes
     count = network.num_microbatches
@@ -89,14 +91,14 @@ def other_work(network: GptFlops, stage: Stage) -> list[Work]:
 
 
 def layer_work(network: GptFlops, experts: bool, *, joins: bool = False) -> list[Work]:
-    """Return the kernels of one layer, one `Work` for each class and phase.
+    """Return the kernels of one layer, one `Work` for each entry of `LAYER_KERNELS`.
 
-    Only pointwise kernels get a number of bytes; the other classes have 0.
+    Only the class "pointwise" gets a number of bytes here; the other classes have 0.
 
     Args:
         experts: whether the layer has experts.
         joins: whether the kernel that casts to 8 bits also computes the activation. If so, the
-            bytes of the activation are left out.
+            bytes of the activation are left out here, since they count as bytes of the cast.
     """
     x = network.sizes
     model = network.config.model
@@ -152,8 +154,8 @@ def _head_work(network: GptFlops, stage: Stage) -> list[Work]:
 
     The chunked cross-entropy computes the gradients in its forward pass, block by block, and
     sums the weight gradient in float32. Per element of the weight, the first block writes 4
-    bytes, and each other block reads and writes 8. From this sum, 2 bytes per block are
-    subtracted, because the assumed rate of matrix products already includes them.
+    bytes, and each other block reads and writes 8. Of these, 2 bytes per block are not counted
+    here, because the assumed rate of matrix products includes writing a 16-bit result.
     """
     x = network.sizes
     losses = 1 + x.depths

@@ -14,7 +14,7 @@ from megatron_ext.text.config.attention import LatentAttentionConfig
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """The sizes of a layer with multi-latent attention; channels are those of one token.
+    """The sizes of a layer with multi-latent attention; channels are counted per token.
 
     Attributes:
         h: channels of the hidden state.
@@ -82,7 +82,8 @@ class LatentSizes:
     def matrices(self, tp: int) -> list[Linear]:
         """Return the projections to queries, keys and values, in the order of the attention module.
 
-        ``tp`` tensor-parallel ranks shard the projections whose outputs are divided into heads.
+        Projections whose outputs are divided into heads are sharded over ``tp`` tensor-parallel
+        ranks; the others are not.
         """
         rank = self.query_rank
         first = [Linear("linear_q_proj", self.queries, self.h, rows=tp, bias=False)]

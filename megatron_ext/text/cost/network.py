@@ -304,9 +304,10 @@ class GptNetwork(Parameters, Activations, GptFlops):
         return total
 
     def layer_traffic(self, experts: bool) -> Volume:
-        """Return the bytes that a rank sends for one layer in all passes, including recomputation.
+        """Return the bytes that a rank sends for one layer and micro-batch, with recomputation.
 
-        ``experts`` tells whether the layer has experts.
+        The bytes of forward and backward pass are added. ``experts`` tells whether the layer has
+        experts.
         """
         x = self.sizes
         gather = self._gather()
@@ -330,7 +331,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
     def _gather(self) -> float:
         """Return the bytes that a rank sends in one all-gather of hidden states ``[s, b, h]``.
 
-        The tensor-parallel ranks take part in it.
+        The ranks of its tensor-parallel group gather them.
         """
         x = self.sizes
         return ring(x.tp) * x.tokens * x.h * x.width

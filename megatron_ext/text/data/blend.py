@@ -23,10 +23,10 @@ def plain_prefix(prefix: str) -> str:
 
 @dataclass(frozen=True)
 class BlendSpec:
-    """The data of a run: one blend that ``--split`` divides, or one blend for each split.
+    """The datasets of a run: ``blend``, which ``--split`` divides, or ``per_split``, one per split.
 
     A blend is a pair: the prefixes of datasets, and the list of their weights (None if no weights
-    are given).
+    are given). The field that is not used is None; both are if no data is given.
     """
 
     blend: Blend | None
@@ -38,7 +38,7 @@ class BlendSpec:
 
 
 def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
-    """Parse the value of a flag: prefixes, or weights and prefixes in turn, as Megatron-LM does.
+    """Parse a flag's value: prefixes, or alternating weights and prefixes, as Megatron-LM does.
 
     ``words`` are the words of the value; return None if there are none. Raise a DataError, which
     names ``flag``, for bad weights or a mix of both forms.
@@ -69,7 +69,7 @@ def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
 
 
 def read_blend(data: DataConfig) -> BlendSpec:
-    """Return the dataset prefixes that the flags of a run give.
+    """Return the dataset prefixes and weights that the flags give; no blends if they give none.
 
     Raise a DataError if a flag's value or file is bad.
     """
@@ -112,9 +112,9 @@ def read_blend(data: DataConfig) -> BlendSpec:
 
 
 def training_blend(data: DataConfig) -> BlendSpec:
-    """Return the dataset prefixes that the flags of a run give, as `read_blend` does.
+    """Return the dataset prefixes and weights that the flags give, as `read_blend` does.
 
-    Raise a DataError if a flag's value or file is bad, or if no data are given at all.
+    Raise a DataError if a flag's value or file is bad, or if no data is given at all.
     """
     spec = read_blend(data)
     if not spec.prefixes():

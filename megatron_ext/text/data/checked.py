@@ -1,7 +1,7 @@
-"""Checks the indexed datasets of a run, and reads them by a dataset class of megatron-core.
+"""Checks the indexed datasets of a run, and builds megatron-core's GPT datasets from them.
 
-The indices of samples are cached under a key that covers everything that determines them, including
-path, size and modification time of the data files.
+megatron-core caches the indices that map samples to tokens. Here their cache key also covers the
+path, size and modification time of each data file, so that changed files get new indices.
 """
 
 import copy
@@ -122,9 +122,9 @@ def check_inputs(
 
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return warnings about end-of-document tokens that megatron-core's dataset would misread.
+    """Return warnings about end-of-document tokens that megatron-core's GPTDataset would misread.
 
-    `ending_warnings` says which; there are none for mock data.
+    `ending_warnings` describes the two warnings. Return [] for mock data.
     """
     data = config.section(DataConfig)
     if data.mock_data:
@@ -195,11 +195,13 @@ def _check_splits(
 ) -> None:
     """Raise a DataError if the datasets of a split hold too little data.
 
-    If each split has datasets of its own, none of these may be empty. If several datasets are given
-    without weights, megatron-core reads each of them only once. Each then needs more than
-    ``length`` tokens, unless it is empty, and together they must hold all samples of their split.
-    ``length`` is ``--seq-length``; ``sizes`` has the number of samples of train, valid and test,
-    None for one epoch.
+    If each split has datasets of its own, none of these may be empty. Several datasets without
+    weights are read once each by megatron-core: each must be empty or have more than ``length``
+    tokens, and together they must hold all samples of their split.
+
+    Args:
+        length: ``--seq-length``.
+        sizes: number of samples of train, valid and test; None means one epoch.
     """
     for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
         prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)

@@ -1,4 +1,4 @@
-"""Reads samples for ``--data-order direct``: any range of them as one batch, without an index.
+"""Reads batches of samples for ``--data-order direct``, which needs no prebuilt index of samples.
 
 A sample is a window of the token stream of a split, and its labels are the same window shifted by
 one token. Masks and positions are made as in megatron-core's GPTDataset. The difference is which
@@ -9,9 +9,9 @@ are therefore neighbours in the file: if the file is sorted, for example by web 
 comes from one site. Shuffle such a corpus before preprocessing, or keep documents apart with
 ``--reset-attention-mask``.
 
-With ``--document-packing best_fit`` a sample holds documents that fit together (`packed_order`). If
-a document is cut at the end of a sample, the last label is the document's next token. If a document
-ends there, the last position has no label.
+With ``--document-packing best_fit``, documents are grouped into samples so that few are cut
+(`data.packed_order`). If a sample ends within a document, its last label is the document's next
+token. If a document ends there, the last position has no label.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -135,7 +135,10 @@ class DirectDataset(StepDataset):
 
     @property
     def seq_length_of(self) -> Callable[[int], int] | None:
-        """Return a function from a sample's number to its length; None if all lengths are equal."""
+        """Return a function from a sample's number to its length.
+
+        Return None for the order `EveryWindow`, all of whose samples have the same length.
+        """
         return None if isinstance(self.order, EveryWindow) else self.order.seq_length
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
@@ -175,7 +178,7 @@ class DirectDataset(StepDataset):
 
         The mapping holds ``tokens``, ``labels`` and ``position_ids``, each ``[b, s]`` int64, and
         ``loss_mask``, ``[b, s]`` float32. A batch of packed samples also holds ``sample_ids``,
-        ``[b, s]`` int64: the number of the document at each position, -1 in padding.
+        ``[b, s]`` int64: for each position, the index of its document in the sample; -1 in padding.
         """
         tokens, labels, documents = self._read(start, stop)
         if self.fim is not None:
@@ -212,10 +215,10 @@ class DirectDataset(StepDataset):
         return batch
 
     def _read(self, start: int, stop: int) -> tuple[Array, Array, Array | None]:
-        """Return tokens, labels and piece numbers of a range of samples, each ``[b, s]``.
+        """Return tokens, labels and document indices of samples ``start`` to ``stop`` - 1.
 
-        Tokens and labels are -1 where a sample has none. A piece number is the index of a packed
-        document in its sample; piece numbers are None if samples are not packed.
+        Each is ``[b, s]``. Tokens and labels are -1 where a sample has none. A document index
+        counts the documents of a packed sample from 0; without packing, return None for this array.
         """
         pieces = self.order.locate(start, stop)
         length = self.order.seq_length(start)
@@ -236,10 +239,10 @@ class DirectDataset(StepDataset):
         return tokens, labels, None
 
     def _packed(self, pieces: PackedPieces, length: int) -> tuple[Array, Array, Array]:
-        """Return tokens, labels and piece numbers of packed samples, ``[b, s]``; s is ``length``.
+        """Return tokens, labels and document indices of packed samples, each ``[b, length]``.
 
-        A label is -1 at the end of a sample if its document ends there. A piece number is the index
-        of a packed document in its sample.
+        A document index counts the documents of a sample from 0. If a sample ends where a document
+        ends, its last label is -1.
         """
         rows = len(pieces.goes_on)
         firsts = np.searchsorted(pieces.rows, np.arange(rows + 1))
@@ -263,11 +266,11 @@ class DirectDataset(StepDataset):
         return text[:, :-1], labels, numbers
 
     def _fill(self, tokens: Array, labels: Array, pieces: Pieces, own: Ints, length: int) -> None:
-        """Copy pieces of text into ``tokens`` and ``labels``; labels are shifted by one token.
+        """Copy pieces of text into ``tokens`` and, shifted by one token, into ``labels``.
 
-        ``own`` are the indices in ``pieces`` of the pieces to copy, each of ``length`` tokens. A
-        piece is copied into the row of its sample. If ``tokens`` and ``labels`` are the same array,
-        copy each piece together with the token after it, ``length + 1`` tokens.
+        A piece is copied into the row of its sample. If ``tokens`` and ``labels`` are one array,
+        each piece is copied only once, with the token that follows it (``length + 1`` tokens).
+        ``own`` are the indices in ``pieces`` of the pieces to copy, all of ``length`` tokens.
         """
         sources = pieces.sources[own]
         present = sources[:1] if len(own) == 1 else np.flatnonzero(np.bincount(sources))
@@ -284,9 +287,9 @@ class DirectDataset(StepDataset):
                 labels[pieces.rows[chosen]] = text[:, 1:]
 
     def _refuse_ids(self, start: int, stop: int) -> None:
-        """Raise a DataError that names the dataset with an id outside the vocabulary.
+        """Raise a DataError if samples ``start`` to ``stop`` - 1 have an id outside the vocabulary.
 
-        The samples ``start`` to ``stop`` - 1 are searched.
+        The error names the dataset of the id.
         """
         pieces = self.order.locate(start, stop)
         for source, begin, length in zip(
@@ -296,11 +299,11 @@ class DirectDataset(StepDataset):
             check_ids(self.spans[source].name, text, self.marks.vocab_size)
 
     def token_ranges(self, start: int, stop: int) -> list[tuple[int, str, int, int]]:
-        """Return the place of each piece of the samples ``start`` to ``stop`` - 1.
+        """Return where the text of samples ``start`` to ``stop`` - 1 lies in the files of datasets.
 
-        A place is (number of the sample, prefix of the dataset, index of the first token in the
-        dataset's file, number of tokens). A piece that passes the end of its split continues at the
-        first token of the split.
+        For each piece of a sample, return (number of the sample, prefix of the dataset, index of
+        the first token in the dataset's file, number of tokens). A piece that reaches the end of
+        its split's tokens continues at the first of them.
         """
         pieces = self.order.locate(start, stop)
         return [

@@ -1,10 +1,11 @@
 """Fill-in-the-middle: moves the middle of documents to their end (arXiv:2207.14255).
 
 A document is cut at two random characters into a prefix, a middle and a suffix. Each of the three
-is tokenized by itself. They are put in one of two orders (section 3 of the paper):
+is tokenized by itself. To permute the document is to put them in one of two orders (section 3 of
+the paper):
 
     PSM  <prefix> prefix <suffix> suffix <middle> middle
-    SPM  <prefix> <suffix> suffix <middle> prefix middle      (its variant 2)
+    SPM  <prefix> <suffix> suffix <middle> prefix middle      (variant 2 of the paper)
 
 As in Megatron-LM's GPTFIMDataset, a sample is cut at the ends of documents, and each part is
 permuted with a given probability. The sample keeps its length: its end is cut off if it has become
@@ -38,7 +39,7 @@ class _Ids:
 
 
 class _Draws:
-    """The random numbers for one part of a sample.
+    """The random numbers for one part of a sample, usually a document.
 
     They are made from raw PCG64 bits, so that all versions of numpy give the same numbers.
     """
@@ -75,13 +76,13 @@ class FillInTheMiddle:
     def permute_rows(
         self, tokens: Array, labels: Array, sample_ids: Array | None, first: int
     ) -> None:
-        """Permute the documents of samples in place.
+        """Permute the documents in each row of a batch of samples; change the arrays in place.
 
         Args:
             tokens, labels: ``[b, s]``; -1 where a sample has no token or no label.
             sample_ids: index of the packed document at each position, ``[b, s]``; updated in place
                 too, with -1 in padding. None if samples are not packed.
-            first: number of the first sample in the run.
+            first: number in the run of the sample in row 0.
         """
         length = tokens.shape[1]
         for row in range(len(tokens)):
@@ -109,10 +110,13 @@ class FillInTheMiddle:
     ) -> list[tuple[Array, int]]:
         """Cut a sample into parts and permute them; return (ids, packed document's index) of each.
 
-        ``text`` has the ids of the sample, and ``starts`` the indices at which packed documents
-        start. A packed document is cut further at each end-of-document token. Such a token is a
-        part by itself and is not permuted. ``sample`` is the number of the sample, for the random
-        numbers.
+        A packed document is cut further at each end-of-document token. Such a token is a part by
+        itself and is not permuted.
+
+        Args:
+            text: the ids of the sample.
+            starts: indices in ``text`` at which packed documents start.
+            sample: number of the sample in the run, which determines the random numbers.
         """
         parts: list[tuple[Array, int]] = []
         ends = [*starts[1:], len(text)]
@@ -124,9 +128,10 @@ class FillInTheMiddle:
         return parts
 
     def _permuted(self, part: Array, draws: _Draws) -> Array:
-        """Permute a document, or each of its fragments if it contains the split token.
+        """Permute a document with probability ``--fim-rate``; return its ids.
 
-        ``part`` has the ids of the document; return the new ids.
+        In place of a document that contains the split token, permute each fragment between these
+        tokens, with probability ``--fim-fragment-rate``.
         """
         split = self._ids.split
         if split == NO_TOKEN or not (part == split).any():

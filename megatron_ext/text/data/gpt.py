@@ -1,7 +1,8 @@
 """Builds megatron-core's GPT datasets and blends, from files or as mock data.
 
-Inputs are checked before anything is built. A split without documents is an error, not an endless
-loop. Code that only files need is in checked.py; runs with mock data do not import it.
+Inputs are checked before anything is built: a split without documents gives an error, while
+megatron-core would loop forever. Code for data files is in checked.py, which runs with mock data do
+not import.
 """
 
 import logging
@@ -33,7 +34,7 @@ from megatron_ext.train.batch_size import split_sizes
 from megatron_ext.train.task import Datasets
 
 INDEX_BYTES = 16
-"""The bytes of megatron-core's indices for each sample, and as many for each document in it."""
+"""Bytes of megatron-core's indices for each sample, and again for each document in a sample."""
 
 
 @dataclass
@@ -41,14 +42,14 @@ class KeyedGPTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     """A GPTDatasetConfig that also holds a digest of the data files, and the vocabulary size."""
 
     data_files: str = field(default="", kw_only=True)
-    """Digest of the path, size and modification time of every data file, for the indices' key."""
+    """Digest of path, size and modification time of all data files, for the indices' cache key."""
     vocab_size: int = field(kw_only=True)
 
 
 def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
-    """Return the range [first, end) of sequences for train, valid and test.
+    """Return the ranges [first, end) of a dataset's sequences for train, valid and test.
 
-    ``split`` has the shares, like ``"98,1,1"``; bounds are rounded as in megatron-core.
+    ``split`` is the value of ``--split``, like ``"98,1,1"``; round as megatron-core does.
     """
     edges = accumulate(parse_and_normalize_split(split), initial=0.0)
     return list(pairwise(round(edge * float(num_sequences)) for edge in edges))
@@ -60,9 +61,12 @@ def check_index_memory(
     """Raise a DataError if the indices of samples do not fit into the memory of the machine.
 
     megatron-core builds the indices in the memory of one process. They have an entry for each
-    sample of the run and one for each document in a sample, which is estimated from the mean length
-    ``tokens_per_document``. ``sizes`` has the number of samples of each split; splits of size None
-    (one epoch) are not counted. ``advice`` ends the sentence of the error.
+    sample of the run, and one for each document in a sample.
+
+    Args:
+        tokens_per_document: mean length, from which the documents in a sample are estimated.
+        sizes: number of samples of each split; splits of size None (one epoch) are not counted.
+        advice: words that end the error's sentence, such as ", or give ...".
     """
     documents = seq_length / tokens_per_document
     needed = INDEX_BYTES * (1 + documents) * sum(size or 0 for size in sizes)
@@ -172,9 +176,10 @@ def build_blend(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Build the train, valid and test split with ``sizes`` samples each; None means one epoch.
+    """Build the train, valid and test split as datasets of class ``kind``; all ranks call this.
 
-    All ranks call this together.
+    ``sizes`` has the number of samples of each split; None means one epoch. ``is_built_on_rank``
+    tells whether this rank reads data.
     """
     # A split of which no samples are needed may have no documents, so do not build it.
     for name in ("split_matrix", "blend_per_split"):

@@ -109,7 +109,7 @@ def inspect_dataset(
         tokenizer: the tokenizer of the dataset; without it, ids are not shown as text, and neither
             the vocabulary nor the ends of documents are checked.
         samples: number of random documents that the report shows.
-        seed: seed that chooses them.
+        seed: seed of the random choice of these documents.
         scan: whether to read all ids, and warn if one is outside the tokenizer's vocabulary.
         is_store: whether the dataset is a store of conversations for fine-tuning. A chat template
             may end these with any token, so there is no warning about the ends of documents.
@@ -265,9 +265,9 @@ def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
 
 
 def verify(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> bool:
-    """Compare a dataset's checksums with `PREFIX.sha256`; raise a DataError if they differ.
+    """Compare ``digests``, from `digests_of`, with `PREFIX.sha256`.
 
-    Return whether `PREFIX.sha256` exists.
+    Return False if there is no such file, True if all agree; raise a DataError if one differs.
     """
     recorded = recorded_digests(prefix)
     for name, digest in (recorded or {}).items():
@@ -281,7 +281,7 @@ def verify(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> bool:
 
 
 def write_digests(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> Path:
-    """Write a dataset's checksums to `PREFIX.sha256`, and return its path.
+    """Write ``digests``, from `digests_of`, to `PREFIX.sha256`, and return the path of this file.
 
     Raise a ConfigError if it cannot be written.
     """

@@ -1,7 +1,8 @@
-"""Plans ``--data-order direct``: the sources, their mixtures, and where a resumed run continues.
+"""Plans which tokens a run with ``--data-order direct`` reads, also when it is resumed.
 
-A checkpoint stores the mixtures of its run in `Progress.data_order`. A run that resumes with other
-weights, or another schedule, therefore continues in each source where the earlier run stopped.
+A source is a dataset; a mixture gives each source a weight. A checkpoint stores in
+`Progress.data_order` the mixtures with which its run has read so far. So a run that resumes with
+other weights, or another schedule, continues in each source where the earlier run stopped.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ class RunPlan:
     exhausted: Sequence[Exhausted]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the order as JSON values, from which `plan_run` continues it in a resumed run."""
+        """Return the order as JSON values: the ``history`` of `plan_run` in a resumed run."""
         return self.order.to_dict()
 
 
@@ -139,9 +140,10 @@ def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
 
 
 def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
-    """Return ``span`` unchanged; raise a DataError if it has fewer tokens than a sample.
+    """Return ``span`` unchanged; raise a DataError if it has fewer than ``window`` tokens.
 
-    A sample has ``window`` tokens; ``split`` is an index in `SPLITS`, for the error.
+    ``window`` is the length of the windows into which sources are cut for samples; ``split``, an
+    index in `SPLITS`, is for the error.
     """
     if span.tokens < window:
         raise DataError(
@@ -178,12 +180,14 @@ def plan_run(
 
     Args:
         history: `RunPlan.to_dict` of the run that is resumed; None for a new run.
-        consumed: number of samples of the run so far.
-        iteration: number of steps of the run so far; None if all had the present batch size.
+        consumed: number of samples that the run has read so far.
+        iteration: number of steps so far; if None, all of them are assumed to have had the present
+            batch size.
 
     Raises:
-        DataError: a source is missing or too short, or has changed since the run began; or a sample
-            length neither divides nor is a multiple of the length with which the run began.
+        DataError: a source is missing or too short, or has changed since the run began, as has
+            ``--document-packing``; or a sample length neither divides nor is a multiple of the
+            length with which the run began.
     """
     schedule = schedule_of(config)
     length = config.model.seq_length
@@ -268,12 +272,15 @@ def _with_new_names(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> 
 def _exhausted(
     order: SampleOrder, plan: Sequence[Stage], limits: Mapping[str, Fraction], consumed: int
 ) -> set[str]:
-    """Return the sources that reached their limit of epochs before sample ``consumed``.
+    """Return the sources that had reached their limit of epochs before sample ``consumed``.
 
-    ``order`` is the order in which the run has read so far, ``plan`` the stages of the schedule,
-    ``limits`` the largest number of epochs by source. A source is exhausted if ``order`` has
-    dropped it in a past stage in which ``plan`` still names it, and if one more sample would have
-    exceeded the source's limit.
+    These are the sources that ``order`` has dropped in a stage in which ``plan`` still names them,
+    and of which one more sample would have exceeded the limit.
+
+    Args:
+        order: the order in which the run has read so far.
+        plan: the stages of the present schedule.
+        limits: the largest number of epochs by source.
     """
     used = order.tokens_used(consumed)
     exhausted = set[str]()
@@ -292,7 +299,7 @@ def _exhausted(
 
 
 def _without(stage: Planned, sources: set[str]) -> Planned:
-    """Return a stage without the given sources; unchanged if no source would remain."""
+    """Return a stage without the given sources; return it unchanged if it has no others."""
     weights = {name: weight for name, weight in stage.weights.items() if name not in sources}
     return dataclasses.replace(stage, weights=weights or stage.weights)
 
@@ -352,13 +359,13 @@ def use_table(plan: RunPlan) -> Table:
 
 
 SAMPLED_BLOCKS = 16
-"""The number of blocks in which cut documents are counted before training.
+"""About how many blocks of samples `cuts_by_source` examines before training.
 
-A block is some hundreds of samples that are packed together, see `data.packed_order`."""
+The documents of a block, some hundreds of samples, are packed together (`data.packed_order`)."""
 
 
 def cuts_by_source(order: PackedOrder, spans: Mapping[int, TokenSpan]) -> dict[int, Cuts]:
-    """Estimate how many documents packing cuts in each source, from a small part of the data.
+    """Estimate for each source how many documents packing spreads over several samples.
 
     Return the counts by the index of the source. About `SAMPLED_BLOCKS` blocks of samples are
     examined, spread evenly over the sources. If there are more sources than `SAMPLED_BLOCKS`, some
@@ -370,9 +377,9 @@ def cuts_by_source(order: PackedOrder, spans: Mapping[int, TokenSpan]) -> dict[i
 
 
 def packing_sentence(order: PackedOrder, cuts: Mapping[int, Cuts]) -> str:
-    """Return a sentence on the shares of documents that packing and plain concatenation cut.
+    """Return a sentence with the shares of documents that packing and concatenation cut.
 
-    ``cuts`` are the counts of each source, from `cuts_by_source`.
+    ``cuts`` is the result of `cuts_by_source`.
     """
     total = sum(cuts.values(), Cuts(0, 0, 0, 0))
     documents = max(1, total.documents)
@@ -386,7 +393,10 @@ def packing_sentence(order: PackedOrder, cuts: Mapping[int, Cuts]) -> str:
 
 
 def packing_table(plan: RunPlan, cuts: Mapping[int, Cuts]) -> Table:
-    """Return a table with each source's share of cut documents; `cuts_by_source` gives ``cuts``."""
+    """Return a table of the shares of each source's documents that packing and concatenation cut.
+
+    ``cuts`` is the result of `cuts_by_source`.
+    """
     table = Table(
         "source", "documents counted", "longer than a sample", "cut by best-fit packing",
         "cut by concatenation", title="packing of documents",

@@ -6,7 +6,7 @@
       - tokens: 5B
         ramp: true                   # linearly from the weights before to these
         weights: {data/web: 0.5, data/code: 0.4, data/math: 0.1}
-      - seq_length: 8192             # default: --seq-length, which is the longest
+      - seq_length: 8192             # --seq-length by default and at most
         weights: {data/code: 1, data/math: 1}
     max_epochs: {data/math: 4}
     when_exhausted: reweight         # the other sources take its share; or stop: the run ends
@@ -146,7 +146,7 @@ class _Reader:
 
 
 def read_schedule(path: str, seq_length: int) -> Schedule:
-    """Read the file of ``--data-schedule``; stages without a length get ``seq_length``.
+    """Read the file of ``--data-schedule``; stages without a ``seq_length`` get the given one.
 
     Raises:
         DataError: the file cannot be read, or is not a schedule.

@@ -169,7 +169,7 @@ def special_ids(tokenizer: Tokenizer) -> set[int]:
 
 
 def spelled(tokenizer: Tokenizer, number: int) -> str:
-    """Return an id and the text of its token, for messages, such as "2 (`</s>`)"."""
+    """Return an id for messages with its token's text, if it has any, such as "2 (`</s>`)"."""
     if not 0 <= number < tokenizer.vocab_size:
         return f"{number}"
     text = tokenizer.detokenize([number], skip_special_tokens=False)

@@ -1,6 +1,6 @@
-"""Checks and builds the splits for ``--data-order direct``, and continues them after a resume.
+"""Checks and builds the splits for ``--data-order direct``, and plans the rest of a resumed run.
 
-Every rank builds all splits, since building reads only a few pages of the data.
+Every rank builds all splits, since building reads only a few pages of the data files.
 """
 
 import dataclasses
@@ -105,7 +105,10 @@ def separator_warnings(
 
 
 def _report(config: RunConfig, plan: RunPlan) -> None:
-    """Print how many documents packing cuts; with ``--dry-run``, also tables of the sources."""
+    """Print the share of documents that packing cuts, if samples are packed.
+
+    With ``--dry-run``, also print tables of what is read from each source.
+    """
     tables = [use_table(plan)]
     if isinstance(plan.order, PackedOrder):
         cuts = cuts_by_source(plan.order, plan.spans)
@@ -158,10 +161,10 @@ def _check_lengths(config: RunConfig, plan: RunPlan, consumed: int) -> None:
 def _shortened(
     config: RunConfig, plan: RunPlan, consumed: int, iteration: int, *, tell: bool
 ) -> RunConfig:
-    """Return the configuration with as many whole steps as the samples of the plan allow.
+    """Return the configuration, with fewer steps if a limit of epochs leaves too few samples.
 
-    ``consumed`` and ``iteration`` are the samples and steps so far. With ``tell``, print a sentence
-    if the number of steps is reduced.
+    The reduced number counts whole steps only. ``consumed`` and ``iteration`` are the samples and
+    steps so far. With ``tell``, print a sentence if the number of steps is reduced.
     """
     if plan.total >= plan.requested:
         return config
@@ -188,8 +191,8 @@ def _shortened(
 def marks_of(config: RunConfig, tokenizer: Tokenizer) -> Marks:
     """Return the ids and flags that determine loss masks and positions.
 
-    A sample's padding is known by its position, so the padding id within a text is an ordinary
-    token. With ``--allow-ambiguous-pad-tokens`` the padding id is padding wherever it occurs, as in
+    By default the padding id is an ordinary token wherever it occurs in a text, since padding is
+    known by its position. With ``--allow-ambiguous-pad-tokens`` every such id is padding, as in
     megatron-core.
     """
     data = config.section(DataConfig)
@@ -204,9 +207,9 @@ def marks_of(config: RunConfig, tokenizer: Tokenizer) -> Marks:
 
 
 def fim_of(config: RunConfig, tokenizer: Tokenizer, split: int) -> FillInTheMiddle | None:
-    """Return the object that permutes a split's samples by fill-in-the-middle.
+    """Return the object that applies fill-in-the-middle to a split; None without ``--fim-data``.
 
-    Return None without ``--fim-data``. ``split`` is an index in `SPLITS`.
+    ``split`` is an index in `SPLITS`.
     """
     fim = config.section(FimConfig)
     if not fim.fim_data:
@@ -217,9 +220,9 @@ def fim_of(config: RunConfig, tokenizer: Tokenizer, split: int) -> FillInTheMidd
 def build_held_out(
     config: RunConfig, tokenizer: Tokenizer
 ) -> tuple[Dataset[Any] | list[Dataset[Any]] | None, Dataset[Any] | None]:
-    """Return the validation split and the test split, each None if it has no samples or data.
+    """Return the validation split and the test split; None for one that has no data or needs none.
 
-    With ``--multiple-validation-sets`` the first is a list of datasets.
+    With ``--multiple-validation-sets`` the validation split is a list of datasets.
     """
     training = config.training
     length = config.model.seq_length
@@ -282,11 +285,11 @@ def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
 
 
 def continued_split(run: Run, dataset: Any) -> Any:
-    """Return the train split of a run, planned anew from the samples consumed so far.
+    """Return the train split of a run, with its samples planned anew from the present one on.
 
     If ``dataset`` is not a train split with ``--data-order direct``, return it unchanged. The order
-    of the consumed samples is read from `run.progress`, and the order of all samples is stored
-    there.
+    of the samples consumed so far is read from ``run.progress.data_order``, where the new order of
+    all samples is then stored.
     """
     if not isinstance(dataset, DirectDataset) or not dataset.is_training:
         return dataset

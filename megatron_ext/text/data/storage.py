@@ -19,7 +19,7 @@ INTERVAL = 600.0
 
 
 def store_of(data: DataConfig) -> ObjectStore:
-    """Return the reader of datasets in object storage; the same flags give the same reader."""
+    """Return the reader of datasets in object storage; equal flags give the same object."""
     given = data.object_storage_cache_path
     folder = user_cache() / "data" if given is None else Path(given)
     return _store(folder.absolute(), data.object_storage_cache_size)
@@ -76,8 +76,7 @@ class StorageNotes(Callback):
 def note_of(counts: dict[str, int]) -> str:
     """Return a sentence on a machine's requests to object storage.
 
-    ``counts`` holds the number of requests, bytes, failures and so on, by the names in
-    `block_cache.COUNTS`.
+    ``counts`` has a number for each name in `block_cache.COUNTS`, such as requests and bytes.
     """
     bad = counts["failed"] + counts["given_up"] + counts["short"]
     share = bad / max(1, counts["requests"])

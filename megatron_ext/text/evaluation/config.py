@@ -35,7 +35,7 @@ class TaskEvaluationConfig(UsersOwn):
     )
 
     def training_errors(self) -> list[FlagError]:
-        """Return an error for each flag without effect in training, for want of another flag."""
+        """Return an error for each flag that has no effect in training for lack of another."""
         interval = self.eval_tasks_interval
         errors = []
         if self.eval_tasks and interval is None:
@@ -75,4 +75,4 @@ class ResultsConfig(UsersOwn):
         100, "samples of which standard errors are computed; 0 for none", NATURAL
     )
     trained_date: str | None = derived()
-    """The date that the chat template wrote in the training data; None if unknown."""
+    """The date that the chat template wrote into the training data, YYYY-MM-DD; None if unknown."""

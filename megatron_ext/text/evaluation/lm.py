@@ -1,4 +1,4 @@
-"""Makes our models available to lm-eval as a model class, and runs lm-eval's tasks.
+"""Runs lm-eval's tasks on a model of this package, which it wraps in lm-eval's class for models.
 
 The package lm_eval must be installed.
 """
@@ -27,7 +27,7 @@ Encoded = tuple[tuple[str, str], list[int], list[int]]
 
 
 class MegatronLM(TemplateLM):  # type: ignore[misc]
-    """The model class through which lm-eval runs one of our models, in any parallel layout.
+    """A model of this package, in any parallel layout, as lm-eval's tasks call it.
 
     Only rank 0 has an instance. Texts are tokenized as in training: a begin-of-text token is added
     only with ``--tokenizer-hf-include-special-tokens``.
@@ -47,12 +47,12 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """Return the token that ends a text."""
+        """Return the id of the token that ends a text."""
         return self._tokens.eod
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that is put before a text without a context."""
+        """Return the id of the token that is put before a text without a context."""
         return self._tokens.bos if self._tokens.bos != NO_TOKEN else self._tokens.eod
 
     @property
@@ -89,8 +89,8 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Return (log-probability, whether greedy decoding would give it) for each continuation.
 
-        Each request is a context and a continuation. A context that is too long loses its
-        beginning.
+        A request is ((context, continuation), ids of the context, ids of the continuation). If the
+        two are too long for the model, they lose their beginning.
         """
         fitting = [
             ScoreRequest.of_continuation(context, continuation, self.max_length)
@@ -121,8 +121,8 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the model's continuation of each context.
 
-        A context that is too long loses its beginning. Raise a ConfigError if a task asks for as
-        many new tokens as the model has positions, or more.
+        A context that leaves too little room for new tokens loses its beginning. Raise a
+        ConfigError if a task asks for as many new tokens as the model has positions, or more.
         """
         completion_requests = []
         for number, request in enumerate(requests):

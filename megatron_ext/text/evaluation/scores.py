@@ -32,7 +32,10 @@ def check_tasks(flags: TaskEvaluationConfig) -> None:
 
 
 def check_training(config: RunConfig) -> None:
-    """Raise a ConfigError if a run cannot score its model on ``--eval-tasks`` during training."""
+    """Raise a ConfigError if a run cannot score its model on ``--eval-tasks`` during training.
+
+    It cannot if lm-eval or a task is missing, or if its flags rule out a key-value cache.
+    """
     from megatron_ext.text.generation.forward import check_model
 
     check_model(config)
@@ -81,10 +84,10 @@ def scored(
 
 
 def values_of(results: dict[str, Any]) -> dict[str, tuple[float, Any]]:
-    """Return (value, standard error) of each metric in lm-eval's results.
+    """Return (value, standard error) of each metric in lm-eval's results, by name.
 
-    The keys are ``task metric``, or ``task metric filter`` if the answers are filtered. The
-    standard error may be "N/A". Tasks come first, then groups of tasks.
+    A name is "task metric", such as "hellaswag acc", or "task metric filter" if the answers are
+    filtered. The standard error may be "N/A". Tasks come first, then groups of tasks.
     """
     values = {}
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():

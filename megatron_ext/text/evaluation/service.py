@@ -1,4 +1,4 @@
-"""Lets lm-eval, which runs on rank 0 only, score and continue texts with all ranks.
+"""Lets lm-eval, which runs on rank 0 only, use all ranks to score and to continue texts.
 
 lm-eval calls `ModelService.score` and `write` on rank 0; the other ranks wait for these calls and
 take part in them.
@@ -41,8 +41,8 @@ class ScoreRequest:
     ) -> ScoreRequest:
         """Return the request that scores ``continuation`` as it follows ``context``.
 
-        The text is cut at its beginning to ``max_length + 1`` tokens. A model with ``max_length``
-        positions can score that many, because the last token is never an input.
+        Text of more than ``max_length + 1`` tokens loses its beginning. ``max_length`` is the
+        model's number of positions; one token more fits, since the last token is never an input.
         """
         ids = tuple([*context, *continuation][-(max_length + 1) :])
         return cls(ids, max(1, len(ids) - len(continuation)))
@@ -63,9 +63,10 @@ class Score:
 
 
 class ModelService:
-    """Lets a program on rank 0 score and continue texts, for which all ranks do the work.
+    """Lets a program that runs on rank 0 score and continue texts with the model on all ranks.
 
-    All ranks call `lead`. The program that it runs on rank 0 calls `score` and `write`.
+    All ranks call `lead`. Rank 0 runs the program there, which calls `score` and `write`; the other
+    ranks wait for these calls and take part in them.
     """
 
     def __init__(self, forward: PackedForward, decoder: Decoder) -> None:
@@ -76,12 +77,13 @@ class ModelService:
     def lead(self, work: Callable[[], T], what: str) -> T | None:
         """Run ``work`` on rank 0 and return its result; all ranks call this together.
 
-        ``work`` may call `score` and `write`. The other ranks take part in them and return None.
+        ``work`` may call `score` and `write`. The other ranks take part in these calls until
+        ``work`` ends, and return None.
 
         Raises:
-            MegatronExtError: on every rank, if ``work`` raises it on rank 0. For any other error,
-                rank 0 prints the traceback, and every rank raises a DataError that begins with
-                ``what``.
+            MegatronExtError: on every rank, if ``work`` raises one on rank 0. If it raises another
+                error, rank 0 prints the traceback, and every rank raises a DataError that begins
+                with ``what``.
         """
         if self.rank != 0:
             while (order := _from_rank_0(None)) is not None:
@@ -102,17 +104,17 @@ class ModelService:
         return result
 
     def score(self, rows: Sequence[ScoreRequest]) -> list[Score]:
-        """Score texts, which the replicas share; return the scores in the same order.
+        """Score texts, divided among the replicas; return the scores in the order of ``rows``.
 
-        Call this on rank 0.
+        Call this on rank 0, within `lead`.
         """
         _from_rank_0(("_score", rows))
         return self._score(rows)
 
     def write(self, requests: Sequence[Request]) -> list[Completion]:
-        """Continue prompts, which the replicas share; return the completions in the same order.
+        """Continue prompts, divided among the replicas; return completions by `Request.number`.
 
-        Call this on rank 0.
+        The smallest number comes first. Call this on rank 0, within `lead`.
         """
         _from_rank_0(("_write", requests))
         return self._write(requests)
@@ -133,8 +135,8 @@ class ModelService:
     def _score_batch(self, batch: Sequence[tuple[int, ScoreRequest]]) -> list[Score]:
         """Score texts in one forward pass; ``batch`` has (index of the request, request) pairs.
 
-        Return the scores on the rank that has the logits for this replica
-        (`PackedForward.decides`), elsewhere [].
+        Return the scores on the rank that chooses this replica's tokens (`PackedForward.decides`);
+        the replica's other ranks return [].
         """
         texts = [
             NewTokens(Segment(number, 0, len(row.ids) - 1), row.ids[:-1]) for number, row in batch
@@ -149,7 +151,7 @@ class ModelService:
     def _scores(self, hidden: Hidden, rows: dict[int, ScoreRequest]) -> list[Score]:
         """Return the scores of the texts in a micro-batch.
 
-        ``rows`` has the request of each text by its index, which is also the text's cache slot.
+        ``rows`` has the requests by their index, which is also the cache slot of the text.
         """
         places = list[int]()
         targets = list[int]()
@@ -189,12 +191,12 @@ class ModelService:
         return at_target - logits.logsumexp(-1), logits.argmax(-1) == targets
 
     def _share(self, entries: Sequence[T]) -> list[T]:
-        """Return the entries that this data-parallel replica handles: every dp-th of all."""
+        """Return this data-parallel replica's entries; each of dp replicas gets every dp-th."""
         context = self.forward.context
         return list(entries[context.dp_rank :: context.layout.data_parallel_size])
 
     def _on_rank_0(self, results: list[Any]) -> list[Any]:
-        """Gather the results of all ranks; on rank 0 return them sorted by number, elsewhere []."""
+        """Gather the results of all ranks; return them sorted by number on rank 0, elsewhere []."""
         parts: list[Any] = [results]
         if self.forward.context.layout.world_size > 1:
             parts = [None] * self.forward.context.layout.world_size
@@ -224,8 +226,8 @@ def _batches(rows: Sequence[tuple[int, ScoreRequest]]) -> list[list[tuple[int, S
 def _from_rank_0(order: Any) -> Any:
     """Broadcast rank 0's ``order`` and return it on every rank; other ranks pass None.
 
-    It is (name of a method, argument) for the other ranks to call, an error to raise, or None at
-    the end.
+    An order is (name of a method, argument), which the other ranks call; an error, which they
+    raise; or None, which ends their wait.
     """
     objects = [order]
     torch.distributed.broadcast_object_list(objects, src=0)

@@ -42,7 +42,7 @@ def evaluation_rules(given: RunConfig, run: RunConfig) -> list[str]:
 
 
 def prepare_evaluation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check model, tasks and results file before the model is built.
+    """Check before the model is built whether it, the tasks and the results file can be used.
 
     Return the configuration with the vocabulary size filled in, and the tokenizer.
     """

@@ -62,7 +62,7 @@ class GenerationConfig(UsersOwn):
     generation_batch_size: int = flag(16, "texts that a replica writes at once", SIZE, "texts")
 
     trained_date: str | None = derived()
-    """The date that the chat template wrote in the training data; None if unknown."""
+    """The date that the chat template wrote into the training data, YYYY-MM-DD; None if unknown."""
 
     def sampling(self, seed: int) -> Sampling:
         """Return the sampling options that the flags give; all requests share them."""

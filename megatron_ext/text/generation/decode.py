@@ -1,4 +1,7 @@
-"""Continues prompts token by token; a text that ends gives its cache slot to the next request."""
+"""Continues prompts token by token, several at once.
+
+When a text ends, the next prompt takes its slot in the key-value cache.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,15 @@ from megatron_ext.text.generation.sampling import Chooser, Sampling
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 PROMPT_TOKENS = 8192
-"""The largest number of tokens of new prompts in one forward pass.
+"""The largest number of tokens of new prompts, or of texts to score, in one forward pass.
 
-A single longer prompt is admitted too."""
+A single longer one is admitted too."""
 CONTEXT = 8
-"""The number of a prompt's last tokens that are decoded with new ones, to get spaces right."""
+"""The number of a prompt's last tokens that are decoded to text together with the new tokens.
+
+Without them, the space before the first new word could be lost."""
 UNFINISHED = "\ufffd"
-"""The character that decoding gives for an incomplete one, whose last bytes are in later tokens."""
+"""The character that decoding gives in place of one whose last bytes are still to be written."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,10 @@ OnText = Callable[[int, str], None]
 
 
 class PartialText:
-    """The text written so far for one request; only the rank that chooses tokens has it.
+    """The text written so far for one request; only the rank that chooses tokens holds it.
 
-    Its ``text`` is cut at a stop string; ``reason`` is the `Completion.finish_reason`, "" until the
-    text ends.
+    ``text`` ends before a stop string; ``reason`` is "" until the text has ended, then as in
+    `Completion.finish_reason`.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, end_ids: Collection[int]) -> None:
@@ -185,11 +190,11 @@ class Decoder:
     def complete(
         self, requests: Sequence[Request], on_text: OnText = lambda number, piece: None
     ) -> list[Completion]:
-        """Complete this replica's requests; return the completions on the rank that chooses tokens.
+        """Complete this replica's requests; return the completions in the order in which they end.
 
-        Other ranks return []. A text ends at the latest when prompt and text fill the model's
-        positions. On the rank that chooses tokens, ``on_text`` is called with each piece of text as
-        soon as it is written.
+        Only the rank that chooses tokens has them, other ranks return []; it also calls ``on_text``
+        with each piece of text as soon as it is written. A text ends at the latest when prompt and
+        text fill the model's positions.
         """
         forward = self._forward
         most = self._forward.max_length

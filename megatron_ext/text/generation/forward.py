@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The tokens of a text to run next, and the cache segment that takes their keys and values."""
+    """The next tokens of a text to run, and the cache segment that takes their keys and values."""
 
     segment: Segment
     ids: Sequence[int]
@@ -44,7 +44,7 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The new tokens of some texts, and the keyword arguments for model chunks to run them."""
+    """The new tokens of some texts, and the keyword arguments to call model chunks with."""
 
     tokens: PackedTokens
     arguments: Mapping[str, Any]
@@ -52,14 +52,17 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Hidden:
-    """The s new tokens of a micro-batch, and their hidden states ``[s, 1, h]`` before the head."""
+    """The hidden states ``[s, 1, h]`` of a micro-batch before the output head; s counts padding."""
 
     tokens: PackedTokens
     states: Tensor
 
 
 def check_model(config: RunConfig) -> None:
-    """Raise a ConfigError if the flags give a model or layout that cannot use a key-value cache."""
+    """Raise a ConfigError if text cannot be generated or scored with these flags.
+
+    This needs a key-value cache, which context parallelism and Transformer Engine do not have here.
+    """
     errors = []
     if config.parallel.context_parallel_size > 1:
         errors.append(
@@ -82,7 +85,7 @@ class PackedForward:
     replicas must call `run` equally often; a replica without texts passes an empty list.
 
     Args:
-        engine: the pipeline engine of a training run; None makes one for forward passes.
+        engine: the pipeline engine of a training run; None builds one for forward passes only.
 
     Raises:
         ConfigError: the model is not a `TextModel`.
@@ -132,15 +135,15 @@ class PackedForward:
 
     @property
     def decides(self) -> bool:
-        """Tell whether this rank chooses the tokens of its replica and has the results."""
+        """Tell whether this rank is the one of its replica that chooses tokens and has results."""
         return self.context.rank == self.deciding_rank
 
     @functools.cached_property
     def short_length(self) -> int | None:
-        """Return the length beyond which LongRoPE rotates all positions of a text differently.
+        """Return the largest length of a text for which LongRoPE uses its short divisors.
 
-        When a text grows beyond it, all of its tokens must be run again. Return None for models
-        without LongRoPE.
+        When a text grows beyond it, all positions are rotated differently, so that all of its
+        tokens must be run again. Return None for models without LongRoPE.
         """
         lengths = (getattr(module, "short_length", None) for module in self._rotary_embeddings)
         return next((length for length in lengths if length is not None), None)
@@ -163,9 +166,9 @@ class PackedForward:
 
     @contextmanager
     def ready(self, num_slots: int, max_length: int) -> Iterator[None]:
-        """Give the model chunks a key-value cache within a ``with`` block.
+        """Prepare the model for `run` in a ``with`` block: evaluation mode, no gradients, a cache.
 
-        The cache has ``num_slots`` slots of ``max_length`` tokens.
+        The key-value cache has ``num_slots`` slots of ``max_length`` tokens.
         """
         self._cache = cache = KeyValueCache(num_slots, max_length)
         with ExitStack() as undo:
@@ -195,10 +198,10 @@ class PackedForward:
         return list(dict.fromkeys(own))
 
     def any_left(self, has_texts: bool) -> bool:
-        """Tell whether `run` must be called again.
+        """Tell whether `run` must be called again, because a replica has texts left.
 
-        This is so if this replica has texts left (``has_texts``). If expert parallelism spans
-        replicas, it is also so if any other replica has texts left.
+        ``has_texts`` tells whether this replica has. The other replicas matter only if expert
+        parallelism spans replicas.
         """
         if not self._in_step:
             return has_texts
@@ -267,9 +270,9 @@ class PackedForward:
 
     @functools.cached_property
     def model_vocab_size(self) -> int | None:
-        """Return the vocabulary size of the Hugging Face model with which the run began.
+        """Return the vocabulary size of the Hugging Face model from which the run's weights came.
 
-        If there is no such model, return the tokenizer's vocabulary size, None if it is unknown.
+        Without such a model, return the tokenizer's vocabulary size; None if it is unknown.
         """
         if self._run_config.has(HuggingFaceConfig):
             source = self._run_config.section(HuggingFaceConfig).model()
@@ -280,8 +283,8 @@ class PackedForward:
     def logits(self, states: Tensor, vocab_size: int | None = None) -> Tensor:
         """Return float32 logits ``[n, v]`` of hidden states ``[n, 1, h]``.
 
-        v is ``vocab_size``, or the tokenizer's vocabulary size if it is None. Call this only on
-        ranks of the last pipeline stage, on all of them together.
+        v is ``vocab_size``; if that is None, the tokenizer's vocabulary size. Call this on all
+        tensor-parallel ranks of the last pipeline stage together, and on no others.
         """
         model: TextModel = unwrap_model(self.chunks[-1])
         number = states.size(0)
@@ -300,9 +303,9 @@ class PackedForward:
         return torch.cat(parts, dim=-1)[:, :size]
 
     def next_logits(self, texts: Sequence[NewTokens]) -> dict[int, Tensor]:
-        """Run new tokens; return the logits ``[v]`` for the token after each text.
+        """Run new tokens; return the logits ``[v]`` of each text's next token, by cache slot.
 
-        The keys are the cache slots of the texts. Pipeline stages before the last return {}.
+        Ranks of pipeline stages before the last return {}.
         """
         by_slot: dict[int, Tensor] = {}
         for hidden in self.run(texts):
