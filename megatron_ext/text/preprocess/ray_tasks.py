@@ -1,6 +1,6 @@
-"""Encodes the parts of a run in tasks of Ray: one part per task, `--workers` tasks at a time.
+"""Encodes the parts of the input in Ray tasks: one part per task, `--workers` tasks at a time.
 
-A process of Ray loads the tokenizer once, for all tasks of the run that it gets.
+A part is a piece of the input. A Ray process loads the tokenizer once, for all its tasks of a run.
 """
 
 import os
@@ -139,11 +139,11 @@ def _connect(workers: int, say: Say) -> tuple[Any, bool]:
 
 
 def _joined(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
-    """Connect to the running cluster at ``address``; return whether there is one.
+    """Connect to the running Ray cluster at ``address``, the value of `RAY_ADDRESS`; return True.
 
-    ``address`` is the value of `RAY_ADDRESS`; "" stands for the cluster of this machine. Return
-    False only for "" without a cluster; raise a ConfigError if a cluster cannot be used, or if none
-    runs at a given address. ``quiet`` holds arguments of `ray.init` that silence Ray's log.
+    If ``address`` is "", this machine's cluster is meant; return False if there is none. Raise a
+    ConfigError if a cluster cannot be used, or if none runs at a given address. ``quiet`` holds
+    arguments of `ray.init` that silence Ray's log.
     """
     bounded = _PATIENCE not in os.environ
     try:

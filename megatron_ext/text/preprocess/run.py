@@ -1,4 +1,8 @@
-"""Runs preprocessing, from the options to the published datasets."""
+"""Runs preprocessing, from the options to the published datasets.
+
+The input is cut into parts, which are encoded separately. Each finished part has a marker, a file
+with counts of what was encoded. After an interruption, the same command encodes the other parts.
+"""
 
 import json
 import os
@@ -33,7 +37,7 @@ from megatron_ext.text.preprocess.workers import encode_parts
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _MOST_REMARKS = 40
-"""The largest number of JSON keys, or of reasons for refusal, that one remark of a report names."""
+"""The largest number of JSON keys, or of reasons of refused lines, that one sentence lists."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ class Report:
     """The outcome of a preprocessing run.
 
     Attributes:
-        prefixes: the prefixes of the datasets that together hold all lines; empty if there is no
-            token.
+        prefixes: the prefixes of the datasets that together hold all lines; empty if no dataset was
+            published, because there is no token.
         shown: the same prefixes for display; numbered shards are shortened to a brace pattern, such
             as `{00000..00007}`.
         tokens: number of tokens of all keys together.
@@ -90,11 +94,11 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
 def encoded(
     options: PreprocessOptions, build: Build, say: Say, encoding: Encoding | None = None
 ) -> Iterator[tuple[Job, dict[int, PartMarker], int]]:
-    """Encode all parts of the input; yield (job, {part number: marker}, number of resumed parts).
+    """Encode all parts; yield (job, {part number: marker of the part}, number of resumed parts).
 
-    A resumed part is one that an earlier run had finished. The work directory exists within the
-    ``with`` block; it is removed at the end of the block, unless an error leaves parts that a later
-    run can resume. The `Encoding` is ``encoding``; if it is None, ``build(options)`` makes it.
+    Resumed parts are those that an earlier run had finished. The work directory is removed at the
+    end of the ``with`` block, unless an error leaves parts that a later run can resume. If
+    ``encoding`` is None, ``build(options)`` makes the `Encoding`.
     """
     # Workers are processes, one per core; threads inside the libraries would compete with them.
     with _without_threads():
@@ -174,9 +178,9 @@ def planned(
 ) -> Iterator[tuple[WorkDirectory, list[Part], dict[int, PartMarker]]]:
     """Lock the work directory; yield (the directory, parts of the input, {part number: marker}).
 
-    The markers are those of parts that are finished already. If an earlier run had the same input
-    and settings and was interrupted, its parts are used again; otherwise the input is cut into new
-    parts. ``identity`` holds the settings that determine the tokens.
+    Only finished parts have a marker. The parts of an interrupted run are used again if it had the
+    same input and settings; otherwise the input is cut into new parts. ``identity`` holds the
+    settings that determine the tokens.
     """
     files = inputs.expand(options.inputs)
     resumable = not any(map(is_stream, files))
@@ -206,9 +210,10 @@ def _sources(
 ) -> list[Source]:
     """Return the files to cut into parts: the inputs themselves, or files made from them.
 
-    A stream and, if workers must share it, a packed file are copied; the items of a JSON array and
-    the names of a folder's texts are listed in a file. Such files are written to ``folder``. The
-    paths are absolute, so that a run resumed from another current folder reads the same files.
+    A stream is copied. If there are more workers than inputs, files that cannot be cut (compressed
+    files, and tables of one group) are unpacked. The items of a JSON array, and the names of a
+    folder's texts, are written to a file, one per line. ``folder`` is where such files are written.
+    The paths are absolute, so that a run resumed from another current folder reads the same files.
     """
     workers = options.all_workers
     copied = inputs.needs_spool(files, workers, options.columns)
@@ -282,8 +287,8 @@ def publish_job(
     """Publish the datasets and the refused lines of a job; return a report.
 
     ``done`` maps the number of each part to its marker, ``resumed`` is how many of them an earlier
-    run had finished, and ``start`` is the `time.monotonic()` of the run's start. If the datasets
-    have no token, they are published only with ``may_be_empty``.
+    run had finished, and ``start`` is the `time.monotonic()` of the run's start. Datasets without
+    any token are published only if ``may_be_empty``; otherwise the report has no prefixes.
     """
     markers = [done[i] for i in range(len(job.parts))]
     prefixes = []
@@ -304,10 +309,10 @@ def publish_job(
 
 
 def _remarks(markers: Sequence[PartMarker], path: Path) -> list[str]:
-    """Return sentences on blank lines and on what the encoders have counted, for the report.
+    """Return the report's sentences on blank and refused lines, unused keys, empty texts and so on.
 
-    If there are more than `_MOST_REMARKS` names of one kind (keys, or reasons of refused lines),
-    all names are also written to the file ``path``.
+    ``markers`` hold the counts of each part. If there are more than `_MOST_REMARKS` names of one
+    kind (keys, or reasons of refused lines), all names are also written to the file ``path``.
     """
     skipped = sum(marker.skipped for marker in markers)
     within = sum(sum(marker.tally.get(ENDS_WITHIN, {}).values()) for marker in markers)
@@ -336,7 +341,7 @@ def _remarks(markers: Sequence[PartMarker], path: Path) -> list[str]:
 
 
 def _counted(markers: Sequence[PartMarker], kind: str) -> dict[str, int]:
-    """Sum the tallies of one kind, such as `REFUSED`, over all parts; return {name: count}.
+    """Return {name: count} of one kind of counts, such as `REFUSED`, summed over all parts.
 
     The largest counts come first, and zeros are left out.
     """
@@ -369,10 +374,10 @@ def _short(options: PreprocessOptions, prefixes: Sequence[str]) -> Sequence[str]
 
 
 def run_or_explain(run: Callable[[], Report | None], say: Say = say_to_stderr) -> int:
-    """Call ``run``; print its report or its errors, one per line; return the exit code.
+    """Call ``run``; report its result or its errors with ``say``; return the program's exit code.
 
-    It is 0 after success, 2 after a ConfigError, 130 after Ctrl-C and 1 after any other error of
-    this package. ``run`` may return None, for which nothing is printed.
+    The code is 0 after success, 2 after a ConfigError, 130 after Ctrl-C and 1 after any other error
+    of this package. If ``run`` returns None, nothing is reported.
     """
     try:
         report = run()

@@ -23,7 +23,7 @@ from megatron_ext.text.preprocess.parts import SLURM_JOB, replace_file
 _LONGEST_PAUSE = 15.0
 _TASKS_OF_ONE_PART = 100
 _UNKNOWN = "unknown: "
-"""The words that `_queued` puts before an error of squeue, in place of a task's state."""
+"""The prefix of squeue's error message where `_queued` returns that in place of a task's state."""
 _SCRIPT = """#!/usr/bin/env bash
 #SBATCH --job-name=preprocess
 #SBATCH --ntasks=1
@@ -54,9 +54,10 @@ exec "${{TASK[@]}}"
 
 
 def write_script(job: Job, todo: Sequence[int], path: Path, say: Say) -> None:
-    """Write the job script to ``path``, and the job, which the script's tasks read, to its folder.
+    """Write the script of a Slurm job array that encodes the parts with the numbers ``todo``.
 
-    ``todo`` are the numbers of the parts to encode.
+    The script's path is ``path``. Also write ``job.json``, which the tasks of the array read, to
+    the work directory.
     """
     options = job.options
     folder = Path(os.path.abspath(job.folder))
@@ -89,7 +90,7 @@ def _dealt(numbers: Sequence[int], count: int) -> list[Sequence[int]]:
 
 
 class SlurmArrays:
-    """Encodes the parts of a job in job arrays of Slurm; each attempt is an array of its own.
+    """Encodes the parts of a job in a job array of Slurm; a new array repeats parts that failed.
 
     An array that an earlier run has left is cancelled first. Raise a ConfigError if this machine
     has no Slurm, or Slurm refuses an array.

@@ -31,10 +31,10 @@ _OTHER_ENCODINGS = {
 _ARRAY = re.compile(rb"\s*\[\s*(\{|\]|$)")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _CUT_WITHIN = 16
-"""A syntax error at most this many characters before the end of the text read so far is no fault.
+"""A number of characters: a syntax error this close to the end of the text read so far is no fault.
 
-It may only mean that more text must be read. An error farther from the end means that the item is
-invalid.
+It may only mean that more text must be read. An error farther from the end means that a JSON item
+is invalid.
 """
 
 
@@ -57,9 +57,9 @@ def check_encoding(source: str, piece: bytes) -> None:
 
 
 def is_array(path: str, packing: str) -> bool:
-    """Tell whether a file, plain or packed, is a JSON array that is empty or holds objects.
+    """Tell whether a file, plain or compressed, is a JSON array that is empty or holds objects.
 
-    ``packing`` is its kind, as `packing_of` returns it. Only the beginning of the file is read.
+    ``packing`` is the kind of the file, such as "gzip" (`packing_of`). Only its beginning is read.
     """
     if packing not in ("plain", "gzip", "zstd"):
         return False
@@ -68,10 +68,10 @@ def is_array(path: str, packing: str) -> bool:
 
 
 def write_items(path: str, packing: str, source: str, out: BinaryIO) -> None:
-    """Write each item of a JSON array as a line to ``out``.
+    """Write each item of the JSON array in the file ``path`` as a line to ``out``.
 
-    ``packing`` is the kind of the file at ``path``, as `packing_of` returns it; ``source`` is its
-    name in errors. Raise a DataError for a damaged array.
+    ``packing`` is the kind of the file, such as "gzip" (`packing_of`); errors call it ``source``.
+    Raise a DataError for a damaged array.
     """
     for item in _items(path, packing, source):
         # In JSON, line ends can only be white space between values; texts have them escaped.
@@ -88,10 +88,10 @@ def _pieces(path: str, packing: str, size: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _items(path: str, packing: str, source: str) -> Iterator[str]:
-    """Yield the text of each item of a JSON array.
+    """Yield the text of each item of a JSON array in a file, which is read piece by piece.
 
-    The file is read piece by piece. If the text so far ends within an item, it is at least doubled
-    before the item is parsed again, so that the time for a long item is linear in its length.
+    If the text read so far ends within an item, at least as much again is read before the item is
+    parsed anew, so that the time for a long item is linear in its length.
     """
     decoder = json.JSONDecoder()
     texts = _texts(path, packing, source)
@@ -178,10 +178,10 @@ def _texts(path: str, packing: str, source: str) -> Iterator[str]:
 
 
 def unpack_array(path: str, packing: str, source: str, target: Path) -> None:
-    """Write the items of a JSON array to ``target``, one per line.
+    """Write the items of the JSON array in the file ``path`` to the file ``target``, one per line.
 
-    ``packing`` and ``source`` are those of `write_items`. The file gets the name ``target`` only
-    when it is complete.
+    ``packing`` is the kind of the file, such as "gzip" (`packing_of`); errors call it ``source``.
+    ``target`` appears only when it is complete.
     """
     temporary = target.with_suffix(".unpacking")
     with open_new(temporary, "wb") as out:

@@ -30,7 +30,7 @@ from megatron_ext.text.preprocess.parts import (
 
 _MOST_ROWS = 20
 _SECONDS_OF_SILENCE = 60.0
-"""An unfinished part counts as being encoded while its file's last change is less than this ago."""
+"""An unfinished part counts as being encoded if its file has changed within this many seconds."""
 
 
 def show_status(prefix: str, console: Console | None = None) -> None:

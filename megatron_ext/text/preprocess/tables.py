@@ -34,7 +34,8 @@ def is_table(packing: str) -> bool:
 def _readable(path: str, packing: str) -> Iterator[None]:
     """Turn errors of pyarrow within a ``with`` block into a DataError about the file ``path``.
 
-    ``packing`` is the kind of the file. If pyarrow is not installed, raise a ConfigError.
+    ``packing`` is "parquet", "arrow file" or "arrow stream". If pyarrow is not installed, raise a
+    ConfigError.
     """
     kind = packing.split()[0].replace("arrow", "Arrow")
     try:
@@ -54,8 +55,9 @@ def _readable(path: str, packing: str) -> Iterator[None]:
 def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[int]:
     """Return the approximate bytes of each row group (parquet) or record batch (Arrow) of a table.
 
-    The sum is about the size of the file, whose kind is ``packing`` (`packing_of`). Raise a
-    ConfigError unless the table has all ``columns``, and a DataError if it has one of them twice.
+    They add up to about the size of the file. ``packing`` is the kind of the file (`packing_of`).
+    Raise a ConfigError if the table lacks one of ``columns``, and a DataError if two columns that
+    are read (all, if ``columns`` is None) have the same name.
     """
     with _readable(path, packing):
         if packing == "parquet":
@@ -79,7 +81,10 @@ def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[
 
 
 def unread_columns(path: str, packing: str, columns: Sequence[str] | None) -> list[str]:
-    """Return a table's columns that are not among ``columns``; [] for files of other kinds."""
+    """Return a table's columns that are not among ``columns``; [] for files of other kinds.
+
+    If ``columns`` is None, all columns are read, and the result is [].
+    """
     if columns is None or not is_table(packing):
         return []
     with _readable(path, packing):
@@ -127,10 +132,10 @@ def _batches(path: str, packing: str) -> Iterator[tuple[Sequence[str], Iterator[
 def rows_of(
     path: str, packing: str, start: int, end: int, columns: Sequence[str] | None
 ) -> Iterator[tuple[bytes, float]]:
-    """Yield (lines of JSON, share of the range read so far) for a range of a table.
+    """Read a range of a table; yield (some rows as lines of JSON, share of the range read so far).
 
-    ``packing`` is the kind of the file (`packing_of`). The range is that of row groups (parquet) or
-    record batches (Arrow), from ``start`` up to but not including ``end``. If ``columns`` is None,
+    The range counts row groups (parquet) or record batches (Arrow), from ``start`` up to but not
+    including ``end``. ``packing`` is the kind of the file (`packing_of`). If ``columns`` is None,
     the lines have all columns.
     """
     chosen = None if columns is None else list(columns)
@@ -162,8 +167,8 @@ def _parquet_rows(
 def _lines(batch: Any) -> bytes:
     """Return the rows of a record batch as lines of JSON.
 
-    A row whose text is not UTF-8 becomes a line that is not UTF-8. That line is refused later, with
-    its number, like a line of a text file.
+    A row with a text that is not UTF-8, or with no JSON in a column of the type json, becomes a bad
+    line. It is refused later, with its number, like a bad line of a text file.
     """
     try:
         rows = batch.to_pylist()

@@ -64,10 +64,9 @@ def finish(options: PreprocessOptions) -> int:
 
 
 def job_of(folder: Path, saved: dict[str, Any]) -> Job:
-    """Build the job that the run's coordinating process saved.
+    """Build the `Job` of a run from ``saved``, the content of ``job.json`` in its work directory.
 
-    ``saved`` is the content of ``job.json`` in the work directory ``folder``. Raise a DataError if
-    the input has been cut into parts anew since the job was saved.
+    Raise a DataError if the input has been cut into parts anew since the job was saved.
     """
     plan = read_plan(folder)
     if plan.key != saved["key"]:
@@ -107,8 +106,8 @@ def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
 def attempt(folder: Path, key: str, work: Callable[[], None]) -> Sequence[str]:
     """Call ``work``; return the messages of the error that ended it, [] if none did.
 
-    If another attempt would fail in the same way, also write the error to a file in ``folder`` for
-    the coordinating process. ``key`` is the key of the job's plan (`Job.key`).
+    If another attempt would fail in the same way, also write the error to a file in ``folder``, for
+    the process that started the run. ``key`` tells which run's parts were encoded (`Job.key`).
     """
     try:
         work()
@@ -126,8 +125,9 @@ def attempt(folder: Path, key: str, work: Callable[[], None]) -> Sequence[str]:
 def encode_by_ray(folder: str, key: str, number: int) -> str:
     """Encode one part in a process of Ray; return "", or why a file could not be read or written.
 
-    ``key`` is the key of the job's plan (`Job.key`). If another attempt would fail in the same way,
-    write the error to a file in ``folder`` and return "".
+    ``folder`` is the work directory; ``key`` tells which run's parts are meant (`Job.key`). If
+    another attempt would fail in the same way, write the error to a file in ``folder`` and return
+    "".
     """
 
     def work() -> None:
@@ -142,9 +142,10 @@ def encode_by_ray(folder: str, key: str, number: int) -> str:
 
 @lru_cache(maxsize=1)
 def _job_by_ray(folder: str, key: str) -> Job:
-    """Build the job saved in ``folder``, once for all Ray tasks that run in this process.
+    """Build the job saved in ``folder``, once for all Ray tasks of a run that this process runs.
 
-    ``key`` is the key of the plan (`Job.key`) to which the part files must belong.
+    ``key`` is the `Job.key` of the run; raise a DataError if the parts in ``folder`` have another.
+    The current folder becomes that of the process that started the run.
     """
     saved = read_json_object(Path(folder) / "job.json")
     os.chdir(saved["cwd"])
@@ -152,9 +153,10 @@ def _job_by_ray(folder: str, key: str) -> Job:
 
 
 def main(argv: list[str]) -> int:
-    """Run one task, and return the exit code: 0, 1 after an error, or 2 for bad arguments.
+    """Run one task, and return the exit code: 0, 2 for bad arguments, 1 after most other errors.
 
-    The error itself is in the work directory, where the coordinating process reads it.
+    An error that another attempt would meet again is also written to a file in the work directory,
+    for the process that started the run.
     """
     if not 1 <= len(argv) <= 2:
         say_to_stderr(__doc__ or "")

@@ -1,4 +1,4 @@
-"""Encodes texts by a tokenizer, or by gigatoken if it is exact on samples of the input."""
+"""Encodes texts by a tokenizer, or by gigatoken if both give the same ids on samples of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,8 +51,8 @@ class TextEncoding:
         """Return whether the encoder should use gigatoken, a faster library than the tokenizer's.
 
         It should if gigatoken gives the same ids on texts from all over the input. ``say`` gets a
-        sentence on the choice, the tokenizer's notes, and warnings of end-of-document tokens that a
-        training run might misread.
+        sentence on the choice, those of `Tokenizer.notes`, and warnings if a training run might
+        misread the end-of-document token.
         """
         samples = _samples(parts, self._options.json_keys)
         self._fast, line = choose_engine(self._tokenizer, samples, self._options.engine)
@@ -122,9 +122,10 @@ def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
 
 
 def _lines_at(part: Part, place: int) -> list[bytes]:
-    """Return a few whole lines from within a part, or from its beginning if it is not plain text.
+    """Return a few whole lines of a part, from the offset that ``place`` chooses.
 
-    ``place``, an integer, chooses one of `_SAMPLE_PLACES` evenly spaced places in the part.
+    ``place`` is an integer that stands for one of `_SAMPLE_PLACES` evenly spaced offsets in the
+    part. If the part is not plain text, return its first lines.
     """
     if part.packing != "plain":
         return next(blocks(part), (b"", 0))[0][:_SAMPLE_BYTES].split(b"\n")[:-1]

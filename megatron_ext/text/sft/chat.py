@@ -1,4 +1,4 @@
-"""Everything that determines a conversation's tokens: tokenizer, chat template, options.
+"""Holds what determines a conversation's tokens: the tokenizer, the chat template and options.
 
 To make the loss mask we must know where the first n messages end in a conversation's text. It would
 take quadratic time to apply the template to the first n messages for every n. But most templates
@@ -317,10 +317,10 @@ class Chat:
 
 
 def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Chat:
-    """Return the `Chat` of a run, whose tokenizer gives the same token ids as ``tokenizer``.
+    """Return the `Chat` of a run, whose transformers tokenizer gives the same ids as ``tokenizer``.
 
-    ``settings`` are the flags of ``tokenizer``. Raise a ConfigError if there is no chat template,
-    and a DataError if a file cannot be read.
+    ``settings`` are the flags from which ``tokenizer`` was built; ``sft`` has the chat options.
+    Raise a ConfigError if there is no chat template, and a DataError if a file cannot be read.
     """
     # A digest identifies the tokenizer wherever its file is, so a moved file keeps its stores.
     about = dict(tokenizer.unique_identifiers)
@@ -447,7 +447,7 @@ def with_date(source: str, day: datetime.date) -> str:
 
 
 _DIRECTIVES = (*(f"-{letter}" for letter in "dmyjHIMS"), *"aAbBcdDeFGhHIjmMpSTuUVwWxXyYZz")
-"""The directives of `strftime` that a template with a fixed day can write; the time is midnight."""
+"""The directives of `strftime` that a template with a fixed date can use; the time is 00:00:00."""
 
 
 def read_template(flag: str | None, path: str) -> str:
@@ -477,7 +477,7 @@ def load_chat_tokenizer(
     """Return a transformers tokenizer with a chat template and with the same ids as ``tokenizer``.
 
     Args:
-        settings: the flags of ``tokenizer``.
+        settings: the flags from which ``tokenizer`` was built.
         template: a Jinja file that replaces the tokenizer's own template; None keeps its own.
         flag: the flag for which a chat template is needed; errors name it.
         template_flag: the flag with which the user can give a template file; errors name it. None
@@ -485,7 +485,7 @@ def load_chat_tokenizer(
 
     Raises:
         ConfigError: there is no chat template.
-        DataError: a file cannot be read, or transformers gives other token ids than ``tokenizer``.
+        DataError: a file cannot be read, or transformers gives another number of token ids.
     """
     if tokenizer.kind != "HuggingFaceTokenizer" or settings.tokenizer_model is None:
         raise ConfigError.about(
@@ -544,9 +544,11 @@ def key_of(*values: Any) -> str:
 
 
 FindEnd = Callable[[int, bool], int | None]
-"""A function ``(n, prompt)`` that returns the length in characters of the text of the first n
-messages, with the generation prompt if ``prompt``. It returns None if that text is not a prefix of
-the whole text."""
+"""A function ``(n, prompt)`` that returns where a conversation's first n messages end in its text.
+
+The end is an index of a character; if ``prompt`` is True, it is the end of the generation prompt
+after these messages. It is None if the text of these messages alone does not begin the whole text.
+"""
 
 _MARK = "\ue000message\ue001"
 _FOR = r"\{%[-+]?\s*for\s+\w+\s+in\s+(?:NAMES)\s*([-+]?%\})"
@@ -558,7 +560,7 @@ def end_finder(template: Template, count: int, whole: str) -> FindEnd:
     """Return a function that finds where the first n messages end in the text ``whole``.
 
     ``whole`` is the text of all ``count`` messages. If `marked_source` can make the template write
-    a mark before each message, all ends are found now, by applying the template once. Otherwise the
+    a mark before each message, all ends are found now, from one text with marks. Otherwise the
     returned function applies the template each time it is called.
     """
 
@@ -585,10 +587,11 @@ def end_finder(template: Template, count: int, whole: str) -> FindEnd:
 
 
 def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] | None:
-    """Return, for each n, the index in the text ``whole`` at which the first n messages end.
+    """Return {n: index in the text ``whole`` at which the first n messages end}, for n < ``count``.
 
     The template is applied to the conversation once more, with a mark before each message. Return
-    None if the template's source has no place for marks, or if they change the text.
+    None if the template's source has no place for marks, if they change the text, or if ``count``
+    is below 2.
 
     Args:
         template: a template with its conversation.
@@ -681,9 +684,9 @@ def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool
 
 
 def _reads_ahead_by_loop(node: nodes.Node) -> bool:
-    """Tell whether a node may read later items through Jinja's `loop`.
+    """Tell whether a node may read later items through Jinja's `loop`, as in `loop.nextitem`.
 
-    The bodies of inner loops are skipped.
+    The bodies of inner loops are skipped, since `loop` is the inner loop there.
     """
     if isinstance(node, nodes.Getattr) and _is_loop(node.node):
         return node.attr not in _BACKWARD_ATTRIBUTES
@@ -696,7 +699,7 @@ def _is_loop(node: nodes.Node) -> bool:
 
 
 def _is_constant(tail: list[nodes.Node], tree: nodes.Template) -> bool:
-    """Tell whether the end of a template writes the same text for all conversations.
+    """Tell whether what a template writes after its last message is the same in all conversations.
 
     ``tail`` holds the nodes after the loop over messages. They write the same text if they call
     nothing and read no variable that the template sets.

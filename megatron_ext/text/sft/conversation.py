@@ -159,7 +159,7 @@ def _is_nothing(value: Any) -> bool:
 class _Row:
     """A row that is being read; it records which columns were used.
 
-    In its methods ``name`` is where a value is in the row, such as `messages[0].content`, for
+    Its methods take as ``name`` where a value is in the row, such as `messages[0].content`, for
     errors.
     """
 
@@ -169,7 +169,7 @@ class _Row:
         self.sft = sft
         self.used: set[str] = set()
         self.texts: set[str] = set()
-        """The columns whose value is the text of a message, not an object."""
+        """The names of values that are the text of a message, not an object with this text."""
         self.intake = Intake()
 
     def conversation(self) -> Conversation:
@@ -261,7 +261,10 @@ class _Row:
         return without_nulls(parsed)
 
     def _list_of(self, value: Any, name: str) -> list[Any]:
-        """Return ``value`` as a list of messages; raise a DataError if it is not one."""
+        """Return ``value`` as a list of messages, parsed if it is JSON text.
+
+        Raise a DataError if it is not a list, is empty, or holds anything but objects.
+        """
         value = self._json(value, name)
         if not isinstance(value, list) or not value:
             shown = "an empty list" if value == [] else type(value).__name__
@@ -275,8 +278,8 @@ class _Row:
     def _messages(self) -> tuple[list[tuple[str, Message]], list[bool]]:
         """Return (name, message) of each message, and whether each message is trained by default.
 
-        A name is the message's place in the row. The default holds for messages of the assistant
-        that have no loss mask of their own; messages of other roles are never trained.
+        A name tells where the message is in the row. The default decides only for messages of the
+        assistant without a loss mask of their own; messages of other roles are never trained.
         """
         layout = self.sft.sft_row_format
         if layout == "sharegpt":
@@ -424,7 +427,7 @@ class _Row:
     def _checked(self, message: Message, name: str) -> tuple[Message, bool | None]:
         """Check a message; return a copy without its loss mask, and whether that mask is 1.
 
-        The second value is None if the message has no loss mask.
+        The second value is None if the message has no loss mask. Tool calls in the copy are parsed.
         """
         role = message.get("role")
         if role is None and "from" in message and self.sft.sft_row_format == "messages":
@@ -552,7 +555,7 @@ class _Row:
 
 
 def _holds_messages(text: str) -> bool:
-    """Tell whether a text is a JSON list of objects."""
+    """Tell whether a text is a JSON list of at least one object, and of objects only."""
     try:
         value = parse_json(text, "messages") if text.lstrip().startswith("[") else None
     except UnreadableFile:
@@ -561,9 +564,9 @@ def _holds_messages(text: str) -> bool:
 
 
 def not_json(error: UnreadableFile) -> str:
-    """Return the reason of a parse error without its first words "it is no valid JSON: ".
+    """Return why a text could not be parsed, without the first words "it is no valid JSON: ".
 
-    The error messages of this package already say that the text is not JSON.
+    The caller's own error message says already that the text is not JSON.
     """
     return error.reason.removeprefix("it is no valid JSON: ")
 

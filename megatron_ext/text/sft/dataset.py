@@ -255,7 +255,7 @@ def cost_model(config: RunConfig) -> CostModel:
 
 
 def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
-    """Plan which conversations share a row, and which rows make a step.
+    """Return a plan of which conversations share a row, and which rows make a step.
 
     ``lengths`` holds the number of positions of each conversation. ``seed`` shuffles each epoch
     differently; without a seed all epochs are equal.
@@ -301,10 +301,10 @@ _NAMES = ("train", "valid", "test")
 
 
 def names_by_flag(data: DataConfig) -> dict[str, list[str] | None]:
-    """Return a mapping from each data flag to the conversation files that the user gives with it.
+    """Return {data flag: names that the user gives with it}; None for a flag that is not given.
 
-    The flag is ``--data-path`` for all splits together, or one flag for each split. The value is
-    None for a flag that is not given.
+    If ``--data-path`` is given, which is for all splits together, it is the only flag. Otherwise
+    there is one flag for each split.
     """
     if data.data_path is not None:
         return {"--data-path": data.data_path}
@@ -314,8 +314,8 @@ def names_by_flag(data: DataConfig) -> dict[str, list[str] | None]:
 def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
     """Open the conversations of a run, and divide them into splits.
 
-    Raise a ConfigError if no data or no chat template is given, and a DataError if the data cannot
-    be used.
+    Raise a ConfigError if there is no chat template or a flag cannot be used, and a DataError if
+    the data cannot be used.
     """
     sft = config.section(SftConfig)
     data = config.section(DataConfig)
@@ -366,9 +366,9 @@ def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
 def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
     """Build the splits, with a plan of their steps; every rank must call this.
 
-    Ranks that read no data need the plans too. Further arguments, which other tasks need, are
-    ignored. A split without conversations is None. Raise a ConfigError if no data or no chat
-    template is given, and a DataError if the data cannot be used.
+    Ranks that read no data need the plans too. A split without conversations is None. ``_`` are the
+    other arguments of `Task.datasets`, which are ignored here. Raise a ConfigError if no data or no
+    chat template is given, and a DataError if the data cannot be used.
     """
     return planned(config, open_splits(config, tokenizer))
 
@@ -376,7 +376,8 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
 def planned(config: RunConfig, splits: Splits) -> Datasets:
     """Plan the steps of each dataset of ``splits``, and return the datasets.
 
-    Raise a ConfigError or a DataError if the train split has no conversation.
+    If the train split has no conversation, raise a ConfigError (no data was given for it) or a
+    DataError, unless the run skips training.
     """
     seeds = (config.training.seed, None, None)
     for dataset, seed in zip(splits.datasets, seeds, strict=True):
@@ -435,8 +436,8 @@ class ConversationReport:
 def report_conversations(config: RunConfig, tokenizer: Tokenizer) -> ConversationReport:
     """Return a report on the conversations that a run reads.
 
-    Raise a ConfigError if no data or no chat template is given, and a DataError if the data cannot
-    be used.
+    Raise a ConfigError if there is no chat template or a flag cannot be used, and a DataError if
+    the data cannot be used.
     """
     splits = open_splits(config, tokenizer)
     counted = [store.intake for store in splits.stores if store.intake is not None]

@@ -30,8 +30,8 @@ _takes_parts: dict[str, bool] = {}
 def fitted(template: Template, sft: SftConfig) -> Template:
     """Return the template with its conversation converted to the form that the template takes.
 
-    Raise a DataError for a tool call's arguments that are not JSON, and for parts of a message that
-    are not text.
+    Raise a DataError for parts of a message that are not text, and, unless ``--sft-tool-arguments
+    string`` keeps them, for a tool call's arguments that are text but not JSON of an object.
     """
     template = _with_arguments(template, sft.sft_tool_arguments)
     template = _with_parts(template)
@@ -173,7 +173,7 @@ def _attempt(template: Template) -> str:
 def _with_parts(template: Template) -> Template:
     """Return the template with each message's list of text parts joined into one text.
 
-    Nothing is changed if the template takes lists.
+    If the template takes lists, they stay lists, of objects with the type "text".
     """
     lists = {
         index: _read_parts(

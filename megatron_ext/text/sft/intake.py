@@ -26,7 +26,7 @@ class Intake:
 
     Attributes:
         counts: number of rows, conversations, turns and so on, by name.
-        changed: number of values that were converted to another form, by conversion.
+        changed: number of values that were converted to another form, by kind of conversion.
         ignored: number of values that nothing uses, by the name of their column or key.
         unrendered: number of values that the chat template leaves out of the text, by the name of
             what is lost.
@@ -40,7 +40,7 @@ class Intake:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "Intake") -> None:
-        """Add the counts of other rows to the counts of these rows."""
+        """Add the counts of ``other`` to this object, in place."""
         for name in self.__dataclass_fields__:
             getattr(self, name).update(getattr(other, name))
 
@@ -50,7 +50,7 @@ class Intake:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Mapping[str, int]]) -> "Intake":
-        """Return the counts that `as_dict` wrote."""
+        """Return the `Intake` for which `as_dict` returned ``values``."""
         return cls(**{name: Counter(values.get(name, {})) for name in cls.__dataclass_fields__})
 
     @classmethod

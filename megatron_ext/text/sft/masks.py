@@ -134,8 +134,8 @@ def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConve
     Turns with a loss mask of 0 are not trained. If the first or last character of a turn has no
     token, transformers marks wrong tokens: it drops all later turns, or marks all later text. To
     detect this, the spans of consecutive marked tokens are counted. Raise a DataError unless there
-    is one span per turn; with ``realign`` (``--sft-on-mismatch realign``) any number is accepted,
-    provided that all turns are trained.
+    is one span per turn. With ``realign`` (``--sft-on-mismatch realign``) any number above 0 will
+    do if all turns are trained. The end of a message of another role must not be marked, either.
     """
     conversation = template.conversation
     encoded = template.apply(
@@ -206,8 +206,8 @@ def _by_text(template: Template) -> TokenizedConversation | None:
 def _token_at(offsets: Sequence[tuple[int, int]], character: int) -> int | None:
     """Return the index of the token that begins at the index ``character`` of the text.
 
-    Return None if no token begins there. ``offsets`` holds (start, end) in characters of each
-    token.
+    ``offsets`` holds (start, end) in characters of each token. Return None unless the token before
+    ends exactly at ``character``; the first token is therefore never returned.
     """
     token = bisect_left(offsets, character, key=lambda offset: offset[0])
     return token if token and offsets[token - 1][1] == character else None
@@ -266,7 +266,8 @@ _MISMATCH = (
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
     """Return the number of tokens in ``whole`` that belong to the first ``count`` messages.
 
-    Return None if ``whole`` does not begin with the tokens of these messages.
+    What the template writes only at the end of a conversation is not counted. Return None if
+    ``whole`` does not begin with the tokens of these messages.
     """
     prefix = template.ids(count)
     if _begins(whole, prefix):
@@ -283,11 +284,11 @@ def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | No
 
 
 def _before_generation_prompt(template: Template, count: int) -> list[int] | None:
-    """Return the ids of the first ``count`` messages in the form that precedes a generation prompt.
+    """Return the ids that the template writes for ``count`` messages before a generation prompt.
 
-    The template writes the messages with a generation prompt, which is then cut off. To know the
-    prompt, the template is applied to the first ``count - 1`` messages with and without it; the
-    difference is the prompt. Return None if the prompt cannot be found in this way.
+    They may differ from the ids without a prompt, since some templates end a text in another way
+    then. To know the prompt, the template is applied to the first ``count - 1`` messages with and
+    without it; the difference is the prompt. Return None if this does not show the prompt.
     """
     if count < 2:
         return None
@@ -319,9 +320,9 @@ def _refuse(template: Template, turn: int, rule: str) -> NoReturn:
 def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
     """Return (start, end) of a turn's tokens in ``whole``, the ids of the whole conversation.
 
-    ``turn`` is the index of the turn's message. The messages before it may have other tokens in
-    ``whole`` than when tokenized alone; if so, search ``whole`` for their end. A token that holds
-    the end of the generation prompt and the start of the turn belongs to the turn.
+    ``turn`` is the index of the turn's message. If the messages up to the turn have other tokens in
+    ``whole`` than when tokenized alone, search ``whole`` for the last of these tokens. A token that
+    holds both the end of the generation prompt and the start of the turn belongs to the turn.
     """
     messages = template.conversation.messages
     prompt_start = _end_of_messages(template, whole, turn)

@@ -24,9 +24,9 @@ EVEN_ENOUGH = 1000
 
 @dataclass(frozen=True)
 class CostModel:
-    """The relative cost of a forward pass of a document of L tokens, an integer.
+    """Computes the relative cost of a forward pass of a document of L tokens, as an integer.
 
-    It is ``linear * L + quadratic * L**2``; only ratios of costs matter.
+    The cost is ``linear * L + quadratic * L**2``; only ratios of costs matter.
     """
 
     linear: int
@@ -185,8 +185,8 @@ def token_budget(
 ) -> list[list[Row]]:
     """Assign the samples of one step to ranks, and to micro-batches of at most ``budget`` tokens.
 
-    Samples are assigned to ranks by their cost in ``model``. All ranks get as many micro-batches as
-    the rank that needs the most, and spread their samples over these; some micro-batches may stay
+    Each rank gets about the same cost by ``model``. The rank that needs the most micro-batches sets
+    their number for all ranks; the others spread their samples over as many, of which some may stay
     empty. Return the micro-batches of each rank, each a list of indices in ``lengths``.
     """
     sizes = fitting_lengths(lengths, budget)
@@ -224,9 +224,9 @@ class PackedEpochs:
 
     ``step(epoch, step)`` returns the rows of each rank. ``seed`` shuffles each epoch differently:
     samples of equal length change places, then the rows are shuffled. The number of rows stays the
-    same, and the row that packing opened last, which may be short, stays last. Without a seed all
-    epochs are equal, in the order of packing. With fewer than eight rows per rank and step, the
-    ranks' work may stay uneven.
+    same, and the row that packing opened last, which may be short, stays last. If ``seed`` is None,
+    all epochs are equal, in the order of packing. If a rank has fewer than eight rows in a step,
+    the costs of the ranks may stay uneven.
     """
 
     lengths: ArrayLike

@@ -1,6 +1,7 @@
-"""Tokenizes conversations into a store, in tools/preprocess_data.py or at the start of a run.
+"""Tokenizes conversations into a store: one dataset of token ids, and one of loss masks.
 
-A run tokenizes each file of conversations once, into a cache; other processes wait for it.
+tools/preprocess_data.py writes a store on demand. A run writes one for each of its files of
+conversations, into a cache that later runs reuse; other processes wait for it.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ KEYS = ("document", "mask")
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Encodes each line, a conversation, as two documents per training sample: ids and mask."""
+    """Encodes lines, each a conversation, as token ids and loss mask of each training sample."""
 
     chat: Chat
 
@@ -165,7 +166,7 @@ class SftPreprocessOptions(PreprocessOptions):
 
 
 class ConversationEncoding:
-    """The `Encoding` that makes two documents of each training sample: token ids and mask."""
+    """The `Encoding` of conversations: for each training sample, token ids and a loss mask."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -207,9 +208,10 @@ def chat_of(options: SftPreprocessOptions) -> Chat:
 
 
 def with_fixed_date(options: SftPreprocessOptions) -> SftPreprocessOptions:
-    """Return the options with a fixed date for the template to write: the user's, or today's.
+    """Return the options with the date that the template will write: the user's, or else today's.
 
-    Workers on all machines, and on later days, then write the same date.
+    Workers on all machines, and on later days, then write the same date. If the template writes no
+    date, the options stay as they are.
     """
     return dataclasses.replace(options, sft=chat_of(options).sft)
 
@@ -248,7 +250,7 @@ WITHOUT_TRAINED_TOKEN = "conversations without a trained token, by their loss ma
 
 
 def report_lines(intakes: Sequence[Intake], chat: Chat, what: str) -> list[str]:
-    """Return lines on what was read, converted and not used.
+    """Return lines for the user on what was read from conversations, converted and not used.
 
     ``intakes`` holds the counts of each store; ``what`` names the input in the first line.
     """
@@ -279,10 +281,10 @@ def chat_notes(chat: Chat) -> list[str]:
 def _conversations_of(
     parts: Sequence[Part], done: Mapping[int, PartMarker]
 ) -> list[tuple[str, int]]:
-    """Return (absolute path, number of conversations) of each input file, in input order.
+    """Return (absolute path, number of training samples) of each input file, in input order.
 
     ``parts`` are the pieces into which the files were cut; ``done`` maps the index of each part to
-    the marker that counts the documents written for it.
+    the marker that counts the samples written for it.
     """
     counts: list[tuple[str, int]] = []
     for i, part in enumerate(parts):
@@ -356,10 +358,10 @@ def cache_of(name: str, cache: str | None) -> Path:
 
 
 def cached_prefix(name: str, folder: Path, identity: Mapping[str, Any]) -> Path:
-    """Return the prefix of the store of the file ``name`` in the cache ``folder``.
+    """Return the prefix in the cache ``folder`` for the store of the file ``name``.
 
-    The prefix contains a digest of the file's content and of ``identity``, which holds everything
-    else that determines the tokens.
+    The prefix contains a digest of values that change with the file's content (`identity_of`), and
+    of ``identity``, which holds everything else that determines the tokens.
     """
     return folder / f"{Path(name).name}.{key_of([identity_of(name)], identity)}"
 
