@@ -95,7 +95,8 @@ def callbacks_of(
 ) -> list[Callback]:
     """Return the callbacks that a run's flags and task need, in the order in which they are called.
 
-    One is ``early_stopping``. ``settle`` waits for the last update and counts it.
+    ``early_stopping`` is included if the run evaluates. ``settle`` is a function that waits for the
+    last update and counts it as applied or skipped.
     """
     training = run.config.training
     callbacks: list[Callback] = []
@@ -127,9 +128,9 @@ def callbacks_of(
 
 
 def _has_lost_a_save(run: Run) -> bool:
-    """Return whether a checkpoint is missing that was due before the run's restored snapshot.
+    """Return whether a run resumed from a snapshot in memory lacks a checkpoint of an earlier step.
 
-    This is so if a fault interrupted the save, and the run resumes from a later state in memory.
+    The checkpoint is lacking if a fault interrupted its save.
     """
     interval = run.config.checkpoint.save_interval
     return interval is not None and run.saved_at // interval < run.progress.iteration // interval
@@ -174,7 +175,7 @@ def memory_of(device: torch.device) -> dict[str, float]:
 
 @dataclass
 class Sums:
-    """Losses, samples, tokens, work and time of several steps.
+    """Sums of the losses, samples, tokens, FLOPs and seconds of several steps.
 
     Attributes:
         losses: a tensor ``[2]`` for each loss, by name: the sum of the loss over steps (for each
@@ -184,6 +185,7 @@ class Sums:
         nans: skipped steps whose loss was not finite.
         seconds: time of the steps, without ``pause``; 0 except in the copy that `ended` returns.
         pause: seconds since ``start`` that were spent on other things, such as evaluations.
+        start: when these sums began, on the clock `time.perf_counter`.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -209,11 +211,11 @@ class Sums:
             self.losses[name] = self.losses.get(name, torch.zeros_like(counted)) + counted
 
     def ended(self) -> Sums:
-        """Return a copy with ``seconds`` set: the time since ``start``, without ``pause``."""
+        """Return a copy whose ``seconds`` is the time from ``start`` to now, without ``pause``."""
         return replace(self, seconds=time.perf_counter() - self.start - self.pause)
 
     def with_steps_of(self, other: Sums) -> Sums:
-        """Return the sums over the steps of this object and of ``other``."""
+        """Return new sums that count the steps of this object and those of ``other``."""
         names = ("steps", "skipped", "nans", "samples", "tokens", "flops", "seconds")
         both = {name: getattr(self, name) + getattr(other, name) for name in names}
         losses = dict(other.losses)
@@ -248,7 +250,7 @@ class IntervalMetrics:
 
     @property
     def _tracks(self) -> bool:
-        """Return whether the run has TensorBoard or Weights & Biases, to which single steps go."""
+        """Return whether the run uses TensorBoard or Weights & Biases, which get single steps."""
         logging = self._run.config.logging
         return bool(logging.tensorboard_dir or logging.wandb_project)
 
@@ -277,8 +279,8 @@ class IntervalMetrics:
     def _loss_is_not_finite(self, result: StepResult) -> bool:
         """Return whether a loss of a skipped step is not finite; all ranks call this together.
 
-        All pipeline stages get the result, since only the last stage has losses, but rank 0 stores
-        the count of steps with such a loss in checkpoints.
+        Only the last pipeline stage has the model's losses, but all stages get the result, since
+        rank 0 stores the number of such steps in checkpoints.
         """
         here = any(not math.isfinite(float(loss)) for loss in result.losses.values())
         anywhere = torch.tensor(here, dtype=torch.int32, device=self._run.device)
@@ -314,9 +316,10 @@ class IntervalMetrics:
     def _report(self, own: IterationRecord | None, params_norm: float | None) -> None:
         """Report the steps since the last report.
 
-        As in Megatron-LM, the first step of a run is reported alone, and then included once more in
-        the printed line of the second report. ``own`` is the record of the last step alone, for
+        As in Megatron-LM, the first step of a run has a report of its own, but the printed line of
+        the second report includes it again. ``own`` is the record of the last step alone, for
         TensorBoard and Weights & Biases; None if their interval does not end at this step.
+        ``params_norm`` is None without ``--log-params-norm``.
         """
         sums = self._since_report.ended()
         first = self._first

@@ -64,12 +64,12 @@ EVERYWHERE = (
     "`load_state_dict` is deprecated and will be removed in future versions",
     "Please use DTensor instead and we are deprecating ShardedTensor",
 )
-"""Patterns of dependencies' warnings that every rank would print and no user can act on."""
+"""Regular expressions of dependencies' warnings that all ranks would print, useless to a user."""
 LOGGED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
 }
-"""Warnings of megatron-core that concern only programmers: a part of the text, by logger name."""
+"""Log messages of megatron-core to drop: for each logger, text that occurs in the message."""
 ON_A_CPU = (
     # This warning is about the order of GPU kernels.
     "When using async grad allreduce it is recommended to set the environment variable",
@@ -83,7 +83,7 @@ def _lacks(message: str, record: logging.LogRecord) -> bool:
 
 
 _FILTERS = {name: partial(_lacks, message) for name, message in LOGGED.items()}
-"""One filter per logger; adding the same filter object again has no effect."""
+"""The filter of each logger, made once: a logger ignores a filter object that it already has."""
 
 
 def silence_known_warnings(device: str) -> None:
@@ -134,8 +134,9 @@ def main(
         argv: the command-line arguments.
         work: called with the run instead of training and evaluation.
         defaults: values by field that replace the task's default values of flags.
-        elsewhere: explains flags of other programs in error messages.
-        notes: sentences to print before the notes on the flags.
+        elsewhere: returns entries about other programs' flags, so that the error about an unknown
+            flag can name the program that has it.
+        notes: sentences to print at the start, before those about the flags.
 
     Returns:
         The exit code of the program: 2 after a user error, which has been printed; 1 if
@@ -277,7 +278,7 @@ def stored_config(words: Reading) -> dict[str, Any] | None:
 
 
 def splits_layers(words: Reading, stored: Mapping[str, Any] | None) -> bool:
-    """Return whether the run uses tensor or context parallelism, before its flags are checked.
+    """Return whether the flags, not yet checked, ask for tensor or context parallelism.
 
     ``words`` holds the flags on the command line that could be parsed. Sizes that are not given
     there are taken from ``stored``, the configuration in the checkpoint to load.

@@ -45,9 +45,9 @@ class StopRequests:
     Args:
         started: when the run began, in seconds since 1970.
         elastic: whether the run may be stopped to continue with another number of data-parallel
-            replicas. torchrun asks for this by SIGTERM, the launcher of forked ranks by a file
+            replicas. torchrun asks for this by SIGTERM; a launcher that forks the ranks, by a file
             (`is_asked_to_resize`).
-        exit_signal: the exit signal that the program already watches; by default watched from now.
+        exit_signal: the exit signal that the program already watches; None to start watching now.
 
     Attributes:
         watches: whether the flags set any reason to stop; if not, `check` costs nothing.
@@ -76,9 +76,9 @@ class StopRequests:
     def check(self, device: torch.device, *, late: bool | None = None) -> str | None:
         """Return why all ranks should stop now: "signal", "resize" or "duration"; None to go on.
 
-        All ranks call this together. It costs one small all-reduce, or nothing if no flag sets a
-        condition. If ``late`` is true, return what the ranks agreed on in the previous call, which
-        needs no wait; by default this is so on a GPU.
+        All ranks call this together. It costs one small all-reduce, or nothing if `watches` is
+        false. If ``late`` is true, return the result of the previous call's all-reduce, so as not
+        to wait for this one. None means true on a GPU, false on a CPU.
         """
         if not self.watches:
             return None
@@ -113,8 +113,8 @@ class Run:
         seq_length: tokens of a sample in the next training step; None if the task has no such
             length.
         flops_of_samples: cache of the FLOPs of a training step on one sample, by sample length.
-        best_before: if the next checkpoint is one of the best, the list of best checkpoints before
-            it was added, to restore if its save fails; otherwise None.
+        best_before: the list of best checkpoints as it was before the next checkpoint was added,
+            to restore if the save fails; None if the next checkpoint is not one of the best.
     """
 
     config: RunConfig
@@ -171,7 +171,7 @@ class Run:
             return float(squares.sqrt())
 
     def save(self, superseded: Collection[int] = (), *, is_last: bool = False) -> bool:
-        """Save a checkpoint if ``--save`` is given; ``superseded`` checkpoints may be deleted.
+        """Save a checkpoint if ``--save`` is given; delete those of the iterations ``superseded``.
 
         Return True if the save worked, or if there is nothing to save. If it failed, return False
         in a run that tolerates failed saves, except for the last save of the run (``is_last``);
@@ -195,7 +195,10 @@ class Run:
             self.progress.best_checkpoints = before
 
     def save_now(self, superseded: Collection[int] = (), *, waits: bool) -> None:
-        """Save a checkpoint or raise a CheckpointError; with ``waits``, wait for its files."""
+        """Save a checkpoint or raise a CheckpointError; see `save` for ``superseded``.
+
+        With ``waits``, return only when the files are written, even with ``--async-save``.
+        """
         assert self.optimizer is not None and self.checkpoints is not None
         with self.context.recorder.phase("save"), self.parameter_gather.paused():
             self.checkpoints.save(
@@ -214,7 +217,7 @@ class Run:
 
     @functools.cached_property
     def config_values(self) -> dict[str, Any]:
-        """Return the configuration as sections of plain values."""
+        """Return the configuration by section and field, as values to store in checkpoints."""
         return self.config.to_dict()
 
     def finish_saves(self) -> None:
@@ -250,7 +253,7 @@ def _summed(
     chunks: Sequence[DistributedDataParallel],
     context: ParallelContext,
 ) -> Tensor:
-    """Sum ``measured`` over all parameters of the model on all ranks, each parameter once."""
+    """Return the sum of ``measured(p)`` over all parameters p on all ranks, each counted once."""
     zero = torch.zeros_like(measured(next(chunks[0].parameters())))
     dense = zero
     experts = zero

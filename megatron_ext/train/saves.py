@@ -99,7 +99,7 @@ class Saves:
                 self._tell_success(outcome.iteration, stall, outcome.seconds)
 
     def wait(self) -> None:
-        """Wait for all background saves, which have a time limit; all ranks call this together."""
+        """Wait until all background saves end or time out; all ranks call this together."""
         if self._background is not None:
             self._background.wait()
             self.look()

@@ -56,7 +56,7 @@ def build_run(
         assets: what `Task.preflight` returned: what the task's data and steps need.
         helper: the process that writes checkpoints in the background, if any.
         started: when the run began, in seconds since 1970, for its time limit; by default now.
-        exit_signal: the exit signal that the program already watches; by default watched from now.
+        exit_signal: the exit signal that the program already watches; None to start watching now.
         transformer_config: the configuration built from ``config``, if it has been built already.
     """
     started = time.time() if started is None else started
@@ -223,10 +223,10 @@ def _follow_new_weights(
     ema: ShardedEMA | None,
     context: ParallelContext,
 ) -> None:
-    """Copy weights that the task has put into the model to the optimizer and the averaged weights.
+    """Copy the model's weights, which the task has set, to the optimizer and the averaged weights.
 
-    Print the task's ``notes`` on the weights. If ``notes`` is None, the task has not changed the
-    model, and nothing is done.
+    ``notes`` are the task's sentences on these weights, to print; None if the task has set no
+    weights, and nothing is to be done. ``ema`` holds the averaged weights.
     """
     if notes is None:
         return
@@ -241,7 +241,7 @@ def _follow_new_weights(
 def _continue_schedules(
     runner: StepRunner, config: RunConfig, loaded: LoadedCheckpoint, context: ParallelContext
 ) -> None:
-    """Let each learning-rate schedule continue from the rate of a loaded checkpoint.
+    """Make each loaded learning-rate schedule continue without a jump of the rate.
 
     If the flags change the length of the model's schedule, rank 0 prints a note.
     """
@@ -255,7 +255,7 @@ def _continue_schedules(
 def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -> Progress:
     """Print the path and notes of a loaded checkpoint; return the progress to resume from.
 
-    Without one, this is the progress of a new run.
+    If ``loaded`` is None, print nothing and return the progress of a new run.
     """
     if loaded is None:
         return Progress()
@@ -310,7 +310,8 @@ def _evaluation_sources(
 ) -> tuple[list[BatchSource], list[BatchSource]]:
     """Return the batch sources of the validation sets and of the test set, as two lists.
 
-    A list is empty if its split is not evaluated, or if no rank has a dataset for it.
+    ``source`` builds the batch source of a dataset. A list is empty if its split is not evaluated,
+    or if no rank has a dataset for it.
     """
     training = run.config.training
     several = datasets.valid

@@ -45,8 +45,9 @@ class StepResult:
     """The losses of a training step, and its update.
 
     Attributes:
-        losses: mean of each reported loss over the step's targets; only on the last stage.
-        counts: for each loss, the sum of its targets' weights.
+        losses: mean of each reported loss over the step's targets; before the last stage only
+            those of MoE routers.
+        counts: for each loss, the sum of its targets' weights; 1 for a router's loss.
         model_update: update of the run's model; None if the step trained only other networks.
         flops: floating-point operations on all ranks, if the step counts them; if None,
             `Task.step_stats` gives the number.
@@ -106,13 +107,13 @@ class StepRunner:
         observer: called before the update, once every data-parallel rank has the reduced gradients
             of all its parameters; None if nothing looks at the gradients.
         check_zeroed: called with the chunks after their gradients have been set to zero.
-        scales_in_update: whether the update divides the gradients by the step's number of targets.
-            With an observer, which must see divided gradients, it does not.
+        scales_in_update: whether the update may divide the gradients by the step's number of
+            targets. With an observer, they are divided before it is called.
         approvals: called before an update, by all ranks together, with `StepLosses.totals` and the
             gradient norm ``[]``; each returns whether the update may be applied, bool ``[]``.
-        step_guard: function that takes `StepInputs` and calls `zero_gradients`,
-            `compute_gradients` and `update` in its own way; it returns the results of the last
-            two. None calls each of the three once.
+        step_guard: replaces, in `train`, the calls of `zero_gradients`, `compute_gradients` and
+            `update`, for example to repeat them. It takes `StepInputs`, and returns the results of
+            the last two. None to call each of the three once.
         extra_state: checkpointed state besides the run's model; None if there is none.
     """
 
@@ -187,9 +188,9 @@ class StepRunner:
         return [] if self.scheduler is None else [self.scheduler]
 
     def model_steps(self, steps: int) -> int:
-        """Return how many of a run's first ``steps`` steps train its model.
+        """Return how many of a run's first ``steps`` steps update its model: here all.
 
-        Here these are all steps; a subclass may also train other networks.
+        A subclass may have steps that update only other networks.
         """
         return steps
 
@@ -359,7 +360,10 @@ class StepRunner:
         seq_length: int | None,
         **options: bool,
     ) -> list[Any]:
-        """Run a step with megatron-core's own schedule; see `PipelineEngine.run`."""
+        """Run a step with megatron-core's own schedule, which takes ``options``.
+
+        The other arguments and the result are those of `PipelineEngine.run`.
+        """
 
         def forward_step(
             iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module
@@ -393,7 +397,7 @@ class StepRunner:
         return prepare(self.config, batches, self.context)
 
     def _masks(self, consumed_samples: int) -> Masks | None:
-        """Return the function that gives each micro-batch the context that seeds its dropout.
+        """Return a function from a micro-batch's index to a context that seeds its dropout.
 
         Return None without ``--deterministic-dropout``.
         """
@@ -413,8 +417,7 @@ class StepRunner:
     def _shape(self, batches: Sequence[Any] | None, seq_length: int | None) -> Shape:
         """Return the shape ``[s, b, h]`` of the tensors that this rank sends to the next stage.
 
-        If the task determines the shape, micro-batches may differ, and the result is a list of
-        shapes.
+        If the task has a `Task.boundary_shape`, return a list with the shape of each micro-batch.
         """
         if self.task.boundary_shape is not None:
             assert batches is not None
@@ -450,10 +453,9 @@ class StepRunner:
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
     ) -> None:
-        """Queue an update; if it was applied, ``scheduler`` will advance by ``num_samples``.
+        """Advance ``scheduler`` by ``num_samples`` if ``update`` was applied, and not skipped.
 
-        If the host already knows whether the update was applied, this happens at once; otherwise in
-        a later call of `settle`.
+        While only the GPU knows whether it was, this is left to a later call of `settle`.
         """
         self._unsettled.append((update, scheduler, num_samples))
         if update.is_read:
@@ -516,8 +518,8 @@ def reduce_step(
 
     All ranks call this together; a single reduction sums losses and targets. ``num_targets``,
     integer ``[]``, is the number of targets in this rank's losses; only the last stage's value is
-    used. Without it the second result is None. megatron-core's ``finalize_model_grads`` waits for
-    the device to check that the number is positive; this function does not.
+    used. If it is None, so is the second result. If there are no targets, the second result is 1.
+    Unlike megatron-core's ``finalize_model_grads``, this does not wait for the device.
     """
     keys = list(reports[0]) if reports else []
     # In double precision, because single precision cannot represent counts beyond 2^24 exactly.
@@ -573,9 +575,8 @@ def take_auxiliary_losses(
 ) -> dict[str, torch.Tensor]:
     """Return each MoE router loss by its name in the log, averaged over layers and micro-batches.
 
-    All ranks call this together. megatron-core's own reduction is not used, since it needs experts
-    on every pipeline stage, and a collective that Gloo lacks. The values on the ranks are combined
-    as follows:
+    All ranks call this together. It replaces megatron-core's reduction, which fails if a pipeline
+    stage has no experts, and with Gloo. The values of the ranks are combined as follows:
 
     - load-balancing loss: summed over tensor- and context-parallel ranks, which each hold a part,
       and averaged over data-parallel replicas;

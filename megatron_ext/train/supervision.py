@@ -75,30 +75,30 @@ class Supervision:
         timeout_minutes: float,
         exit_signal: ExitSignal,
     ) -> int:
-        """Start the ranks, restart them after faults, and return the exit code of the run.
+        """Start ranks, restart them after faults, and return the exit code of the run.
 
-        They are restarted at most `max_restarts` times. ``fork`` starts the ranks. ``main_of``
-        takes the number of ranks, and returns the function that each rank runs. `launch.launch`
-        explains the other arguments.
+        Called only if `max_restarts`, the most restarts, is not None. ``fork`` starts the ranks.
+        ``main_of`` takes the number of ranks, and returns the function that each rank runs.
+        `launch.launch` explains the other arguments.
         """
         raise NotImplementedError
 
     def supervisor(
         self, world_size: int, forwarder: SignalForwarder, timeout_minutes: float, save: str | None
     ) -> Supervisor:
-        """Return a supervisor for ranks about to be forked; the folder ``save`` logs faults."""
+        """Return a `Supervisor` of ranks about to be forked; a subclass logs faults in ``save``."""
         from megatron_ext.train.supervisor import Supervisor
 
         return Supervisor(forwarder, timeout_minutes)
 
     def follow_earlier_process(self) -> None:
-        """Count a restart if a launcher has started this process to replace an earlier one.
+        """Do nothing; a subclass counts a restart if this process replaces an earlier one.
 
-        Here nothing is counted; the add-on ``resilience`` overrides this.
+        torchrun starts such a process when it restarts the ranks.
         """
 
     def guard(self, rank: int) -> AbstractContextManager[None]:
-        """Return a context in which other processes can watch this rank."""
+        """Return a context around the rank's work (here empty); a subclass detects hangs in it."""
         return nullcontext()
 
     def stores(self, context: ParallelContext) -> Sequence[Any]:
@@ -106,7 +106,7 @@ class Supervision:
         return []
 
     def recoveries(self, stores: Sequence[Any], context: ParallelContext) -> Sequence[Any]:
-        """Return a `SnapshotRecovery` for each store, to find a snapshot there to resume from."""
+        """Return, for each store, a `SnapshotRecovery` that finds a snapshot to resume from."""
         return []
 
     def callbacks(self, run: Any, settle: Callable[[], None]) -> Sequence[Any]:
@@ -130,7 +130,7 @@ def supervision_of(config: RunConfig) -> Supervision:
 
 
 def supervision_of_ranks() -> Supervision:
-    """Return the supervision for ranks that are forked for something other than a run."""
+    """Return the supervision for ranks that do not train, and so have no configuration."""
     return _chosen_supervision(None)
 
 

@@ -27,10 +27,10 @@ GRACE_SECONDS = 3.0
 SECONDS_BETWEEN_POLLS = 0.02
 """Seconds between two checks whether a rank has ended."""
 _SECONDS_FOR_THE_CAUSE = 2.0
-"""Seconds to wait, after a rank gave up waiting for another, for that other to report an error."""
+"""Seconds that other ranks get to report an error after one gave up waiting for an answer."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_FOR_THE_OTHERS = 60.0
-"""Seconds until ranks are killed that still run after the first has saved and exited as asked."""
+"""Seconds for the other ranks to exit, once a rank has saved and exited after the exit signal."""
 
 
 class SignalForwarder:
@@ -38,12 +38,12 @@ class SignalForwarder:
 
     Attributes:
         children: rank by process id; the code that starts and reaps ranks updates it.
-        stop_signal: the last signal that asked the ranks to exit at once; None before the first.
+        stop_signal: the last signal that asked the ranks to exit without saving; None if none has.
         received: all received signals.
 
     Args:
-        exit_signal: the signal at which ranks save and exit; ranks that are forked later inherit
-            its state.
+        exit_signal: the signal at which ranks save and exit. Ranks that are forked after it came
+            know so from this object.
     """
 
     def __init__(self, exit_signal: ExitSignal | None = None) -> None:
@@ -96,19 +96,20 @@ class SignalForwarder:
         return now > first + SECONDS_OF_ONE_INTERRUPTION
 
     def code(self, code: int) -> int:
-        """Return the exit code of the launch, where ``code`` is the one that the ranks gave.
+        """Return the exit code of the launch, given the exit code of its ranks, ``code``.
 
-        If a signal asked the ranks to exit, return the code for that signal, unless ``code`` says
-        that the run is complete, has saved, or met a user's error.
+        If a signal asked the ranks to exit without saving, return the code for that signal; but
+        return ``code`` if it says that the run is complete, has saved, or met a user's error.
         """
         if self.stop_signal is None or code in (0, EXIT_CODE_USER_ERROR, EXIT_CODE_SIGNAL):
             return code
         return self.code_of(-self.stop_signal)
 
     def code_of(self, status: int) -> int:
-        """Return the exit code for a process's status, which is negative after a signal.
+        """Return the exit code for a process's status: 128 + n if ``status`` is -n, for signal n.
 
-        With ``--exit-signal-handler``, code 143 is reserved for runs that have saved.
+        With ``--exit-signal-handler``, SIGTERM gives `EXIT_CODE_NOT_SAVED` instead of 143, which
+        then says that the run has saved.
         """
         if status == -signal.SIGTERM and self._exit_signal.number is not None:
             return EXIT_CODE_NOT_SAVED

@@ -81,7 +81,9 @@ class Task(TaskFlags):
     Below, "``(a, b)`` to c" stands for a function that takes a and b and returns c.
 
     Attributes:
-        datasets: ``(config, assets, sizes, is_built_on_rank)`` to the three splits.
+        datasets: ``(config, assets, sizes, is_built_on_rank)`` to the three splits; ``sizes`` are
+            the numbers of samples (`split_sizes`), and ``is_built_on_rank()`` says whether this
+            rank reads data.
         model_chunk: ``(config, transformer_config, context, pre_process=, post_process=,
             vp_stage=)`` to one pipeline chunk.
         forward_step: ``(config, batch, model, counts)`` to the output of the chunk and the loss
@@ -92,7 +94,8 @@ class Task(TaskFlags):
         prepare_batches: ``(config, batches, context)`` to the batches, called on the last stage
             with all micro-batches of a step before its first forward pass.
         source: ``(run, dataset, assets, consumed_samples, full_epoch)`` to the batches of one
-            split, grouped by step.
+            split, grouped by step, from sample ``consumed_samples`` on; ``full_epoch`` is true if
+            each evaluation reads the whole split.
         step_stats: ``(run, num_microbatches)`` to the `StepStats` of the next training step.
         boundary_shape: ``(batch, chunk)`` to the shape ``[s, b, h]`` of a micro-batch's activations
             between pipeline stages; None if the flags determine it.
@@ -174,16 +177,16 @@ class Task(TaskFlags):
     def replace(self, **changes: Any) -> Task:
         """Return a copy of the task with other values of some attributes.
 
-        With other ``datasets``, the inputs are checked only if ``inputs`` is given as well.
+        If ``datasets`` is replaced and `inputs` is not, the copy checks no inputs.
         """
         if "datasets" in changes:
             changes.setdefault("inputs", Task.inputs)
         return dataclasses.replace(self, **changes)
 
     def with_sections(self, *kinds: type) -> Task:
-        """Return a copy with further sections of flags.
+        """Return a copy with further sections of flags, given as their dataclasses.
 
-        With ``--use-checkpoint-args``, the checkpoint gives the values of these sections, too.
+        With ``--use-checkpoint-args``, these flags are read from the checkpoint like the model's.
         """
 
         def stored_model(stored: Mapping[str, Any], given: RunConfig) -> Mapping[str, Any]:
@@ -229,5 +232,5 @@ class TaskChoice:
 
 
 def no_datasets(*_: Any) -> Datasets:
-    """Return three absent splits, as `Task.datasets` for a task that reads no samples."""
+    """Return no datasets; a task that reads no samples has this function as `Task.datasets`."""
     return Datasets(None, None, None)

@@ -39,16 +39,15 @@ from megatron_ext.train.exit_codes import (
 
 _PASSED_ON = "--signals-to-handle"
 _SECONDS_FOR_RANKS = 30.0
-"""Seconds to wait for ranks after several signals, when torch no longer waits for them."""
+"""Seconds until ranks are killed that still run when torch's agent has been ended by a signal."""
 
 
 def run_torchrun(words: Sequence[str]) -> int:
     """Run torchrun, and return 0 or the exit code of the rank that failed by itself.
 
-    torchrun itself prints what has failed, and passes signals on to its ranks. After such a signal,
-    return the exit code of the ranks that have since exited by themselves, or else of a rank that
-    the signal ended. The host folder, shared by the processes of this machine, is removed when this
-    process ends.
+    If a signal ended torchrun, which passes it on to its ranks, return 0 or `EXIT_CODE_SIGNAL` if
+    the ranks have finished or saved, or else the code of a rank that the signal ended. The failure
+    is printed. The host folder, shared by the processes of this machine, is removed at the end.
     """
     try:
         with shared_host_folder() as folder, _ended_ranks(folder) as left:
@@ -89,9 +88,9 @@ def _passing_signals_on() -> list[str]:
 def _ended_ranks(folder: Path | None) -> Iterator[set[int]]:
     """Yield an empty set, to which the ranks' exit codes are added if a signal ends torch's agent.
 
-    The ranks leave their codes in ``folder``; without it none are added. Until all ranks have
-    ended, the context ignores signals, and kills ranks that take too long; torch itself stops
-    waiting after several signals.
+    The ranks leave their codes in ``folder``; if it is None, none are added. On such a signal, the
+    context ignores further ones, waits for the ranks (torch itself may have given up waiting), and
+    kills those that still run after `_SECONDS_FOR_RANKS`.
     """
     left: set[int] = set()
     try:

@@ -181,10 +181,10 @@ def _report_of(save: str | None) -> Any:
 
 @contextmanager
 def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
-    """Yield an `End`, in which the caller sets the exit code; on exit, write a page on the run.
+    """Yield an `End`, in which the caller sets the exit code; on exit, write the run's report.
 
-    The add-on ``report`` writes the page. It writes nothing if the run has no save folder, or if
-    the reporting rank writes the page (`Launch.ends_itself`). Without the add-on there is no page.
+    The add-on ``report`` does this. Nothing is written without the add-on or a save folder, or if
+    `Launch.ends_itself` is false: then the reporting rank writes the report.
     """
     report = _report_of(save)
     if report is None:
@@ -211,8 +211,8 @@ class Reporters:
     def on_iteration(self, record: IterationRecord, own: IterationRecord | None = None) -> None:
         """Send a report on the steps since the last report to all sinks.
 
-        ``own`` is the record of the last step alone. If it is given, TensorBoard and Weights &
-        Biases, which have an interval of their own, get it instead of ``record``.
+        TensorBoard and Weights & Biases get ``own``, the record of the last step alone, instead of
+        ``record``, unless ``own`` is None.
         """
         for sink in self.sinks:
             with self._going_on(sink):
@@ -303,9 +303,9 @@ def build_reporters(
 ) -> Reporters:
     """Build the sinks that the flags select; on ranks other than the reporting rank, build none.
 
-    ``resumed_at`` is the iteration of the loaded state, 0 at first. If ``launched`` is given, the
-    run records how its time is spent since that launch. Raise a ConfigError if a package is not
-    installed or a folder is not writable.
+    ``resumed_at`` is the iteration of the loaded state, 0 for a new run. If ``launched`` is given,
+    the add-on ``report`` records how the time since that launch is spent. Raise a ConfigError if a
+    package is not installed or a folder is not writable.
     """
     if not context.is_reporting_rank:
         return Reporters([])

@@ -20,11 +20,11 @@ from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, Ite
 METRICS_FILE = "metrics.jsonl"
 CONFIGURATION_FILE = "config.yaml"
 TIME, LAUNCHED, ENDED = "time", "launched", "ended"
-"""Kinds of rows about the use of time: one for an interval of steps, one for a start of the ranks,
-and one for the end of a launch."""
+"""The kinds of rows that say how time was spent: `TIME` for an interval of steps, `LAUNCHED` for
+each start of the ranks, `ENDED` for the end of a launch (which includes all restarts)."""
 OF_TIME = (TIME, LAUNCHED, ENDED)
 SAME_LAUNCH = 1.0
-"""Rows whose launches began within this number of seconds are taken to be of the same launch."""
+"""Seconds by which the start times of a launch in two of its rows may differ."""
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
@@ -164,7 +164,7 @@ def number(value: object) -> float:
 
 
 def launch_time(row: Mapping[str, Any]) -> float:
-    """Return when the launch that wrote ``row`` started; NaN if the row does not say."""
+    """Return when the launch that wrote ``row`` began, in seconds since 1970; NaN if not stored."""
     try:
         return number(row.get("launched_at"))
     except ValueError:
@@ -172,16 +172,16 @@ def launch_time(row: Mapping[str, Any]) -> float:
 
 
 def is_launch(row: Mapping[str, Any], started: float) -> bool:
-    """Return whether a row belongs to the launch that began at ``started``."""
+    """Return whether a row is of the launch that began at ``started``, in seconds since 1970."""
     return abs(launch_time(row) - started) <= SAME_LAUNCH
 
 
 class MetricsFile:
     """Appends to ``metrics.jsonl``; a resumed run first removes the steps that it will repeat.
 
-    A run that starts from iteration 0 removes all rows, except rows about the use of time that the
-    same launch wrote before it restarted the ranks. ``launched_at`` is the time, in seconds since
-    the epoch, at which the launch began.
+    Rows that say how time was spent (`OF_TIME`) are kept. A run that starts from iteration 0 keeps
+    only those of its own launch, written before the ranks were restarted. ``launched_at`` is when
+    this launch began, in seconds since 1970; with the default, no earlier row belongs to it.
 
     Each line is strict JSON: a number that is not finite, such as the gradient norm of a skipped
     step, is the word ``NaN``, ``Infinity`` or ``-Infinity``, as in Protocol Buffers' JSON.

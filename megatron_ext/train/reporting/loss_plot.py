@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
-    """Plot the rows of a metrics file to a PNG; do nothing if no row is a training row."""
+    """Plot the rows of a `MetricsFile` to a PNG; do nothing if no row is about training steps."""
     # pyplot is avoided: it takes a second to import and keeps its own list of figures.
     from matplotlib.figure import Figure
 

@@ -12,7 +12,8 @@ class IterationRecord:
     """A report on the steps since the last report.
 
     Attributes:
-        seconds, samples, tokens, flops: means per step, on all ranks together.
+        seconds: mean time of a step.
+        samples, tokens, flops: means per step of the sums over all ranks.
         learning_rate, global_batch_size: values of the last step.
         losses: mean of each loss over the reported steps that updated the parameters, by name.
         loss_scale: scale of fp16; 1 otherwise.
@@ -23,9 +24,9 @@ class IterationRecord:
         sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
         memory: allocated and reserved bytes of this rank's GPU, by name; empty on a CPU.
         epoch: passes through the training data so far; None if the data has no epochs.
-        failed_saves: number of checkpoints that could not be saved although the run continued.
-        printed: the record for the printed line, which counts the first step of a run a second
-            time, as in Megatron-LM; None if it is this record.
+        failed_saves: number of failed saves of checkpoints after which the run continued.
+        printed: in a run's second report, the record for the printed line, which includes the first
+            step again, as in Megatron-LM; None to print this record.
     """
 
     iteration: int
@@ -108,8 +109,8 @@ class EvaluationRecord:
             sets, and by `AVERAGED` for averaged weights. A task may use other names.
         consumed_samples: training samples used so far.
         final: whether the evaluation follows the last step.
-        perplexity: whether `LANGUAGE_LOSS` is a cross-entropy, which has a perplexity.
-        title: words at the beginning of the log line that say what the values are.
+        perplexity: whether to report ``exp(loss)`` for the loss named `LANGUAGE_LOSS`.
+        title: first words of the log line, which say what the values are.
     """
 
     split: str
@@ -142,7 +143,8 @@ class EvaluationRecord:
 class Reporter(Protocol):
     """A sink of reports, such as a file or a server; `close` is the last method that is called.
 
-    If ``follows_steps`` is true, the sink gets records of single steps at its own interval.
+    A sink whose optional attribute ``follows_steps`` is true gets records of single steps, every
+    ``--tensorboard-log-interval`` steps.
     """
 
     def on_iteration(self, record: IterationRecord) -> None: ...

@@ -30,7 +30,7 @@ _PACKAGE = __name__.split(".")[0]
 def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
     """Return lines that describe a checked run: sizes, layout and non-default flags.
 
-    ``given`` holds the fields of the flags on the command line.
+    ``given`` holds the names of the configuration fields that the command line sets.
     """
     model = config.model
     sizes = {

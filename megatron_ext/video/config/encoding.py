@@ -15,7 +15,7 @@ HASHED = "hashed"
 T5_CLIP = "t5-clip"
 UMT5 = "umt5"
 FOLDERS = {HASHED: (), T5_CLIP: ("t5_path", "clip_path"), UMT5: ("t5_path",)}
-"""The options that give folders of models, by name of the text encoder that needs them."""
+"""The fields that name folders of pretrained models, by the text encoder that needs them."""
 
 HASHED_WIDTH = 64
 
@@ -114,9 +114,11 @@ class TextEncoderConfig:
 
 WINDOWS = ("first", "uniform", "all", "scenes")
 UNIFORM_WINDOWS = 4
-"""The default of --video-window-count, the most windows of a clip, for --video-windows uniform."""
+"""The default of --video-window-count (most windows of a clip) with --video-windows uniform."""
 SCENE_THRESHOLD = 0.3
-"""The default of --video-scene-threshold, a change from frame to frame, from 0 (none) to 1."""
+"""The default of --video-scene-threshold: a greater change between frames begins a new scene.
+
+FFmpeg scores the change from 0 (none) to 1."""
 
 WHITE = "white"
 _COLOURS = {WHITE: (255, 255, 255), "black": (0, 0, 0), "grey": (128, 128, 128)}

@@ -125,15 +125,12 @@ UNUSED_IN_STREAMING = (
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 
 SHAPE_FLAGS = ("hidden_size", "num_attention_heads")
-"""General flags of sizes that follow from a size's name, such as that of ``--generator-size``.
-
-They are refused, since the name decides.
-"""
+"""General flags that are refused because a named size, such as ``--generator-size``, sets them."""
 QK_NORMS = "the norms of its queries and keys never decay"
-"""The reason why ``--apply-wd-to-qk-layernorm`` is refused, for messages."""
+"""The reason that messages give for refusing ``--apply-wd-to-qk-layernorm``."""
 
 STREAMING_START = 200
-"""LongLive's first step with averaged weights, the default of ``--ema-start`` in streaming."""
+"""The default of ``--ema-start`` in streaming: the step at which LongLive begins to average."""
 
 
 def resolve_flow(config: RunConfig) -> RunConfig:
@@ -147,9 +144,9 @@ def resolve_flow(config: RunConfig) -> RunConfig:
 def resolve_streaming(config: RunConfig) -> RunConfig:
     """Return the configuration with general settings filled in from the flags of streaming.
 
-    The settings are: the section ``model``; with LoRA, which layers get adapters, and that only
-    adapters are saved; with averaged weights, the first step and the warm-up of the average; and
-    whether critic or teacher start from the weights of a checkpoint.
+    It sets the section ``model``; with LoRA, the layers that get adapters, and that only adapters
+    are saved; with averaged weights, the first step of the average, and whether it warms up; and
+    whether a checkpoint gives the critic's or the teacher's initial weights.
     """
     streaming = config.section(StreamingConfig)
     lora = config.lora
@@ -212,9 +209,9 @@ def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
 
 
 def _samples(sample: SampleConfig, training: TrainingConfig) -> bool:
-    """Return whether the run samples clips: during training, or instead of it (``skip_train``).
+    """Return whether the run samples clips: every ``--sample-interval`` steps, or without training.
 
-    tools/sample_video.py sets ``skip_train``.
+    tools/sample_video.py, which samples without training, sets ``skip_train``.
     """
     return sample.sample_interval is not None or training.skip_train
 
@@ -382,10 +379,10 @@ def _unknown_to_network(config: RunConfig) -> list[FlagError]:
 
 
 def _streaming_or(field: str) -> str:
-    """Return, as text for a message, where a flag of streaming has an effect.
+    """Return text for a message that says in which runs a flag of streaming has an effect.
 
-    It has an effect with ``--task streaming``, and in flow matching with some networks, which are
-    named. ``field`` is the configuration field of the flag.
+    These are runs with ``--task streaming``, and flow matching of certain networks, which the text
+    names. ``field`` is the configuration field of the flag.
     """
     names = [
         name for name in NETWORKS if field in network_named(name).streaming_flags.get(name, ())
