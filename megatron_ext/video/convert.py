@@ -56,8 +56,8 @@ def reader_of(source: Path) -> Conversion | None:
 
 
 def is_streaming(stored: Mapping[str, Any]) -> bool:
-    """Return whether a stored configuration is that of a streaming run.
+    """Return whether a checkpoint's configuration is that of a streaming run.
 
-    Imported weights of a Wan network are stored with such a configuration, too.
+    The result is also True for a checkpoint made from public weights of a Wan network.
     """
     return (stored.get("video") or {}).get("task") == "streaming"

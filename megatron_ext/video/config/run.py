@@ -84,7 +84,7 @@ class VideoConfig:
 
     @property
     def streams(self) -> bool:
-        """Return whether the task is streaming long-tuning, whose data is prompts."""
+        """Return whether ``--task`` is streaming, which trains on prompts instead of clips."""
         return self.task == "streaming"
 
     def shape_to_price(self) -> tuple[int, int, int]:
@@ -204,7 +204,7 @@ class SampleConfig(UsersOwn):
     def own_errors(self, save: str | None) -> list[FlagError]:
         """Return an error for each fault in the sampling flags.
 
-        ``save`` is the value of ``--save``.
+        ``save``, the value of ``--save``, is where clips go if ``--sample-dir`` is not given.
         """
         errors = []
         if self.sample_prompts is not None and self.sample_texts is not None:
@@ -268,7 +268,7 @@ class SampleConfig(UsersOwn):
 MODES = tuple(
     "t2v i2v_head i2v_tail i2v_loop v2v_head v2v_tail v2v_head_easy v2v_tail_easy".split()
 )
-"""The names of the condition modes (`ConditionConfig`); tensors of modes hold indices into this."""
+"""The names of the condition modes (`ConditionConfig`); a tensor holds a mode as its index here."""
 
 REFERENCE_LOSSES = ("masked", "all", "trimmed")
 
@@ -357,8 +357,9 @@ class ConditionConfig:
 class TextDropoutConfig:
     """The flags that say how often training replaces a clip's text by the empty caption.
 
-    Token embeddings and pooled embedding are replaced independently. By default each is replaced
-    for a tenth of the clips. A value outside [0, 1] raises ConfigError.
+    Token embeddings and pooled embedding are replaced independently, each for 32% of the clips by
+    default, so both for 10%. A network may have other defaults. A value outside [0, 1] raises
+    ConfigError.
     """
 
     text_dropout: float = flag(
@@ -384,11 +385,11 @@ class FlowConfig:
     """The flags of rectified flow: training times, their shift, and the weights of the loss.
 
     Training times are ``shift(sigmoid(timestep_mean + timestep_std * u))``, where u is standard
-    normal, and ``shift`` is `video.loss.shift`. Its factor is a linear function of the number of
-    tokens of a latent frame. It is ``shift_base`` at ``shift_base_tokens`` and ``shift_max`` at
-    ``shift_max_tokens``, and follows the same line beyond these sizes. With ``shift_by_length`` it
-    is multiplied by the square root of the number of latent frames. If ``flow_shift`` is given, it
-    is the factor for all clips. A value out of range raises ConfigError.
+    normal, and ``shift`` is `video.loss.shift`. The factor that ``shift`` takes is linear in the
+    number of tokens of a latent frame: ``shift_base`` at ``shift_base_tokens``, ``shift_max`` at
+    ``shift_max_tokens``, and on the same line beyond. With ``shift_by_length`` this factor is
+    multiplied by the square root of the number of latent frames. ``flow_shift``, if given, is the
+    factor for all clips instead. A value out of range raises ConfigError.
     """
 
     sigma_min: float = flag(1e-5, "noise that is left at t = 0", BELOW_ONE)

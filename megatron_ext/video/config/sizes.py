@@ -1,4 +1,4 @@
-"""The sizes that all video networks have, and the fields of the engine that they determine."""
+"""The sizes that all video networks have, and the megatron-core settings that follow from them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Sizes:
 
 
 class StreamedSizes(Sizes):
-    """The sizes of a network that streaming can train."""
+    """The sizes of a network that ``--task streaming`` can train."""
 
     num_blocks: int
     ffn_size: int
@@ -72,9 +72,10 @@ class StreamedSizes(Sizes):
 
 
 def model_of(fields: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    """Return the section ``model`` with the values ``fields``, which a network's sizes determine.
+    """Return the model flags ``model``, changed to ``fields``, the values for a network's sizes.
 
-    The sequence length stays unset until the data is opened; then the longest clip decides it.
+    ``fields`` is a result of `Sizes.fields_of`. The sequence length stays unset until the data is
+    opened; the longest clip then sets it.
     """
     own: dict[str, Any] = {**fields, "norm_epsilon": fields["layernorm_epsilon"]}
     del own["layernorm_epsilon"]

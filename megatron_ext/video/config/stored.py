@@ -14,10 +14,10 @@ from megatron_ext.video.networks.lookup import network_named, streamed
 from megatron_ext.video.networks.network import STREAMING, Sections, VideoNetwork
 
 _SIZES = ("generator_size", "critic_size", "teacher_size", "latent_channels")
-"""Flags of streaming that decide the sizes of its networks.
+"""Flags of `StreamingConfig` that decide the sizes of its networks.
 
-Flags of the window, the codec, the text encoder and adapters also decide sizes, but are listed
-elsewhere."""
+Other flags that describe these networks are those in `WINDOW`, and the sections ``codec``,
+``text_encoder`` and ``lora``."""
 
 
 def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections:

@@ -25,7 +25,7 @@ def stored_window(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FrameBlocks:
-    """The division of latent frames into blocks, which are denoised together.
+    """The division of a video's latent frames into blocks; a block is denoised as a whole.
 
     No other code computes where blocks begin.
 
@@ -85,12 +85,15 @@ class FrameBlocks:
         return itertools.chain(range(first_frame, min(end, 1)), later)
 
     def count(self, num_frames: int) -> int:
-        """Return the number of blocks in the first ``num_frames`` frames of a video."""
+        """Return the number of blocks in a video of ``num_frames`` frames.
+
+        DataError is raised if these frames are not whole blocks.
+        """
         return len([*self.blocks(0, num_frames)])
 
     @property
     def rule(self) -> str:
-        """Return which numbers of frames are whole blocks, as text for an error message.
+        """Return how many frames a video of whole blocks may have, as text for an error message.
 
         Example: "1 + a multiple of `--frame-block` (3)".
         """
@@ -106,7 +109,8 @@ _FRAMES = "latent frames"
 class WindowConfig:
     """Flags of networks that streaming can train: initial weights, recomputation, causal window.
 
-    `StreamingConfig` inherits these flags. Flow matching takes them too, for the same networks.
+    `StreamingConfig` inherits these flags. Flow matching takes them, too, if it trains one of these
+    networks.
     """
 
     zero_head: bool = flag(

@@ -1,4 +1,4 @@
-"""Cost formulas that all video networks share, for the clips of one bucket, all of one shape."""
+"""Cost formulas that all video networks share; each is for clips of one bucket, hence one shape."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BlockBytes:
     """Sizes in bytes of the tensors of a transformer block on one rank.
 
     Attributes:
-        ranks: sizes of the parallel groups, and bytes of a value.
+        ranks: the run's parallel sizes, and ``width``, the bytes of a number in activations.
         h: hidden size.
         rows: tokens of a micro-batch on a context-parallel rank, ``s * b``.
     """
@@ -87,8 +87,9 @@ class BlockBytes:
         """Return the peak bytes of gradients in the backward pass of attention and its projection.
 
         The projection computes ``width`` features per token from the residual stream, such as 3 h
-        for queries, keys and values. The peak is the larger of two: in attention, two tensors of
-        gradients of these features; in the projection, the gradients of its weight and its input.
+        for queries, keys and values. The backward pass of attention holds two tensors of ``width``
+        features per token; that of the projection, the gradients of its weight and input. The
+        peak is the larger of the two.
         """
         return max(self.matrix(width, self.h) + self.whole, 2 * self.cut(width))
 
@@ -98,9 +99,10 @@ class BlockBytes:
         return 2 * (self.rows // self.ranks.sequence_size) * FP32
 
     def exchanged(self, trades_heads: bool) -> int:
-        """Return the extra bytes that attention keeps because of context parallelism.
+        """Return the extra bytes that attention keeps for backward because of context parallelism.
 
-        If ``trades_heads`` is set, ranks trade heads for tokens, else they gather keys and values.
+        ``trades_heads`` tells whether ranks trade heads for tokens by all-to-all (Ulysses), or
+        each gathers the keys and values of all.
         """
         if self.ranks.cp == 1:
             return 0
@@ -126,7 +128,7 @@ class ClipNetwork(Network):
 
     @abstractmethod
     def sample_flops(self) -> float:
-        """Return the FLOPs of one clip, forward and backward, as the training log counts them."""
+        """Return the FLOPs of one clip, forward and backward, without recomputation."""
 
     @property
     def tokens(self) -> int:
@@ -181,15 +183,15 @@ class ClipNetwork(Network):
         return LayerBytes(2 * tensor, max(tensor + weight, weight + width.whole - tensor) + more)
 
     def kept_in_8_bits(self, block: LayerBytes, *, alone: int, shared: int) -> LayerBytes:
-        """Return the memory of a block whose linear layers may keep their inputs in 8 bits.
+        """Return the memory of a block in which linear layers keep inputs in 8 bits, if they do.
 
-        They do so in an fp8 run with ``--fp8-wgrad``. In any other run, ``block``, the memory with
-        inputs in the dtype of the run, is returned unchanged.
+        They do in an fp8 run with ``--fp8-wgrad``; otherwise the result is ``block``, which is the
+        memory of the block with all inputs kept in the dtype of the run.
 
         Args:
-            alone: bytes of the inputs that nothing but one linear layer keeps.
-            shared: bytes of the inputs that another operation keeps as well, in the dtype of the
-                run; the 8-bit copies of these inputs take extra memory.
+            alone: bytes in ``block`` of inputs that only a linear layer keeps; these shrink.
+            shared: bytes in ``block`` of inputs that another operation keeps as well; for these,
+                8-bit copies are added.
         """
         fp8 = self.config.fp8
         width = self.sizes.width
@@ -225,7 +227,7 @@ class ClipNetwork(Network):
 
 @dataclass(frozen=True)
 class StreamedCost(ClipNetwork):
-    """Formulas for the cost of a network that streaming runs both with and without gradient."""
+    """Cost formulas of a network that ``--task streaming`` runs both with and without gradient."""
 
     @abstractmethod
     def without_gradient(self) -> int:

@@ -31,10 +31,10 @@ _MOST_LINKS = 8
 def samples_in(archive: Path) -> Iterator[tuple[Member | None, dict[str, Any], list[str]]]:
     """Yield (clip, row, suffixes of unused members) for each sample in a tar file.
 
-    The clip is the place of its file in the archive; None if the sample has no clip file. The row
-    has the values of the sample's `.json`, and as `text` the content of its `.txt`. The members of
-    a sample may be anywhere in the archive, since `tar` writes the files of a folder in no
-    particular order.
+    The clip tells where its file lies in the archive; it is None if the sample has no clip file.
+    The row has the entries of the sample's `.json`, with the content of its `.txt` as the entry
+    `text`. The members of a sample may be anywhere in the archive, since `tar` writes the files of
+    a folder in no particular order.
 
     Raises:
         UnreadableFile: ``archive`` is not a whole, uncompressed tar file, or a `.json` or `.txt` in
@@ -87,8 +87,8 @@ def _sample(
 ) -> tuple[Member | None, dict[str, Any], list[str]]:
     """Return (clip, row, suffixes of unused members) of one sample, as `samples_in` yields them.
 
-    ``members`` has (name, file) for each member of the sample. A member that is a link has its own
-    name, and the file to which it leads.
+    ``members`` has (name, file) for each member of the sample. For a link, the name is that of the
+    link, and the file is the one to which it leads.
     """
     clip: Member | None = None
     row: dict[str, Any] = {}

@@ -134,7 +134,7 @@ def _metadata_in(folder: Path) -> Path | None:
 def list_folder(path: str | os.PathLike[str]) -> str:
     """Return the folder to which the paths of clips are relative.
 
-    ``path`` is a folder of clips, which is returned, or a list, whose folder is returned.
+    This is ``path`` itself if it is a folder, else the folder that holds the list or tar file.
     """
     return os.fspath(path) if os.path.isdir(path) else os.path.dirname(path)
 

@@ -1,8 +1,8 @@
 """The interface of video codecs, a built-in codec without weights, and the video VAEs of diffusers.
 
 Pixels are ``[b, 3, f, H, W]`` float32 in [-1, 1]; latents are ``[b, c, t, h, w]``. All codecs are
-causal: the first latent frame depends only on the first frame, and
-``t = (f - 1) / temporal + 1``.
+causal: the first latent frame depends only on the first frame, and each further one encodes
+`VideoCodec.temporal` frames, so ``t = (f - 1) / temporal + 1``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class VideoCodec(ABC):
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
         """Encode pixels ``[b, 3, f, H, W]`` in [-1, 1] as latents ``[b, c, t, h, w]`` float32.
 
-        Random latents, such as posterior samples of a VAE, depend only on the codec's seed, the
-        clip's ``number`` in the list of clips, and ``piece``. The piece is ``"clip"`` for a whole
-        clip, or the name of reference frames, for example ``"head1"``.
+        Random latents, such as posterior samples of a VAE, depend only on the pixels, the codec's
+        seed, the clip's ``number`` in the list of clips, and ``piece``, a name that tells apart
+        what is encoded from one clip: for example ``"clip"``, or ``"head1"`` for a reference.
         """
 
     @abstractmethod
@@ -166,7 +166,7 @@ def _cosines(n: int) -> Tensor:
 
 
 def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Tensor:
-    """Return an orthonormal basis of patches as rows ``[3pqq, 3pqq]``.
+    """Return an orthonormal cosine basis of flat patches, one basis vector a row, ``[3pqq, 3pqq]``.
 
     A patch has p = ``temporal`` frames of q x q pixels, q = ``spatial``. The result is float64.
     ``kept`` holds the indices of the rows to return; None returns all, which can take gigabytes.
@@ -191,8 +191,8 @@ def band_order(temporal: int, spatial: int) -> Tensor:
 def rotation(size: int) -> Tensor:
     """Return a fixed orthogonal matrix ``[size, size]`` float64, which mixes channels.
 
-    It is Q of the QR decomposition of a Gaussian matrix, with the signs that make Q unique. The
-    random bits come from PCG64, whose bits are the same in every release of numpy.
+    It is Q of the QR decomposition of a Gaussian matrix. The diagonal of R is made positive, so
+    that Q is unique. The random bits come from PCG64, which every release of numpy computes alike.
     """
     uniforms = np.random.PCG64(_ROTATION_SEED).random_raw(2 * size * size)
     u, v = ((uniforms >> np.uint64(11)).astype(np.float64) + 0.5).reshape(2, size, size) / 2.0**53
@@ -231,10 +231,10 @@ class DiffusersCodec(VideoCodec):
         self._mean, self._std = self._statistics()
 
     def _number(self, *names: str) -> int:
-        """Return the value of the first of ``names`` that is a setting of the VAE.
+        """Return the value of the first of ``names`` under which the VAE has a number.
 
-        Settings are entries of config.json or, for an old config.json, attributes of the VAE. If
-        the VAE has none of these settings, ConfigError is raised.
+        A name is looked up in the VAE's configuration, then among its attributes, since old
+        configurations lack some names. ConfigError is raised if all ``names`` are missing.
         """
         for name in names:
             value = self.vae.config.get(name) or getattr(self.vae, name, None)

@@ -35,9 +35,9 @@ from megatron_ext.video.data.codec import (
 def build_codec(
     config: CodecConfig, device: torch.device | None = None, seed: int = 0
 ) -> VideoCodec:
-    """Build the codec of a configuration, a VAE on ``device``; None means the CPU.
+    """Build the codec that a configuration names: the patch codec, or a VAE.
 
-    ``seed`` is the seed of a VAE's posterior samples.
+    A VAE is put on ``device`` (None means the CPU); ``seed`` is the seed of its posterior samples.
     """
     if config.codec == PATCH:
         return PatchCodec(config)
@@ -111,13 +111,14 @@ OVERLAP = 9
 BlockDecoder = Callable[[Tensor], Tensor]
 """A function from the next latents ``[b, c, t, h, w]`` of b videos to pixels ``[b, 3, f, H, W]``.
 
-The first call returns f = ``(t - 1) * temporal + 1`` frames, later calls ``t * temporal``. Latents
-with another number of channels than the codec's raise DataError.
+The first call returns f = ``(t - 1) * temporal + 1`` frames, later calls ``t * temporal``, where
+``temporal`` is that of the codec. Latents with another number of channels than the codec's raise
+DataError.
 """
 
 
 def block_decoder(codec: VideoCodec) -> BlockDecoder:
-    """Return a new `BlockDecoder`, which decodes one video, part by part from its first frame on.
+    """Return a new `BlockDecoder` for one batch of videos, which it decodes from the beginning on.
 
     Decoding is exact for the patch codec and for Wan's VAE, and approximate for other VAEs.
     """

@@ -102,10 +102,10 @@ def place_references(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return latents of ``shape`` ``[c, t, h, w]`` with the references in place, zero elsewhere.
+    """Return latents of ``shape`` ``[c, t, h, w]``: those of the reference frames, 0 at the others.
 
-    ``pieces`` are (section of k frames, latents ``[c, k, h, w]`` of these frames). Latents that do
-    not fit their section raise DataError.
+    ``pieces`` has a pair for each section: (section of k reference frames, their latents
+    ``[c, k, h, w]``). Latents that do not fit their section raise DataError.
     """
     placed = torch.zeros(*shape, dtype=dtype, device=device)
     for section, latents in pieces:
@@ -134,10 +134,10 @@ def condition(references: Tensor, masks: Tensor) -> Tensor:
 def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tensor:
     """Return 1 for tokens that have a loss, else 0, ``[b, t * tokens_per_frame]`` float32.
 
-    ``masks`` ``[b, t]`` are True at reference frames. All other frames have a loss. The option
-    ``reference_loss`` decides which reference frames have one: "masked" none; "all" every one;
-    "trimmed" all reference frames of a clip in which at least one of them is neither the first nor
-    the last frame, and none in other clips.
+    ``masks`` ``[b, t]`` are True at reference frames. All other frames have a loss. If
+    ``reference_loss`` is "masked", reference frames have none; if "all", they all have one. If
+    "trimmed", they have none in a clip whose only references are its first or last frame, or both;
+    in other clips they all have one.
     """
     left_out = masks
     if reference_loss == "all":

@@ -55,7 +55,7 @@ class VideoClips(Dataset[VideoSample], ABC):
         plan: the bucket plan of this run, which gives the micro-batch size of each bucket. If it is
             None, the manifest gives these sizes.
         null_text: the encoded empty caption: token embeddings ``[l, d]`` and pooled ``[e]``.
-        of_buckets: the numbers of the clips in each bucket; buckets without clips are left out.
+        of_buckets: the indices of the clips in each bucket; buckets without clips are left out.
     """
 
     manifest: dict[str, Any]
@@ -73,7 +73,7 @@ class VideoClips(Dataset[VideoSample], ABC):
 
     @abstractmethod
     def _sample(self, number: int) -> VideoSample:
-        """Return the clip ``number``, which must be from 0 to the number of clips - 1."""
+        """Return the clip with the index ``number``, which must be in ``range(len(self))``."""
 
     @abstractmethod
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
@@ -154,7 +154,10 @@ class ShardedVideos(VideoClips):
 
     @cached_property
     def _files(self) -> dict[int, str]:
-        """Return the paths of the source files, by the number of the clip in its list."""
+        """Return the paths of the source files, by the clip's number in the preprocessed list.
+
+        The result is empty if the folder does not record them.
+        """
         register = read_register(self._folder)
         return {entry.number: entry.path for entry in register.entries} if register else {}
 
@@ -304,10 +307,11 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
 
 
 def open_online(options: VideoPreprocessOptions, *, flag: str, tell: bool) -> OnlineVideos:
-    """Open a list of clips to be encoded on access, with the same buckets as in preprocessing.
+    """Open the list of clips ``options.input``, to be encoded on access.
 
-    Read the header of every clip, and write nothing. ``flag`` is the name of the flag that gives
-    the list, for error messages. With ``tell`` print how many clips are left out, and why.
+    Clips get the same buckets as in preprocessing with the same options. The header of every clip
+    is read, and nothing is written. ``flag`` is the command-line flag that gives the list, for
+    error messages. With ``tell``, print how many clips are left out, and why.
     """
     codec = build_codec(options.codec, seed=options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)

@@ -50,10 +50,9 @@ class PlannedClip:
         clip: the clip's row in the list.
         shape: shape of the clip's file.
         bucket: bucket of the sample.
-        window: (index of the window in the clip, first frame of the window), for a sample that is
-            one of the clip's windows. Frames are counted at the frame rate of the sample, not of
-            the file. Without windows it is None, and ``--temporal-crop`` decides where in the clip
-            the sample begins.
+        window: (index of the window, its first frame) if the sample is one of several windows cut
+            from the clip. The frame is counted at the frame rate of the sample, not of the file.
+            If None, ``--temporal-crop`` decides where in the clip the sample begins.
     """
 
     number: int
@@ -63,9 +62,9 @@ class PlannedClip:
     window: tuple[int, int] | None = None
 
     def key(self, row: str) -> str:
-        """Return the key that identifies the sample in a dataset: ``row`` and the window's index.
+        """Return the key that identifies the sample in a dataset.
 
-        ``row`` is the key of the clip's row. Without a window the key is ``row`` alone.
+        It is ``row``, the key of the clip's row, or ``row.2`` for the window with index 2.
         """
         return row if self.window is None else f"{row}.{self.window[0]}"
 
@@ -151,9 +150,9 @@ class ClipEncoder:
         """Return the latents of a clip's references by name, such as ``head1``.
 
         A reference is the beginning or the end of the clip, encoded without the rest. It is left
-        out if it would be as long as the clip, which has ``num_latent_frames`` latent frames.
-        ``number`` and ``place``, a text that differs between the windows of one clip, seed random
-        latents.
+        out unless it is shorter than the clip, which has ``num_latent_frames`` latent frames.
+        Random latents depend on ``number``, the clip's number, and ``place``, which names the
+        window of the clip, such as " of window 2", or is "".
         """
         references = {}
         for length in self.config.reference_lengths:
@@ -204,10 +203,10 @@ class Dropped:
 
 
 def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence[int] = ()) -> None:
-    """Raise ConfigError if the codec cannot encode a bucket, or if references fit no bucket.
+    """Raise ConfigError if the codec cannot encode a bucket, or a reference is too long for all.
 
-    Only buckets with a probability above 0 count. ``reference_lengths`` are numbers of latent
-    frames. A reference of more than one latent frame must be shorter than the longest bucket.
+    ``reference_lengths`` are in latent frames. Each length above 1 must be less than that of the
+    longest bucket. Buckets with probability 0 are ignored.
     """
     longest = 1
     for resolution, lengths in plan.rules.items():
@@ -235,9 +234,10 @@ def plan_clips(
 ) -> tuple[list[PlannedClip], list[Dropped]]:
     """Assign each clip to a bucket; return the planned samples and the dropped clips.
 
-    ``workers`` processes read the headers of the files. ``tick`` is called with the number of clips
-    read so far. ``numbers`` are the numbers of the clips in their list; None numbers them from 0.
-    If no clip has a bucket, a DataError gives the reasons, unless ``may_be_empty`` is set.
+    A clip gives several samples if ``config`` asks for windows. ``workers`` processes read the
+    headers of the files. After each clip, ``tick`` is called with the number of clips read so far.
+    ``numbers`` are the numbers of the clips in their list; None numbers them from 0. If there is
+    no sample, a DataError gives the reasons, unless ``may_be_empty`` is set.
     """
     planned: list[PlannedClip] = []
     dropped: list[Dropped] = []
@@ -295,10 +295,10 @@ def _most_frames(config: EncodeConfig, scenes: Sequence[range] | None) -> int | 
 def _windows(
     planned: PlannedClip, config: EncodeConfig, scenes: Sequence[range] | None
 ) -> list[PlannedClip]:
-    """Return the samples of a clip: one for each window.
+    """Return the samples of a clip, a copy of ``planned`` for each window.
 
     ``scenes`` are the clip's scenes with ``--video-windows scenes``, else None. Without
-    ``--video-windows``, and for an image, the result is one sample without a window.
+    ``--video-windows``, and for an image, the result is ``planned`` alone, which has no window.
     """
     length = planned.bucket.num_frames
     if config.video_windows is None or length == 1:
@@ -425,5 +425,5 @@ def rate_report(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[st
 
 
 _SAME_SPEED = 0.01
-"""The relative difference up to which two frame rates of a clip, from its row in the list and from
-its file, are taken as equal. A row often says 30 for a file of 29.97."""
+"""The relative difference up to which the frame rate in a clip's row and that of its file are taken
+as equal. A row often says 30 for a file of 29.97."""

@@ -23,7 +23,7 @@ from megatron_ext.video.data.pictures import IMAGE_SUFFIXES, Colour, Picture
 from megatron_ext.video.data.timing import frame_rate, frames_at
 
 FOLDER_FPS = 24.0
-"""The frame rate of a folder of images whose row in the list has none."""
+"""The frame rate of a clip that is a folder of images, if the list of clips gives none for it."""
 
 
 def probe(clip: Clip) -> ClipShape:
@@ -59,8 +59,8 @@ def scene_starts(clip: Clip, shape: ClipShape, threshold: float) -> list[float]:
     """Return the first frame of each scene of a clip, beginning with 0.
 
     Frames are counted at the frame rate of the clip's file, and may be fractions. A picture, or a
-    folder of pictures, is one scene. A scene begins where the picture changes by more than
-    ``threshold``, between 0 and 1. A file that cannot be read raises DataError; a missing package
+    folder of pictures, is one scene. A scene begins where FFmpeg's scene score, from 0 (no change)
+    to 1, exceeds ``threshold``. A file that cannot be read raises DataError; a missing package
     raises ConfigError.
     """
     path = clip.source
@@ -91,8 +91,9 @@ def decode(
     package raises ConfigError.
 
     Args:
-        first, interval: the ``count`` frames shown at the times ``first``, ``first + interval`` and
-            so on are returned. The unit of time is a frame of the clip.
+        first, interval: the frames to return are those at ``first``, ``first + interval`` and so
+            on, counted in frames of the clip; fractions are allowed.
+        count: number of frames to return.
         size: (H, W).
         shape: shape of the clip; None reads it from the file.
         blend: whether to mix the frames before and after each time, instead of taking the nearest.
@@ -171,9 +172,9 @@ class _Pixels:
 def _frames(
     path: ClipFile, shape: ClipShape, places: list[float], background: Colour
 ) -> Iterator[tuple[float, float, _Frame]]:
-    """Yield (time, duration, frame) of the frames needed to show a clip at the times ``places``.
+    """Yield (time, duration, frame) for each frame needed to show a clip at the times ``places``.
 
-    The unit of time is a frame of the clip. More frames than needed may be yielded.
+    All times and durations are in frames of the clip. More frames than needed may be yielded.
     """
     if isinstance(path, Path) and path.is_dir():
         for number, image in enumerate(_images_of(path)):

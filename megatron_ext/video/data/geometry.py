@@ -68,10 +68,10 @@ def _size(budget: int, ratio: float) -> tuple[int, int]:
 
 
 def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) among `sizes` that best fits the aspect ratio of a frame.
+    """Return the (height, width) among `sizes` whose aspect ratio is nearest to that of a frame.
 
-    ``height`` and ``width`` are the size of the frame. Aspect ratios are compared by logarithm:
-    the best fit has the smallest factor between its ratio and that of the frame.
+    The frame has the size ``height`` x ``width``. The nearest ratio is the one whose logarithm
+    differs least.
     """
     log_ratio = math.log(height / width)
     return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - log_ratio))
@@ -90,7 +90,7 @@ class Bucket:
     width: int
 
     def __str__(self) -> str:
-        """Return the bucket as text, such as ``256px 17x192x336``."""
+        """Return resolution, frames, height and width as text, such as ``256px 17x192x336``."""
         return f"{self.resolution} {self.num_frames}x{self.height}x{self.width}"
 
 
@@ -201,7 +201,7 @@ def _whole(value: Any) -> int:
 
 
 SMALLEST_SHARE = 0.8
-"""A clip enters a resolution if it has at least this share of the resolution's number of pixels.
+"""The least share of a resolution's number of pixels that a clip must have to be used at it.
 
 A clip with fewer pixels than the resolution is enlarged."""
 
@@ -224,9 +224,9 @@ class ClipShape:
         num_frames: number of frames at the rate ``fps``. If the rate varies, a frame that is shown
             longer is counted several times.
         height, width: size of the upright picture, in square pixels.
-        fps: frame rate; if it varies, the rate at which most frames follow one another.
-        speed: frame rate in the clip's row (``fps``) / frame rate in its file; 1 if the row has
-            none.
+        fps: frame rate: that in the clip's row, else that of its file; if the latter varies, the
+            rate at which most frames follow one another.
+        speed: frame rate in the clip's row / frame rate of its file; 1 if either is missing.
     """
 
     num_frames: int
@@ -237,7 +237,9 @@ class ClipShape:
 
 
 _SAME_RATE = 1.01
-"""The factor by which a clip's rate may exceed ``fps_cap``; headers often say 24.02 for 24."""
+"""The factor by which a clip's rate may exceed ``fps_cap`` without loss of frames.
+
+Headers often say 24.02 for 24."""
 
 
 def subsampling(
@@ -246,9 +248,10 @@ def subsampling(
     """Return (interval of the kept frames, frame rate of the kept frames) for a clip.
 
     The interval is in frames of the clip, whose frame rate is ``fps``. Without ``video_fps`` the
-    rule is Open-Sora's: keep every n-th frame, where n is ``ceil(fps / fps_cap)``; the rate of the
-    kept frames is ``floor(fps / n)``. With ``video_fps`` it is ``video_fps``, and the interval may
-    be a fraction. For an image, which has 0 frames per second, the result is ``(1, 0)``.
+    rule is Open-Sora's: keep every n-th frame, where n is ``ceil(fps / fps_cap)``, with 1% of
+    tolerance; the rate of the kept frames is ``floor(fps / n)``. With ``video_fps`` this is their
+    rate, and the interval is ``fps / video_fps``, which may be a fraction. For an image, which has
+    0 frames per second, the result is ``(1, 0)``.
     """
     if video_fps is not None and fps:
         return fps / video_fps, int(video_fps) if video_fps == int(video_fps) else video_fps
@@ -279,8 +282,8 @@ def assign(
     longest bucket for which it has enough frames at the rate that `subsampling` gives; an image
     fits the bucket of one frame. The clip enters this bucket with the bucket's probability;
     otherwise try the next resolution. The random choices depend on ``seed`` and ``number``, the
-    clip's number in its list. A clip with more than ``most_frames`` frames is treated as if it had
-    ``most_frames``; None means no limit.
+    clip's number in its list. A clip with more than ``most_frames`` frames at that rate is treated
+    as if it had ``most_frames``; None means no limit.
     """
     draws = np.random.Generator(np.random.PCG64((seed, 0, number)))
     frames = available_frames(clip, fps_cap, video_fps)

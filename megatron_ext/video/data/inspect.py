@@ -74,10 +74,10 @@ def _buckets(
     global_batch_size: int | None,
     warnings: list[str],
 ) -> Iterator[str]:
-    """Yield a line for each bucket of a dataset.
+    """Yield a headline, and a line for each bucket: its clips, latent shape and micro-batches.
 
-    If ``global_batch_size`` is given, add to ``warnings`` a sentence for each bucket that has too
-    few clips for a training step.
+    ``micro_batch_size`` is for buckets for which the dataset gives none. If ``global_batch_size``
+    is given, add to ``warnings`` a sentence for each bucket with too few clips for a training step.
     """
     yield "buckets"
     for bucket, members in sorted(videos.members(micro_batch_size).items()):

@@ -39,7 +39,7 @@ def rows_of(source: Path) -> Iterator[tuple[str, Any]]:
 
     Raises:
         UnreadableFile: the list cannot be read.
-        DataError: a row cannot be read, or a table lacks the columns of clips.
+        DataError: a row cannot be read, or `check_columns` finds a fault in a table.
         ConfigError: the list is a parquet file, and pyarrow is missing.
     """
     suffix = source.suffix.lower()

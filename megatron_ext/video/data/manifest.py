@@ -166,10 +166,11 @@ _ENTRIES = {
     "fps": ("a number above 0", lambda x: _NUMBER[1](x) and x > 0),
     "fingerprint": _TEXT,
 }
-"""The required entries of a manifest, by name, with what their values must be.
+"""The entries that a manifest must have, each with the form of its value.
 
-A pair (description, check) stands for a single value, which ``check`` must accept. A dict stands
-for a mapping with these entries, and a list of one item for a list whose items are all like it."""
+The form of a single value is a pair (description, check), where ``check`` must accept the value. A
+dict is the form of a mapping that has these entries; a list ``[form]`` is the form of a list, all
+items of which have this form."""
 _SIZES = {
     ("text_encoder", HASHED): {"width": _SIZE, "pooled_width": _SIZE},
     ("codec", PATCH): {
@@ -177,9 +178,10 @@ _SIZES = {
         **dict.fromkeys(("codec_shift", "codec_scale"), _NUMBER),
     },
 }
-"""Further required entries, by the entry that they extend and the name that it must have.
+"""Further entries that a manifest's ``text_encoder`` or ``codec`` must have for a built-in one.
 
-The patch codec and the hashed text encoder have no model folder, so the manifest gives their sizes.
+The hashed text encoder and the patch codec have no model folder, so the manifest gives their sizes.
+A key is (entry, name); its value has the form of `_ENTRIES`.
 """
 
 
@@ -211,8 +213,8 @@ def _faults(value: Any, expected: Any, name: str) -> Iterator[tuple[str, str | N
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read ``manifest.json``, which describes the shards of a folder.
 
-    DataError is raised if the file is missing or has another format, and if an entry is missing or
-    wrong.
+    DataError is raised if the file is missing or damaged, if its format is that of another version,
+    and if an entry is missing or wrong.
     """
     path = folder / shards.MANIFEST
     manifest = shards.read_json(path)
