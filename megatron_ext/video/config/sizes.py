@@ -74,7 +74,7 @@ class StreamedSizes(Sizes):
 def model_of(fields: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     """Return the model flags ``model``, changed to ``fields``, the values for a network's sizes.
 
-    ``fields`` is a result of `Sizes.fields_of`. The sequence length stays unset until the data is
+    ``fields`` comes from ``transformer_fields``. The sequence length stays unset until the data is
     opened; the longest clip then sets it.
     """
     own: dict[str, Any] = {**fields, "norm_epsilon": fields["layernorm_epsilon"]}
