@@ -1,4 +1,4 @@
-"""The forward step of GPT pretraining and fine-tuning, its loss, and a step's operation count."""
+"""The forward step of GPT pretraining and fine-tuning, its loss, and the FLOPs of a step."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 def mtp_targets(
     batch: Batch, counts: StepCounts | None, factor: float, *, per_token: bool
 ) -> MTPTargets | None:
-    """Return the targets of the multi-token-prediction depths.
+    """Return the labels and loss weights of a micro-batch's multi-token-prediction (MTP) depths.
 
     Return None in evaluation and for a batch without targets.
 
     Args:
-        counts: the tokens and micro-batches of the step; None in evaluation.
-        factor: weight of the losses of all depths together.
+        counts: numbers of targets and micro-batches of the step; None in evaluation.
+        factor: weight of the depths' mean loss in the training loss.
         per_token: whether losses are divided by the tokens of the step; otherwise, by the tokens of
             each micro-batch and by the number of micro-batches.
     """
@@ -154,7 +154,7 @@ def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
     """Return the numbers of samples, tokens and FLOPs of a step.
 
     The number of samples is the global batch size. Tokens and FLOPs are those of
-    ``num_microbatches`` whole micro-batches on each replica.
+    ``num_microbatches`` full micro-batches on each replica, padding included.
     """
     rows = num_microbatches * run.batch_size.samples_per_microbatch
     length = run.seq_length

@@ -49,7 +49,7 @@ DIRECT = "megatron_ext.text.data.splits"
 INDEXED = "megatron_ext.text.data.checked"
 """The module for megatron-core's order of samples; runs with ``--mock-data`` do not import it."""
 FOLDERS = "megatron_ext.text.convert.training"
-"""The module for Hugging Face folders; only runs with flags such as ``--load-hf`` import it."""
+"""The module for ``--load-hf`` and ``--save-hf``; only runs with such flags import it."""
 SCORES = "megatron_ext.text.evaluation.scores"
 """The module that scores a model on ``--eval-tasks``; only runs with this flag import it."""
 
@@ -60,9 +60,9 @@ def loads_folder(config: RunConfig) -> bool:
 
 
 def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
-    """Return the configuration fields that follow from the folder of ``--load-hf``.
+    """Return the values of flags that the model in the folder of ``--load-hf`` determines.
 
-    The result maps the name of each section to its fields and their values; {} without the flag.
+    They are {section of the configuration: {field: value}}; {} without the flag.
     """
     if not loads_folder(config):
         return {}
@@ -212,7 +212,7 @@ def is_direct(config: RunConfig) -> bool:
 
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return warnings about document ends that pretraining misreads or does not train on."""
+    """Return warnings if pretraining takes data for padding, or misses the ends of documents."""
     module = DIRECT if is_direct(config) else INDEXED
     warnings: list[str] = later(f"{module}:separator_warnings")(config, tokenizer)
     return warnings
@@ -242,13 +242,14 @@ def build_datasets(
 def text_source(
     run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
-    """Return the source of one split's batches, grouped by step.
+    """Return the source of a split's batches, which gives the micro-batches of a step at a time.
 
     Args:
         dataset: the dataset of the split.
         assets: the tokenizer of the run.
         consumed_samples: number of samples to skip, which the run has read before.
-        full_epoch: whether to repeat the whole split in order without end, for full validation.
+        full_epoch: whether to read the whole split in order, again and again, as
+            ``--full-validation`` needs it.
     """
     if is_direct(run.config):
         dataset = later(f"{DIRECT}:continued_split")(run, dataset)
@@ -258,9 +259,10 @@ def text_source(
 
 
 def storage_notes(run: Run) -> Callback | None:
-    """Return the callback that reports requests to object storage.
+    """Return the callback that reports how many requests are made to object storage.
 
-    Return None unless ``--data-order`` is ``direct``; other orders do not read from object storage.
+    Return None if the run reads nothing from there, as without ``--data-order direct``, or if this
+    rank prints nothing.
     """
     if not is_direct(run.config):
         return None
@@ -310,9 +312,9 @@ def padding_note(given: ModelConfig, padded: ModelConfig, ranks: int) -> str | N
 
 
 def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
-    """Return lines on entries of the tokenizer's files that have no effect here.
+    """Return lines for the user on entries of the tokenizer's files that have no effect.
 
-    Return [] if ``assets`` is not a tokenizer; tasks derived from this one may have other assets.
+    Return [] if ``assets`` is not a tokenizer, as may be so in a task that a user makes from `GPT`.
     """
     return assets.notes() if isinstance(assets, Tokenizer) else []
 
@@ -320,8 +322,8 @@ def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
 def data_ledger(run: Run) -> Callback | None:
     """Return the callback that records which samples a run with ``--data-order direct`` reads.
 
-    The add-on ``ledger`` defines it; return None without it, without ``--save``, and on all ranks
-    but 0.
+    It is part of the add-on ``ledger``. Return None if the add-on is not installed, without
+    ``--save``, with other orders, and on all ranks but 0.
     """
     writes = run.context.rank == 0 and run.config.checkpoint.save is not None
     if not writes or not run.progress.data_order:

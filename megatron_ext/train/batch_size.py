@@ -31,7 +31,7 @@ def split_sizes(
 
 @dataclass(frozen=True)
 class StepStats:
-    """Samples, tokens (positions) and floating-point operations of a step on all ranks."""
+    """Samples, tokens (padding included) and floating-point operations of a step on all ranks."""
 
     samples: int
     tokens: int
@@ -57,8 +57,8 @@ class Progress:
             without a digest.
         average_updates: updates of the averaged weights since they were a copy of the weights.
             Skipped steps count, since the host may not yet know that a GPU has skipped a step.
-        average_start: the share that this copy still has in the averaged weights, 1 at first; None
-            if unknown.
+        average_start: the share of that copy in the averaged weights: 1 at first, and multiplied
+            by the decay with each update; None if unknown.
         recent_values: loss and gradient norm of the latest steps for ``--on-spike``; else empty.
     """
 
@@ -79,7 +79,7 @@ class Progress:
     data_order: dict[str, Any] | None = None
 
     def advance(self, stats: StepStats, steps_per_epoch: int | None) -> None:
-        """Count a training step, even a skipped one; without epochs ``steps_per_epoch`` is None."""
+        """Count a step, even a skipped one; ``steps_per_epoch`` is None for data without epochs."""
         self.iteration += 1
         self.consumed_train_samples += stats.samples
         self.floating_point_operations += stats.flops
@@ -87,14 +87,14 @@ class Progress:
             self.epoch = self.iteration / steps_per_epoch
 
     def count_average(self, decay: float) -> None:
-        """Count one update of the averaged weights, which keeps ``decay`` of the old average."""
+        """Count an update of the averaged weights, which multiplied the old ones by ``decay``."""
         self.average_updates += 1
         if self.average_start is not None:
             self.average_start *= decay
 
     @property
     def average_note(self) -> str | None:
-        """Return a clause that tells what share of the averaged weights is still their first copy.
+        """Return a clause on the share that the first weights still have in the averaged weights.
 
         Return None if the share is below 0.1% or unknown, or if no update has been counted.
         """
@@ -113,8 +113,8 @@ class Progress:
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
         """Build a Progress from a result of `to_dict`; ignore unknown keys of newer versions.
 
-        Older versions did not count the updates of the averaged weights; for their values, each
-        training step is taken as one update, and ``average_start`` is unknown.
+        Older versions did not count the updates of the averaged weights. In ``values`` of theirs,
+        each training step is taken as one update, and ``average_start`` is unknown.
         """
         names = {field.name for field in fields(cls)}
         counters = {name: value for name, value in values.items() if name in names}

@@ -1,8 +1,8 @@
 """The exit codes of a run, their meaning, and whether a restart makes sense after each.
 
 ``python -m megatron_ext.train.exit_codes CODE`` prints what a code means, and exits with 0 if a
-scheduler should restart the job, else with 1. If MEGATRON_EXT_EXIT_CODES names a folder, the codes
-that nodes have left there (`torchrun.run_torchrun`) replace CODE.
+scheduler should restart the job, else with 1. If MEGATRON_EXT_EXIT_CODES names a folder, the
+codes that nodes have left there (`torchrun.run_torchrun`) are considered too (`code_of_nodes`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ EXIT_CODE_NO_MEMORY = 120
 EXIT_CODE_RESIZED = 121
 """Exit code of a rank that saved and exited so that the run can go on with another world size."""
 EXIT_CODE_COMES_BACK = 122
-"""Exit code of a run that met the same fault at the same step after every restart."""
+"""Exit code of a run that met the same fault at the same step after several restarts in a row."""
 EXIT_CODE_LOST_CONTACT = 123
 """Exit code of a rank that lost its connection to another rank."""
 EXIT_CODE_NO_ANSWER = 124
-"""Exit code of a rank that waited too long for another rank; the command ``timeout`` has it too."""
+"""Exit code of a rank that waited too long for another one, and of the shell's ``timeout``."""
 EXIT_CODE_SIGNAL = 143
 """Exit code of a run that saved and stopped because of the exit signal (128 + SIGTERM).
 
@@ -60,7 +60,7 @@ def code_of(status: int) -> int:
 
 
 def cause_of(status: int) -> str:
-    """Return in one or two words why a rank ended, such as "SIGKILL" or "exception"."""
+    """Return in a few words why a rank ended, such as "SIGKILL"; ``status`` is as for `code_of`."""
     if status < 0:
         return signal.Signals(-status).name
     names = {
@@ -88,10 +88,10 @@ def is_worth_a_start(code: int) -> bool:
 def code_of_nodes(code: int, folder: Path | None) -> int:
     """Return the exit code that best explains the end of a multi-node job.
 
-    The candidates are the launcher's exit code, ``code``, and the codes that the nodes have left in
-    ``folder``; a node that was ended because of another one leaves none. A code after which a
-    restart is useless is preferred; a code that only follows from another rank's failure is the
-    last choice.
+    The candidates are ``code``, the launcher's, and those that nodes have left in ``folder``, if
+    given; a node that ended only because of another one leaves none. A code after which a restart
+    is useless is preferred; a code that only follows from another rank's failure is the last
+    choice.
     """
     paths = [] if folder is None else sorted(folder.glob("*"))
     left = [int(path.read_text(encoding="utf-8")) for path in paths]

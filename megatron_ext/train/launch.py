@@ -89,9 +89,9 @@ class Launch:
 
     Attributes:
         started: when the launcher started, in seconds since the epoch.
-        ends_itself: whether the launcher is a process of this package, and not of torchrun. It then
-            writes the run's report when all ranks have ended; otherwise the reporting rank writes
-            it.
+        ends_itself: whether this process is the launcher, and not a rank of another launcher. It
+            then writes the run's report when all ranks have ended; otherwise the reporting rank
+            writes it.
         data_lines: lines that say which data the run reads and which it does not use
             (`Task.data_lines`).
     """
@@ -104,9 +104,9 @@ class Launch:
 def launch_of(argv: Sequence[str]) -> Launch:
     """Return the `Launch` that this process belongs to.
 
-    Under torchrun, the launch started when torchrun's agent did, the parent of this process.
-    Otherwise it started with this process; but if ``argv`` are not this process's own arguments, as
-    where a script calls `main`, it starts now.
+    Under torchrun, the launch started when this process's parent did, torchrun's agent. Otherwise
+    it started with this process, or starts now if ``argv`` are not the arguments of this process
+    (a script calls `main`).
     """
     is_rank = "RANK" in os.environ
     if is_rank and is_under_torchrun():
@@ -235,8 +235,8 @@ def run_rank(main: Main) -> int:
 def _lacks_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out, on a GPU or in this process.
 
-    torch's allocator of main memory raises a plain RuntimeError, so only its text tells. Once
-    memory has run out, errors of other kinds may follow.
+    torch's allocator of main memory raises a plain RuntimeError, so only its text tells. Other
+    errors may follow, so the errors that preceded this one are examined too.
     """
     text = "can't allocate memory"
     before = error.__context__
@@ -264,8 +264,8 @@ def launch(
             long torchrun waits for ranks that save after the exit signal.
         supervision: decides whether ranks are restarted after faults; None uses
             `supervision_of_ranks`.
-        main_of: returns ``main`` for a number of ranks, if a run may restart with another number;
-            None always uses ``main``.
+        main_of: takes a number of ranks and returns their ``main``, for a run that may restart with
+            another number; None always uses ``main``.
         save: folder in which faults are logged.
         exit_signal: the signal at which the ranks save and exit; None for no such signal.
         tell: called with the exit code when the run has ended. In a rank that another launcher has
@@ -360,7 +360,7 @@ def _start_ranks(
 ) -> int:
     """Start ranks on this machine, and return the exit code of the launch.
 
-    `launch`, which explains the arguments, starts a single rank so only if it may be restarted.
+    `launch`, which explains the arguments, itself runs a single rank that is never restarted.
     """
     restarts = supervision.max_restarts
     if device.kind == "cuda":
@@ -444,10 +444,10 @@ def fork_ranks(
 def _forked(
     main: Main, world_size: int, forwarder: SignalForwarder, environment: Mapping[str, str]
 ) -> Iterator[None]:
-    """Fork ranks that run ``main`` with ``environment``, and register them with the forwarder.
+    """Fork ranks that run ``main``, and register them with the forwarder, which sends them signals.
 
-    The context must last until the ranks have ended, since it holds the file through which they
-    find each other.
+    ``environment`` has further variables for the ranks. The context must last until they have
+    ended, since it holds the file through which they find each other.
     """
     parent = os.getpid()
     sys.stdout.flush()
@@ -471,7 +471,7 @@ def _forked(
 def _child(
     main: Main, environment: Mapping[str, str], parent: int, forwarder: SignalForwarder
 ) -> None:
-    """Run a forked rank, and exit its process with the rank's exit code."""
+    """Run a forked rank, which ends if process ``parent`` does; exit with the rank's exit code."""
     code = 1
     try:
         end_with_parent(parent)

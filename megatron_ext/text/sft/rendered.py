@@ -1,9 +1,9 @@
-"""Finds the parts of a conversation that its chat template leaves out of the text.
+"""Finds the parts of a conversation that its chat template does not write into the text.
 
-We add marks to both ends of every value of a conversation, and apply the template once more. The
-marks in the text show which values the template writes. But some values steer a template without
-being written, and some templates refuse marked values. We therefore change each value whose marks
-are missing, and count it as left out only if the text stays the same.
+We put unique marks at both ends of every value of a conversation, and apply the template to it once
+more. The marks in the text show which values the template writes. But some values steer a template
+without being written, and some templates refuse marked values. We therefore change each value whose
+marks are missing, and count it as left out only if the text stays the same.
 """
 
 import json
@@ -21,9 +21,9 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold an assistant's reasoning; each data set uses one of them."""
 
 _SHORTEST_CODE = 7
-"""The least length of a text of ASCII letters and digits that is taken for an identifier.
+"""The least length at which a text of ASCII letters and digits is treated as an identifier.
 
-A template may check an identifier's length, so a mark of the same length replaces it (`_other`).
+Templates may check how long an identifier is, so `_other` replaces it by a mark of equal length.
 """
 
 Path = tuple[str | int, ...]
@@ -31,13 +31,13 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value of a conversation that contains no other value, and its path of keys and indices."""
+    """An innermost value of a conversation, such as a text, with its path of keys and indices."""
 
     path: Path
     value: Any
 
     def name(self, conversation: Conversation) -> str:
-        """Return the name of the value in the row, such as `messages[1].tool_calls[0].id`."""
+        """Return the value's name for messages, such as `messages[1].tool_calls[0].id`."""
         if self.path[0] == "tools":
             return conversation.tools_name + steps(self.path[1:])
         return conversation.name(int(self.path[1]), *self.path[2:])
@@ -55,11 +55,11 @@ class Unrendered:
 
 
 def find_left_out(samples: Sequence[Template]) -> Unrendered:
-    """Return the values of a conversation that the template never writes, or never writes fully.
+    """Return the values of a conversation that its template never writes, or never writes fully.
 
-    ``samples`` are templates bound to beginnings of the conversation, so only some of them contain
-    the later messages. A value is absent if every sample that contains it leaves it out, and partly
-    written if every such sample leaves it out or writes only a part of it.
+    ``samples`` bind the template to the first messages of the conversation, each to another number
+    of them. A value is judged by the samples that contain it: it is absent if all of them leave it
+    out, and partly written if each of them leaves it out or writes only a part.
     """
     parts = [find_unrendered(sample) for sample in samples]
     lengths = [len(sample.conversation.messages) for sample in samples]
@@ -117,7 +117,7 @@ def _is_code(value: str, mark: str) -> bool:
 
 
 def _other(value: Any, first: str, last: str) -> Any:
-    """Return another value, with the marks ``first`` and ``last`` in it as far as its type allows.
+    """Return a replacement for ``value`` that shows the marks ``first`` and ``last`` if it can.
 
     A text gets a mark at each end; a text that looks like an identifier becomes ``first``, padded
     to the same length. A number is increased by a number made of ``first``, and a bool is negated.
@@ -136,10 +136,9 @@ def _other(value: Any, first: str, last: str) -> Any:
 
 
 def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
-    """Return the marks that a rendered text contains if the template writes ``value`` completely.
+    """Return the strings by which a rendered text shows that all of ``value`` was written.
 
-    The text is rendered from a conversation in which `_other` has replaced ``value``, with the
-    marks ``first`` and ``last``.
+    They appear after `_other` has replaced ``value``, with the marks ``first`` and ``last``.
     """
     if isinstance(value, str):
         return (first,) if _is_code(value, first) else (first, last)
@@ -151,7 +150,7 @@ def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
 
 
 def _leaves(conversation: Conversation, whole: str) -> Iterator[Leaf]:
-    """Yield each value that a template may write, except roles, empty texts and constants.
+    """Yield each innermost value, except roles, blank texts and constants (`_is_constant`).
 
     A tool that occurs as JSON in the text ``whole`` is skipped, since all its values are written.
     """
@@ -232,9 +231,9 @@ def _text_with(
 def _confirmed(
     template: Template, leaves: Sequence[Leaf], marks: dict[Path, tuple[str, str]], whole: str
 ) -> list[Leaf]:
-    """Return the leaves whose values do not influence the text that the template writes.
+    """Return those of ``leaves`` whose values do not influence the text that the template writes.
 
-    All values are changed at once by `_other`, with the marks in ``marks``. If the text is then
+    `_other` changes all values at once; ``marks`` has the two marks of each path. If the text is
     still ``whole``, return all leaves; otherwise search each half of the leaves in the same way.
     """
     if not leaves:
@@ -262,11 +261,11 @@ def _lines_are_in(value: Any, whole: str) -> bool:
 def report_unrendered(
     conversation: Conversation, unrendered: Unrendered, sft: SftConfig, intake: Intake
 ) -> None:
-    """Refuse a row if the template leaves out an important value; count all else that is left out.
+    """Refuse a conversation if its template leaves out an important value; count others left out.
 
     Raise a DataError if a message, a tool, a tool call or the reasoning of a trained turn is left
-    out; with ``--sft-on-unrendered note``, count it in ``intake`` instead. Other values are always
-    counted there.
+    out; with ``--sft-on-unrendered note``, count it in ``intake`` instead. Less important values
+    are only counted.
     """
     tools = {
         index
@@ -312,7 +311,7 @@ def _tool_is_written(conversation: Conversation, index: int, unrendered: Unrende
 def _meaning(
     conversation: Conversation, leaf: Leaf, tools: set[int], *, realigned: bool
 ) -> str | None:
-    """Return a name for what is lost with the value of ``leaf``; None if the loss is harmless.
+    """Return words for what is lost if ``leaf`` is not written; None if that is unimportant.
 
     ``tools`` are the indices of the tools that are not written. ``realigned`` is True for
     ``--sft-on-mismatch realign``, which trains a turn as it is written, even without its reasoning.

@@ -35,7 +35,7 @@ def about_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def has_intake(prefix: str | os.PathLike[str]) -> bool:
-    """Tell whether a store exists and holds the counts of what was read.
+    """Tell whether a store exists and holds counts of the rows and values read (`Intake`).
 
     Stores of earlier versions have no counts, and may lack parts of their conversations.
     """
@@ -46,9 +46,9 @@ def has_intake(prefix: str | os.PathLike[str]) -> bool:
 
 
 def prefix_of(name: str) -> str:
-    """Return the prefix of a store of tokenized conversations.
+    """Return the prefix PREFIX of a store.
 
-    ``name`` is this prefix, or the prefix of the store's dataset of token ids.
+    ``name`` is PREFIX itself or ``PREFIX_sft_document``, the prefix of the store's token ids.
     """
     return name.removesuffix(_SUFFIX)
 
@@ -72,7 +72,7 @@ def write_about(
     Args:
         identity: JSON values of everything that determines the tokens.
         files: (input file, number of its conversations), in order.
-        intake: the counts of what was read from the files.
+        intake: the counts of what was read from the files; None if unknown.
     """
     path = about_path(prefix)
     temporary = Path(f"{path}.writing.{os.getpid()}")
@@ -128,8 +128,8 @@ def merge_stores(prefixes: Sequence[str], output: str) -> int:
 
 
 Arrays = tuple[NDArray[np.int64], NDArray[Any], NDArray[np.uint8]]
-"""The arrays of a store of n conversations with t tokens in all, in this order: the index of each
-conversation's first token, then t, ``[n + 1]``; token ids ``[t]``; masks ``[t]``."""
+"""The arrays of a store of n conversations with t tokens in all: offsets ``[n + 1]``, token ids
+``[t]``, masks ``[t]``. Conversation i is the slice from ``offsets[i]`` to ``offsets[i + 1]``."""
 
 
 class SftStore:
@@ -172,9 +172,9 @@ class SftStore:
         return np.memmap(bin_path(prefix), dtype=dtype, mode="r")
 
     def conversation(self, number: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-        """Return token ids ``[s]`` and mask ``[s]`` of a conversation.
+        """Return token ids ``[s]`` and mask ``[s]`` of a conversation; ``number`` counts from 0.
 
-        Raise a DataError for ids outside of the vocabulary.
+        After `check`, raise a DataError for ids outside of the vocabulary.
         """
         if self._arrays is None:
             begins = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
@@ -206,8 +206,9 @@ class SftStore:
         """Raise a DataError unless the store was made with a run's tokenizer and template.
 
         ``identity`` describes these (`Chat.identity`). The keywords of ``--sft-template-kwargs``,
-        if any are given, must be the same too, and all ids must be below ``vocab_size``. The date
-        that the template writes may differ, unless ``date_is_given``.
+        if any are given, must be the same too. The date that the template writes may differ, unless
+        ``date_is_given``. Ids must be below ``vocab_size``: about the first 16 million are checked
+        here, the others when `conversation` reads them.
         """
         for name, flag in (("tokenizer", "--tokenizer-model"), ("template", "--sft-chat-template")):
             if self.about.get(name) != identity[name]:

@@ -39,9 +39,10 @@ def conversation_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Tokenize and check the conversations; return the completed configuration and tokenizer.
+    """Tokenize and check the conversations; return the configuration and the tokenizer.
 
-    ``--train-epochs`` is converted to steps. Each validation reads its whole split;
+    In the configuration, the padded vocabulary size and the date that the template writes are
+    filled in, and ``--train-epochs`` is converted to steps. Each validation reads its whole split;
     ``--eval-iters 0`` switches validation off.
     """
     config, tokenizer = with_tokenizer(config)

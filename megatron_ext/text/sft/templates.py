@@ -1,10 +1,10 @@
 """Applies chat templates, which are untrusted programs, within bounds.
 
 transformers renders templates in jinja2's sandbox, which denies them Python's objects, but does not
-bound their work. `apply_template` gives the same result and bounds it: it counts each iteration of
-a loop and each call of a macro, checks the size of each number and text that an operator makes, and
-limits the memory that the process may map during a rendering. It cannot bound the time of a single
-call of a filter or of a string method, on values that fit into that memory.
+bound their work. `apply_template` gives the same result within bounds: it counts loop iterations
+and macro calls, checks the CPU time and the size of each number and text that an operator makes,
+and limits the memory that the process may map during a rendering. It cannot interrupt a single call
+of a filter or of a string method on values that fit into that memory.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class _Budget:
     def timed(self, value: Any = None) -> Any:
         """Return ``value`` if time is left, else raise an _Excess.
 
-        In a template, the input of each filter and the function of each call pass through this
-        method, so that the time is checked there.
+        `_Counting` passes the input of each filter and the function of each call of a template
+        through this method.
         """
         if time.thread_time() > self._end:
             raise _Excess(f"{MAX_SECONDS:.0f} seconds of computing")
@@ -150,7 +150,7 @@ def _check_constants(tree: nodes.Template) -> None:
 
 _rendering = threading.Lock()
 _bounded = set[str]()
-"""The sources of templates that have passed `_check_constants`."""
+"""The sources of the templates that `_bound` has bounded, at most `MAX_CACHED`."""
 
 
 @contextmanager
@@ -199,9 +199,9 @@ def apply_template(tokenizer: Any, messages: Any, **kwargs: Any) -> Any:
 
 
 def _bound(source: str) -> None:
-    """Replace the compiled template of ``source`` in transformers' cache by one with `_Budget`.
+    """Add the bounds to the compiled template of ``source`` in transformers' cache.
 
-    The cache is small and may have dropped that one, so call this before each rendering.
+    Call this before each rendering, since the cache is small and may have dropped the template.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -85,7 +85,7 @@ _FILES_OF_TYPE = {
     for kind, library in _LIBRARY_OF_TYPE.items()
     if library == "sentencepiece"
 }
-"""By type of tokenizer: the flags that name its files, each with a noun for the file in errors."""
+"""The flags that name the files of each type of tokenizer, and words for each file in errors."""
 
 
 def check_files(settings: TokenizerConfig) -> None:
@@ -125,8 +125,8 @@ def _files_of(settings: TokenizerConfig, kind: str) -> list[str]:
 def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that `--tokenizer-type` and the other tokenizer flags describe.
 
-    Raise a ConfigError for a flag that is missing or that the type does not use, a DataError for a
-    damaged file.
+    Raise a ConfigError if a flag is missing or does not suit the type, a DataError if a file is
+    missing or damaged.
     """
     kind = _known_type(settings)
     _check_metadata(settings.tokenizer_metadata, kind)

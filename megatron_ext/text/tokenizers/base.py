@@ -81,7 +81,7 @@ class Tokenizer(ABC):
         return []
 
     def start_ids(self) -> tuple[int, ...]:
-        """Return the ids that transformers puts before a text, but `tokenize` does not."""
+        """Return ids, such as bos, that transformers, but not `tokenize`, puts before a text."""
         return ()
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
@@ -92,17 +92,17 @@ class Tokenizer(ABC):
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
-        """Return what gigatoken, a fast library, needs to load this tokenizer; None if it cannot.
+        """Return the source from which the fast library gigatoken can load this tokenizer.
 
-        The result is ("sentencepiece", path of the model) or ("json", content of tokenizer.json).
+        It is ("sentencepiece", path of the model), ("json", content of tokenizer.json), or None if
+        gigatoken cannot replace this tokenizer.
         """
         return None
 
     def control_texts(self) -> tuple[str, ...]:
         """Return the texts of control tokens, such as `<|im_end|>`.
 
-        A text that contains one of them is never encoded by gigatoken (`FastEncoder`), only by
-        `tokenize`.
+        `FastEncoder` leaves texts that contain one of them to `tokenize`.
         """
         return ()
 
@@ -142,7 +142,7 @@ def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
 class ByteLevelTokenizer(Tokenizer):
     """A tokenizer whose ids are the bytes of a text in UTF-8.
 
-    The ``special_tokens`` get the ids from the argument ``vocab_size`` on.
+    The ``special_tokens`` get the ids n, n + 1 and so on, where n is the argument ``vocab_size``.
     """
 
     kind = "ByteLevelTokenizer"

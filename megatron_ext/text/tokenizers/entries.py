@@ -130,9 +130,9 @@ def text_of(token: Any) -> str:
 
 
 def flags_differ(token: Mapping[str, Any], added: Any) -> bool:
-    """Tell whether a token has other flags, such as `lstrip`, in a file than when it is loaded.
+    """Tell whether a loaded token has other flags, such as `lstrip`, than its file gives it.
 
-    ``token`` is the token's object in the file, ``added`` the loaded `tokenizers.AddedToken`.
+    ``token`` is its object in the file, ``added`` the loaded `tokenizers.AddedToken`.
     """
     return any(key in token and token[key] != getattr(added, key) for key in _FLAGS)
 
@@ -197,14 +197,14 @@ def _is_default(key: str, value: Any) -> bool:
 def _special_without_effect(
     entries: Mapping[str, Any], in_use: Mapping[str, Any], added: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the names of entries that describe a special token but have no effect.
+    """Yield the names of a file's special-token entries, and of flags in them, without effect.
 
     An entry has no effect if another file overrides it, or if the loaded tokenizer ignores it.
 
     Args:
         entries: the entries of the file that is checked.
         in_use: the entries that take effect when both files are combined.
-        added: the special tokens of the loaded tokenizer, by text.
+        added: the added tokens of the loaded tokenizer, by text.
     """
     for key in (*NAMED, *LISTED):
         value = entries.get(key)
@@ -238,10 +238,10 @@ def _tokens_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _templates_without_effect(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the JSON paths of chat templates, and of their keys, that are never used.
+    """Yield the names of entries on chat templates in tokenizer_config.json that are never used.
 
-    ``config`` is the content of tokenizer_config.json, where the templates are. If ``folder`` has a
-    chat_template.jinja, that file is used instead of them.
+    ``config`` is the content of that file. If ``folder`` has a chat_template.jinja, the
+    templates of ``config`` are never used.
     """
     given = config.get("chat_template")
     if given is None:
@@ -258,9 +258,10 @@ def _templates_without_effect(folder: Path, config: Mapping[str, Any]) -> Iterat
 
 
 def _tokenizes_alike(raw: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Tell whether a loaded tokenizer agrees with its tokenizer.json in all parts except the model.
+    """Tell whether a loaded tokenizer's normalizer, decoder and so on are those of its file.
 
-    ``raw`` is the content of the file, ``state`` the content that the tokenizer would save.
+    Model, truncation and padding are not compared. ``raw`` is the content of the file, ``state``
+    the content that the tokenizer would save.
     """
     parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens")
     return all(_agree(raw.get(part), state.get(part)) for part in parts)
@@ -318,9 +319,9 @@ def _lost(raw: Any, state: Any, kind: Any) -> Iterator[str]:
     """Yield the paths of a tokenizer.json's entries that `tokenizers` ignores, such as ``model.x``.
 
     ``raw`` is the content of the file, ``state`` the content that `tokenizers` would save, ``kind``
-    the class `tokenizers.Tokenizer`. An entry that ``state`` lacks may still have been read, if
-    `tokenizers` now saves it under a new name. It counts as ignored only if the file without it
-    gives the same tokenizer.
+    the class `tokenizers.Tokenizer`. An entry that ``state`` lacks may have been read, but
+    saved under a new name. It is therefore yielded only if `tokenizers` loads the same tokenizer
+    from the file without it.
     """
     whole: Any = None
     for path, is_there in _not_kept(raw, state):

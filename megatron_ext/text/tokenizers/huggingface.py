@@ -27,10 +27,9 @@ from megatron_ext.text.tokenizers.entries import (
 
 _GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", None)
 _FILES = tuple("*.json *.jinja *.txt *.py *.model *.tiktoken *.bpe *.spm vocab* tokenizer*".split())
-"""Patterns of the files of a tokenizer, by which they are downloaded from the hub without the
-weights.
+"""Patterns of the files that are downloaded for a tokenizer from the hub, so without the weights.
 
-`*.jinja` are chat templates; folders such as `additional_chat_templates/` are included."""
+`*.jinja` are chat templates, also in folders such as `additional_chat_templates/`."""
 
 
 @contextmanager
@@ -88,7 +87,8 @@ class HuggingFaceTokenizer(Tokenizer):
         special_tokens: further special tokens; those not in the vocabulary get the next ids.
         include_special_tokens: whether to add the tokens, such as bos, that the tokenizer itself
             puts around a text.
-        unused: a function that returns sentences on ignored entries of the tokenizer's files.
+        unused: returns the sentences of `notes`, on ignored entries of the tokenizer's files; None
+            if there are none.
     """
 
     def __init__(

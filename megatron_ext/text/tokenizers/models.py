@@ -27,7 +27,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A tokenizer from a SentencePiece `.model`; the end of a document (eod) has the id of eos.
 
     With `--tokenizer-sentencepiece-legacy`, each of ``special_tokens`` in a text becomes a single
-    id: the id of the piece with the same text, or a new id after the vocabulary.
+    id: that of the model's piece with the same text, or else a new id after the vocabulary.
     """
 
     def __init__(self, kind: str, path: str, special_tokens: Sequence[str] = ()) -> None:

@@ -16,17 +16,18 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 
 Losses = Sequence[Mapping[str, float]]
-"""Losses of each validation set by name; empty mappings except on the last pipeline stage."""
+"""For each validation set, its losses by name; {} on ranks without the last pipeline stage."""
 
 
 @dataclass
 class Decision:
-    """The actions to follow a step, which callbacks set in `Callback.decide`.
+    """The actions that follow a step; callbacks request them in `Callback.decide`.
 
     Attributes:
         save: whether to save a checkpoint of this iteration. The last iteration is always saved.
         stop: why the run ends; None if it continues.
-        superseded: iterations whose checkpoints may be deleted.
+        exit_code: exit code of the process if ``stop`` is set.
+        superseded: iterations whose checkpoints may be deleted once this iteration is saved.
     """
 
     save: bool = False
@@ -68,7 +69,7 @@ class Callback:
         """Run after all `after_step` calls; may request a save or a stop in ``decision``."""
 
     def after_save(self) -> None:
-        """Run at the end of a step, after its checkpoint has been saved, if any."""
+        """Run at the end of each step; if the step saves a checkpoint, after that."""
 
     def on_train_end(self) -> None:
         """Run once after the last step, even if the run ends early."""
@@ -88,8 +89,8 @@ def overridden(callbacks: Sequence[Callback], name: str) -> list[Callable[..., N
 class WeightAverage(Callback):
     """Updates the averaged weights after a training step.
 
-    Before iteration ``--ema-start`` they become a copy of the weights after every step; from then
-    on they are updated every ``--ema-update-every`` steps.
+    Before iteration ``--ema-start`` every step sets them to the new weights; from then on they are
+    averaged with the weights every ``--ema-update-every`` steps.
     """
 
     def after_update(self, result: StepResult) -> None:
@@ -112,7 +113,7 @@ class WeightAverage(Callback):
 
 
 class GarbageCollection(Callback):
-    """Collects garbage only at an interval and around evaluations, for ``--manual-gc``."""
+    """Collects garbage at the start, and later only when the ``--manual-gc`` flags ask for it."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -171,7 +172,7 @@ class StepProfiler(Callback):
 
 
 EXIT_INTERVAL = "exit interval"
-"""The `Decision.stop` of a run that ends by ``--exit-interval``; other reasons override it."""
+"""The value of `Decision.stop` for ``--exit-interval``; any other reason to stop replaces it."""
 
 
 class StopConditions(Callback):

@@ -54,7 +54,7 @@ class EarlyStopping(Callback):
     def exhausted(self) -> str | None:
         """Return the reason to stop if the validation loss has not fallen for too long, else None.
 
-        The limit is ``--early-stop-patience`` evaluations without a lower loss.
+        The limit is ``--early-stop-patience`` evaluations since `_count` last found a lower loss.
         """
         patience = self.run.config.training.early_stop_patience
         progress = self.run.progress
@@ -77,10 +77,10 @@ class EarlyStopping(Callback):
             self.judge(losses, decision)
 
     def judge(self, losses: Losses, decision: Decision) -> bool:
-        """Count an evaluation, and return whether the loss is among the best.
+        """Count an evaluation, and return whether its loss is among the ``--keep-best`` lowest.
 
-        ``decision`` is updated: it requests a save if the loss is among the best, and a stop if the
-        patience is exhausted. All ranks call this together; the loss of the reporting rank decides.
+        Update ``decision``: request a save if the loss is among these, and a stop if the patience
+        is exhausted. All ranks call this together; the loss of the reporting rank decides.
         """
         config = self.run.config
         progress = self.run.progress
@@ -103,7 +103,8 @@ class EarlyStopping(Callback):
     def _count(self, loss: float) -> None:
         """Update the lowest loss, and the number of evaluations since it was reached.
 
-        A non-finite ``loss`` never counts as the lowest.
+        A loss counts as lower if it has fallen by more than ``--early-stop-min-delta``; NaN and
+        infinity never count.
         """
         progress = self.run.progress
         lowest = self.run.progress.lowest_loss
@@ -113,11 +114,11 @@ class EarlyStopping(Callback):
         progress.lowest_loss = loss if fell else lowest
 
     def _rank(self, loss: float, decision: Decision, *, regular: bool) -> bool:
-        """Return whether this loss is among the best; update the list of best checkpoints if so.
+        """Return whether ``loss`` is among the ``--keep-best`` lowest; update their list if so.
 
         ``decision.superseded`` gets the checkpoints that drop out of the list and may be deleted.
-        ``regular`` says whether this iteration is also saved for another reason; its checkpoint is
-        then not deleted when it drops out, except with ``--save-retain-interval``.
+        ``regular`` says whether this iteration is saved for another reason too; its checkpoint is
+        then kept even if it drops out later, except with ``--save-retain-interval``.
         """
         config = self.run.config.checkpoint
         progress = self.run.progress
@@ -143,7 +144,7 @@ class EarlyStopping(Callback):
 
 
 def mean_validation_loss(losses: Losses) -> float:
-    """Return the main (first) loss, averaged over the validation sets; NaN off the last stage."""
+    """Return the mean over the validation sets of the main (first) loss; NaN if a set has none."""
     first = [next(iter(each.values()), math.nan) for each in losses]
     return math.fsum(first) / len(first) if first else math.nan
 
@@ -170,8 +171,8 @@ class Evaluation(Callback):
 def evaluate_at_end(run: Run) -> None:
     """Evaluate the validation and the test split after the last iteration.
 
-    The checkpoint of this iteration has already been saved. If the validation loss has not been
-    compared with the best ones before, and is among them, the checkpoint is saved again, so that
+    The checkpoint of this iteration has already been saved. If only this evaluation shows that
+    the validation loss is among the ``--keep-best`` lowest, the checkpoint is saved again, so that
     the list of best checkpoints in it is complete.
     """
     losses = evaluate_split(run, "validation", final=True)
@@ -187,11 +188,11 @@ def evaluate_at_end(run: Run) -> None:
 
 
 def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str, float]]:
-    """Evaluate the validation or test split, and report the losses.
+    """Evaluate the split ``name``, "validation" or "test", and report the losses.
 
     ``final`` says whether this follows the last step. With ``--eval-ema`` the averaged weights are
-    evaluated and reported as well. Return, for each set of the split, the losses of the current
-    weights by name; the dicts are empty on ranks without the last pipeline stage.
+    evaluated and reported as well. Return a dict for each data set of the split: the losses of the
+    current weights by name, or {} on ranks without the last pipeline stage.
     """
     sources = run.valid_sources if name == "validation" else run.test_sources
     with run.context.recorder.phase("evaluate"), run.parameter_gather.paused():
@@ -209,7 +210,7 @@ def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str
 def _evaluate_sources(
     run: Run, name: str, sources: list[BatchSource], *, final: bool, mark: str = ""
 ) -> list[dict[str, float]]:
-    """Evaluate and report each set of the split ``name``; return each set's losses by name.
+    """Evaluate and report each data set of the split ``name``; return their losses by name.
 
     ``mark`` is appended to the split's name in the report; it is `AVERAGED` for averaged weights.
     """

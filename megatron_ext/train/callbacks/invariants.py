@@ -19,7 +19,7 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class InvariantError(MegatronExtError):
-    """Ranks hold different values that must be equal, or a gradient is left over."""
+    """Raised if ranks differ in values that must be equal, or if a step leaves a gradient over."""
 
 
 class Invariants(Callback):

@@ -1,4 +1,4 @@
-"""Reports at once which step was not finite, on which ranks, and in which parameter first."""
+"""Reports steps with NaN or infinite gradients: on which ranks, and in which parameter first."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def announce(run: Run, kind: str, sentence: str, **facts: Any) -> None:
 
 @dataclass(frozen=True)
 class NotFinite:
-    """The parts of a step that are not finite on one rank.
+    """The losses and gradients of a step that are NaN or infinite on one rank.
 
     Attributes:
         parameters: names of parameters whose gradient is not finite, in the order of the model.
@@ -88,11 +88,11 @@ def describe(
 ) -> dict[str, Any]:
     """Return facts about a step that was not finite, from what the ranks observed.
 
-    ``norm`` is its gradient norm. The keys are "sentence", "ranks" (where the fault probably
-    arose), "parameter" (the first bad one) and "cause": "loss", "gradient" or "norm" (only the sum
-    of squares overflowed). A non-finite value spreads to the gradients of other parameters, so the
-    ranks with the fewest bad parameters are assumed to be where it arose. The data-parallel replica
-    that produced it is unknown, since the gradients have already been summed over the replicas.
+    ``norm`` is the step's gradient norm. The keys are "sentence", "ranks" (where the fault probably
+    arose), "parameter" (the first bad one, or None) and "cause": "loss", "gradient", or "norm" if
+    only the sum of squares overflowed. A non-finite value spreads to the gradients of other
+    parameters, so the ranks with the fewest bad parameters are assumed to be where it arose. The
+    data-parallel replica that produced it is unknown, since the gradients have already been summed.
     """
     with_gradients = [each for each in observations if each.parameters]
     cause = "loss" if any(each.loss for each in observations) else "gradient"
@@ -125,8 +125,8 @@ class NonFinite(Callback):
     def tells(config: RunConfig) -> bool:
         """Return whether a run reports non-finite steps by this callback.
 
-        With ``--rerun-mode validate_results`` the rerun reports them. Under fp16 nothing is
-        reported, since the loss scale overflows now and then.
+        ``--rerun-mode validate_results`` repeats such steps and reports them itself. Under fp16
+        nothing is reported, since scaled losses overflow now and then.
         """
         return config.fault_tolerance.rerun_mode != VALIDATE and not config.precision.fp16
 
@@ -150,7 +150,7 @@ class NonFinite(Callback):
         self._tell_late()
 
     def _tell_late(self) -> None:
-        """Report on the previous step, whose update is finished by now."""
+        """Report the previous step if it was not finite, which the host knows only now."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
