@@ -88,9 +88,11 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
 def token_weights(mask: Tensor, normalization: str) -> Tensor:
     """Return the weight of each token in the loss, ``[b, n]`` float32.
 
-    ``mask`` ``[b, n]`` is 1 for tokens with a loss, else 0, and covers all tokens of each clip.
-    With "per_token" the weights are the mask. With "per_sample" the weights of each clip sum to 1,
-    or to 0 if no token of the clip has a loss.
+    Args:
+        mask: 1 for tokens with a loss, else 0, ``[b, n]``, for all n image tokens of each clip, not
+            only those of one context-parallel rank.
+        normalization: with "per_token" the weights are the mask; with "per_sample" the weights of
+            each clip sum to 1, or to 0 if no token of the clip has a loss.
     """
     return reduced_weights(mask, None, _REDUCTIONS[normalization])
 
@@ -127,9 +129,9 @@ class FlowTargets:
         weights: weights of the tokens in the loss from `token_weights`, ``[b, n]`` float32.
         times: t, ``[b]`` for each clip or ``[b, n]`` for each token.
         modes: condition mode of each clip, as an index into `config.run.MODES`, ``[b]``.
-        usual_weight: the sum of ``weights``, averaged over the context-parallel ranks; needed if
-            these ranks hold unequal numbers of image tokens. `share_of_step` divides by it. None
-            makes `share_of_step` take the sum of this rank's ``weights`` instead.
+        usual_weight: the mean, over the context-parallel ranks, of the sum of a rank's ``weights``;
+            needed if these ranks hold unequal numbers of image tokens. `share_of_step` may divide
+            the loss by it; None means by this rank's own sum.
     """
 
     velocity: Tensor
@@ -148,8 +150,8 @@ def flow_matching_loss(
 ) -> tuple[Tensor, Tensor, Report]:
     """Return (weighted sum of the tokens' losses, number of tokens with a loss, report).
 
-    The report maps the name of each logged loss to ``[sum, count]``: there is one loss of all
-    tokens, one for each of `QUARTERS`, and one for each of ``reported_modes``.
+    The report maps the name of each logged loss to ``[weighted sum, sum of weights]``. There is one
+    loss of all tokens, one for each of `QUARTERS`, and one for each of ``reported_modes``.
 
     Args:
         prediction: predicted velocity of the n image tokens, ``[b, n, d]``.
@@ -167,7 +169,7 @@ def flow_matching_loss(
         quarter = quarter.flatten()
 
     def among(sums: Tensor, groups: Tensor, number: int) -> Tensor:
-        """Return the sum ``[2]`` of the rows of ``sums`` whose ``groups`` entry is ``number``."""
+        """Return the sum, ``[2]``, of the rows i of ``sums`` with ``groups[i] == number``."""
         return torch.where((groups.to(sums.device) == number)[:, None], sums, 0.0).sum(dim=0)
 
     report = {"loss": pair(total, weights.sum())}
@@ -179,7 +181,7 @@ def flow_matching_loss(
 
 
 def x0_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor) -> Tensor:
-    """Return clean latents, ``x_t - sigma * v``, for the flow ``v = noise - x0`` of a Wan network.
+    """Return clean latents x0, ``x_t - sigma * flow``; a Wan network predicts the flow, noise - x0.
 
     The path is ``x_t = (1 - sigma) * x0 + sigma * noise``, ``[b, t, c, h, w]``, with one sigma for
     each sample ``[b]`` or each frame ``[b, t]``. The result has the dtype of ``x_t``. It is

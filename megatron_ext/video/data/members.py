@@ -73,7 +73,7 @@ class _MemberFile(io.RawIOBase):
 
 
 ClipFile = Path | Member
-"""The place of a clip: a file, a folder, or a file in a tar file."""
+"""The place of a clip: the path of a file or of a folder of frames, or a file in a tar file."""
 
 
 def readable(file: ClipFile) -> Path | io.RawIOBase:

@@ -27,8 +27,8 @@ def merge_videos(folders: Sequence[Path], output: Path) -> int:
     """Write the clips of several datasets, in order, into a new one; return the number of clips.
 
     The new dataset has no ``clips.jsonl``, since its clips come from several lists. Therefore no
-    clips can be added to the new dataset later. Sampling uses the frame rate of the first of
-    ``folders``.
+    clips can be added to the new dataset later. The frame rate in its manifest, the default
+    for sampling videos, is that of the first dataset.
 
     Raises:
         ConfigError: the datasets were encoded by different models, or differ in the micro-batch

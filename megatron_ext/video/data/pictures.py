@@ -30,8 +30,9 @@ _VIDEO_SUFFIXES = (".mjpeg", ".mjpg")
 
 Such a file begins with the bytes of a picture, so only its suffix tells that it is a video."""
 _ANIMATED = ("PNG", "WEBP", "AVIF")
-"""Formats in which several pictures are an animation. In a JPEG or a TIFF, further pictures are
-other sizes or other pages."""
+"""Formats whose files are animations if they hold several pictures.
+
+A JPEG or TIFF with several pictures is none: it holds several sizes of a picture, or pages."""
 _TURNED = (5, 6, 7, 8)
 """The EXIF orientations that swap height and width."""
 _ORIENTATION = 0x0112
@@ -115,9 +116,9 @@ def read_animation(path: ClipFile, last: int, background: Colour) -> list[Pictur
 
 
 def _numbers(image: Any) -> range:
-    """Return the numbers of the frames that belong to an animation.
+    """Return the indices in the file of the frames of an animation; of a still picture, only 0.
 
-    A PNG may begin with a default picture that is not part of its animation.
+    An animated PNG may begin with a picture that is not part of the animation; it is left out.
     """
     count = getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
     return range(1 if count > 1 and image.info.get("default_image") else 0, count)
@@ -153,10 +154,10 @@ def _as_rgb(image: Any, background: Colour) -> Picture:
 
 
 def _in_srgb(image: Any, mode: str) -> Any:
-    """Convert a picture to the sRGB colour space; ``mode`` is RGB or RGBA.
+    """Convert a Pillow image to sRGB by its colour profile, if it has one, and to ``mode``.
 
-    Phones and cameras write other colour spaces, with a colour profile. A profile that does not fit
-    the picture is ignored, as viewers do.
+    ``mode`` is "RGB" or "RGBA". Phones and cameras write other colour spaces than sRGB. A profile
+    that does not fit the picture is ignored, as viewers do.
     """
     profile = image.info.get("icc_profile")
     if image.mode not in ("CMYK", "L"):

@@ -218,8 +218,9 @@ class _Samples:
     damaged are also recorded here; they have no sample.
 
     Args:
-        about: the settings of preprocessing, as in the manifest.
-        fingerprint: hash of the register's options; shards made with other options are ignored.
+        folder: folder of the dataset.
+        about: settings of preprocessing, as the manifest stores them; needed to read shards.
+        fingerprint: hash of the preprocessing options; shards made with others are ignored.
 
     Attributes:
         markers: for each finished shard, by name, the content of its ``.json`` file.
@@ -240,7 +241,7 @@ class _Samples:
         """Add the samples of the shard or part ``name`` in ``folder``.
 
         Do nothing if the shard or part is unfinished, damaged or made with other options. With
-        ``check``, which is for parts, also do nothing if the part's bytes do not match its digest.
+        ``check``, also do nothing if its files do not match the digest that a part's ``.json`` has.
         """
         try:
             marker = shards.read_json(folder / f"{name}.json")
@@ -277,7 +278,10 @@ class _Samples:
         )
 
     def join(self, name: str, entries: Sequence[Entry], options: VideoPreprocessOptions) -> None:
-        """Write the shard ``name``: copy the samples of ``entries`` from parts and old shards."""
+        """Write the shard ``name`` with the samples of ``entries``, which are on disk already.
+
+        The samples are copied from parts, or from finished shards that this shard replaces.
+        """
         names = reference_names(options.encode.reference_lengths)
         keys = [entry.key for entry in entries if entry.key not in self._damaged]
         with shards.ShardWriter(self._folder, name, names, options.storage) as writer:
@@ -291,9 +295,9 @@ class _Samples:
         self.add_shard(self._folder, name)
 
     def remove_unknown(self, folder: Path) -> None:
-        """Remove the files of each part in the dataset ``folder`` from which no sample is taken.
+        """Remove the parts in the dataset ``folder`` from which this index takes no sample.
 
-        Such a part is unfinished, damaged, made with other options, or no longer needed.
+        Such a part is unfinished, damaged, made with other options, or copied to a shard already.
         """
         parts = folder / _PARTS
         finished = {shard.name for shard, _ in self._places.values()}
@@ -323,9 +327,11 @@ def _marker(
     """Return the content of the ``.json`` that marks a shard or a part as finished.
 
     Args:
+        name: name of the shard or the part.
         fingerprint: hash of the options with which the samples were made.
         keys: the keys of the samples, in order.
-        damaged: (number, path, error, key) of each clip that could not be decoded.
+        damaged: for each clip that could not be decoded: number of its row in the list, its path,
+            the error message, key of the missing sample.
     """
     return {
         "format": shards.FORMAT, "name": name, "fingerprint": fingerprint, "clips": len(keys),
@@ -404,11 +410,12 @@ def _remove_missing_rows(
     samples: _Samples,
     say: Say,
 ) -> None:
-    """Remove rows without a sample from the register if ``listed``, clips by key, lacks them.
+    """Remove rows that are no longer in the list from the register.
 
-    With ``--drop-missing`` remove rows that have a sample too. A finished shard that loses a row
-    gets a new name, under which it is written again without this row. Without ``--drop-missing``,
-    raise DataError if there are samples, but the list has none of the register's rows.
+    ``listed`` has the clips of the list by key. A missing row that has a sample stays, unless
+    ``--drop-missing`` is given. A finished shard that loses a row by this flag gets a new name,
+    under which it is written again without the row. DataError is raised if, without the flag, the
+    list has none of the register's rows although there are samples.
     """
     gone = [entry for entry in register.entries if entry.row not in listed]
     with_sample = [entry for entry in gone if entry.shard and entry.key in samples]
@@ -455,9 +462,10 @@ def _assign_shards(
     planned: Mapping[str, PlannedClip],
     on_disk: Iterable[str],
 ) -> None:
-    """Put the samples of the register that are planned, but have no shard yet, into new shards.
+    """Assign planned samples that have no shard yet to new shards, by name, in the register.
 
-    ``planned`` has the planned samples by key, ``on_disk`` the names of the finished shards.
+    ``planned`` has the samples still to encode, by key. ``on_disk`` holds the names of the finished
+    shards, which are not used again.
     """
     names = _new_names(register, on_disk)
     without = [x.key for x in register.entries if x.shard is None and x.key in planned]

@@ -1,7 +1,7 @@
-"""Supports a `--dry-run` for clips of one shape without data: ``--dry-run-shape 768x768x129``.
+"""Prepares a `--dry-run` without data, for clips that all have the shape of `--dry-run-shape`.
 
-Settings that otherwise come from the manifest of the data are derived from the flags of codec and
-text encoder.
+The shape is, for example, ``768x768x129``: height, width and frames. Settings that otherwise come
+from the manifest of the data are derived from the flags of codec and text encoder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from megatron_ext.video.networks.lookup import network_of, with_widths
 
 
 def prepare_shape(config: RunConfig) -> RunConfig:
-    """Return the configuration with the settings that the clips' shape and the encoders determine.
+    """Return the configuration, completed by settings that otherwise come from the data.
+
+    These are the sequence length, which follows from `--dry-run-shape`, and the widths of latents
+    and text, which follow from the encoders. The run gets one step, and no evaluation.
 
     ConfigError is raised if the codec or the network cannot take clips of this shape.
     """
@@ -44,9 +47,10 @@ def prepare_shape(config: RunConfig) -> RunConfig:
 
 
 def clip_of_shape(config: RunConfig) -> Clip:
-    """Return the clips' shape as a `Clip` of the cost model.
+    """Return the cost model's description (`Clip`) of clips of the shape `--dry-run-shape`.
 
-    ConfigError is raised if the codec or the network cannot take clips of this shape.
+    It has the numbers of text and image tokens, and the micro-batch size. ConfigError is raised if
+    the codec or the network cannot take clips of this shape.
     """
     video = config.section(VideoConfig)
     network = network_of(config)

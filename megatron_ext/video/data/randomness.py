@@ -70,7 +70,8 @@ def draw_normals(
 ) -> Tensor:
     """Return a standard normal number for each sample, ``[b]`` float32, drawn by `generator`.
 
-    With ``count``, return ``[b, count]``; the first column is the result without ``count``.
+    With ``count``, return that many for each sample, ``[b, count]``; the first of them is the
+    number that is returned without ``count``.
     """
     drawn = [generator(seed, sample, purpose).standard_normal(count or 1) for sample in samples]
     numbers = torch.from_numpy(np.stack(drawn)).float()

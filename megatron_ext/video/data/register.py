@@ -1,7 +1,8 @@
-"""Records the clips of a dataset in `clips.jsonl`: row in the list, number and shard of each.
+"""Records in `clips.jsonl`, for each sample of a dataset, its key, row number and shard.
 
-The file is written before clips are encoded. Therefore a later run whose list has more rows gives
-old rows the same numbers, on which random choices depend, and leaves their samples in their shards.
+The key is a hash of the sample's row in the list of clips. The file is written before clips are
+encoded. Therefore a later run whose list has more rows gives old rows the same numbers, on which
+random choices depend, and leaves their samples in their shards.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Entry:
     """One sample of a dataset, or a clip that was dropped before encoding.
 
     Attributes:
-        key: key of the clip's row in the list; if a clip is cut into several windows, each of
-            which is a sample, then followed by the number of the window.
+        key: key of the clip's row in the list, from `row_keys`. If the clip is cut into several
+            windows, each of which is a sample, "." and the index of the window follow.
         number: number of the row, on which random choices depend.
         path: path of the clip, for messages.
         shard: name of the sample's shard; None if the clip was dropped before encoding.
@@ -90,10 +91,10 @@ class Register:
 
 
 def row_keys(clips: Sequence[Clip], folder: str) -> list[str]:
-    """Return a unique key for each row of a list in ``folder``.
+    """Return a unique key for each row of a list of clips, whose list file is in ``folder``.
 
     A key is a hash of the row's values, the clip's path relative to ``folder``, and the size and
-    modification time of the clip's file. Repeated rows get different keys.
+    modification time of the clip's file. Repetitions of a row get a suffix such as "-2".
     """
     base = os.path.join(os.path.abspath(folder), "")
     counts: Counter[str] = Counter()

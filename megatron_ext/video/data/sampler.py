@@ -25,9 +25,9 @@ class Members:
 
     Attributes:
         clips: the clips that the first epoch takes.
-        shares: for each dataset of a blend, (numbers of its clips in this bucket, how many clips an
-            epoch takes from them). If an epoch takes more clips than there are, it repeats some.
-            Empty if each epoch takes all ``clips`` once.
+        shares: for each dataset of a blend: its clips in this bucket, and how many clips an epoch
+            takes from them; some are repeated if these are more than there are. Empty without a
+            blend: each epoch takes all ``clips`` once.
     """
 
     clips: Sequence[int]
@@ -38,19 +38,19 @@ class Members:
     def of_shares(
         cls, shares: Sequence[tuple[Sequence[int], int]], micro_batch_size: int
     ) -> Members:
-        """Return the members of a bucket for a blend of datasets.
+        """Return the clips of one bucket for a weighted blend of datasets.
 
-        ``shares`` has, for each dataset, (numbers of its clips in this bucket, how many clips an
-        epoch takes from them).
+        ``shares`` has, for each dataset: the indices of its clips in this bucket, and how many
+        clips an epoch takes from them.
         """
         clips = cls((), micro_batch_size, shares).of_epoch(0)
         return cls(clips.tolist(), micro_batch_size, shares)
 
     def of_epoch(self, epoch: int) -> NDArray[np.int64]:
-        """Return the numbers of the clips of an epoch; every epoch has equally many clips.
+        """Return the indices of the clips that an epoch takes, equally many in every epoch.
 
-        An epoch without `shares` takes all clips. Otherwise, in each dataset, it continues where
-        the previous epoch stopped; after the last clip follows the first.
+        If `shares` is empty, these are all clips. Otherwise an epoch goes on, in each dataset,
+        where the previous one stopped; after the last clip it begins again at the first.
         """
         if not self.shares:
             return np.asarray(self.clips, np.int64)
@@ -74,19 +74,17 @@ def must_mix(buckets: Mapping[Bucket, Members], num_microbatches: int) -> bool:
 
 @dataclass
 class BucketSteps:
-    """The micro-batches of each rank in each step.
+    """The order of clips: which micro-batches each data-parallel rank gets in each step.
 
-    Each epoch shuffles the clips of every bucket, cuts them into units, and shuffles the units. A
-    unit has the clips of a whole step. With ``mixed`` a unit has the clips of one micro-batch, and
-    ranks take units in turn, so that shapes differ within a step. The last clips of a bucket, which
-    do not fill a unit, are left out; they are different ones in each epoch. With a seed of None
-    nothing is shuffled.
-
-    With ``whole`` no clip is left out: the last unit of a bucket has fewer clips, and with
-    ``mixed`` the last step is completed by micro-batches without clips. `filled` returns the clips
-    that are computed in place of missing ones.
+    In each epoch the clips of every bucket are shuffled and cut into units, which are shuffled too.
+    A unit has the clips of a whole step on all ranks or, with ``mixed``, of one micro-batch.
 
     Attributes:
+        seed: seed of the shuffling; None for no shuffling.
+        mixed: whether a step may have clips of several buckets; ranks then take units in turn.
+        whole: whether all clips are taken. The last unit of a bucket may then have fewer clips, and
+            with ``mixed`` the last step gets micro-batches without clips; see `filled`. Otherwise
+            the last clips of a bucket, which fill no unit, are left out, in each epoch other ones.
         name: name of the data, for errors.
 
     Raises:
@@ -137,13 +135,13 @@ class BucketSteps:
 
     @property
     def never_taken(self) -> dict[Bucket, int]:
-        """Return the buckets with too few clips for a unit, and the clips that a unit needs."""
+        """Return, for each bucket with too few clips for one unit, how many a unit needs."""
         return {b: self._unit(m) for b, m in self.buckets.items() if not self._num_units(m)}
 
     def filled(self, bucket: Bucket, clips: Sequence[int]) -> list[int]:
-        """Return a micro-batch's clips, filled up to the micro-batch size of its bucket.
+        """Return the clips of a micro-batch, completed to the micro-batch size of ``bucket``.
 
-        Missing clips are replaced by copies of the first clip of the bucket.
+        The first clip of the bucket takes the place of each missing clip.
         """
         members = self.buckets[bucket]
         missing = members.micro_batch_size - len(clips)
@@ -215,9 +213,10 @@ class VideoPlan:
     """The micro-batches of each step of a run; steps are counted from the beginning of the run.
 
     Args:
+        steps: the order of the clips.
         geometries: the size of the token sequences, by bucket.
-        identity: hash of everything that determines the clips of a step, which excludes the
-            parallel layout. Checkpoints store it, so that a resumed run notices other data.
+        identity: hash of the data and settings, without the parallel layout, that determine the
+            clips of each step. Checkpoints store it, so that a resumed run notices a change.
     """
 
     def __init__(

@@ -174,7 +174,10 @@ class JoinedVideos(VideoClips):
                 self.of_buckets[bucket] = numbers
 
     def _numbers(self, place: int, bucket: Bucket) -> list[int]:
-        """Return the clips of a bucket in set ``place``, numbered through all sets of the blend."""
+        """Return the clips of a bucket in the set with index ``place``.
+
+        Clips are given by their numbers in the joined data, not by those in the set.
+        """
         begin = int(self._begins[place])
         return [begin + number for number in self._sets[place].of_buckets.get(bucket, ())]
 
@@ -207,7 +210,8 @@ class JoinedVideos(VideoClips):
         """Return, by bucket, the clips that an epoch takes from each set, and the micro-batch size.
 
         A bucket without a micro-batch size takes ``default_micro_batch_size``. DataError is raised
-        if the plan lacks a bucket that has clips; the error message calls the data ``name``.
+        if ``--video-buckets`` is given, but lacks a bucket that has clips; the error message calls
+        the data ``name``.
         """
         members = {}
         for bucket, alone in super().members(default_micro_batch_size, name).items():

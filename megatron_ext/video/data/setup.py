@@ -132,7 +132,7 @@ def _training_paths(config: RunConfig) -> list[str]:
 
 
 def manifest_of(config: RunConfig) -> dict[str, Any]:
-    """Return the manifest of the training data, without opening the shards of encoded clips."""
+    """Return the manifest of the training data; for encoded clips, do not open their shards."""
     paths = _training_paths(config)
     if config.section(VideoConfig).online_encoding:
         return open_videos(config, paths).manifest
@@ -302,10 +302,11 @@ def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Return the optimizer flags; where they give no warm-up, add the task's default.
+    """Return the optimizer flags ``given``, with a default warm-up if they have none.
 
-    If the learning rate decays over no more steps than the default warm-up, the warm-up is a tenth
-    of these steps instead. Flags that do not fit the number of steps raise ConfigError.
+    The default is the number of steps that the video task sets (``usual_warmup_iters``), or a tenth
+    of the decay steps if the learning rate decays over no more steps than that. ConfigError is
+    raised for flags that do not fit the number of steps.
     """
     optimizer = with_warmup(given, training)
     if optimizer != given and _is_first_rank():
@@ -341,7 +342,7 @@ def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
 
 
 def planned_clips(config: RunConfig) -> list[Clip]:
-    """Return a `Clip` of the cost model for each bucket that the steps of training use."""
+    """Return, for the cost model, the shape and share of the clips of each trained bucket."""
     if config.section(VideoConfig).dry_run_shape is not None:
         return [clip_of_shape(config)]
     plan = open_split(config).plan
@@ -398,9 +399,10 @@ def starved_buckets(split: VideoSplit) -> list[str]:
 
 
 def _clips_of_steps(steps: BucketSteps, dp_rank: int, first_step: int) -> Iterator[list[int]]:
-    """Yield the numbers of the clips of each micro-batch of a data-parallel rank, without end.
+    """Yield, without end, the clips of one micro-batch after another of a data-parallel rank.
 
-    Begin with the first micro-batch of ``first_step``.
+    Clips are indices into the dataset. The first micro-batch is the first one of ``first_step``.
+    A micro-batch that lacks clips is completed by copies (`BucketSteps.filled`).
     """
     for step in itertools.count(first_step):
         for bucket, clips in steps.microbatches(step, dp_rank):
@@ -435,10 +437,14 @@ EVALUATION_SEED = 1 << 32
 class VideoSource(BatchSource):
     """The batches of one split on this rank, grouped by step.
 
-    For training, the first step is the one that the run has reached, and random numbers depend on
-    the number of the sample in the run, so they are new in each epoch. With ``full_epoch``, for
-    validation, the first step is step 0, and random numbers depend on the number of the clip in the
-    data, so they are the same in every pass.
+    In training, the first step is the one that the run has reached. Random numbers depend on the
+    number of the sample in the run, so they are new in each epoch. In validation, chosen by
+    ``full_epoch``, the first step is step 0. Random numbers depend on the index of the clip in the
+    data, so every pass has the same.
+
+    Args:
+        split: the `VideoSplit` to read.
+        consumed_samples: number of samples of all earlier steps.
     """
 
     def __init__(

@@ -108,9 +108,14 @@ def dtype_of(field: str, storage: str) -> np.dtype[Any]:
 class ShardWriter:
     """Writes the fields of one shard, clip by clip.
 
-    Files get their final names at the end of the `with` block, but not after an exception.
-    ``references`` are the names of all reference frames that clips may have, such as ``head1``.
-    ``storage`` is "float32" or "bfloat16". With ``durable``, wait until files are on the disk.
+    Use it in a `with` block. At the end of the block files get their final names, unless an
+    exception was raised.
+
+    Args:
+        name: name of the shard.
+        references: names of all reference frames that clips may have, such as ``head1``.
+        storage: dtype of the stored numbers, "float32" or "bfloat16".
+        durable: whether to wait at the end until files are on the disk.
     """
 
     def __init__(
@@ -273,7 +278,7 @@ class Shard:
         return numbers
 
     def number_of(self, row: int) -> int:
-        """Return the number that the clip in a row has in the list of clips."""
+        """Return the number, in the list of clips, of the clip with index ``row`` in the shard."""
         return int(self.fields["geometry"][row][-1])
 
     def latent_shape(self, row: int) -> tuple[int, int, int, int]:
@@ -282,7 +287,7 @@ class Shard:
         return self._manifest["latent_channels"], t, h, w
 
     def sample(self, row: int) -> VideoSample:
-        """Read the clip in a row.
+        """Read the clip with index ``row`` in the shard.
 
         DataError is raised if a file has changed or does not fit the others.
         """

@@ -1,9 +1,9 @@
 """Finds near-duplicate clips, such as copies that were encoded again, scaled or cropped.
 
-A clip is described by small grey pictures of its first, middle and last frame. Two clips are near
-duplicates if their pictures correlate by at least `ALIKE` and their mean colours are close. Random
-projections find candidate pairs without comparing all (SimHash, Charikar 2002,
-doi:10.1145/509907.509965).
+A clip is described by its picture, the first, middle and last frame in grey at 8x8 pixels, and by
+the mean colour of these frames. Two clips are near duplicates if their pictures correlate by at
+least `ALIKE` and their mean colours are close. Random projections find candidate pairs without
+comparing all (SimHash, Charikar 2002, doi:10.1145/509907.509965).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ _SIDE = 8
 _BANDS = 24
 _BITS_OF_BAND = 16
 _CLOSE = 0.05
-"""The largest distance between the mean colours of near duplicates, channel by channel.
+"""The largest difference between the mean colours of near duplicates in a channel.
 
-The unit is the difference between the largest and the smallest mean of all clips."""
+It is a fraction of the range of this channel's mean over all clips."""
 _FLAT = 1e-3
-"""A clip is flat if its picture's standard deviation is at most this fraction of the RMS of all
-clips' standard deviations."""
+"""The contrast (standard deviation of the picture) up to which a clip is flat, almost one colour.
+
+It is a fraction of the root mean square of the contrasts of all clips."""
 
 
 class NearDuplicates:
@@ -75,11 +76,11 @@ class NearDuplicates:
     def _alike(
         self, pictures: NDArray[np.float32], rows: NDArray[np.int64]
     ) -> Iterator[tuple[int, int]]:
-        """Yield pairs of row indices in ``pictures`` whose pictures correlate by at least `ALIKE`.
+        """Yield pairs of indices of pictures that correlate by at least `ALIKE`.
 
-        Each row of ``pictures`` is a picture with mean 0 and norm 1. Only those in ``rows`` are
-        compared, and two of them only if at least one of their several hashes is equal. A pair may
-        be yielded several times.
+        Each row of ``pictures`` is a picture with mean 0 and norm 1; only the rows with indices
+        ``rows`` are compared. Each picture has several hashes, and two pictures are compared if
+        they share one. Pairs may be repeated, and a few may be missed.
         """
         random = np.random.default_rng(0)
         powers = 1 << np.arange(_BITS_OF_BAND)

@@ -310,6 +310,11 @@ def text_encoder_from_manifest(
 ) -> TextEncoder:
     """Build the text encoder that made the embeddings of a dataset, to encode new captions.
 
+    Args:
+        manifest: the dataset's manifest, which names the encoder.
+        t5_path: local folder of T5 or UMT5; None if the encoder needs none.
+        clip_path: local folder of CLIP; None if the encoder needs none.
+
     Raises:
         ConfigError: a folder is missing, cannot be loaded, or is given although the encoder needs
             none.
@@ -330,10 +335,11 @@ def text_encoder_from_manifest(
 def check_text_encoder(
     manifest: Mapping[str, Any], t5_path: str | None, clip_path: str | None
 ) -> TextEncoderConfig:
-    """Return the configuration of the text encoder that made a dataset's embeddings.
+    """Return the configuration of the text encoder that a dataset's manifest names.
 
-    Load no model. ConfigError is raised for a folder that is missing, unreadable or not needed, and
-    DataError for a manifest that lacks the text encoder or its sizes.
+    Check its model folders ``t5_path`` and ``clip_path``, but load no model. ConfigError is raised
+    for a folder that is missing, unreadable or not needed, and DataError for a manifest that lacks
+    the text encoder or its sizes.
     """
     identity = manifest.get("text_encoder")
     advice = "make the data again with tools/preprocess_video.py."

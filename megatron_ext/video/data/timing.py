@@ -17,30 +17,31 @@ USUAL_RATES = (*map(Fraction, _WHOLE), *(Fraction(1000 * rate, 1001) for rate in
 """The standard frame rates, in frames per second: whole ones, and NTSC's such as 30000/1001."""
 
 _ROUNDING = 1.1e-3
-"""The largest rounding error of a timestamp, in seconds: Matroska counts milliseconds, and so do
-files that were converted from it."""
+"""The largest rounding error of a timestamp, in seconds.
+
+Timestamps are whole milliseconds in Matroska files, and in files that were converted from these."""
 _SNAP = 0.02
 """The largest relative change by which a measured frame rate is rounded to a nearby known rate.
 
 Known rates are those in headers and `USUAL_RATES`. Only clips whose rate varies are rounded."""
 _ON_GRID = 0.1
-"""A time this close to a whole frame number, in frames, is rounded to it."""
+"""The largest change by which `frames_at` rounds the time of a frame to a whole number.
+
+The unit is frames, at the clip's rate."""
 
 
 def frame_rate(times: NDArray[np.float64], given: Sequence[Fraction | None]) -> tuple[float, bool]:
     """Return (frame rate, whether it is constant) for a clip whose frames have these timestamps.
 
     Rates in headers are checked, since they are often wrong after a file was remuxed or cut. The
-    candidates are the rates in headers, standard rates such as 25, and the mean rate, in this
-    order. For each candidate, the times that evenly spaced frames would have are subtracted from
-    the timestamps; the spread is the largest difference minus the smallest. A candidate matches if
-    its spread is less than half an interval, and exceeds the smallest spread of any candidate by no
-    more than a rounding error. The first candidate that matches is returned, and the rate is
-    constant.
+    candidates are the rates in headers, then the standard rates, then the mean rate. For each, the
+    timestamps are compared with the times of evenly spaced frames; the spread of a candidate is the
+    largest difference minus the smallest. The rate is constant if a candidate's spread is less than
+    half of its frame interval and, but for rounding, the smallest of all spreads. The first such
+    candidate is returned.
 
-    If none matches, the rate varies. The result is then one over the typical interval between two
-    frames. It is replaced by the nearest rate from a header or standard rate if the two differ by
-    at most 2%.
+    Otherwise the rate varies. The result is then one over the typical interval between two frames
+    or, if it is at most 2% off, the nearest rate from a header or standard rate.
 
     Args:
         times: at least two increasing timestamps in seconds.
@@ -69,12 +70,11 @@ def frames_at(
     step: float,
     blend: bool = False,
 ) -> Iterator[list[tuple[Frame, float]]]:
-    """Yield what to show at each of the times ``places``: a list [(frame, weight), ...].
+    """Yield, for each time of ``places``, the frames to show: a list [(frame, weight), ...].
 
     By default the list has one frame: the nearest in time, or the later one of two equally near
-    frames. If two frames are farther apart than ``step``, the later one is shown from half a
-    ``step`` before its time, as in ffmpeg's filter fps. The iterator
-    ends early if ``places`` go on after the last frame.
+    frames. But no frame except the first is shown earlier than half a ``step`` before its time, as
+    in ffmpeg's filter fps. The iterator ends early, at the first time after the last frame's end.
 
     Args:
         frames: (time, duration, content) of each frame, in order of time. Times are in frames of

@@ -171,22 +171,22 @@ _SEEK_AFTER = 4.0
 
 For an earlier frame, the video is decoded from the start."""
 _SEEK_BEFORE = (1.0, 8.0)
-"""How many seconds before a wanted frame a seek aims; the second number is a second try.
+"""How many seconds before a wanted frame a seek aims, in the first and in the second try.
 
-It is needed if the first seek leads to a frame after the wanted one, which happens in recorded
-broadcasts."""
+The second try is for recorded broadcasts, in which a seek may end after the wanted frame."""
 _LATEST = Fraction(1, 2)
-"""How far a packet's decoding time may lie before the previous one's, in seconds; cheap recorders
-write some times out of order. A larger step back means that files were joined."""
+"""The largest step back from the decoding time of one packet to that of the next, in seconds.
+
+Cheap recorders write some times out of order. A larger step means that files were joined."""
 _FILTERED_BEFORE = 0.25
 """The least number of seconds to decode before a wanted frame, since filters use earlier frames."""
 
 
 def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
-    """Return an iterator over the first frame of a stream, and then the frames after a seek.
+    """Seek near the time ``seconds``; return an iterator over frames of the stream.
 
-    Callers count times from the first frame. The frames after the seek begin at a key frame shortly
-    before the time ``seconds``, counted from the first frame. Return None if seeking is not
+    It yields the first frame of the stream, from which callers and ``seconds`` count times, and
+    then all frames from a key frame shortly before ``seconds`` on. Return None if seeking is not
     possible, or finds no suitable key frame; the caller must then open the file again.
     """
     first = next(_decoded(container, stream), None)
@@ -327,10 +327,10 @@ def _lacks_times(container: Any) -> bool:
 
 
 def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
-    """Yield frames, each with the time of the packet after which the decoder returned it.
+    """Set the time of each frame of a file that stores no times of frames, and yield the frame.
 
-    This is for files that store no times of frames (`_lacks_times`). If the packet has no time, or
-    none later than that of the previous frame, the frame begins where the previous one ends.
+    The time is that of the packet after which the decoder returned the frame. If the packet has no
+    time, or one that is not later than the previous frame's, the frame begins where that one ends.
     """
     last: int | None = None
     for frame in frames:
@@ -345,11 +345,13 @@ def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
 def _behind(timed: list[tuple[int, int]], start: int) -> list[tuple[int, int]]:
     """Return (time, duration) of each frame of a file that stores no times of frames.
 
-    ``timed`` has (time, duration) of each packet of the file. The decoder is k packets late: it
-    returns a frame only after k more packets, and `_in_order` gives the frame the time of the last
-    of them. So ``start``, the time of the first frame, is that of packet k (from 0), and k is the
-    number of packet times before ``start``. The last k frames come after the last packet; their
-    times are computed from its time and duration.
+    The decoder is some packets late: it returns the first frame at packet k (counted from 0), and
+    `_in_order` gives a frame the time of the packet at which it is returned. The last k frames
+    follow after the last packet; their times are computed from its time and duration.
+
+    Args:
+        timed: (time, duration) of each packet of the file.
+        start: time of the first frame; k is the number of packets with earlier times.
     """
     late = sum(time < start for time, _ in timed)
     last, duration = timed[-1]
@@ -473,17 +475,16 @@ def _size(stream: Any, frame: Any) -> tuple[int, int]:
 _UNIT = 1 << 16
 """The number that stands for 1 in the fixed-point numbers of a display matrix."""
 _LEVEL = math.radians(1)
-"""A rotation that differs from a multiple of 90 degrees by no more than this is taken as that
-multiple; in radians."""
+"""The largest difference by which a rotation is rounded to a multiple of 90 degrees, in radians."""
 _TRANSPOSED = {
     (True, True): "cclock_flip",
     (True, False): "clock",
     (False, True): "cclock",
     (False, False): "clock_flip",
 }
-"""The direction of FFmpeg's filter transpose, by the signs of b and c in a display matrix.
+"""The argument of FFmpeg's filter transpose for a display matrix that swaps height and width.
 
-The keys are (b > 0, c > 0)."""
+The keys are (b > 0, c > 0), for a matrix that shows the point (x, y) at (a x + c y, b x + d y)."""
 
 
 def _upright(frame: Any) -> list[Step]:

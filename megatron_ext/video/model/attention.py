@@ -96,9 +96,9 @@ class QKNorm(Part):
     """RMSNorm of the queries and keys of each head, with scales that the heads share.
 
     A tensor-parallel rank has only its own heads, so the gradients of the scales must be summed
-    over the tensor-parallel ranks. If ``qk_layernorm`` is set, megatron-core's
-    ``finalize_model_grads`` does this, with and without sequence parallelism. It finds the scales
-    by the names ``q_layernorm`` and ``k_layernorm``.
+    over the tensor-parallel ranks. megatron-core's ``finalize_model_grads`` does this, with and
+    without sequence parallelism, if the TransformerConfig has ``qk_layernorm=True``. It finds the
+    scales by the names ``q_layernorm`` and ``k_layernorm``.
     """
 
     def __init__(self, plan: Blueprint) -> None:
@@ -118,11 +118,12 @@ class QKNorm(Part):
 
 
 def trades_heads(plan: Blueprint) -> bool:
-    """Return whether context-parallel ranks trade heads for tokens (Ulysses, arXiv:2309.14509).
+    """Return whether context-parallel ranks split attention by heads instead of by queries.
+
+    That is Ulysses (arXiv:2309.14509), which ``cp_comm_type`` "a2a" chooses.
 
     Raises:
-        ConfigError: ``cp_comm_type`` is "a2a", but the context-parallel ranks cannot split the
-            heads equally.
+        ConfigError: "a2a" is chosen, but these ranks cannot split the heads equally.
     """
     heads = plan.sizes.num_heads // plan.groups.tp.size()
     cp = plan.groups.cp.size()
@@ -136,12 +137,14 @@ def trades_heads(plan: Blueprint) -> bool:
 
 
 class JointAttention:
-    """Attention of this rank's tokens to all tokens of the sequence.
+    """Attention of this context-parallel rank's tokens to all tokens of the sequence.
 
-    Context-parallel ranks gather keys and values, or trade heads for tokens.
+    The ranks gather the keys and values of all tokens or, if `trades_heads`, exchange data so that
+    each rank computes some heads for all tokens.
 
     Raises:
-        ConfigError: the heads cannot be split equally among the ranks.
+        ConfigError: the heads cannot be split equally among the tensor-parallel ranks, or among the
+            context-parallel ranks that trade heads.
     """
 
     def __init__(self, plan: Blueprint) -> None:

@@ -1,8 +1,8 @@
-"""A cache of the keys and values of earlier frames and of the text, for later passes.
+"""A cache of the keys and values of earlier latent frames and of the text, for later passes.
 
-The cache records which absolute frame each slot holds. So a full cache need not shift slots, no
-frame is confused with another, and a slot that was never written is never read. The cached tensors
-never belong to an autograd graph.
+A slot holds one frame, and the cache records the number in the video of the frame in each slot. So
+a new frame can take the slot of the oldest one, the others stay in place, and slots that were never
+written are not read. The cached tensors never belong to an autograd graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from megatron_ext.video.model.window import FrameWindow, KeyValue
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of one frame's keys on this rank, and how many transformer blocks cache keys."""
+    """The sizes of a cache on this rank, per frame.
+
+    Attributes:
+        num_blocks: number of transformer blocks.
+        tokens: tokens of a frame on this rank.
+        batch: number of videos.
+        num_heads: attention heads of this rank.
+    """
 
     num_blocks: int
     tokens: int
@@ -34,10 +41,15 @@ class CacheShape:
 class KVCache:
     """Cached keys and values of a batch's frames on one rank.
 
-    Build it with the method `new_cache` of a causal network, which explains the sizes.
+    Build it with the method `new_cache` of a causal network.
 
     A full cache drops its oldest frames, except for the sinks, the first frames of the video.
     Another pass over a cached frame overwrites that frame in place.
+
+    Args:
+        window: which frames each block of frames attends to.
+        capacity_frames: number of frames that the cache holds.
+        chunk_frames: number of newest frames that may be run again.
 
     Attributes:
         keys, values: a tensor for each transformer block, ``[slots, tokens, b, heads, d]``; rotary
@@ -128,7 +140,8 @@ class KVCache:
         The new frames are ``num_frames`` frames from ``first_frame`` on.
 
         Raises:
-            DataError: the new frames are not whole blocks, or the frames before them were not run.
+            DataError: the new frames are not whole blocks of frames, as the window cuts the video,
+                or the frames before them were not run.
             ConfigError: a frame that is needed was dropped from the cache.
         """
         new = range(first_frame, first_frame + num_frames)
@@ -243,11 +256,12 @@ class KVCache:
 
 
 class CachePass:
-    """One forward pass that reads a cache and, with ``updates``, writes the new frames to it.
+    """One forward pass over ``num_frames`` new frames from ``first_frame`` on that uses a cache.
 
-    Every block reads `past_key_values` and passes its own keys and values to `record`; the caller
-    then calls `finish`, which writes them. A transformer block that
-    is recomputed in the backward pass reads the same frames again and writes nothing.
+    Every transformer block reads `past_key_values` and passes the keys and values of the new frames
+    to `record`. After all blocks the caller calls `finish`, which writes these to the cache if
+    ``updates`` is set. A transformer block that is recomputed in the backward pass reads the same
+    past frames again and writes nothing.
     """
 
     def __init__(self, cache: KVCache, first_frame: int, num_frames: int, *, updates: bool) -> None:
@@ -386,20 +400,19 @@ def recache(
     sink_latents: Tensor | None = None,
     keep_sink: bool = False,
 ) -> None:
-    """Compute the cached keys and values of frames again, under a new prompt.
+    """Replace the cached keys and values of generated frames by those under a new prompt.
 
-    The model runs on one block of frames after another, each with the cache of earlier frames.
-
-    Frames before ``first_frame`` are dropped, except for the sinks: those are computed again from
-    ``sink_latents``, or kept. Generation can then go on at the frame after the last of ``latents``.
+    The cache is cleared, and the model runs again on ``latents``, block after block of frames. The
+    sinks (the first frames, which all later frames see) are run again from ``sink_latents``, or
+    kept. Generation can then go on at the frame after the last of ``latents``.
 
     Args:
         model: a causal model without wrappers.
         latents: clean frames from ``first_frame`` up to the newest, ``[b, t, c, h, w]``.
         timestep: timestep given to the model for these clean frames (the context noise).
         text: the new prompt, ``[b, l, text_width]``.
-        sink_latents: clean frames from frame 0 on. They must include every block that holds a sink
-            before ``first_frame``.
+        sink_latents: clean frames from frame 0 on, ``[b, t, c, h, w]``: every block that holds a
+            sink before ``first_frame``. None if there is none, or with ``keep_sink``.
         keep_sink: keep the sinks' keys and values from the old prompt, as LongLive's sampling does;
             ``first_frame`` must then come after the sinks.
 
@@ -427,7 +440,10 @@ def recache(
 def _checked_sinks(
     cache: KVCache, first_frame: int, sink_latents: Tensor | None, keep_sink: bool
 ) -> int:
-    """Check the arguments of `recache`; return the number of frames that ``sink_latents`` needs."""
+    """Check the arguments of `recache`; return how many frames of ``sink_latents`` it runs on.
+
+    These are the blocks of frames that hold a sink before ``first_frame``.
+    """
     window = cache.window
     num_sinks = min(cache.window.sink, first_frame)
     if keep_sink and first_frame < window.sink:
