@@ -43,7 +43,10 @@ from megatron_ext.video.streaming.task import STREAMING
 
 
 def cases(config: RunConfig) -> Sequence[Case]:
-    """Open the training data; return the cost model's `Case` of each bucket that some step uses."""
+    """Return the cost model's `Case` of each bucket (size of clips) that some step uses.
+
+    This opens the training data, except with ``--dry-run-shape``.
+    """
     return [
         Case(
             network=network_of(config).planned(clip),

@@ -1,6 +1,6 @@
-"""Estimates the memory of ``--task streaming``: three networks, the cache, the passes of a step.
+"""Estimates a rank's memory in ``--task streaming``: networks, generator's cache, activations.
 
-`STREAMING_COST` makes the planner call `report`, in place of the plan for other tasks.
+For this task the planner prints what `report` returns, since its usual plan has only one network.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from megatron_ext.video.streaming.rules import TeacherSizes, teacher_sizes
 
 @dataclass(frozen=True)
 class NetworkMemory:
-    """The memory of a network on the rank that needs the most.
+    """The memory of one network on a rank; of the teacher, on the rank with its fullest stage.
 
     Attributes:
-        name: name of the network.
-        weights: parameters of the network on the rank.
+        name: "generator", "critic" or "teacher".
+        weights: the parameters that this rank holds.
         state: bytes that the rank keeps for the network between steps.
-        parameters: number of parameters of the whole network.
+        parameters: number of parameters of the whole network, over all its ranks.
     """
 
     name: str
@@ -50,9 +50,9 @@ class StreamingMemory:
     Attributes:
         networks: the memory of generator, critic and teacher, in this order.
         cache: bytes of the generator's cache: keys and values of frames and text.
-        passes: the peak bytes of activations of each kind of pass, by a description of the pass,
-            such as a forward and backward pass of the critic. They are added to state and cache;
-            passes run one at a time.
+        passes: peak bytes of activations of each kind of pass, keyed by a description of the pass,
+            such as "teacher, forward on a clip". Passes run one at a time, so only the largest of
+            these adds to state and cache.
     """
 
     networks: tuple[NetworkMemory, ...]
@@ -96,7 +96,7 @@ class _Formulas:
         self._network = streamed_network()
 
     def trained(self, name: Role) -> NetworkMemory:
-        """Return a trained network's memory; only the generator may have averaged weights."""
+        """Return the memory of generator or critic; the critic has no averaged weights."""
         run = self._config
         sizes = self._streaming.sizes(name)
         if name == "critic":
@@ -123,7 +123,7 @@ class _Formulas:
         return NetworkMemory("teacher", frozen, state, distinct(weights))
 
     def cache(self) -> int:
-        """Return the bytes of the generator's cache of keys, values and text, over all blocks."""
+        """Return the bytes of the generator's cache: keys and values of all layers, and text."""
         x = self._ranks
         sizes = self._streaming.sizes()
         frame = self._clip(1)
@@ -167,7 +167,7 @@ class _Formulas:
         return peaks
 
     def _whole(self, role: Role) -> Stage:
-        """Return a pipeline stage that holds all blocks of a network."""
+        """Return a pipeline stage that holds all transformer blocks of the network ``role``."""
         return Stage.of_layers(range(self._streaming.sizes(role).num_blocks), 0, 1)
 
     def _clip(self, frames: int, *, samples: int = 1) -> Clip:
@@ -182,15 +182,16 @@ class _Formulas:
         return Clip("", frames, height // patch, width // patch, length, micro)
 
     def _on_clip(self, config: RunConfig, role: Role, *, samples: int = 1) -> StreamedCost:
-        """Return the cost formulas of critic or teacher, with bidirectional attention, for a clip.
+        """Return the cost formulas of critic or teacher, which attend to a clip in both directions.
 
+        ``config`` is the run's configuration, which may have other LoRA flags for this network.
         ``samples`` multiplies the micro-batch size, for example by 2 for guidance.
         """
         clip = self._clip(self._streaming.chunk_frames, samples=samples)
         return self._network.on_clip(config, self._ranks, self._streaming.sizes(role), clip)
 
     def _on_block(self) -> StreamedCost:
-        """Return the cost formulas of the generator for a block that sees a full window."""
+        """Return the generator's cost formulas for a frame block that attends to a full cache."""
         clip = self._clip(self._streaming.frame_block)
         sizes = self._streaming.sizes()
         return self._network.on_block(self._config, self._ranks, sizes, clip, self._window)

@@ -1,13 +1,13 @@
 """Decides how streaming sequences grow, when prompts switch, and which network each step trains.
 
-Every random choice is a function of the seed and of the number of a sequence, clip or sample.
-Control flow (lengths, growth, switches, exit steps) depends on the numbers of sequence and clip.
-Control flow must be the same on all ranks, or their collectives would not match. Noise depends on
-the numbers of the samples in the run. Noise differs between replicas, but does not depend on the
-layout.
+A sequence is a batch of long videos that grow together; a sample is one of these videos. A clip is
+the input of critic and teacher: the newest ``--chunk-frames`` latent frames of a sequence. A step
+generates a new clip for each micro-batch of each network that it trains.
 
-A clip is the input of critic and teacher: the newest ``--chunk-frames`` latent frames of a
-sequence. Each pass of a step gets the next clip.
+Random choices depend only on the seed and on indices. Lengths, growth, switches and exit steps (the
+last denoising step of each block) depend on the indices of sequence and clip, so they are the same
+on all ranks, as collectives require. Noise depends on the indices of samples in the run. It
+differs between replicas, but does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pass = Literal["generator", "critic"]
 def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
     """Tell whether a sequence of ``current`` frames can get another clip.
 
-    With the clip's ``min_new_frames`` it may not become longer than ``length`` frames.
+    It can if ``min_new_frames`` more frames do not make it longer than ``length`` frames.
     """
     return current + streaming.min_new_frames <= length
 
@@ -59,11 +59,10 @@ def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...
 
 
 def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tuple[Pass, ...]:
-    """Return, for each clip that step ``step`` generates, in order, the network that it trains.
+    """Return the names of the networks that the clips of step ``step`` train, one for each clip.
 
-    The critic is trained in every step, the generator in one of ``generator_interval`` steps. In
-    a step that trains both, their clips alternate. Each trained network gets ``accumulation``
-    clips.
+    Every step trains the critic on ``accumulation`` clips. One in ``generator_interval`` steps
+    also trains the generator on as many clips, which alternate with those of the critic.
     """
     trains_generator = step % streaming.generator_interval == 0
     once: tuple[Pass, ...] = ("generator", "critic") if trains_generator else ("critic",)
@@ -71,11 +70,11 @@ def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tupl
 
 
 def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int = 1) -> set[int]:
-    """Return the positions at which a clip trains the generator in at least one sequence.
+    """Return which clips of a sequence, as indices, train the generator in some sequence.
 
-    A position, from 0, is a clip's place among the ``trained_clips`` clips of its sequence that
-    train generator or critic. All sequences have equally many such clips. ``accumulation`` is as in
-    `passes`.
+    The index, from 0, counts only the ``trained_clips`` clips of a sequence that train generator
+    or critic; all sequences have this number. The run trains each network on ``accumulation`` clips
+    per step.
     """
     cycle = [
         kind
@@ -97,7 +96,8 @@ def num_trained_clips(streaming: StreamingConfig) -> int | None:
 def aliasing(streaming: StreamingConfig, accumulation: int = 1) -> str | None:
     """Return a warning if the generator misses the same clips in every sequence, else None.
 
-    The result is None too if the length or the growth of sequences is random.
+    The result is also None if the number of trained clips of a sequence is random. The run trains
+    each network on ``accumulation`` clips per step.
     """
     clips = num_trained_clips(streaming)
     if clips is None:
@@ -149,8 +149,8 @@ def exit_steps(
 ) -> tuple[int, ...]:
     """Return, for each of a clip's ``blocks`` blocks, the last denoising step that it goes through.
 
-    The step is a random number from 0 to ``steps`` - 1; with ``last_step_only`` it is always the
-    last.
+    The step is a random number from 0 to ``steps`` - 1, the same for all blocks of the clip with
+    ``same_exit_across_blocks``. With ``last_step_only`` it is always the last step.
     """
     if streaming.last_step_only:
         return (steps - 1,) * blocks

@@ -145,12 +145,13 @@ class LongVideoWriter:
 
 @dataclass
 class Throughput:
-    """Counts and times of sampling, from the first noise to frames in a file.
+    """The amount of video written so far, and the seconds that it took.
 
     Attributes:
+        videos: number of finished videos.
         blocks, frames: number of frame blocks and of decoded frames, summed over all videos.
-        seconds: seconds from the start until the last block was written.
-        first_block: seconds from the start until the first block was written.
+        seconds: seconds from the start of sampling until the latest block was written.
+        first_block: seconds from the start of sampling until the first block was written.
     """
 
     videos: int = 0
@@ -161,7 +162,7 @@ class Throughput:
 
 
 Progress = Callable[[Throughput], None]
-"""A function called after each frame block with the replica's throughput so far."""
+"""A function called after each frame block with the first replica's throughput so far."""
 
 
 class LongVideoSampler:
@@ -231,7 +232,7 @@ class LongVideoSampler:
         return per_video * sum(map(len, self._batches()))
 
     def __call__(self, folder: Path, progress: Progress | None = None) -> Throughput:
-        """Sample the videos and write them into a folder, which appears only when it is complete.
+        """Sample the videos and write them into ``folder``, which appears when all are written.
 
         Averaged weights are used if the run keeps them and ``--sample-ema`` is on. ``progress`` is
         called after each block, on the first rank of the first replica.
@@ -240,7 +241,7 @@ class LongVideoSampler:
             The throughput of all replicas: counts are sums, times are those of the slowest replica.
 
         Raises:
-            NotFiniteError: a video is not finite (raised on all ranks).
+            NotFiniteError: a video has values that are not finite (raised on all ranks).
             MegatronExtError: the files cannot be written (raised on all ranks).
         """
         run = self._run
@@ -301,7 +302,10 @@ class LongVideoSampler:
             yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
     def _sample_batch(self, numbers: list[int], writing: Path, timer: _Timer) -> list[WrittenVideo]:
-        """Sample and write a batch of videos; return them on the rank that writes, elsewhere []."""
+        """Sample the prompts ``numbers`` and write the videos into the folder ``writing``.
+
+        Returns the videos on the first rank of the replica, which writes them; elsewhere [].
+        """
         context = self._run.context
         what = f"Writing into {writing}"
         writer: LongVideoWriter | None = None
@@ -368,7 +372,7 @@ class LongVideoSampler:
 
 
 class _Timer:
-    """Measures the throughput of a replica, and calls ``progress`` with it after each block."""
+    """Measures a replica's throughput, and calls ``progress``, if any, with it after each block."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress

@@ -14,12 +14,12 @@ also goes through critic and teacher:
 
     L_S = mean over M of (r - f) * (r - X - alpha * (r - f)) / mean|X - r|
 
-M are the frames on which the loss is taken: those that are new in the clip. With guidance the
-teacher predicts ``r = u + w * (c - u)``, where c and u are its predictions under the prompt and the
-negative prompt; w = 1 is no guidance. LongLive adds ``3 * (c - u)`` to c, which is w = 4 here. D
-and dL_S / dX are computed from whole clips. With D or dL_S / dX given, a loss is a sum over frames,
-so that blocks of frames can be micro-batches. Model-parallel ranks of a replica hold equal, whole
-latents and D.
+M are the frames with a loss, those that are new in the clip; in dL_G / dX, M is their mask of 0 and
+1. With guidance the teacher predicts ``r = u + w * (c - u)``, where c and u are its predictions
+under the prompt and the negative prompt; w = 1 is no guidance. LongLive adds ``3 * (c - u)`` to c,
+which is w = 4 here. D and dL_S / dX are first computed from whole clips. The generator's loss is
+then a sum over frames, so each block of frames can be a micro-batch. All model-parallel ranks of a
+replica hold the whole latents and D.
 
 A generator step generates a clip and calls `noised_clip`, `generator_direction` or `sid_direction`,
 and then `generator_losses`. A critic step calls `critic_clip_loss` after `noised_clip`.
@@ -89,8 +89,8 @@ class Scores:
             one batch of 2 * b.
         negative_text: embeddings of the negative prompt, ``[b or 1, l, d]``, as long as those of
             the clip's prompts; unused without guidance.
-        guidance_scale: w of the guidance; 1 is no guidance.
-        sid_alpha: alpha of score identity distillation.
+        guidance_scale: weight w of the guidance in this module's docstring; 1 is no guidance.
+        sid_alpha: alpha in L_S, the loss of score identity distillation.
     """
 
     critic: Network
@@ -102,16 +102,16 @@ class Scores:
     def clean(
         self, clip: StreamClip, noised: NoisedClip, x: Tensor, entering: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the clean latents that critic and teacher predict from noised ones.
+        """Return the clean latents that critic and teacher predict from the noised latents ``x``.
 
         The keys are ``fake`` for the critic, and ``conditional`` and ``unconditional`` for the
-        teacher under the prompt and the negative prompt.
+        teacher under the prompt and the negative prompt. Without guidance the last two are equal.
 
         Args:
-            noised: the noised clip, from which only timesteps and noise levels are used.
+            noised: gives the timesteps and noise levels of ``x``; its latents are not used.
             x: noised latents ``[b, t, c, h, w]``, which may need a gradient.
-            entering: a copy of ``x`` as input of the networks, so that a hook on it receives only
-                the gradient through the networks; None uses ``x`` itself.
+            entering: a copy of ``x`` that the networks get as their input, so that a gradient hook
+                on it sees only the gradient through the networks; None gives them ``x`` itself.
         """
         given = x if entering is None else entering
         text = clip.text
@@ -148,9 +148,9 @@ def sid_direction(
 ) -> tuple[Tensor, Tensor]:
     """Return (gradient of the score identity loss, L_S of each frame ``[b, t]``).
 
-    The gradient is taken of the sum of L_S over the frames with a loss, with respect to the latents
-    ``[b, t, c, h, w]``. It is float64, and multiplied by the number of elements of a frame. The
-    weights of critic and teacher get no gradients.
+    The first result is the derivative of the sum of L_S over the frames with a loss by the latents,
+    times the number of elements of a frame: ``[b, t, c, h, w]`` float64. The weights of critic and
+    teacher get no gradients.
 
     ``whole_gradient`` is needed if the ranks of a replica divide the tokens. It turns this rank's
     gradient of the networks' input into the gradient over all tokens. With None the gradient is
@@ -189,12 +189,14 @@ def _frozen(*networks: Any) -> Iterator[None]:
 def generator_losses(
     clip: StreamClip, direction: Tensor, generator: Generator, losses: Tensor | None = None
 ) -> Iterator[Loss]:
-    """Yield the loss of each trained block of the newest clip; their sum is the clip's loss.
+    """Yield the generator's loss on each trained block of the clip that was generated last.
 
     The last denoising step of a block is run again only when the iterator reaches its loss. If the
     caller runs backward after each loss, only the activations of one block are kept at a time.
-    ``direction`` is the result of `generator_direction`, or ``direction`` and ``losses`` are the
-    results of `sid_direction`.
+
+    Args:
+        direction: the result of `generator_direction`, or the first result of `sid_direction`.
+        losses: the second result of `sid_direction`; None for the loss L_G.
     """
     for step in clip.blocks:
         frames = clip.frames_of(step)
@@ -288,9 +290,9 @@ def dmd_loss(
 ) -> Loss:
     """Return sum, count and report of the generator's loss on clips, or on blocks of them.
 
-    The float64 sum adds up the means over the elements of each frame, so sum / count is L_G. The
-    value of L_G does not show convergence, but ``dmdtrain_gradient_norm`` in the report does: it is
-    the mean of |D| over all frames of ``latents``.
+    The loss of a frame is the mean over its elements. The float64 sum is over the frames with a
+    loss, and count is their number, so sum / count is L_G. L_G does not show convergence, but
+    ``dmdtrain_gradient_norm`` in the report does: the mean of |D| over all frames of ``latents``.
 
     Args:
         latents: generated latents X with gradient, ``[b, t, c, h, w]``.
@@ -335,13 +337,13 @@ def critic_loss(
     - ``v`` of the variance-preserving path with the same signal-to-noise ratio:
       sqrt((1 - sigma)² + sigma²).
 
-    The float64 sum adds up the means over the elements of each frame.
+    The loss of a frame is the mean over its elements. The float64 sum is over the frames with a
+    loss, and count is their number.
 
     Args:
         flow: prediction of the critic for the noised clip, ``[b, t, c, h, w]``.
         latents, noise: generated latents, and the noise added to them; they get no gradient.
-        mask: True at frames with a loss, ``[b, t]`` bool; in LongLive's first stage these are all
-            frames.
+        mask: True at frames with a loss, ``[b, t]`` bool.
         sigma: noise level of the clip, ``[b]``; unused for ``flow``.
     """
     error = flow.double() - (noise.double() - latents.detach().double())

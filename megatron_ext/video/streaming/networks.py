@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
 
 CRITIC_LR = 1 / 5
-"""The default learning rate of the critic, divided by that of the generator: 2e-6 / 1e-5
+"""The critic's default learning rate as a fraction of the generator's: 2e-6 / 1e-5 in LongLive
 (arXiv:2509.22622)."""
 
 
@@ -43,8 +43,8 @@ class TrainedNetwork:
     Attributes:
         chunks: a list with one item: the network, wrapped for data parallelism.
         clip_grad: largest global norm of the gradient; 0 for no clipping.
-        base: identity of the frozen weights under the adapters, if checkpoints hold only the
-            adapters; else None.
+        base: which frozen weights the LoRA adapters are for, if checkpoints leave these weights
+            out; else None.
     """
 
     chunks: list[DistributedDataParallel]
@@ -103,7 +103,7 @@ def build_network(
 def build_critic(
     config: RunConfig, context: ParallelContext, device: torch.device
 ) -> TrainedNetwork:
-    """Build the critic with an optimizer and a learning rate schedule of its own."""
+    """Build the critic, its optimizer and schedule; load ``--critic-checkpoint``, if given."""
     streaming = config.section(StreamingConfig)
     lr = config.optimizer.lr
     assert lr is not None
@@ -141,11 +141,14 @@ def load_weights(
     optimizer: MegatronOptimizer | None,
     section: str | None = None,
 ) -> None:
-    """Load the weights of the checkpoint ``path`` into ``chunks``; do nothing if it is None.
+    """Load the weights of the checkpoint ``path`` into ``chunks``; do nothing if ``path`` is None.
 
     Args:
         checkpoint: flags on how checkpoints are read; the paths in it are not used.
-        section: the network to load from a checkpoint of a streaming run; None for the generator.
+        optimizer: None, or the optimizer of ``chunks``, whose fp32 copies of the weights are
+            replaced too.
+        section: `CRITIC` to load the critic of a streaming run; None to load the generator, or the
+            model of another run.
 
     Raises:
         CheckpointError: ``path`` has no checkpoint, or one of another model.
@@ -164,9 +167,9 @@ def load_weights(
 
 
 def network_of(name: str | None) -> Network:
-    """Return the description of a checkpoint's generator or critic for `merge_checkpoint`.
+    """Tell `merge_checkpoint` how to build the generator or critic of a streaming checkpoint.
 
-    ``name`` is "critic" for the critic; any other value, such as None, selects the generator.
+    A ``name`` of "critic" selects the critic; any other value, such as None, the generator.
     """
     if name != CRITIC:
         return Network(build_network)

@@ -1,8 +1,9 @@
 """Defines the noise levels of distribution matching on videos.
 
-The path is ``x_t = (1 - sigma) * x0 + sigma * noise``. Networks predict the flow ``v = noise - x0``
-and take the timestep ``t``, 0 to 1000, as an input. A table, shifted towards the noise, gives the
-sigma of each timestep (Wan 2.1, arXiv:2503.20314; LongLive, arXiv:2509.22622).
+Noised latents are ``x_t = (1 - sigma) * x0 + sigma * noise``, where sigma is the noise level. The
+networks get ``x_t`` and the timestep, 0 to 1000, and predict the flow ``noise - x0``. A table,
+shifted to higher noise, gives the sigma of each timestep (Wan 2.1, arXiv:2503.20314; LongLive,
+arXiv:2509.22622).
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ NUM_TIMESTEPS = 1000
 
 
 class NoiseSchedule:
-    """A table of noise levels, and the levels that a streaming run uses for each purpose.
+    """The noise levels and timesteps for denoising, for critic and teacher, and for past frames.
 
     Args:
-        streaming: the flags. The shift turns a level s into sigma = a * s / (1 + (a - 1) * s),
-            where a is ``timestep_shift``. With ``warp_denoising_steps``, ``denoising_steps`` are
-            1000 * s and are shifted like the table; otherwise they are already timesteps.
+        streaming: the flags. Shifting turns a level s into sigma = a * s / (1 + (a - 1) * s), where
+            a is ``timestep_shift``; the table has the shifted levels of s = 1, 0.999, ..., 0.001.
+            With ``warp_denoising_steps``, each of ``denoising_steps`` is 1000 * s for a level s to
+            shift; otherwise it is already a timestep.
 
     Attributes:
         sigmas: the table, decreasing from 1, ``[1000]`` float64 on the CPU.
@@ -56,13 +58,12 @@ class NoiseSchedule:
     def context_sigma(self, *, recached: bool = False) -> float:
         """Return the noise level of the past frames to which the generator attends.
 
-        It is the level of the table entry nearest to the timestep ``--context-noise``. In two cases
-        it is 0 instead:
+        It is the level of the table entry nearest to the timestep ``--context-noise``. The lowest
+        level in the table is above 0 (0.5% with the default shift). The result is 0 in two cases:
 
-        - without ``context_noise_from_table``, if the timestep is 0; the lowest level in the table
-          is above 0 (0.5% with the default shift),
-        - with ``context_noise_from_table``, if the frames are ``recached``: encoded again under
-          another prompt or for a lost cache, as in LongLive.
+        - without ``context_noise_from_table``, if ``--context-noise`` is 0,
+        - with ``context_noise_from_table``, if ``recached``, as in LongLive. The past frames are
+          then encoded again, because the prompt has changed or the cache was lost.
         """
         noise = self.streaming.context_noise
         from_table = self.streaming.context_noise_from_table

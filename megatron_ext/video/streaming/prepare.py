@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts and lengths; return (configuration, None).
+    """Check weights, prompts and lengths before a run; return (configuration, None).
 
     The configuration is completed with settings that follow from prompts, text encoder and latents.
-    None stands for the task's assets, since streaming needs none.
+    Other tasks return objects for their data in place of None (see `Task.preflight`).
     """
     streaming = config.section(StreamingConfig)
     sample = config.section(SampleConfig)
@@ -60,7 +60,10 @@ def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def streaming_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return functions that check weights, prompts and encoders of a streaming run."""
+    """Return functions that each check one input: weights, a file of prompts, an encoder.
+
+    Each raises an error if its input is missing or invalid.
+    """
     streaming = config.section(StreamingConfig)
     encoder = config.section(TextEncoderConfig)
     return [
@@ -90,7 +93,7 @@ def sized(config: RunConfig) -> RunConfig:
 
 
 def coverage(streaming: StreamingConfig, accumulation: int) -> str:
-    """Return a clause for the log on how often the generator is trained, and on which clips.
+    """Return a clause for the log: how often, and on how many clips, the generator is trained.
 
     ``accumulation`` is the number of clips on which a step trains each network.
     """
@@ -113,7 +116,7 @@ def _frame_tokens(streaming: StreamingConfig) -> int:
 
 
 def _check_sequences(streaming: StreamingConfig) -> None:
-    """Raise ConfigError if prompt switches do not fit the prompts, or given frames fill a clip."""
+    """Raise ConfigError if switches do not fit prompts or lengths, or given frames fill a clip."""
     errors = []
     blocks = streaming.blocks
     switches = [
@@ -199,8 +202,8 @@ def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: b
 def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError if ranks cannot divide heads, feed-forward layers or tokens of a frame.
 
-    `teacher_errors` checks the teacher's layout, except for the heads that ``--cp-comm-type a2a``
-    exchanges. They are checked here if the teacher has the layout of the run.
+    The teacher is checked by `teacher_errors`. Only if it has the layout of the run, this function
+    checks that its heads can be divided by ``--cp-comm-type a2a``.
     """
     errors = list[str]()
     tp = parallel.tensor_model_parallel_size

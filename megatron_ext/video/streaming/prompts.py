@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of a file of prompts, for one sequence.
+    """A row of a file of prompts, for one video.
 
     Attributes:
         second_text: prompt to which the sequence switches; None for no switch.
@@ -57,9 +57,10 @@ class PromptRow:
 def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
     """Read the prompts of a training run from ``--prompts-path`` and ``--second-prompts-path``.
 
-    A row of a jsonl has ``text``. It may have ``second_text``, and ``image`` or ``video``, a path
-    relative to the file. Sequences begin and switch alike on all replicas. So either all rows or
-    none have a second text, and either all or none have an image or video.
+    A file has one prompt per line, or is a jsonl. A row of a jsonl has ``text``, and may have
+    ``second_text``, and ``image`` or ``video``, a path relative to the file. All videos of a step
+    begin and switch in the same way. So either all rows or none have a second text, and either all
+    or none have an image or video.
 
     Raises:
         DataError: a file cannot be read or is empty, a row is invalid, or the two files do not fit
@@ -245,7 +246,10 @@ def at_block_starts(
 def video_prompts(
     sample: SampleConfig, own: StreamingSampleConfig, streaming: StreamingConfig
 ) -> list[VideoPrompt]:
-    """Return the prompts that the sampling flags give, with switches moved to starts of blocks."""
+    """Return the prompts that the flags in ``sample`` and ``own`` give for the videos to sample.
+
+    Switches inside a block are moved to the start of the next block.
+    """
     if sample.sample_texts is None:
         assert sample.sample_prompts is not None
         prompts = read_video_prompts(sample.sample_prompts)
@@ -323,10 +327,10 @@ def given_block(
 
 
 class FilePrompts:
-    """A source of encoded prompts from the run's files; each epoch shuffles them differently.
+    """Encodes the training prompts of the run's files; each epoch shuffles them differently.
 
-    Only the first rank of each replica has the encoders. They encode text and given frames when a
-    sequence begins. All ranks of the run call each method together.
+    Prompts and given first frames are encoded when a sequence begins, on the first rank of each
+    replica, and sent to its other ranks. All ranks of the run call each method together.
 
     Attributes:
         codec: the codec on the first rank of a replica if frames are to be encoded, else None.

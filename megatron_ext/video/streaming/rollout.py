@@ -5,7 +5,7 @@ the block (arXiv:2506.08009); they are written into the cache for later blocks. 
 is trained; past frames are constants. Therefore the gradient of a loss on the latents can be
 computed before any backward pass: generate all blocks without gradient, compute the gradient, then
 run each exit step again from its recorded input. Peak memory is that of one block, and blocks are
-independent micro-batches.
+independent micro-batches. Without ``two_phase``, exit steps run with gradient at once.
 
 Sampling generates videos of any length in the same way, with all denoising steps. When the prompt
 changes, or a cache was lost, past frames are encoded again under the current prompt.
@@ -57,10 +57,10 @@ class ExitStep:
 
 @dataclass(frozen=True)
 class History:
-    """The past frames of a video, as they were generated.
+    """Past frames of a video, as clean latents, from which the cache can be computed again.
 
     Attributes:
-        newest: the last frames, ``[b, t, c, h, w]``.
+        newest: the last t frames, ``[b, t, c, h, w]``.
         length: number of frames so far, including ``newest``.
         sinks: the first frames, to which all later frames attend: `num_sinks` frames or more, or
             all frames of a shorter video.
@@ -88,8 +88,8 @@ class Generator:
     def clean(self, step: ExitStep) -> Tensor:
         """Return the clean latents that a denoising step predicts, ``[b, block, c, h, w]``.
 
-        The cache is read but not written, since later blocks must not attend to noised frames. The
-        second phase of training calls this again with gradient.
+        The cache is read but not written, since later blocks must not attend to noised frames.
+        Training with ``two_phase`` calls this again, with gradient, for the exit step.
         """
         t = _timesteps(step.timestep, step.x)
         flow = self.network(

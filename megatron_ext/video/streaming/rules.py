@@ -1,4 +1,4 @@
-"""Rules for the flags of streaming runs, for their samples, and for the teacher's layout."""
+"""Checks the flags of streaming runs, of the videos they sample, and of the teacher's layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENSOR, PIPELINE = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-m
 
 
 def streaming_errors(streaming: StreamingConfig) -> list[FlagError]:
-    """Return a sentence on each error in the flags of streaming; [] if there is none."""
+    """Return an error for each streaming flag that is missing, breaks a rule or has no effect."""
     errors = []
     tensor = streaming.teacher_tensor_model_parallel_size
     own_layout = tensor is not None or streaming.teacher_pipeline_model_parallel_size > 1
@@ -116,7 +116,7 @@ def check_options(streaming: StreamingConfig) -> None:
 def sample_errors(
     own: StreamingSampleConfig, sample: SampleConfig, streaming: StreamingConfig
 ) -> list[FlagError]:
-    """Return a sentence on each error in the flags of sampled videos."""
+    """Return an error for each wrong length, switch or second prompt of the videos to sample."""
     errors = []
     blocks = streaming.blocks
     length = own.sample_latent_frames
@@ -192,7 +192,10 @@ def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> Teach
 
 
 def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list[FlagError]:
-    """Return a sentence on each reason why the teacher cannot have the layout given by flags."""
+    """Return an error for each reason why the teacher cannot have the layout given by flags.
+
+    The result is [] if the layout of the run itself is invalid.
+    """
     tensor = parallel.tensor_model_parallel_size
     context = parallel.context_parallel_size
     if min(tensor, context) < 1 or parallel.world_size % (tensor * context):

@@ -1,4 +1,4 @@
-"""A replica's sequence, a long video that is generated clip by clip; its state can be saved."""
+"""A sequence, the batch of long videos that a replica generates clip by clip, and its state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Prompts:
     """The inputs from which the samples of a sequence are generated.
 
     Attributes:
-        text, text_after: embeddings of the prompts before and after the switch, ``[b, l, d]``.
+        text: embeddings of the prompts, ``[b, l, d]``.
+        text_after: embeddings of the prompts after the switch; None if the run has no switches.
         start: clean latents of the given first frames, ``[b, t, c, h, w]``: whole blocks, but fewer
             frames than a clip has. None if no frames are given.
     """
@@ -54,7 +55,7 @@ FirstFrame = Callable[[Tensor], Tensor]
 class SequenceState:
     """The state of a replica's sequence.
 
-    Random choices depend only on the seed and on the indices of sequence, clip and samples.
+    It needs no random state: random numbers depend only on the seed and on the indices here.
 
     Attributes:
         sequence: index of the sequence, counted over the run.
@@ -83,14 +84,14 @@ class SequenceState:
     text_after: Tensor
 
     def switches_before(self, frame: int) -> bool:
-        """Tell whether the prompt has yet to switch, and does so before frame ``frame``."""
+        """Tell whether a switch that has not happened yet comes before frame ``frame``."""
         return not self.has_switched and NEVER < self.switch_frame < frame
 
     def first_frames(self, recent: Tensor, length: int, sinks: int) -> Tensor:
         """Return the first ``sinks`` frames of the sequence, or all frames if there are fewer.
 
-        The sequence has ``length`` frames so far; ``recent`` holds the last of them, or all of
-        them, ``[b, t, c, h, w]``.
+        They are taken from ``recent``, the last frames ``[b, t, c, h, w]``, if these are all
+        ``length`` frames of the sequence so far, and else from ``sink``.
         """
         return recent[:, :sinks] if recent.size(1) == length else self.sink
 
@@ -106,7 +107,7 @@ class Replica:
 
 
 class StreamingSequence:
-    """The sequence of a replica, which grows by one clip whenever generator or critic is trained.
+    """Generates a replica's sequence: one more clip whenever generator or critic is trained.
 
     All model-parallel ranks of a replica make the same calls and draw the same random numbers.
     Sequences begin and end together on all replicas.
@@ -115,8 +116,8 @@ class StreamingSequence:
         generator: the generator; its cache must fit ``streaming``.
         like: empty tensor ``[0, 0, c, h, w]`` with the sizes, dtype and device of latents.
         prompts: a function that returns the prompts of a sequence's samples.
-        first_frame: a function that encodes the last of the frames it gets as an image. It gets a
-            clip's first frame, which the result replaces. None leaves that frame as generated.
+        first_frame: a function that gets frames up to a clip's first frame, and returns this frame
+            encoded as an image, to replace it. None leaves the frame as generated.
 
     Attributes:
         state: the state; None before the first sequence.
@@ -332,8 +333,8 @@ class StreamingSequence:
     def rebuild_cache(self) -> None:
         """Refill a lost cache by encoding past frames under the current prompt.
 
-        The new cache differs slightly from the lost one, whose blocks were written one by one with
-        older weights, and attended to frames that are not encoded again.
+        The new cache differs slightly from the lost one. That was computed with the weights of
+        earlier steps, and its oldest blocks attended to frames that are not encoded again.
         """
         s = self._state
         if s.previous.size(1):

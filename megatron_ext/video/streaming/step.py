@@ -88,10 +88,10 @@ class WorkCounter:
 
 
 class StreamingRunner(StepRunner):
-    """Trains the generator in some steps and the critic in all, on one long sequence.
+    """Trains the critic in every step and the generator in some, on the clips of long videos.
 
-    The generator is the model of the run. The runner has the critic, the teacher and the sequence
-    of this replica. Critic and sequence are saved in checkpoints as ``extra_state``.
+    The generator is the model of the run. The runner also has the critic, the teacher and the
+    videos of this replica (`StreamingSequence`). It saves critic and videos as ``extra_state``.
     """
 
     extra_state: StreamingState
@@ -155,9 +155,9 @@ class StreamingRunner(StepRunner):
         )
 
     def train(self, inputs: StepInputs, num_samples: int) -> StepResult:
-        """Run one training step, with a clip per micro-batch for each network that it trains.
+        """Run one training step: for each trained network, generate a clip per micro-batch.
 
-        ``inputs`` has no batches, since the sequence has the prompts and counts its own samples.
+        ``inputs`` has no batches, only their number, since the sequence gets its own prompts.
         ``num_samples`` is the step's global batch size, by which learning rate schedules advance.
         """
         num_microbatches = inputs.num_microbatches

@@ -1,4 +1,4 @@
-"""Stores critic and sequence in the checkpoint of a streaming run."""
+"""Saves and loads the critic and the replicas' videos in checkpoints of a streaming run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _FIRST_ALONE = "--independent-first-frame"
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (flags that must be as in a checkpoint to load its sequence, those for its cache)."""
+    """Return two groups of flags: one for loading a checkpoint's sequence, one for its cache.
+
+    Sequence or cache can be loaded only if the flags of its group are as in the checkpoint.
+    """
     streaming = config.section(StreamingConfig)
     sequence = {
         "--micro-batch-size": config.training.batch_sizes[0],
@@ -97,9 +100,9 @@ class StreamingState:
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Check that a checkpoint fits; return the sharded state to load from it.
+        """Check that the checkpoint in ``path`` fits; return the sharded state to load from it.
 
-        Objects that the checkpoint lacks are left out.
+        Sequence and cache are left out if the checkpoint has none for this layout.
         """
 
         def names() -> set[str]:

@@ -1,4 +1,4 @@
-"""The task of ``pretrain_video.py --task streaming``."""
+"""Defines `STREAMING`, the task that trains a generator of long videos (``--task streaming``)."""
 
 from __future__ import annotations
 

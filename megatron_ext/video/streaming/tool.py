@@ -38,7 +38,7 @@ PROGRESS_INTERVAL = 5.0
 
 
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of flags, by name, that a checkpoint determines.
+    """Return the flags that a run takes from a checkpoint, as {field name: default value}.
 
     ``stored`` is the configuration in the checkpoint. ``given`` holds those flags of the command
     line that belong to the section ``checkpoint``.
@@ -95,8 +95,8 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
     """Check options and prompts; return (configuration, None).
 
-    The configuration has text width and sequence length set. None stands for the task's assets,
-    since sampling needs none.
+    The configuration has text width and sequence length set. Other tasks return objects for their
+    data in place of None (see `Task.preflight`).
     """
     streaming = config.section(StreamingConfig)
     check_options(streaming)
