@@ -19,7 +19,6 @@ from megatron_ext.config.rules import optimizer as optimizer_rules
 from megatron_ext.config.rules import parallel as parallel_rules
 from megatron_ext.config.rules import transformer_engine as engine_rules
 from megatron_ext.config.rules.model import model_errors
-from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig, TaskFlags, engine_sections
 from megatron_ext.errors import ConfigError, FlagError, exclusive, flags_of
 
@@ -142,6 +141,12 @@ def _core_errors() -> Iterator[FlagError]:
         )
 
 
+def _found_version() -> str | None:
+    from megatron_ext.config.rules.te_version import found_version
+
+    return found_version()
+
+
 def _precision_errors(run: RunConfig) -> Iterator[FlagError]:
     """Yield an error for each fault in the flags of FP8 matrix products and of CUDA graphs."""
     if changed_fields(run.fp8):
@@ -179,7 +184,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
     if run.precision.bf16 and run.precision.fp16:
         yield exclusive("--bf16", "--fp16")
     yield from _precision_errors(run)
-    version = found_version() if has_te else None
+    version = _found_version() if has_te else None
     yield from engine_rules.transformer_engine_errors(run, found_version=version)
     yield from run.training.errors(run.parallel.data_parallel_size)
     yield from parallel_rules.interleaving_errors(run.parallel, run.training)

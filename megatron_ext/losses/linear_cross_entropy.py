@@ -1,8 +1,8 @@
 """Cross-entropy of a vocabulary-parallel linear head that never holds all logits at once.
 
 The flattened tokens are processed in blocks of C. Only one block of logits ``[C, v/tp]`` exists at
-a time, in float32, or on GPUs in the dtype of the matrix product (`vocabulary.statistics`). Since
-the weights of the tokens are known in advance, the forward pass also computes the gradients.
+a time, in float32, or on GPUs in the dtype of the matrix product (`softmax_kernels`). Since the
+weights of the tokens are known in advance, the forward pass also computes the gradients.
 
 With logits z, label y, vocabulary size v, label smoothing e, z-loss coefficient c (PaLM's,
 arXiv:2204.02311, section 5), lse = log sum exp z and p = exp(z - lse), a token has

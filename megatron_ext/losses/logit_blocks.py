@@ -22,7 +22,7 @@ from megatron_ext.layers.weight_gradients import (
     takes_overwrite,
     writable,
 )
-from megatron_ext.losses.vocabulary import (
+from megatron_ext.losses.softmax_kernels import (
     limit_,
     statistics,
     to_gradient_,
@@ -164,7 +164,7 @@ class Block:
         column: ``[C, 1]`` column of each token's label, 0 if another rank owns it.
         owned: ``[C, 1]`` float32, 1 if this rank owns the label and the token counts.
         valid: ``[C]`` float32, 0 if the label is ``ignore_index``, else 1.
-        fused: whether the compiled functions of `vocabulary` compute statistics and gradient.
+        fused: whether the compiled functions of `softmax_kernels` compute statistics and gradient.
         slope: derivative ``[C, v/tp]`` float32 of the capped logits with respect to the uncapped
             ones. None if there is no cap, or if ``fused``: the compiled gradient computes the
             derivative itself, since the capped logits are still there.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config import finalize
-from megatron_ext.config.rules import transformer_engine
+from megatron_ext.config.rules import te_version, transformer_engine
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
@@ -42,7 +42,7 @@ def with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         finalize, "_has_transformer_engine", lambda model, device, planning: device == "cuda"
     )
-    monkeypatch.setattr(finalize, "found_version", lambda: "2.9.0")
+    monkeypatch.setattr(te_version, "found_version", lambda: "2.9.0")
     monkeypatch.setattr(transformer_engine, "find_spec", lambda name: object())
     for name in (*transformer_engine.SWITCHES, "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
         monkeypatch.delenv(name, raising=False)

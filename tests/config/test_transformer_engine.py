@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from megatron_ext.config import finalize
-from megatron_ext.config.rules import transformer_engine
-from megatron_ext.config.rules.transformer_engine import (
-    MINIMUM,
-    NEEDS,
-    OVERLAPPED,
-    Need,
-    version_errors,
-)
+from megatron_ext.config.rules import te_version, transformer_engine
+from megatron_ext.config.rules.te_version import MINIMUM, NEEDS, Need, found_version, version_errors
+from megatron_ext.config.rules.transformer_engine import OVERLAPPED
 from megatron_ext.config.run import RunConfig, transformer_fields
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config.moe import MoEConfig
@@ -148,8 +142,8 @@ def test_no_sentence_names_layers_that_other_flags_would_refuse(words: str) -> N
 
 
 def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformer_engine, "DISTRIBUTION", "no-such-package-is-installed")
-    assert transformer_engine.found_version() is None
+    monkeypatch.setattr(te_version, "DISTRIBUTION", "no-such-package-is-installed")
+    assert found_version() is None
     monkeypatch.setattr(transformer_engine, "find_spec", lambda name: None)
     words = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1"
     refused(f"{TE}{CP}{words}", "needs the package einops")
@@ -175,7 +169,7 @@ def test_every_feature_names_its_version() -> None:
 def test_the_newest_of_the_needed_versions_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(TE)
     needs = [Need(f"--needs-{minimum}", minimum, lambda _: True) for minimum in ("2.9.0", "2.10.0")]
-    monkeypatch.setattr(transformer_engine, "NEEDS", tuple(needs))
+    monkeypatch.setattr(te_version, "NEEDS", tuple(needs))
     errors = version_errors(config, "2.8.1")
     assert len(errors) == 2
     assert all('[pytorch]>=2.10.0"`.' in error for error in errors)
@@ -203,7 +197,7 @@ def test_a_version_too_old_for_the_layers_is_said_once() -> None:
 
 
 def test_the_version_is_checked_with_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finalize, "found_version", lambda: "2.3.0")
+    monkeypatch.setattr(te_version, "found_version", lambda: "2.3.0")
     refused(TE, "needs Transformer Engine 2.4.0 or newer")
     configured("--transformer-impl torch")
     torch_layers = "--transformer-impl torch --cross-entropy-impl te"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.config.rules.transformer_engine import found_version
+from megatron_ext.config.rules.te_version import found_version
 from megatron_ext.device.gpus import FIRST
 from megatron_ext.layers.transformer_engine import recipe_error
 from tests.gpu.runs import losses, needs_gpus, train

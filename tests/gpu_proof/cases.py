@@ -21,7 +21,7 @@ from torch import Tensor
 import megatron_ext
 from megatron_ext.layers import causal_parts, latent_attention, pointwise
 from megatron_ext.layers.fp8 import casting
-from megatron_ext.losses import vocabulary
+from megatron_ext.losses import softmax_kernels
 
 PACKAGE = Path(megatron_ext.__file__).parent
 S, H, FFN, HEADS, GROUPS, D = 8192, 3072, 8192, 24, 8, 128
@@ -241,14 +241,14 @@ TEXT = (
     ),
     Case(
         "statistics",
-        vocabulary.statistics,
+        softmax_kernels.statistics,
         lambda: (half(BLOCK, VOCABULARY, grad=False), ids(BLOCK, 1), False),
         (3, 0),
         (1, 0),
     ),
     Case(
         "to_gradient",
-        vocabulary.to_gradient_,
+        softmax_kernels.to_gradient_,
         lambda: (
             half(BLOCK, VOCABULARY, grad=False),
             ids(BLOCK, 1),
@@ -259,14 +259,14 @@ TEXT = (
     ),
     Case(
         "capped_logits",
-        vocabulary.limit_,
+        softmax_kernels.limit_,
         lambda: (half(BLOCK, VOCABULARY, grad=False), 30.0),
         (1, 0),
         (2, 0),
     ),
     Case(
         "to_gradient_of_capped_logits",
-        vocabulary.to_gradient_,
+        softmax_kernels.to_gradient_,
         lambda: (
             half(BLOCK, VOCABULARY, grad=False),
             ids(BLOCK, 1),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.config import finalize
+from megatron_ext.config.rules import te_version
 from megatron_ext.config.run import transformer_fields
 from megatron_ext.core import MTP_LAYER
 from megatron_ext.device import Device
@@ -110,7 +111,7 @@ def test_buffers_of_overlapped_communication(
 ) -> None:
     """Megatron-LM's ``_initialize_tp_communicators`` calls them so."""
     monkeypatch.setattr(finalize, "_has_transformer_engine", lambda *_: True)
-    monkeypatch.setattr(finalize, "found_version", lambda: "2.9.0")
+    monkeypatch.setattr(te_version, "found_version", lambda: "2.9.0")
     path = tmp_path / "overlap.yaml"
     path.write_text("qkv_fprop: {method: ring_exchange, aggregate: 0}\n")
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"

@@ -10,7 +10,7 @@ from torch._inductor.utils import run_and_get_code
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.losses import logit_blocks
 from megatron_ext.losses.logit_blocks import Head
-from megatron_ext.losses.vocabulary import statistics, to_gradient_
+from megatron_ext.losses.softmax_kernels import statistics, to_gradient_
 from tests.losses.dense_cross_entropy import (
     ALONE,
     BLOCK_SIZES,

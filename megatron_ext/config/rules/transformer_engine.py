@@ -1,21 +1,13 @@
-"""Rules of Transformer Engine: what its layers do not support, and which version a run needs.
-
-The versions are those that megatron-core 0.16.1 requires (``is_te_min_version``), or later ones
-where Transformer Engine's own source requires them. An option of the layers is in `NEEDS` only if
-it needs a newer version than `MINIMUM`, the oldest one that is supported.
-"""
+"""Rules of Transformer Engine: what its layers do not support."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from math import prod
-from typing import Any, NamedTuple
-
-from packaging.version import InvalidVersion, Version
+from typing import Any
 
 from megatron_ext.config.flags import changed_fields
 from megatron_ext.config.model import ModelConfig
@@ -61,6 +53,8 @@ def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> I
         yield from _layer_errors(run)
         yield from _attention_errors(run.parallel, run.model, run.engine)
     if found_version is not None:
+        from megatron_ext.config.rules.te_version import version_errors
+
         yield from version_errors(run, found_version)
 
 
@@ -266,84 +260,3 @@ def _attention_errors(
                 f"the ranks that exchange them ({share})",
                 "use all_gather",
             )
-
-
-MINIMUM = "2.4.0"
-"""The oldest version with all fp8 recipes: mxfp8 (since 2.0), tensorwise (2.2), blockwise (2.4)."""
-DISTRIBUTION = "transformer-engine"
-
-
-class Need(NamedTuple):
-    """An option that needs Transformer Engine of at least the version ``minimum``.
-
-    ``spelled`` is the option in error messages; ``used`` returns whether a run uses it.
-    """
-
-    spelled: str
-    minimum: str
-    used: Callable[[RunConfig], bool]
-
-
-def _uses_layers(run: RunConfig) -> bool:
-    return run.model.transformer_impl == TE_IMPL
-
-
-def _recomputes(module: str) -> Callable[[RunConfig], bool]:
-    return lambda run: (
-        _uses_layers(run)
-        and run.fp8.fp8_format is not None
-        and run.model.recompute_granularity == "selective"
-        and module in (run.model.recompute_modules or ())
-    )
-
-
-NEEDS: tuple[Need, ...] = (
-    Need("--transformer-impl transformer_engine", MINIMUM, _uses_layers),
-    Need("--cross-entropy-impl te", MINIMUM, lambda run: run.loss.cross_entropy_impl == "te"),
-    Need("--recompute-modules layernorm` with `--fp8-format", "2.6.0", _recomputes("layernorm")),
-    Need("--recompute-modules moe_act` with `--fp8-format", "2.6.0", _recomputes("moe_act")),
-    Need(
-        "--fp8-recipe custom",
-        "2.9.0",
-        lambda run: run.fp8.fp8_format is not None and run.fp8.fp8_recipe == "custom",
-    ),
-)
-
-
-def found_version() -> str | None:
-    """Return Transformer Engine's version without importing it; None if it is not installed."""
-    try:
-        return importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def version_errors(run: RunConfig, installed: str) -> list[FlagError]:
-    """Return an error for each option of the run that needs a newer Transformer Engine.
-
-    ``installed`` is the version of Transformer Engine that is installed.
-    """
-    needed = {need.spelled: need.minimum for need in NEEDS if need.used(run)}
-    for section in run.layer_sections:
-        needed.update(section.te_versions(run))
-    lacking = [spelled for spelled in needed if not _reaches(installed, needed[spelled])]
-    if not _reaches(installed, MINIMUM):
-        lacking = lacking[:1]  # too old for all: what else it lacks does not matter
-    best = max(needed.values(), key=Version, default=MINIMUM)
-    return [
-        FlagError(
-            spelled,
-            None,
-            f"needs Transformer Engine {needed[spelled]} or newer, but the installed one is "
-            f"{installed}",
-            f'run `pip install -U --no-build-isolation "transformer-engine[pytorch]>={best}"`',
-        )
-        for spelled in lacking
-    ]
-
-
-def _reaches(version: str, minimum: str) -> bool:
-    try:
-        return Version(version).release >= Version(minimum).release
-    except InvalidVersion:
-        return False

@@ -15,7 +15,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron_ext.config.flags import changed_fields, spelling_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import TE_IMPL, Fp8Config
-from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import write_text
 from megatron_ext.layers.sdpa import flash_3_in_use
@@ -122,6 +121,8 @@ def implementation_line(
     kernels = ", FlashAttention 3" if flash_3_in_use() else ""
     layers = f"torch {importlib.metadata.version('torch')}; attention: torch SDPA{kernels}"
     if model.transformer_impl == TE_IMPL:
+        from megatron_ext.config.rules.te_version import found_version
+
         layers = (
             f"Transformer Engine {found_version() or 'of an unknown version'}; attention: "
             f"Transformer Engine ({model.attention_backend})"
