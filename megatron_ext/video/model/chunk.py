@@ -18,12 +18,13 @@ from megatron_ext.parallel.context import ParallelContext
 
 
 class Blueprint(NamedTuple):
-    """The configuration, sizes, options and groups from which every module of a network is built.
+    """The values from which every module of a network is built.
 
     Attributes:
         config: megatron-core's configuration, with the values of ``sizes.transformer_fields()``.
         sizes: sizes of the whole model, a `config.sizes.Sizes`.
         options: settings of the network that do not change the shape of any parameter.
+        groups: this rank's process groups.
     """
 
     config: TransformerConfig
@@ -35,7 +36,7 @@ class Blueprint(NamedTuple):
 class Part(MegatronModule):  # type: ignore[misc]
     """Base class of a network's modules.
 
-    It sets ``tp_group``, which megatron-core needs to save a module.
+    It sets ``tp_group``, which megatron-core reads when it saves a module in a checkpoint.
     """
 
     def __init__(self, plan: Blueprint) -> None:
@@ -44,9 +45,10 @@ class Part(MegatronModule):  # type: ignore[misc]
 
 
 class Blocks(torch.nn.ModuleDict):
-    """The transformer blocks of a pipeline chunk, by their index in the whole model.
+    """The transformer blocks of a pipeline chunk.
 
-    The index is also part of the names of parameters.
+    The key of a block is its index, as a string, among the whole model's blocks of the same kind.
+    The key is part of the names of the block's parameters.
     """
 
     def sharded_state_dict(
@@ -61,7 +63,7 @@ class Blocks(torch.nn.ModuleDict):
 
 
 class VideoChunk(Part):
-    """One pipeline chunk of a video network; the first embeds the inputs, the last predicts.
+    """One pipeline chunk of a video network: the first embeds inputs, the last predicts velocities.
 
     Args:
         stage: index of this chunk among all ``num_stages`` stages, virtual stages included.
@@ -109,7 +111,10 @@ class VideoChunk(Part):
         return cls(plan, placement.stage_of(context.pp_rank, vp_stage or 0), placement.num_stages)
 
     def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
-        """Store the hidden tensor that the previous pipeline stage has sent."""
+        """Store the hidden tensor from the previous pipeline stage, alone or in a list of one.
+
+        On the first stage it is None.
+        """
         self.entering = tensors if tensors is None or isinstance(tensors, Tensor) else tensors[0]
 
 

@@ -1,12 +1,12 @@
 """Layers of all video networks: linear layers, embedders and modulation by the timestep.
 
 Some blocks run two streams (text and image), or two branches (attention and MLP), on one joint
-sequence. One collective brings the tokens of both into the tensor-parallel region, and one takes
-them out. The layers `ColumnPiece` and `RowPiece` do not communicate. If each layer did, as in
-megatron-core, the block would communicate two to four times as often, and under sequence
-parallelism the ranks would have to split each stream's tokens equally. The cost is memory: under
-sequence parallelism the gathered input is kept for the backward pass; megatron-core gathers it
-again.
+sequence. One collective gives the tensor-parallel ranks the inputs of both, and another sums the
+outputs of both over the ranks, so the layers `ColumnPiece` and `RowPiece` do not communicate. If
+each layer did, as in megatron-core, the block would communicate two to four times as often, and
+under sequence parallelism the ranks would have to split each stream's tokens equally. The cost is
+memory: under sequence parallelism the gathered input is kept for the backward pass; megatron-core
+gathers it again.
 
 Other networks have one stream, and run attention and MLP one after the other, so there is nothing
 to combine. Their layers, built by `column` and `row`, do communicate, and support LoRA adapters
@@ -35,8 +35,8 @@ from megatron_ext.video.model.chunk import Blueprint
 def uniform(config: TransformerConfig, bound: float) -> Initialize:
     """Return an initializer that draws uniformly from [-``bound``, ``bound``].
 
-    If ``config.init_method`` defers the initialization of parameters (`Marked`), so does the
-    result.
+    If ``config.init_method`` only registers parameters, so that they are filled later (`Marked`),
+    so does the returned initializer.
     """
     method = partial(torch.nn.init.uniform_, a=-bound, b=bound)
     usual = config.init_method
@@ -46,7 +46,7 @@ def uniform(config: TransformerConfig, bound: float) -> Initialize:
 def mark_replicated(module: torch.nn.Module, config: TransformerConfig) -> None:
     """Mark replicated parameters, so that megatron-core sums their gradients over TP ranks.
 
-    This is needed under sequence parallelism, where each rank processes only some of the tokens.
+    It has an effect only under sequence parallelism, where each rank processes some of the tokens.
     """
     for parameter in module.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -151,7 +151,8 @@ def column(
 def row(plan: Blueprint, inputs: int, outputs: int) -> RowParallelLinear:
     """Build a linear layer from ``[s, b, inputs / tp]`` to ``[s, b, outputs]``.
 
-    The layer returns (output without bias, bias); the caller must add the bias.
+    The layer returns (output without bias, bias); the caller must add the bias. Weights start as in
+    `column`. Under sequence parallelism the output has only this rank's s / tp tokens.
     """
     method = uniform(plan.config, math.sqrt(6 / (inputs + outputs)))
     return RowParallelLinear(
@@ -208,9 +209,9 @@ class Modulation(torch.nn.Linear):
 
 
 def start_at_zero(linear: torch.nn.Linear) -> None:
-    """Set weight and bias to zero, the values with which training starts.
+    """Set weight and bias of a layer to zero, so that training starts from zero.
 
-    `initialize_by_name`, which later initializes other parameters, leaves these at zero.
+    `initialize_by_name`, which initializes the model's parameters later, leaves these at zero.
     """
     torch.nn.init.zeros_(linear.weight)
     if linear.bias is not None:

@@ -5,9 +5,9 @@ Tokens are ordered by frame, then row, then column. Feature c * p * p + row * p 
 is channel c of the latent pixel at that row and column of its patch.
 
 How tokens are split over ranks depends on the network. If it runs on one sequence [text; image],
-each rank holds a contiguous part of that sequence (`TokenRange`). If it has a modulation for each
-frame, each rank holds a part of every frame (`FrameTokens`), so that a frame's modulation
-broadcasts over the rank's tokens of that frame.
+whose image tokens are those of the video, each rank holds a contiguous part of that sequence
+(`TokenRange`). If each frame has its own modulation (shifts, scales and gates), each rank holds a
+part of every frame (`FrameTokens`), so that a frame's modulation broadcasts over its tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def position_ids(shape: LatentShape, patch_size: int, device: torch.device | Non
 
 @dataclass(frozen=True)
 class TokenRange:
-    """The tokens ``start`` to ``end - 1`` of a sequence of text tokens followed by image tokens.
+    """The tokens ``start`` to ``end - 1`` of a sequence of text tokens, then image (video) tokens.
 
     ``num_text`` and ``num_image`` are the numbers of text and image tokens in the whole sequence.
     """
@@ -109,12 +109,12 @@ class TokenRange:
 
     @property
     def text(self) -> slice:
-        """Return the slice of the whole text that lies in the range; it may be empty."""
+        """Return the range's text tokens as a slice of all text tokens; it may be empty."""
         return slice(min(self.start, self.num_text), min(self.end, self.num_text))
 
     @property
     def image(self) -> slice:
-        """Return the slice of all image tokens that lies in the range; it may be empty."""
+        """Return the range's image tokens as a slice of all image tokens; it may be empty."""
         return slice(max(self.start - self.num_text, 0), max(self.end - self.num_text, 0))
 
     @property
@@ -129,7 +129,7 @@ class LocalTokens:
 
     Attributes:
         cp_slice: the tokens of this context-parallel rank, which attention and MLPs process.
-        part: the tokens whose residual stream this rank holds between attention and MLPs: under
+        part: the tokens whose hidden states this rank holds between attention and MLPs: under
             sequence parallelism a part of ``cp_slice``, else all of it.
     """
 
@@ -142,11 +142,12 @@ class FrameTokens:
     """The tokens of consecutive frames, and this rank's part of each frame.
 
     Each context-parallel rank holds an equal part of every frame; under sequence parallelism the
-    tensor-parallel ranks split that part again. All tokens of a frame block attend to the same
-    keys, so contiguous parts are equal work for all ranks.
+    tensor-parallel ranks split that part again. All tokens of a frame attend to the same keys, so
+    contiguous parts are equal work for all ranks.
 
     Attributes:
         first_frame: number of the first of these frames in the whole video.
+        rows, columns: tokens of a frame in height and width.
         tp_rank, tp_size: tensor-parallel rank and size under sequence parallelism, else 0 and 1.
 
     Raises:
@@ -184,9 +185,9 @@ class FrameTokens:
 
     @property
     def held(self) -> slice:
-        """Return the slice of every frame's tokens whose residual stream this rank holds.
+        """Return the slice of every frame's tokens that this rank holds between attention and MLP.
 
-        Under sequence parallelism it is a part of `cp_slice`, else the whole of it.
+        Under sequence parallelism it is a part of `cp_slice`, else all of it.
         """
         size = self.per_frame // self.cp_size // self.tp_size
         start = self.cp_slice.start + self.tp_rank * size
@@ -196,8 +197,8 @@ class FrameTokens:
 def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
     """Regroup tokens by frame, from ``[parts * t * m, ...]`` to ``[t, parts * m, ...]``.
 
-    Each of ``num_parts`` ranks gave m tokens of each of t frames. The tokens of a frame stay in the
-    order of ranks.
+    ``x`` concatenates the tokens of ``num_parts`` ranks, m of each of t frames. The tokens of a
+    frame stay in the order of ranks.
     """
     parts = x.reshape(num_parts, num_frames, -1, *x.shape[1:])
     return parts.transpose(0, 1).flatten(1, 2)
@@ -210,9 +211,9 @@ def parts_first(x: Tensor, num_parts: int) -> Tensor:
 
 
 def positions(tokens: FrameTokens, device: torch.device) -> Tensor:
-    """Return positions ``[t, m, 3]``: absolute frame, row and column of each token.
+    """Return the frame in the whole video, row and column of each token, ``[t, m, 3]``.
 
-    The tokens are the m tokens of each frame in ``cp_slice``.
+    The tokens are those of this context-parallel rank (``cp_slice``), m of each of t frames.
     """
     ids = position_ids((tokens.num_frames, tokens.rows, tokens.columns), 1, device)
     ids[:, 0] += tokens.first_frame

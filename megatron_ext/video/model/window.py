@@ -52,9 +52,10 @@ class FrameWindow(FrameBlocks):
         return range(min(self.sink, end)), range(local_start, max(end, local_start))
 
     def capacity_for(self, chunk_frames: int) -> int:
-        """Return how many frames a cache must hold to run its newest ``chunk_frames`` frames again.
+        """Return how many frames a cache must hold so that its newest ones can be run again.
 
-        The first block among these also sees the ``window - block`` frames before it.
+        These are ``chunk_frames`` frames. Their first block also sees the ``window - block`` frames
+        before it.
         """
         return self.window + chunk_frames - self.block
 

@@ -35,7 +35,7 @@ def chosen(config: RunConfig) -> VideoNetwork:
 
 
 def network_of(config: RunConfig) -> FlowNetwork:
-    """Return the network that ``--video-model`` names as a `FlowNetwork`, for flow matching."""
+    """Build the `FlowNetwork` of the network that ``--video-model`` names, for flow matching."""
     network: FlowNetwork = _part(chosen(config).flow)(config)
     return network
 
@@ -78,7 +78,7 @@ def named_by(names: Iterable[str]) -> str:
 
 
 def without_pooled() -> str:
-    """Return text for a message that names all networks that need no pooled text vector."""
+    """Return text for a message: "--video-model A or B", the networks that take no pooled text."""
     return named_by(name for name in NETWORKS if not network_named(name).takes_pooled)
 
 

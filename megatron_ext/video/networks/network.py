@@ -42,7 +42,7 @@ from megatron_ext.video.sampling.velocity import ParallelVelocity
 from megatron_ext.video.step import FlowBatchBuilder, FlowMicrobatch
 
 STREAMING = "streaming"
-"""The kind of the networks of ``--task streaming``; other kinds are values of ``--video-model``."""
+"""Stands for the networks of ``--task streaming`` where others go by their ``--video-model``."""
 
 Sections = Mapping[str, Mapping[str, Any]]
 """Values of flags by section and field: ``{section: {field: value}}``."""
@@ -52,8 +52,8 @@ Sections = Mapping[str, Mapping[str, Any]]
 class VideoNetwork:
     """A description of a video network, by which the rest of the package finds the network's parts.
 
-    A network has one or several values of ``--video-model``. Some attributes are places: a place
-    is a string ``module:name`` that names an object. The object is imported when a run needs it.
+    A network has one or several values of ``--video-model``. A place, below, is a string
+    ``module:name`` that names an object, which is imported when a run needs it.
 
     Attributes:
         titles: words for the network in messages, with an article, by value of ``--video-model``.
@@ -65,22 +65,22 @@ class VideoNetwork:
         stored_model: a function of ``(stored, name)``, a checkpoint's configuration and the value
             of ``--video-model`` of its run; it returns the flags that describe the checkpoint's
             weights.
-        restated: a function that lets a run start from a checkpoint of another kind of network,
-            for example a causal one from a bidirectional one. Its arguments are ``(stored, kind,
-            builds)``: the checkpoint's configuration, the kind of the checkpoint's network, and
-            the kind that the run builds. A kind is a value of ``--video-model``, or `STREAMING`.
-            The result is the flags that the run takes from the checkpoint. None if a run can
+        restated: a function by which a run starts from a checkpoint of another kind of network,
+            such as a causal network from a bidirectional one. A kind is a value of
+            ``--video-model``, or `STREAMING`. The arguments are ``(stored, kind, builds)``: the
+            checkpoint's configuration, its kind, and the kind that the run builds. The result is
+            the flags that the run takes from the checkpoint. If the attribute is None, a run can
             start only from a checkpoint of its own kind.
         defaults: defaults of flow matching's flags that differ for this network, by field.
             `flow_defaults` adds those that follow from ``takes_references``.
-        streaming_flags: for each value of ``--video-model``, those flags of ``--task streaming``
-            (as field names) that also have an effect in ``--task flow``.
+        streaming_flags: for each value of ``--video-model``, the field names of those flags of
+            ``--task streaming`` that also have an effect on it in ``--task flow``.
         takes_pooled: whether the network is given a pooled vector of the text.
         takes_references: whether the network is given reference frames.
         streamed: place of the `StreamedNetwork`, an object; None if streaming cannot train it.
         streamed_sizes: sizes of a network that streaming can train, by name; each is a
             `config.sizes.StreamedSizes`.
-        conversion: place of the `Conversion`, an object; None if there is none.
+        conversion: place of the `Conversion`, an object; None if no public weights can be read.
     """
 
     titles: Mapping[str, str]
@@ -102,7 +102,7 @@ class VideoNetwork:
     def flow_defaults(self) -> Mapping[str, Any]:
         """Return the defaults of flow matching's flags that differ for this network, by field.
 
-        If the network takes no reference frames, the modes that give them have weight 0.
+        If the network takes no reference frames, all condition modes except t2v have weight 0.
         """
         given = [mode for mode in MODES if mode != "t2v"] if not self.takes_references else []
         return {**{f"{mode}_weight": 0.0 for mode in given}, **self.defaults}
@@ -146,7 +146,7 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def checked(self) -> RunConfig:
-        """Check that the layout fits; return the configuration with derived settings filled in.
+        """Check the parallel layout; return the configuration with derived settings filled in.
 
         Raises:
             ConfigError: there are too many stages, or the ranks cannot share the heads equally.
@@ -159,7 +159,7 @@ class FlowNetwork(ABC):
             what: name of the clips in the error.
 
         Raises:
-            ConfigError, DataError: the clips do not fit the layout or the flags.
+            ConfigError, DataError: the clips do not fit the parallel layout or the flags.
         """
         return
 
@@ -197,9 +197,9 @@ class FlowNetwork(ABC):
         """Return a predictor of velocities for a sampler; ``chunks`` are the model on this rank."""
 
     def velocity(self, output: Tensor) -> Tensor:
-        """Return the predicted velocity of the tokens that have targets.
+        """Return the predicted velocity ``[b, n, d]`` of the tokens for which the rank has targets.
 
-        ``output`` is the output of the last stage.
+        ``output`` is what the model's last stage returns.
         """
         return output
 
@@ -208,8 +208,9 @@ class FlowNetwork(ABC):
     ) -> tuple[Tensor, LossFunction]:
         """Run one chunk on one micro-batch; return its output and a loss function of that output.
 
-        ``counts`` are the numbers of targets in the whole step, by which the loss is weighted. They
-        are None in evaluation, and on ranks that do not have the last pipeline stage.
+        ``counts`` has the number and summed weights of the whole step's targets, which scale the
+        loss with ``--calculate-per-token-loss``. It is None in evaluation, and on ranks that do not
+        have the last pipeline stage.
         """
         output: Tensor = model(**batch.inputs)
         return output, partial(self._loss, batch=batch, counts=counts)
@@ -274,7 +275,7 @@ class StreamedNetwork(ABC):
 
     @abstractmethod
     def pass_flops(self, model: Any, **inputs: Any) -> float:
-        """Return the operations of a pass without gradient, summed over model-parallel ranks.
+        """Return the FLOPs of a forward pass without gradient, summed over model-parallel ranks.
 
         ``model`` may be the chunk of any rank; ``inputs`` are the arguments of its ``forward``.
         """
@@ -296,15 +297,16 @@ class Conversion(ABC):
 
     @abstractmethod
     def reads_file(self, source: Path) -> bool:
-        """Return whether a file may be a torch.save file that `import_weights` can read."""
+        """Return whether a file has the suffix of a torch.save file that `import_weights` reads."""
 
     @abstractmethod
     def import_weights(
         self, source: Path, save: Path, dtype: str | None, entry: str | None
     ) -> tuple[str, str]:
-        """Write public weights as a checkpoint of iteration 0; return (name of the size, dtype).
+        """Write public weights as a checkpoint of iteration 0; return (its named size, its dtype).
 
         Args:
+            source: a folder of safetensors, or a torch.save file.
             dtype: dtype of the checkpoint; None keeps that of the source.
             entry: key in a torch.save file; None takes the file's only dictionary of tensors.
 
@@ -332,7 +334,7 @@ class Conversion(ABC):
             step: iteration of the checkpoint; None takes the latest.
             dtype: dtype to write; None keeps that of the run.
             max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
-            ema: whether to write the averaged weights in place of the last ones.
+            ema: whether to write the moving average of the weights instead of the last weights.
             network: the network to write, ``"generator"`` or ``"critic"``.
             naming: one of `namings`; None takes the first.
 
@@ -343,4 +345,4 @@ class Conversion(ABC):
 
     @abstractmethod
     def adapters(self, sizes: Any) -> PeftLayers:
-        """Return the mapping of our LoRA adapters to peft's layers, for networks of ``sizes``."""
+        """Return how a network's LoRA adapters map to peft's; ``sizes`` are the network's sizes."""

@@ -47,16 +47,16 @@ class MMDiTOptions:
     """Options of an MMDiT that do not change the shape of any parameter.
 
     Attributes:
-        adaln_zero: modulations and the last layer start at zero (DiT, arXiv:2212.09748), so that
-            the model predicts zero. This suits training from scratch; Open-Sora starts from the
-            weights of FLUX instead.
+        adaln_zero: whether modulations and the last layer start at zero (DiT, arXiv:2212.09748), so
+            that the untrained model predicts zero. This suits training from scratch; Open-Sora
+            starts from the weights of FLUX instead.
         recompute_double_blocks, recompute_single_blocks: how many blocks of each kind, from the
             first on, save only their inputs and are recomputed in the backward pass.
         cp_comm_type: how context-parallel ranks attend to the whole sequence: ``all_gather`` (or
             ``p2p``) collects keys and values, ``a2a`` trades heads for tokens by all-to-all.
-        double_block_cost: time of a double block divided by that of a single block; 1 by default,
-            since both multiply a token by 12 h^2 weights (mlp_ratio 4) and have equal attention.
-            Measure it, or use 2.4, the ratio of their parameters, to balance memory.
+        double_block_cost: time of a double block divided by that of a single block, for the split
+            into pipeline stages; 1 by default, since both do equally many operations per token. Use
+            the measured ratio; or, to balance memory, 2.4, the ratio of their parameters.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -186,9 +186,10 @@ class DoubleBlock(Part):
         return zip((self.txt, self.img), streams, strict=True)
 
     def _enter(self, streams: Sequence[Tensor], tokens: LocalTokens) -> Sequence[Tensor]:
-        """Return (text, image) with all tokens of ``tokens.cp_slice`` on each tensor-parallel rank.
+        """Give each tensor-parallel rank all tokens of ``tokens.cp_slice``; return (text, image).
 
-        Under sequence parallelism one collective gathers the tokens of both.
+        ``streams`` are the (text, image) tokens that this rank holds. Under sequence parallelism
+        one collective gathers both.
         """
         if self.tp_group.size() == 1:
             return streams
@@ -198,7 +199,11 @@ class DoubleBlock(Part):
     def _leave(
         self, partial_sums: Sequence[tuple[Tensor, Any]], tokens: LocalTokens
     ) -> tuple[Tensor, ...]:
-        """Sum text and image outputs over TP ranks; return the two sums, then the two biases."""
+        """Sum outputs over TP ranks; return (text sum, image sum, text bias, image bias).
+
+        ``partial_sums`` has (this rank's partial sum, bias) of text, then of image. Under sequence
+        parallelism the returned sums have only the tokens ``tokens.part``.
+        """
         (txt, txt_bias), (img, img_bias) = partial_sums
         if self.tp_group.size() > 1:
             total = leave(torch.cat((txt, img)), self.tp_group, self.config.sequence_parallel)

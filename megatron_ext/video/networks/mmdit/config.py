@@ -35,7 +35,7 @@ class MMDiTSizes(Sizes):
         qkv_bias: whether the projections to queries, keys and values have biases.
         guidance_embed: whether the model takes a guidance strength as input, as distilled models
             do.
-        cond_embed: whether the model takes condition latents (image to video).
+        cond_embed: whether the model takes latents of reference frames (image to video).
     """
 
     hidden_size: int
@@ -105,7 +105,7 @@ SIZES = {
 }
 """Sizes of the MMDiT by name; ``11b`` is Open-Sora 2.0 for text to video.
 
-Open-Sora's image-to-video stages add ``cond_embed``."""
+Open-Sora's models for image to video also have ``cond_embed``."""
 
 
 _OF_SIZES = (
@@ -121,7 +121,7 @@ class MMDiTConfig(Changeable):
         channels: number of channels of the dataset's latents.
         caption_width, pooled_caption_width: number of features of the dataset's text tokens and
             pooled text vectors.
-        cond_embed: whether the model takes reference frames; True if a condition mode gives any.
+        cond_embed: whether the model takes reference frames, as any condition mode but t2v needs.
     """
 
     SECTION: ClassVar[str] = "mmdit"
@@ -170,10 +170,10 @@ class MMDiTConfig(Changeable):
     cond_embed: bool = derived(False)
 
     def sizes(self, model: ModelConfig) -> MMDiTSizes:
-        """Return the sizes of the MMDiT.
+        """Return the sizes that ``--mmdit-size`` names, changed by other flags and by the dataset.
 
-        They are those that ``--mmdit-size`` names, except where another flag sets a size, or the
-        dataset does: its latent channels, and the widths of its text tokens and text vectors.
+        ``model`` holds the flags of hidden size and number of heads. The dataset decides the latent
+        channels and the widths of text tokens and pooled text vectors.
         """
         given = {
             **{name: getattr(self, name) for name in _OF_SIZES},

@@ -63,7 +63,7 @@ class MMDiTNetwork(ClipNetwork):
     def of(cls, config: RunConfig, clip: Clip) -> MMDiTNetwork:
         """Return the cost formulas for the MMDiT of ``config``, on the clips of one bucket.
 
-        The section ``model`` of ``config`` must be filled in from the network's flags.
+        The section ``model`` of ``config`` must have been filled in by the MMDiT's `resolve`.
         """
         ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
         return cls(config, ranks, config.section(MMDiTConfig).sizes(config.model), clip)
@@ -75,18 +75,18 @@ class MMDiTNetwork(ClipNetwork):
 
     @cached_property
     def block_bytes(self) -> BlockBytes:
-        """Return the sizes of a block's tensors in bytes, for all text and image tokens."""
+        """Return the bytes of a block's tensors on one rank, for the sequence [text; image]."""
         x = self.sizes
         return BlockBytes(x, self.model.hidden_size, self.tokens // x.cp * x.b)
 
     @property
     def boundary(self) -> int:
-        """Return the bytes sent to the next stage: all tokens and one vector, ``[s + 1, b, h]``."""
+        """Return the bytes sent to the next stage, ``[s + 1, b, h]``: hidden states and ``vec``."""
         return self.block_bytes.stream + self._vector
 
     @property
     def _vector(self) -> int:
-        """Return the bytes of one vector for each clip, ``[b, h]``."""
+        """Return the bytes of a tensor with one vector per clip, such as ``vec``, ``[b, h]``."""
         return self.sizes.b * self.model.hidden_size * self.sizes.width
 
     def _is_double(self, number: int) -> bool:
@@ -183,7 +183,10 @@ class MMDiTNetwork(ClipNetwork):
         )
 
     def _entering(self) -> LayerBytes:
-        """Return the memory of the embedders, which in 16-bit runs keep copies of their inputs."""
+        """Return the memory of the embedders' activations.
+
+        In 16-bit runs these include 16-bit copies of the inputs, kept for the backward pass.
+        """
         x = self.sizes
         model = self.model
         share = x.cp * x.sequence_size
@@ -247,9 +250,9 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes(3 * width.stream + width.statistics + output, 2 * width.stream + weight)
 
     def _block_flops(self) -> Flops:
-        """Return the floating-point operations of a block without its modulation.
+        """Return the FLOPs of a block without its modulation, for one micro-batch on one rank.
 
-        Double and single blocks have equally many.
+        Double and single blocks need equally many.
         """
         h = self.model.hidden_size
         m = self.model.mlp_size
@@ -259,7 +262,7 @@ class MMDiTNetwork(ClipNetwork):
         return self.in_8_bits(block)
 
     def flops(self, stage: Stage) -> Flops:
-        """Return the operations of a stage's blocks for one micro-batch on one rank."""
+        """Return the FLOPs of a stage's blocks for one micro-batch on one rank."""
         h = self.model.hidden_size
         total = Flops()
         for number in stage.layers:

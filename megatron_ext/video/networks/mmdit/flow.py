@@ -43,9 +43,10 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
     """Builds the micro-batches of an MMDiT, which consist of packed tokens."""
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Cut the targets of ``whole`` clips to the image tokens of this context-parallel rank.
+        """Return the targets of the image tokens that this context-parallel rank holds.
 
-        ``num_text`` is the number of text tokens, which precede the image tokens in the sequence.
+        ``whole`` has the targets of all image tokens, which follow ``num_text`` text tokens in the
+        sequence.
         """
         cp = self._context.pgs.cp
         tokens = TokenRange.whole(num_text, whole.weights.size(1))
@@ -81,10 +82,10 @@ def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig
     """Return latents ``[b, c, t, h, w]`` with the reference frames of each clip, zero elsewhere.
 
     ``modes`` has the condition mode of each clip, as an index into `config.run.MODES`; the mode
-    decides which frames are given.
+    and ``config`` decide which frames are given.
 
     Raises:
-        DataError: the batch lacks encoded references that a mode needs.
+        DataError: the batch lacks the encoded reference frames that a mode needs.
     """
     placed = []
     latents = batch.latents
@@ -103,7 +104,7 @@ def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig
 
 
 class MMDiTVelocity(ParallelVelocity):
-    """Predicts velocities with an `MMDiT`, after checking the model's inputs on every rank."""
+    """Predicts velocities with an `MMDiT`. All ranks check the inputs, so all raise an error."""
 
     def check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         sizes = self._models[0].sizes
@@ -138,7 +139,9 @@ class MMDiTFlow(FlowNetwork):
         return self.config.with_section(mmdit)
 
     def checked(self) -> RunConfig:
-        """Return the configuration with ``cond_embed`` set: False only if t2v is the sole mode.
+        """Check the parallel layout; return the configuration with ``cond_embed`` filled in.
+
+        It is False if t2v (text to video) is the run's only condition mode, else True.
 
         Raises:
             ConfigError: there are too many stages, or ``a2a`` cannot split the heads equally.

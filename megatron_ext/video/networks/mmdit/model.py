@@ -43,10 +43,12 @@ SWITCHES = {"guidance": "guidance_embed", "cond": "cond_embed"}
 def check_inputs(
     sizes: MMDiTSizes, given: Mapping[str, Tensor | None], *, is_first_stage: bool
 ) -> None:
-    """Check the inputs of `MMDiT.forward`; stages after the first need only the position ids.
+    """Check the arguments of `MMDiT.forward`, which ``given`` holds by name, None if left out.
+
+    Stages after the first need only ``img_ids`` and ``txt_ids``.
 
     Raises:
-        ConfigError: an optional input is missing, or is given to a model built without it.
+        ConfigError: an input of `SWITCHES` is missing, or is given to a model built without it.
         DataError: a required input is missing, or an input's shape or type does not fit.
     """
     for name, switch in SWITCHES.items():
@@ -108,10 +110,10 @@ TIME_FACTOR = 1000.0
 
 
 def timestep_sinusoid(u: Tensor) -> Tensor:
-    """Return 128 cosines of multiples of ``1000 u``, then the sines of the same angles, in float32.
+    """Return 128 cosines of ``1000 u * 10000 ** (-j / 128)``, j from 0 to 127, then 128 sines.
 
-    The factors of ``1000 u`` are ``exp(-ln(10000) j / 128)``, j from 0 to 127. ``u`` holds
-    timesteps from 0 to 1 or guidance strengths, ``[b]``; the result is ``[b, 256]``.
+    ``u`` ``[b]`` holds timesteps from 0 to 1, or guidance strengths; the result is ``[b, 256]``
+    float32.
     """
     half = TIMESTEP_WIDTH // 2
     steps = torch.arange(half, dtype=torch.float32, device=u.device)
@@ -145,8 +147,8 @@ class Embedding(Part):
     def forward(self, given: Mapping[str, Any], part: TokenRange) -> tuple[Tensor, Tensor]:
         """Return (embedded tokens of ``part``, ``[s, b, h]``; the conditioning vec, ``[b, h]``).
 
-        vec is the sum of the embeddings of timestep, pooled text and, with ``guidance_embed``,
-        guidance.
+        ``given`` holds the arguments of `MMDiT.forward` by name. vec is the sum of the embeddings
+        of timestep, pooled text and, with ``guidance_embed``, guidance.
         """
         dtype = self.img_in.weight.dtype
         image = self.img_in(given["img"][:, part.image].to(dtype))
@@ -178,7 +180,7 @@ class MMDiT(VideoChunk):
         self.final_layer = FinalLayer(plan) if self.post_process else None
 
     def local_tokens(self, num_text: int, num_image: int) -> LocalTokens:
-        """Return the tokens of this rank.
+        """Return the tokens of this rank, out of ``num_text`` text and ``num_image`` image tokens.
 
         DataError is raised if the ranks cannot hold equal numbers of tokens.
         """
@@ -196,7 +198,7 @@ class MMDiT(VideoChunk):
         return self.local_tokens(num_text, num_image).cp_slice.image
 
     def boundary_shape(self, num_text: int, num_image: int, micro_batch_size: int) -> list[int]:
-        """Return the shape of the tensor between stages on this rank, ``[s + 1, b, h]``."""
+        """Return the shape of this rank's tensor between pipeline stages, ``[s + 1, b, h]``."""
         part = self.local_tokens(num_text, num_image).part
         return [len(part) + 1, micro_batch_size, self.sizes.hidden_size]
 

@@ -1,7 +1,8 @@
 """The pointwise parts of the MMDiT's blocks as pure functions, which are compiled.
 
-Some functions also split a joint tensor into text and image, or join the two. They compute on both
-in one compiled function, which saves copies.
+The modulated norm of x is ``(1 + scale) * LN(x) + shift``. Some functions also split a joint tensor
+[text; image], or join the two. To do this in the compiled function that computes on both saves
+copies.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Pair = tuple[Tensor, Tensor]
 """Two tensors: one for the text tokens and one for the image tokens."""
 
 _MODULATED: Norm = ("LayerNorm", EPSILON, True)
-"""A LayerNorm that computes modulation in the norm kernels: gain 1 + scale, bias shift."""
+"""The settings of a modulated norm, a LayerNorm with weight scale (gain 1 + scale), bias shift."""
 
 
 def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
@@ -37,7 +38,8 @@ def _gradients(
     """Return the gradients of x, shift and scale of a modulated norm.
 
     ``of_y`` is the gradient of the norm's output. ``beside``, the gradient that reaches x through
-    the residual connection, is added to the gradient of x.
+    the residual connection, is added to the gradient of x. ``statistics`` are the inverse standard
+    deviation and the mean of x.
     """
     plan = 1, (0, 1, 2)
     of_x, of_scale, of_shift = norm_gradients(
@@ -56,8 +58,9 @@ def _modulated_gradients(
 residual_and_modulated = FusedResidual(
     _modulated, saving=_modulated_and_statistics, gradients=_modulated_gradients, num_outputs=1
 )
-"""A function of (x ``[s, b, h]``, shift, scale) that returns x, for the residual connection, and
-the modulated norm of x."""
+"""Returns (x, modulated norm of x), given x ``[s, b, h]``, shift and scale ``[b, h]``.
+
+Use the returned x in the residual connection: the norm's backward kernel adds that gradient."""
 
 
 def _modulated_streams(
@@ -73,10 +76,10 @@ def _modulated_streams(
 
 
 def _streams_and_statistics(hidden: Tensor, num_text: int, *vectors: Tensor) -> tuple[Tensor, ...]:
-    """Return modulated text, modulated image, and the statistics of both LayerNorms.
+    """Return the modulated norms of text and of image, and the statistics of both LayerNorms.
 
-    Modulation includes the norm. The statistics are four tensors: inverse standard deviation and
-    mean of text, then those of image. ``vectors`` are shift and scale of text, then of image.
+    The statistics are four tensors: inverse standard deviation and mean of text, then those of
+    image. ``vectors`` are shift and scale of text, then of image.
     """
     txt, img = torch.split(hidden, [num_text, hidden.size(0) - num_text])
     of_txt = _modulated_and_statistics(txt, *vectors[:2])
@@ -93,13 +96,12 @@ def _streams_gradients(
     num_text: int,
     *rest: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of some arguments of `_modulated_streams`.
+    """Return the gradients of those arguments of `_modulated_streams` that need one.
 
-    ``plan`` is the number of outputs and the positions of these arguments, as `FusedResidual`
-    passes them. ``of_hidden`` is the gradient that reaches
-    ``hidden`` through the residual connection; ``of_txt`` and ``of_img`` are the gradients of the
-    modulated text and image. ``rest`` holds shift and scale of text, shift and scale of image, then
-    two norm statistics of text and two of image.
+    `FusedResidual` passes their positions in ``plan``, after the number of outputs. ``of_hidden``
+    is the gradient that reaches ``hidden`` through the residual connection; ``of_txt`` and
+    ``of_img`` are the gradients of the modulated norms of text and image. ``rest`` holds shift and
+    scale of text, shift and scale of image, then the statistics of `_streams_and_statistics`.
     """
     sizes = [num_text, hidden.size(0) - num_text]
     (txt, img), (txt_beside, img_beside) = (torch.split(x, sizes) for x in (hidden, of_hidden))
@@ -116,8 +118,11 @@ residual_and_modulated_streams = FusedResidual(
     gradients=_streams_gradients,
     num_outputs=2,
 )
-"""A function of the arguments of `_modulated_streams` that returns hidden ``[s, b, h]``, for the
-residual connection, then the modulated norms of its text and its image."""
+"""Returns (hidden, modulated norm of its text, modulated norm of its image).
+
+The arguments are hidden ``[s, b, h]`` ([text; image]), the number of text tokens, shift and scale
+of text, shift and scale of image. Use the returned hidden in the residual connection, as in
+`residual_and_modulated`."""
 
 
 @compiled
@@ -157,10 +162,10 @@ def add_streams(hidden: Tensor, *added: Tensor) -> Tensor:
 
 @compiled
 def add_and_modulate_streams(hidden: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the joint tensor of `add_streams`, then its text part and image part, each modulated.
+    """Return the joint tensor of `add_streams`, then the modulated norms of its text and its image.
 
-    Modulation includes the norm. ``parts`` are the arguments of `add_streams` after the first, then
-    shift and scale of text, then shift and scale of image.
+    ``parts`` are the arguments of `add_streams` after the first, then shift and scale of text, then
+    shift and scale of image.
     """
     *added, txt_shift, txt_scale, img_shift, img_scale = parts
     txt, img = _added(hidden, *added)
@@ -173,7 +178,8 @@ def _split(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return normed queries, normed keys and values from a projection ``[s, b, n * 3 * d]``.
 
-    ``bias``, unless it is None, is added to ``qkv`` first.
+    ``bias``, unless it is None, is added to ``qkv`` first. ``q_weight``, ``k_weight`` ``[d]`` and
+    ``spec`` are the weights and the common settings (`NormSpec`) of the norms.
     """
     if bias is not None:
         qkv = qkv + bias
@@ -201,8 +207,9 @@ def heads(
     Args:
         qkv: output of the projection before its ``bias`` is added, ``[s, b, n * 3 * d]``: for each
             head its query, key and value.
-        q_weight, k_weight: scales of the norms, ``[d]``.
+        q_weight, k_weight: weights of the norms, ``[d]``.
         cos, sin: cosines and sines of the rotary angles, ``[s, b, 1, d / 2]``.
+        spec: settings of the norms, a `NormSpec`.
     """
     query, key, value = _split(qkv, bias, q_weight, k_weight, spec)
     # A compiled function may return no view of its argument.
@@ -227,7 +234,7 @@ def joint_heads(
     """Return queries, keys and values of [text; image], ``[s, b, n, d]`` each.
 
     Queries and keys are normed and rotated. Text and image have projections, biases and norms of
-    their own; each ``qkv`` is ``[s, b, n * 3 * d]`` before the bias is added.
+    their own; the arguments are otherwise those of `heads`.
     """
     txt = _split(txt_qkv, txt_bias, txt_q_weight, txt_k_weight, spec)
     img = _split(img_qkv, img_bias, img_q_weight, img_k_weight, spec)

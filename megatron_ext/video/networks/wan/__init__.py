@@ -1,4 +1,4 @@
-"""The networks of Wan (arXiv:2503.20314), bidirectional or causal; this package is their code."""
+"""The network of Wan (arXiv:2503.20314), causal or bidirectional, with all the code for it."""
 
 from megatron_ext.train.task import later
 from megatron_ext.video.config.window import WINDOW

@@ -29,11 +29,12 @@ from megatron_ext.video.model.window import FrameWindow, KeyValue, window_of
 class AttentionPlan:
     """The key frames to which each block of new frames attends.
 
+    Key frames are the cached frames, in the order of ``past``, followed by the new frames.
+
     Attributes:
-        past: the cached frames, by their numbers in the video. Key frames are the cached frames in
-            this order, followed by the new frames; slices below count them from 0.
+        past: numbers of the cached frames in the video.
         blocks: for each block, (its slice of the new frames, slices of the key frames to which it
-            attends).
+            attends). The slices count new frames, and key frames, from 0.
     """
 
     past: tuple[int, ...]
@@ -41,7 +42,7 @@ class AttentionPlan:
 
     @classmethod
     def bidirectional(cls, num_frames: int) -> AttentionPlan:
-        """Return the plan in which all frames see each other."""
+        """Return the plan in which ``num_frames`` new frames see each other, without a cache."""
         return cls((), ((slice(0, num_frames), (slice(0, num_frames),)),))
 
     @classmethod
@@ -50,7 +51,8 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Return the plan in which each block attends to the key frames in its window.
 
-        Key frames are the cached frames ``past`` (ascending absolute numbers) and the new frames.
+        New frames start at frame ``first_frame`` of the video. Key frames are the cached frames,
+        whose ascending numbers are ``past``, and the new frames.
         """
         new = range(first_frame, first_frame + num_frames)
         position = {frame: index for index, frame in enumerate((*past, *new))}
@@ -76,9 +78,10 @@ def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
 class FrameAttention:
     """Attention of each block of frames to all tokens of the frames that it sees.
 
-    Pass the results of `exchange` to the call; the cache, too, stores keys and values in this form.
-    With ``trades_heads`` each context-parallel rank caches some heads of all tokens, and attends
-    with these heads. Otherwise each rank caches its own tokens, and gathers all keys and values.
+    Call `exchange` first, cache the keys and values that it returns, and pass its results to
+    `__call__`. With ``trades_heads`` each context-parallel rank caches some heads of all tokens,
+    and attends with these heads. Otherwise it caches all heads of its own tokens, and gathers the
+    keys and values of all tokens to attend.
     """
 
     def __init__(self, cp_group: ProcessGroup, *, trades_heads: bool) -> None:
@@ -88,8 +91,8 @@ class FrameAttention:
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Trade all heads of the rank's tokens for some heads of all tokens, if ``trades_heads``.
 
-        With m tokens a frame, ``[t, m, b, n, d]`` becomes ``[t, m * cp, b, n / cp, d]``. Without
-        ``trades_heads`` the arguments are returned unchanged.
+        Here ``[t, m, b, n, d]``, m tokens of each frame, becomes ``[t, m * cp, b, n / cp, d]``.
+        Without ``trades_heads`` the arguments are returned unchanged.
         """
         if not self.trades_heads:
             return query, key, value
@@ -106,7 +109,7 @@ class FrameAttention:
         """Return the attention's output, in the shape that queries had before `exchange`.
 
         ``query``, and the keys and values ``new``, are results of `exchange`. ``past`` holds the
-        cached keys and values ``[1, m, b, heads, d]`` of each frame in ``plan.past``.
+        keys and values of each frame in ``plan.past``, cached results of earlier exchanges.
         """
         key, value = self._keys(new, past)
         outputs = [_attend(_selected(query, [own]), key, value, seen) for own, seen in plan.blocks]
@@ -133,9 +136,9 @@ class FrameAttention:
         return self._collected(both) if collects else both
 
     def _collected(self, pair: KeyValue) -> KeyValue:
-        """Gather keys and values from all context-parallel ranks.
+        """Gather keys and values of all tokens from the context-parallel ranks.
 
-        The backward pass sums the gradients of all ranks.
+        In the backward pass each rank gets the gradients of its own tokens, summed over the ranks.
         """
         stacked = torch.stack(pair, dim=2).flatten(0, 1)
         gathered = gather_from_sequence_parallel_region(
@@ -200,7 +203,10 @@ class VideoDiTOptions:
 def wan_options(
     flags: WindowConfig, parallel: ParallelConfig, *, causal: bool = True
 ) -> VideoDiTOptions:
-    """Return the `VideoDiTOptions` that the flags set; raise ConfigError if one is out of range."""
+    """Return the options that the flags set; raise ConfigError if one is out of range.
+
+    Without ``causal``, attention is bidirectional, and the flags of the window are not used.
+    """
     window = window_of(flags) if causal else None
     attends = parallel.cp_comm_type[0]
     return VideoDiTOptions(window, flags.zero_head, flags.recompute_blocks, attends)

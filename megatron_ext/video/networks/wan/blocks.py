@@ -133,10 +133,11 @@ class Embedder(Part):
         return embedded.transpose(0, 1)
 
     def conditioning(self, timesteps: Tensor, text: Tensor) -> Conditioning:
-        """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``; l is 0 if the text is cached.
+        """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``; see `Conditioning`.
 
-        Every rank embeds the whole text and all timesteps. Under sequence parallelism the gradient
-        of timesteps comes from the rank's own tokens, the gradient of text from all ranks' tokens.
+        Every rank embeds the whole text and all timesteps. Under sequence parallelism a rank gets
+        gradients of the timestep layers from its own tokens only, which megatron-core must sum over
+        the ranks (`mark_replicated`); those of the text layers come from all tokens.
         """
         b, f = timesteps.shape
         embedded = self.time_in(timestep_sinusoid(timesteps.flatten()))
@@ -159,10 +160,11 @@ class Run:
         parts: number of ranks that split the tokens in sequence parallelism; 1 without it.
         table: rotary table of the tokens in the context-parallel rank's slice.
         plan: the key frames to which each block of frames attends.
-        cached: reads the keys and values of cached frames, and records those of this pass; None
-            without a cache.
-        text: keys and values of the text by block number; a block computes and stores those that
-            are missing. If None, blocks compute them in every pass, with gradients.
+        cached: the object from which blocks read the keys and values of cached frames, and to
+            which they pass those of the new frames; None without a cache.
+        text: cached keys and values of the text by block number; a block computes its own if they
+            are missing, and stores them here. None, as in passes with gradients, means that every
+            block computes them and stores nothing.
     """
 
     num_frames: int

@@ -71,7 +71,7 @@ SIZES = {
 
 BIDIRECTIONAL = "video-dit"
 CAUSAL = "causal-video-dit"
-"""Values of ``--video-model`` for Wan's network: `BIDIRECTIONAL` and `CAUSAL` attention."""
+"""The value of ``--video-model`` for Wan's network with causal attention; else `BIDIRECTIONAL`."""
 
 
 def is_causal(config: RunConfig) -> bool:
@@ -103,7 +103,7 @@ class VideoDiTConfig(Changeable):
 
     @property
     def sizes(self) -> VideoDiTSizes:
-        """Return the sizes that ``--video-dit-size`` names, with the data's channels and widths."""
+        """Return the sizes of ``--video-dit-size``, with the data's channels and text width."""
         named = SIZES[self.video_dit_size]
         return dataclasses.replace(
             named,
