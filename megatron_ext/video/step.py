@@ -1,4 +1,4 @@
-"""Micro-batches of flow matching: the parts that all video networks build in the same way."""
+"""Builds micro-batches of flow matching, as far as all video networks do so in the same way."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from megatron_ext.video.model.tokens import pack, tokens_per_frame
 
 @dataclass(frozen=True)
 class FlowMicrobatch:
-    """One micro-batch as a pipeline stage sees it.
+    """One micro-batch on one rank: inputs of the model, and targets on the last pipeline stage.
 
     Attributes:
-        inputs: keyword arguments of the model's ``forward`` that the stage needs. `size` reads the
-            number of clips from the first dimension of the first of them.
+        inputs: keyword arguments of the model's ``forward``. The first of them must be a tensor
+            whose first dimension is the number of clips, b.
         num_text, num_image: numbers of text and image tokens in the whole sequence.
-        targets: targets of the image tokens in this rank's output; None before the last stage.
+        targets: targets of this rank's image tokens on the last stage; None on other stages.
     """
 
     inputs: Mapping[str, Tensor | None]
@@ -72,10 +72,10 @@ class FlowMicrobatch:
 
 
 class FlowBatchBuilder(ABC):
-    """Builds a run's micro-batches: draws noise and times, and adds noise to the clips.
+    """Builds a run's micro-batches: draws noise and flow times, and adds noise to the clips.
 
-    Every random draw depends only on the seed and the sample's number. All ranks that hold parts of
-    one sequence therefore draw the same values, and so does a run with another parallel layout.
+    Every random draw depends only on the seed and the sample's number in the run. Therefore all
+    ranks of a replica draw the same values, also in a run with another parallel layout.
 
     Args:
         null: the encoded empty caption: tokens ``[1, l, d]`` and pooled vector ``[1, e]``.
@@ -99,8 +99,8 @@ class FlowBatchBuilder(ABC):
     ) -> FlowMicrobatch:
         """Return one micro-batch of clips.
 
-        Random draws depend on ``samples``, which has a number for each clip. Only the first
-        ``counted`` clips have a loss; None means that all clips have one.
+        ``samples`` are the clips' numbers in the run, which determine the random draws. Only the
+        first ``counted`` clips have a loss; None means all.
         """
         flow = self._config.section(FlowConfig)
         dropout = self._config.section(TextDropoutConfig)
@@ -131,29 +131,33 @@ class FlowBatchBuilder(ABC):
         return self.microbatch(inputs, num_text, num_image, targets)
 
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
-        """Return the standard normal numbers from which times are computed.
+        """Return the standard normal numbers from which flow times are computed.
 
-        The result is ``[b]`` if each clip has one time, as here, or ``[b, t]`` if a subclass gives
-        each frame a time of its own.
+        This method returns one per clip, ``[b]``. A subclass may return one per latent frame,
+        ``[b, t]``.
         """
         return randomness.normals
 
     @abstractmethod
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return the targets of the image tokens in this rank's output.
+        """Return the targets of the image tokens that this rank outputs.
 
-        Each image token must have a loss on one context-parallel rank only. ``whole`` has the
-        targets of all image tokens; ``num_text`` is the number of text tokens before them.
+        Each image token must count in the loss of only one context-parallel rank. ``whole`` has
+        the targets of all image tokens; ``num_text`` is the number of text tokens before them.
         """
 
     @abstractmethod
     def _inputs(
         self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
     ) -> dict[str, Tensor | None]:
-        """Return the keyword arguments of ``forward``; ``masks`` are True at reference frames."""
+        """Return the keyword arguments of ``forward``.
+
+        ``x_t`` are the noised latents ``[b, c, t, h, w]``, ``times`` their flow times, ``[b]`` or
+        ``[b, t]``. ``masks``, ``[b, t]``, are True at reference frames.
+        """
 
     def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
-        """Return the captions' embeddings; ``randomness`` replaces some by the empty caption's."""
+        """Return the captions' embeddings, or the empty caption's where ``randomness`` says so."""
         drops = randomness.drop_text, randomness.drop_pooled
         text, pooled = (to_device(drop, batch.text.device) for drop in drops)
         return drop_text(Text(batch.text, batch.pooled), self._null, text, pooled)

@@ -1,4 +1,4 @@
-"""Writes sampled clips as mp4 files, with a contact sheet and a jsonl list of the clips."""
+"""Writes sampled clips as mp4 files, with a jsonl list and an image of stills (contact sheet)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.sampling.requests import ClipRequest
 
 _CONSTANT_QUALITY = {"crf": "17"}
-"""Options of x264 for a quality whose losses are hardly visible."""
+"""Options of x264 for a quality that looks lossless."""
 _FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
-"""Options by which a file can be played while it is written, without an index in memory."""
+"""Options of the mp4 format that make a file playable while it is written (fragments)."""
 _FRAGMENT = 2  # seconds
 _HD = (1280, 720)
-"""(Width, height); a video at least as wide or as high is written in BT.709, others in BT.601.
+"""(Width, height); a video that reaches either is written in BT.709, smaller ones in BT.601.
 
-These are the colour spaces that players assume for a video that does not state its own."""
+Players assume the same colour spaces for a video that does not state its own."""
 _BT709, _BT601, _LIMITED = 1, 6, 1
-"""The numbers of two colour matrices in ITU-T H.273, and of the range 16 to 235 in FFmpeg."""
+"""Codes of the colour matrices BT.709 and BT.601 (ITU-T H.273), and FFmpeg's code for the
+brightness range 16 to 235."""
 
 
 class Mp4Writer:
@@ -62,7 +63,7 @@ class Mp4Writer:
         self._is_begun = False
 
     def append(self, frames: NDArray[np.uint8]) -> None:
-        """Write frames ``[f, H, W, 3]``, all of one size."""
+        """Write RGB frames ``[f, H, W, 3]``; all calls must pass frames of the same size."""
         _, height, width, _ = frames.shape
         even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
         if not self._is_begun:
@@ -85,7 +86,7 @@ class Mp4Writer:
         self._is_begun = True
 
     def close(self) -> None:
-        """Write the remaining frames of the encoder, and finish the file."""
+        """Write the frames that the encoder still holds back, and finish the file."""
         try:
             if self._is_begun:
                 self._container.mux(self._stream.encode())
@@ -100,16 +101,19 @@ class Mp4Writer:
 
 
 def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
-    """Clamp pixels ``[P, 3, f, H, W]`` to [-1, 1]; return them as bytes ``[P, f, H, W, 3]``."""
+    """Return P clips' pixels ``[P, 3, f, H, W]`` as bytes ``[P, f, H, W, 3]``.
+
+    Values are clamped to [-1, 1], which becomes 0 to 255.
+    """
     scaled = ((pixels.detach().float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     frames: NDArray[np.uint8] = scaled.cpu().permute(0, 2, 3, 4, 1).contiguous().numpy()
     return frames
 
 
 def _imported(package: str, *modules: str) -> list[Any]:
-    """Import and return modules of a package.
+    """Import ``modules`` and return them.
 
-    ConfigError is raised if the package is not installed.
+    ConfigError is raised if ``package``, the pip package that contains them, is not installed.
     """
     try:
         return [importlib.import_module(name) for name in modules]
@@ -123,7 +127,7 @@ def _imported(package: str, *modules: str) -> list[Any]:
 CONTACT_SHEET = "contact_sheet.png"
 LIST = "samples.jsonl"
 SHEET_FRAMES = 8
-"""The largest number of frames of a clip in the contact sheet, spread from first to last."""
+"""The contact sheet shows at most this many frames of a clip, evenly spaced from first to last."""
 SHEET_SIDE = 256
 """The largest length of a frame's longer side in the contact sheet, in pixels."""
 TITLE = 20
@@ -216,9 +220,9 @@ def describe(
 
     Args:
         requests: the request of each clip, a dataclass with a ``title``, in the order of the clips.
-        clips: frames ``[f, H, W, 3]`` of each of P clips, either all frames or a selection.
-        num_frames: number of frames of each whole clip.
-        facts: more fields of each row of the list; a field of the request takes precedence.
+        clips: frames ``[f, H, W, 3]`` of each clip: all frames, or only those to show as stills.
+        num_frames: number of frames of each clip in its mp4 file.
+        facts: more fields of each row of the list; a field that the request sets has precedence.
 
     Raises:
         ConfigError: pillow is not installed.
@@ -246,7 +250,7 @@ def shown_frames(num_frames: int) -> NDArray[np.int_]:
 def contact_sheet(
     titles: Sequence[str], clips: Sequence[NDArray[np.uint8]] | NDArray[np.uint8], path: Path
 ) -> None:
-    """Draw the title and some frames of each clip, ``[f, H, W, 3]``, into an image file."""
+    """Write an image file with a row per clip ``[f, H, W, 3]``: its title and `shown_frames`."""
     image, draw, font = _imported("pillow", "PIL.Image", "PIL.ImageDraw", "PIL.ImageFont")
     shown = shown_frames(len(clips[0]))
     sizes = [_sheet_size(*clip.shape[1:3]) for clip in clips]

@@ -22,8 +22,8 @@ from megatron_ext.video.loss import shift, shift_factor
 from megatron_ext.video.model.tokens import LatentShape, pack, tokens_per_frame, unpack
 
 OSCILLATION_START = 10
-"""The step, counted from 0, from which ``--sample-oscillation`` turns guidance off (scales of 1) in
-odd steps."""
+"""The step, counted from 0, from which on ``--sample-oscillation`` switches guidance off in every
+odd step, by setting both scales to 1."""
 
 
 def _has_unit_scales(sampling: SampleConfig, step: int) -> bool:
@@ -31,15 +31,15 @@ def _has_unit_scales(sampling: SampleConfig, step: int) -> bool:
 
 
 def text_scale(sampling: SampleConfig, step: int) -> float:
-    """Return the guidance scale of the caption at a step, counted from 0."""
+    """Return the guidance scale of the caption (``text_scale``) at a step, counted from 0."""
     return 1.0 if _has_unit_scales(sampling, step) else sampling.sample_text_scale
 
 
 def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
     """Return the guidance scale of the references for each latent frame, ``[t]`` float32.
 
-    Steps are counted from 0. With ``--sample-scale-by-frame`` the scale increases over the frames
-    from 1 to an end value, and this end value decreases over the steps from
+    Steps are counted from 0. With ``--sample-scale-by-frame`` the scale rises over the frames, from
+    1 at the first to a maximum at the last, and this maximum falls from step to step, from
     ``--sample-image-scale`` towards 1.
     """
     scale = 1.0 if _has_unit_scales(sampling, step) else sampling.sample_image_scale
@@ -62,11 +62,11 @@ def guided(c: Tensor, u: Tensor, u2: Tensor, text: float, image: Tensor | float)
 
 
 Velocity = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function ``velocity(x, t, text, pooled, cond)`` that returns a tensor in the shape of ``x``.
+"""A function ``velocity(x, t, text, pooled, cond)`` that returns velocities in the shape of ``x``.
 
-``x`` are noised tokens ``[b, n, c*p*p]`` float32, ``t`` times ``[b]`` float32, ``text`` token
-embeddings ``[b, l, d]``, ``pooled`` text ``[b, e]`` and ``cond`` conditions
-``[b, n, (1+c)*p*p]``."""
+``x`` are noised tokens ``[b, n, c*p*p]`` and ``t`` their flow times ``[b]``, both float32. ``text``
+has the caption's token embeddings ``[b, l, d]``, ``pooled`` one embedding of the whole caption
+``[b, e]``. ``cond`` has the reference frames with their mask, as tokens ``[b, n, (1+c)*p*p]``."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,10 @@ class References:
 
 
 def times(config: FlowConfig, num_steps: int, shape: LatentShape, patch_size: int) -> Tensor:
-    """Return flow times from 1 down to 0, shifted as in training, ``[num_steps + 1]`` float32."""
+    """Return flow times from 1 (noise) to 0 (data), ``[num_steps + 1]`` float32.
+
+    `shift` moves them, as in training, by a factor that may depend on the latent ``shape``.
+    """
     return shift(torch.linspace(1, 0, num_steps + 1), shift_factor(config, shape, patch_size))
 
 

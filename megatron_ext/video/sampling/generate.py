@@ -74,7 +74,8 @@ class RequestGroup:
         numbers: index of each request among all requests.
         shape: size of the clips of this group.
         sampling: flags of sampling, with the number of steps of this group.
-        draws: for each request (seed, number), from which its noise is drawn.
+        draws: for each request (seed, number), the two numbers that determine its noise; see
+            `groups_of`.
     """
 
     numbers: list[int]
@@ -87,11 +88,11 @@ class RequestGroup:
 def groups_of(
     requests: Sequence[ClipRequest], shape: SampleShape, sampling: SampleConfig
 ) -> list[RequestGroup]:
-    """Group the requests that can be sampled together.
+    """Group the requests with the same clip size and number of steps.
 
-    A request that lacks a size, steps or a seed gets those of ``shape`` and ``sampling``. Noise is
-    drawn from a seed and a number. The number is the request's index, or 0 if the request has its
-    own seed, so that the clip then does not depend on the request's position in the file.
+    A request that lacks a size, steps or a seed gets those of ``shape`` and ``sampling``. A seed
+    and a number determine the noise. The number is the request's index, or 0 if the request has
+    its own seed, so that the clip then does not depend on the request's position in the file.
     """
     groups = dict[tuple[Any, int], RequestGroup]()
     for number, request in enumerate(requests):
@@ -123,9 +124,9 @@ def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
 def build_codec_of(
     codec: CodecConfig, manifest: Mapping[str, Any], device: torch.device | None = None
 ) -> VideoCodec:
-    """Build the codec that encoded a dataset, as its ``manifest`` says.
+    """Build the codec with which a dataset was encoded; its ``manifest`` says which.
 
-    The weights of a VAE are read from the folder given by ``--codec``, a flag in ``codec``.
+    If it is a VAE, its weights are read from the folder ``--codec``. ``device`` None is the CPU.
     """
     return codec_from_manifest(manifest, None if codec.codec == PATCH else codec.codec, device)
 
@@ -177,7 +178,7 @@ def encode_on_reporting_rank(
     null: Text | None = None,
     conditions: ConditionConfig | None = None,
 ) -> EncodedRequests:
-    """Encode requests for clips on the reporting rank, which prints the log, and send them to all.
+    """Encode requests on the reporting rank (which prints the log); return them on all ranks.
 
     All ranks call this together. Codec and text encoder may be None except on the reporting
     rank. `encode_requests` explains ``null`` and ``conditions``.
@@ -208,13 +209,13 @@ def generate_latents(
 ) -> Tensor | None:
     """Sample latents of P requests, divided among the replicas; all ranks call this together.
 
-    A clip's noise depends only on the seed and the clip's number, so it is the same in any layout.
-    Replicas with one clip less than others also sample the last clip, and discard it. All replicas
-    then make the same number of calls, as a model with experts on several replicas needs.
+    A clip's noise does not depend on the parallel layout. A replica with one clip less than others
+    also samples the last clip, and discards it. All replicas then call the model equally often,
+    as a model whose experts lie on several replicas needs.
 
     Args:
-        draws: (seed, number) of each request, which determine its noise. By default the seed is
-            that of the flags, and the number is the request's index.
+        draws: (seed, number) of each request, the two numbers that determine its noise. None means
+            ``--sample-seed`` and the request's index.
 
     Returns:
         ``[P, c, t, h, w]`` float32 on the model's device, on the reporting rank; None elsewhere.

@@ -1,4 +1,8 @@
-"""Reads requests for clips, which are captions and references, and encodes them."""
+"""Reads requests for clips and encodes their captions and references.
+
+A request asks for one clip. It has a caption, and perhaps a reference: an image or video file that
+provides some of the clip's frames.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ class SampleShape:
     """The size of sampled clips in frames and pixels; a clip of one frame is an image.
 
     Attributes:
-        fps: frames per second; the number is added to the caption of a clip.
+        fps: frames per second; captions of videos state it if ``encode.fps_words`` is set.
         encode: flags with which the training data was encoded; references and captions are encoded
             in the same way.
     """
@@ -57,14 +61,15 @@ class ClipRequest:
     """A request for one clip.
 
     Attributes:
-        text: caption, without the words on frame rate and motion that are added to it.
-        reference: image, video or folder of images whose first frames (head modes), last frames
-            (tail modes) or both (i2v_loop) are given to the model; None for mode t2v.
-        mode: condition mode, one of `config.run.MODES`: which frames the model is given.
+        text: caption; words on frame rate and motion are added to it only when it is encoded.
+        reference: image, video or folder of images; its first frames, last frames or both become
+            those of the clip, as ``mode`` says. None for mode t2v.
+        mode: condition mode, one of `config.run.MODES`: which frames of the clip the reference
+            gives: none (t2v), the first ("head"), the last ("tail") or both (i2v_loop).
         motion: motion score to add to the caption; None adds none.
         negative_prompt: caption from which guidance leads away; None: ``--sample-negative-prompt``.
-        seed: seed of the noise. If it is given, the clip does not depend on the request's number;
-            if None, the noise depends on ``--sample-seed`` and on the request's number.
+        seed: seed of the noise, which alone determines it. None: ``--sample-seed`` and the
+            request's position among all requests determine it.
         steps: number of steps of Euler's method; None: ``--sample-steps``.
         size: height and width in pixels; None: the size that the flags set.
 
@@ -124,10 +129,10 @@ class EncodedRequests:
 def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
     """Read requests for clips from a text file with one caption per line, or from a jsonl.
 
-    A row of a jsonl has ``text``. It may have a reference, which is one of ``image``, ``video`` and
-    ``reference``, a path relative to the file. It may have ``mode``; the default is t2v without a
-    reference, v2v_head with a video, else i2v_head. It may have the other fields of `ClipRequest`.
-    DataError is raised for an invalid file or row.
+    A row of a jsonl has the field ``text``, and may have other fields of `ClipRequest`. A
+    reference is given by one of the fields ``image``, ``video`` and ``reference``, as a path
+    relative to the jsonl. `default_mode` replaces a missing ``mode``. DataError is raised for an
+    invalid file or row.
     """
     names = [*(x.name for x in fields(ClipRequest)), "image", "video"]
     texts = ("reference", "image", "video", "mode", "negative_prompt")
@@ -142,7 +147,7 @@ def read_prompts(
     names: Sequence[str],
     texts: Sequence[str] = (),
 ) -> list[Request]:
-    """Read requests from a text file with one caption per line, or from a jsonl; skip blank lines.
+    """Read requests from a ``.jsonl``, or from a text file with one caption per line.
 
     Args:
         kind: the dataclass of requests, which can be built from a caption alone.
@@ -191,10 +196,10 @@ def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
 def read_row(
     line: str, source: Path, number: int, names: Sequence[str], texts: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a row of a jsonl of prompts, or raise DataError if it is invalid.
+    """Parse and return ``line``, which is line ``number`` of the jsonl of prompts ``source``.
 
     A row must have ``text`` and may have only fields of ``names``. Values of the fields ``texts``
-    must be strings or null.
+    must be strings or null. An invalid row raises DataError.
     """
     try:
         row = parse_json(line, source, not_finite=True)
@@ -233,10 +238,10 @@ def _request(row: dict[str, Any], source: Path) -> ClipRequest:
 
 
 def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
-    """Return (kind of the references in the flags, reference path of each sample text).
+    """Return ("video" or "image", reference path for each of ``--sample-texts``).
 
-    The kind is "video" for ``--sample-video``, "image" for ``--sample-image``, and None without
-    either; then all paths are None. A single path in a flag is used for all texts.
+    The references are those of ``--sample-video`` or ``--sample-image``. A single path serves all
+    texts. Without either flag, the result is None and a path None for each text.
     """
     count = len(sample.sample_texts or [])
     name = "video" if sample.sample_video else "image" if sample.sample_image else None
@@ -246,9 +251,10 @@ def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
 
 
 def default_mode(name: str | None) -> str:
-    """Return the default condition mode for a reference.
+    """Return the condition mode of a request that gives none.
 
-    ``name`` is the field that gives it: "image", "video" or "reference"; None without a reference.
+    ``name`` is the field with its reference: "video" means v2v_head; "image" and "reference" mean
+    i2v_head; None, for no reference, means t2v.
     """
     if name is None:
         return "t2v"
@@ -297,12 +303,14 @@ def encode_requests(
     null: Text | None = None,
     conditions: ConditionConfig | None = None,
 ) -> EncodedRequests:
-    """Encode captions with the suffix used in training, and references at the size of the clips.
+    """Encode the requests' captions and references as the training data was encoded.
+
+    Captions get the same words on frame rate and motion; references are resized to the clips.
 
     Args:
         codec, text_encoder: the encoders of the training data.
         null: the encoded empty caption of the training data; None encodes it here.
-        conditions: the conditions of training, which determine the lengths of v2v references.
+        conditions: flags of the training run, for the lengths of v2v references; None: defaults.
 
     Raises:
         ConfigError: the codec cannot encode the shape.
@@ -349,8 +357,8 @@ class ReferencePart:
     Attributes:
         section: the latent frames of the clip that are filled.
         shape: number and size of the frames in the reference file, and its frame rate.
-        first, interval: index of the first frame taken from the file, and the distance to the next
-            one, both in frames of the file.
+        first, interval: index in the file of the first frame taken, and how many frames further
+            the next one is; fractions are allowed.
         count: number of frames taken.
     """
 
@@ -367,7 +375,7 @@ def reference_parts(
     codec: VideoCodec,
     conditions: ConditionConfig,
 ) -> list[ReferencePart]:
-    """Return the frames of the reference file that the request's condition mode needs.
+    """Return which frames of the reference file fill which part of the clip, as the mode needs.
 
     Only the header of the file is read.
 
@@ -403,7 +411,7 @@ def _placed(
     codec: VideoCodec,
     conditions: ConditionConfig,
 ) -> Tensor:
-    """Return latents ``[c, t, h, w]`` with a request's reference frames, zero elsewhere."""
+    """Return latents ``[c, t, h, w]`` with a request's encoded reference frames, zero elsewhere."""
     placed = []
     if request.reference is not None:
         clip = Clip(request.reference, request.text)

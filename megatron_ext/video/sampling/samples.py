@@ -1,4 +1,4 @@
-"""Samples clips with the model of a run, at intervals during training or without training."""
+"""Samples clips with a run's model: at intervals of training steps, or once without training."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ def velocity_of(run: Run) -> ParallelVelocity:
 
 
 def report_average_start(run: Run) -> None:
-    """Log how much weight the averaged weights (EMA) still give to the initial weights.
+    """Log which share of the averaged weights (EMA) is still the weights that they started from.
 
-    Without averaged weights, or if the share of the initial weights is below 0.1%, nothing is
-    logged.
+    Nothing is logged if the share is below 0.1% or unknown, or before the first update.
     """
     note = run.progress.average_note
     if note is not None:
@@ -52,9 +51,9 @@ def report_average_start(run: Run) -> None:
 
 
 def facts_of_weights(run: Run, *, averaged: bool) -> dict[str, Any]:
-    """Return the fields of ``samples.jsonl`` that describe the weights used for sampling.
+    """Return the fields of ``samples.jsonl`` on the weights: iteration, and whether averaged (EMA).
 
-    ``averaged`` tells whether averaged weights (EMA) are used.
+    If so, ``share_of_start`` is the share of the average that is still its first values.
     """
     facts = {"iteration": run.progress.iteration, "averaged_weights": averaged}
     return {**facts, "share_of_start": run.progress.average_start} if averaged else facts
@@ -104,9 +103,9 @@ class ClipSampler:
     def __call__(self, folder: Path) -> None:
         """Sample the clips and write them into a folder.
 
-        If a value is not finite, nothing is written, and the log says so. Averaged weights are used
-        if the run has them and ``--sample-ema`` is on. MegatronExtError is raised on all ranks if
-        the files cannot be written.
+        If any pixel is not finite, nothing is written, and the log says so. Averaged weights are
+        used if the run has them and ``--sample-ema`` is on. MegatronExtError is raised on all ranks
+        if the files cannot be written.
         """
         run = self._run
         sample = self._sample
@@ -150,16 +149,18 @@ class ClipSampler:
 
 
 class SampleWhileTraining(Callback):
-    """A callback that samples clips every ``--sample-interval`` steps.
+    """A callback that samples clips every ``--sample-interval`` steps, into a new folder each time.
 
-    ``build(run)`` returns a function that samples clips into a given folder.
+    ``build(run)`` is called once, and returns a function that samples clips into a given folder.
+    The folders are ``iter_0000100`` and so on in ``--sample-dir`` (default: ``samples`` in
+    ``--save``).
     """
 
     @classmethod
     def of_run(
         cls, run: Run, build: Callable[[Run], Callable[[Path], None]]
     ) -> SampleWhileTraining | None:
-        """Return the callback for a run; None without ``--sample-interval``."""
+        """Return the callback with ``run`` and ``build``, or None without ``--sample-interval``."""
         interval = run.config.section(SampleConfig).sample_interval
         return None if interval is None else cls(run, build)
 

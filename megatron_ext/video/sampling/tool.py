@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from megatron_ext.train.run import Run
 
 DefaultsOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
-"""A function that returns defaults of flags, by name, that a checkpoint determines.
+"""A function of (configuration stored in a checkpoint, the command line's flags of checkpoints).
 
-Its arguments are the configuration stored in the checkpoint, and the checkpoint flags of the
-command line. It may raise MegatronExtError."""
+It returns the defaults, by field name, that the checkpoint sets for the flags of sampling; flags
+on the command line override them. It may raise MegatronExtError."""
 
 _STORED = ("flow", "conditions", *ENCODING)
-"""Sections of a checkpoint's configuration that determine how clips are sampled."""
+"""Sections of a checkpoint's configuration whose flags become the defaults of sampling."""
 _DATA = ("video_model", "video_data_path", "video_buckets", "online_encoding")
 
 
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of flags, by name, that a checkpoint determines.
+    """Return the flags of a flow-matching checkpoint that become defaults of sampling, by name.
 
-    ``stored`` is the configuration in the checkpoint. ``given`` holds those flags of the command
-    line that belong to the section ``checkpoint``.
+    They are the flags of its model, flow, data, encoders and precision. ``stored`` is the
+    configuration in the checkpoint; ``given`` has the command line's checkpoint flags.
 
     Raises:
         ConfigError: the checkpoint is of ``--task streaming``.
@@ -61,10 +61,10 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts and clip size; return (configuration, None).
+    """Check prompts and clip size before a run; return (configuration, None).
 
-    In the returned configuration, latent channels and text widths are those of the dataset. None
-    stands for the task's assets, since sampling needs none.
+    The configuration now has the dataset's latent channels and text widths. None takes the place
+    of the assets that `Task.preflight` returns, since sampling needs none.
     """
     manifest = manifest_of(config)
     check_sampling(config, manifest)
@@ -79,10 +79,10 @@ def sample_at_once(run: Run) -> None:
 
 
 def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
-    """Run tools/sample_video.py for flow matching, and return its exit code.
+    """Run tools/sample_video.py for a model of ``--task flow``, and return its exit code.
 
-    ``program`` has the tasks of pretrain_video.py, one of which builds the model. ``argv`` are the
-    arguments after the program's name.
+    ``program`` holds the tasks of pretrain_video.py, among which ``--task`` chooses; it builds the
+    model. ``argv`` are the arguments after the program's name.
     """
     sampling = program.replace(preflight=prepare_sampling, datasets=no_datasets, callbacks=())
     return run_sampling(sampling, argv, defaults_of, sample_at_once)
@@ -97,10 +97,10 @@ def run_sampling(
     """Start the ranks of a sampling program, and return its exit code.
 
     Args:
-        program: task that builds the model.
+        program: the task that builds the model, or tasks among which ``--task`` chooses.
         argv: command-line arguments after the program's name, which override all defaults.
-        defaults_of: a function that returns the defaults that a checkpoint determines.
-        sample: a function that is called on all ranks in place of training.
+        defaults_of: returns the defaults that the checkpoint in ``--load`` sets; see `DefaultsOf`.
+        sample: called with the `Run` on all ranks, instead of training.
     """
     try:
         defaults = {} if {"-h", "--help"} & {*argv} else _defaults(argv, defaults_of)
@@ -110,7 +110,7 @@ def run_sampling(
 
 
 def _defaults(argv: Sequence[str], defaults_of: DefaultsOf) -> dict[str, Any]:
-    """Return the defaults of flags, by name, that the checkpoint in ``--load`` determines.
+    """Return the defaults of flags, by field name, that the checkpoint in ``--load`` sets.
 
     Raises:
         ConfigError: ``--load``, captions or ``--sample-dir`` are missing, or the checkpoint is not

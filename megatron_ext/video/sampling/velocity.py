@@ -1,4 +1,4 @@
-"""Predicts the velocity of latent videos, with a model in the parallel layout of its run."""
+"""Predicts the velocity of latent videos with a model that is divided among a run's ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
-    """Broadcast ``x`` from the last pipeline stage, and return it on all stages.
+    """Return, on all pipeline stages, the tensor ``x`` of the last stage.
 
-    On the other stages the argument is only a buffer of the same shape and dtype, which is filled.
+    On other stages ``x`` is a buffer of the same shape and dtype, into which the result is written.
     """
     x = x.contiguous()
     torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_pp_rank)
@@ -32,7 +32,7 @@ def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
 
 
 class ParallelVelocity:
-    """Predicts velocities through the pipeline; all ranks of a replica call it together.
+    """Predicts velocities by a forward pass through all stages; a replica's ranks call it together.
 
     The model is any module with
 
@@ -50,16 +50,17 @@ class ParallelVelocity:
     ``ParameterGather.paused()``, which gathers the parameters, as evaluation does.
 
     Args:
-        engine: the engine of the training step, or `forward_engine`.
-        chunks: the model on this rank, wrapped as for training.
-        guidance: guidance strength, an input of models with ``guidance_embed``; None for others.
+        engine: runs the forward passes: the engine of the training steps, or `forward_engine`.
+        chunks: the model's chunks on this rank, wrapped as for training.
+        guidance: strength of distilled guidance, an input of models with ``guidance_embed``; None
+            for other models.
 
     Raises:
         ConfigError: the model lacks ``boundary_shape``, or ``image_tokens`` where it is needed.
     """
 
     gives_parts = True
-    """Whether the output on a context-parallel rank has only the rank's part of the tokens."""
+    """Whether each context-parallel rank outputs only its own tokens, instead of all of them."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class ParallelVelocity:
     def of_shape(self, shape: LatentShape) -> Velocity:
         """Return a function that predicts the velocity of latents of shape (t, h, w).
 
-        Raises DataError if patches do not divide the shape.
+        Raises DataError if the patch size does not divide h and w.
         """
         return partial(self.predict, position_ids(shape, self.patch_size, self.device))
 
@@ -141,22 +142,26 @@ class ParallelVelocity:
         return self._on_all_ranks(outputs, x, text.size(1))
 
     def check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
-        """Raise DataError or ConfigError if the inputs of a forward pass do not fit the model."""
+        """Raise DataError or ConfigError for inputs that do not fit; a subclass may override this.
+
+        ``inputs`` are the keyword arguments of ``forward``. The base class checks nothing.
+        """
         return
 
     def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
-        """Run a micro-batch in evaluation mode; return a list with its output.
+        """Run a micro-batch in evaluation mode; return [output] on the last stage, [] on others.
 
-        The list is empty before the last stage. ``shape`` is that of the tensor between stages.
+        ``inputs`` are the keyword arguments of ``forward``; ``shape`` is the shape of the tensor
+        sent between stages.
         """
         with evaluating(self.chunks):
             return collect_outputs(self.engine, [inputs], shape)
 
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
-        """Return the outputs of the last stage's context-parallel ranks, joined, on all ranks.
+        """Join the outputs of the last stage's context-parallel ranks; return them on all ranks.
 
-        Each rank fills in its own tokens and zeros elsewhere, so the sum over the ranks is exact.
-        The result has the shape of the input tokens ``x``.
+        The ranks' outputs are placed in tensors of zeros and summed, which is exact, since each
+        token comes from one rank. The result has the shape of the input tokens ``x``.
 
         Raises:
             DataError: an output does not have the shape of this rank's tokens.

@@ -1,4 +1,7 @@
-"""Flags of streaming long-tuning (arXiv:2509.22622): networks, sequences, losses, samples."""
+"""Flags of ``--task streaming``, which tunes a causal network to make long videos.
+
+The method is streaming long-tuning (arXiv:2509.22622).
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,9 @@ class StreamingConfig(WindowConfig):
     `video.streaming.rules` checks that the values of these flags fit together.
 
     Attributes:
-        text_features: width of the text encoder's output, and so the text width of all networks.
-        switches: whether the files of prompts hold second prompts, to which sequences switch.
+        text_features: features of a text token from the text encoder, the input of all networks;
+            None until the encoder is known.
+        switches: whether prompts come with second prompts, to which sequences switch midway.
         given_frames: number of latent frames at the start of a sequence that are given rather than
             generated: 0, or the frames of the first block.
     """
@@ -193,7 +197,7 @@ class StreamingConfig(WindowConfig):
 
     @property
     def starts_others(self) -> bool:
-        """Tell whether critic or teacher start from the weights of a checkpoint."""
+        """Tell whether a checkpoint is given for the initial weights of critic or teacher."""
         return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
 
     def sizes(self, role: Role = "generator") -> StreamedSizes:
@@ -209,12 +213,12 @@ class StreamingConfig(WindowConfig):
         return sizes
 
     def described(self, model: ModelConfig, role: Role = "generator") -> ModelConfig:
-        """Return the section ``model`` with the sizes of the network ``role``."""
+        """Return the flags ``model`` with the shape flags set to the sizes of network ``role``."""
         return model_of(self.sizes(role).transformer_fields(), model)
 
 
 DEFAULT_FPS = 16
-"""Frames per second of the videos of Wan 2.1 and LongLive."""
+"""Default of ``--sample-fps`` in ``--task streaming``, the frame rate of Wan 2.1 and LongLive."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,7 @@ class StreamingSampleConfig(UsersOwn):
         return self.sample_latent_frames or blocks.at_or_before(longest)
 
     def switch_frame(self, streaming: StreamingConfig) -> int:
-        """Return the latent frame at which the second captions take effect.
+        """Return the index of the latent frame from which on second captions apply.
 
         By default it is the start of the first block that begins in the second half of the video.
         """

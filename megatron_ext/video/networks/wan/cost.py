@@ -1,4 +1,4 @@
-"""The cost formulas of the video DiT: weights, activations, operations and traffic."""
+"""Formulas for a video DiT's parameters, activation memory, operations and communication."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DiTNetwork(StreamedCost):
     """Formulas for the cost of a video DiT on clips of one shape.
 
     Attributes:
-        plan: the new and cached frames to which each block of frames attends.
+        plan: which frames, new or cached, each block of new frames attends to.
         num_times: number f of timesteps of a clip: 1, or as many as it has frames.
     """
 
@@ -64,9 +64,9 @@ class DiTNetwork(StreamedCost):
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
-        """Return the cost formulas for the video DiT of ``config``, on the clips of one bucket.
+        """Return the cost formulas for the video DiT of ``config``, on clips like ``clip``.
 
-        The section ``model`` of ``config`` must be filled in from the network's flags.
+        The section ``model`` of ``config`` must already hold the network's sizes (`rules.resolve`).
         """
         plan = AttentionPlan.bidirectional(clip.frames)
         dit = config.section(VideoDiTConfig)
@@ -97,9 +97,10 @@ class DiTNetwork(StreamedCost):
 
     @property
     def boundary(self) -> int:
-        """Return the bytes sent to the next stage, ``[s + 7 f + l, b, h]``.
+        """Return the bytes of the tensor sent to the next stage, ``[s + 7 f + l, b, h]``.
 
-        The rows are s tokens, 7 rows for each of f timesteps, and l text tokens.
+        Its rows are s image tokens, f timesteps with 7 rows each (the embedding and 6 modulation
+        vectors), and l text tokens.
         """
         rows = 7 * self.num_times * self.sizes.b + self._text_rows
         return self.block_bytes.stream + rows * self.model.hidden_size * self.sizes.width
@@ -139,9 +140,9 @@ class DiTNetwork(StreamedCost):
         )
 
     def _selected(self) -> int:
-        """Return the number of frames whose keys and values attention concatenates, and so copies.
+        """Return how many frames' keys and values attention copies, because it concatenates them.
 
-        A frame that is copied several times is counted several times.
+        A frame counts once for each copy of it.
         """
         frames = sum(_count(seen) for _, seen in self.plan.blocks if len(seen) > 1)
         if self.plan.past:
@@ -149,7 +150,10 @@ class DiTNetwork(StreamedCost):
         return frames
 
     def _self_attention(self) -> int:
-        """Return the bytes kept for the backward pass between self-attention's two projections."""
+        """Return the bytes that self-attention keeps for its backward pass, apart from its input.
+
+        They are the tensors from the output of ``linear_qkv`` to the input of ``linear_proj``.
+        """
         x = self.sizes
         width = self.block_bytes
         h = self.model.hidden_size
@@ -165,7 +169,7 @@ class DiTNetwork(StreamedCost):
         return kept + width.exchanged(self.trades_heads)
 
     def _cross_attention(self) -> int:
-        """Return the bytes that cross-attention keeps for the backward pass, also for its norms."""
+        """Return the bytes that cross-attention (with its norms) keeps for the backward pass."""
         x = self.sizes
         width = self.block_bytes
         h = self.model.hidden_size
@@ -181,7 +185,7 @@ class DiTNetwork(StreamedCost):
         return self.config.lora.lora_rank is None
 
     def _adapters(self) -> int:
-        """Return the bytes of LoRA's products ``A x``, which the adapters of a block keep."""
+        """Return the bytes of the products ``A x`` that a block's LoRA adapters keep."""
         lora = self.config.lora
         width = self.block_bytes
         rows = {"linear_qkv": 1, "linear_proj": 2, "linear_q": 1, "linear_fc1": 1, "linear_fc2": 1}
@@ -191,7 +195,7 @@ class DiTNetwork(StreamedCost):
         return tokens * (lora.lora_rank or 0) * self.sizes.width
 
     def layer(self) -> LayerBytes:
-        """Return the memory of one block."""
+        """Return the memory of one block's activations for a micro-batch."""
         width = self.block_bytes
         h = self.model.hidden_size
         vectors = LayerBytes(8 * self._vector, width.stream + 6 * self._vector)
@@ -219,7 +223,7 @@ class DiTNetwork(StreamedCost):
         return self.kept_in_8_bits(block, alone=alone, shared=width.cut(h))
 
     def without_gradient(self) -> int:
-        """Return the peak bytes of activations in a pass without gradient."""
+        """Return the peak bytes of activations in a forward pass that computes no gradient."""
         width = self.block_bytes
         h = self.model.hidden_size
         wide = 2 * width.cut(3 * h) if self.sizes.half else 0
@@ -234,7 +238,7 @@ class DiTNetwork(StreamedCost):
         return LayerBytes(kept, 2 * width.stream)
 
     def _attended(self) -> list[tuple[int, int]]:
-        """Return (number of tokens, number of tokens attended to) of each block of frames."""
+        """Return, for each block of frames, (number of its tokens, number they attend to)."""
         per_frame = self.clip.rows * self.clip.columns
         return [
             ((own.stop - own.start) * per_frame, _count(seen) * per_frame)
@@ -255,7 +259,7 @@ class DiTNetwork(StreamedCost):
         return self.in_8_bits(block)
 
     def _run_again(self, stage: Stage) -> int:
-        """Return the number of a stage's blocks that the backward pass computes again."""
+        """Return the number of a stage's blocks that are recomputed in the backward pass."""
         limit = self.config.section(WindowConfig).recompute_blocks - min(stage.layers)
         return max(0, min(len(stage.layers), limit))
 
@@ -277,9 +281,9 @@ class DiTNetwork(StreamedCost):
     def traffic(self, stage: Stage) -> Volume:
         """Return the bytes that a rank of a stage sends for one micro-batch, forward and backward.
 
-        In each direction self-attention, cross-attention and the feed-forward layers each need one
-        gather and one reduce-scatter (or one all-reduce) over the tensor-parallel ranks. Under
-        sequence parallelism each needs another gather in the backward pass.
+        Over the tensor-parallel ranks, self-attention, cross-attention and the feed-forward layers
+        each need one gather and one reduce-scatter (or one all-reduce) per direction. Sequence
+        parallelism adds one gather for each of them in the backward pass.
         """
         x = self.sizes
         count = len(stage.layers)

@@ -1,7 +1,7 @@
 """Floating-point operations of a video DiT, as the training log counts them.
 
-Only matrix products are counted: for bidirectional attention those of all pairs of tokens, for
-causal attention those of each query with the keys that it attends to. Recomputation is not counted.
+Only matrix products are counted: in causal attention those of a query with the keys that it attends
+to. Recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def flops_of_frames(
 ) -> float:
     """Return the operations of a video DiT on one clip, forward and backward.
 
-    A ``window`` makes attention causal; ``num_frames`` must then be whole blocks.
+    ``window`` says which frames a causal model attends to; ``num_frames`` must then be whole blocks
+    of frames. None means a bidirectional model.
     """
     frames = range(num_frames)
     seen = [
@@ -49,10 +50,10 @@ def flops_of_pass(
     first_frame: int = 0,
     **others: Any,
 ) -> float:
-    """Return the floating-point operations of a forward pass, summed over model-parallel ranks.
+    """Return the operations of a forward pass of the whole model, on all ranks of a replica.
 
-    The embedding of the text and its keys and values are not counted if the cache holds them.
     ``model`` may be the chunk of any rank; the other arguments are those of `VideoDiT.forward`.
+    If the cache holds the text's keys and values, computing them is not counted.
     """
     batch, frames, _, height, width = x.shape
     per_frame = height * width // model.sizes.patch_size**2
@@ -72,10 +73,10 @@ def flops_of_pass(
 def _frames_seen(
     window: FrameWindow | None, new: range, present: Set[int]
 ) -> Iterable[tuple[int, int]]:
-    """Return, for each block of the frames ``new``, its size and how many frames it attends to.
+    """Return (number of frames, number of frames attended to) of each block of frames in ``new``.
 
-    A block attends to those frames in its window that are also in ``present``, the frames with
-    keys. Without a window all new frames are one block, which attends only to itself.
+    A block attends to the frames in its window that are in ``present``, the frames whose keys
+    exist. If ``window`` is None, all new frames are one block, which attends only to itself.
     """
     if window is None:
         return [(len(new), len(new))]
@@ -93,7 +94,7 @@ def flops_of_sample(
     num_times: int,
     embeds_text: bool = True,
 ) -> float:
-    """Return the operations of a video DiT on one sample in a pass without gradient.
+    """Return the operations of a video DiT on one sample, forward only.
 
     Args:
         attended: for each block of frames, (number of its tokens, number of tokens to which it

@@ -1,7 +1,7 @@
 """Flow matching with a Wan network, causal or bidirectional.
 
-The network's inputs are whole latents, timesteps from 0 to 1000 per clip or per frame, and the text
-tokens. Its output is the velocity of all tokens, on every rank.
+Every rank gets the whole latents, not only its part of the tokens, timesteps from 0 to 1000 per
+clip or frame, and the text tokens. The output is the velocity of all tokens, on every rank.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from megatron_ext.video.step import (
 )
 
 MAX_TIMESTEP = 1000.0
-"""The timestep at time 1, which is pure noise."""
+"""The network's timestep for pure noise: a flow time t in [0, 1] is given to it as 1000 t."""
 
 
 class WanMicrobatch(FlowMicrobatch):
-    """A micro-batch of a Wan network; stages pass on timesteps and text besides hidden states."""
+    """A micro-batch of a Wan network; `VideoDiT.boundary_shape` takes the inputs of ``forward``."""
 
     @property
     def boundary_inputs(self) -> Mapping[str, Any]:
@@ -54,7 +54,7 @@ class WanMicrobatch(FlowMicrobatch):
 
 
 class WanBatchBuilder(FlowBatchBuilder):
-    """Builds the micro-batches of a Wan network, which consist of whole latents."""
+    """Builds the micro-batches of a Wan network, with whole latents on every rank."""
 
     microbatch = WanMicrobatch
 
@@ -69,10 +69,10 @@ class WanBatchBuilder(FlowBatchBuilder):
         return torch.cat([first, later], dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return ``whole`` with weight 0 at tokens that count in the loss of another rank.
+        """Return ``whole`` with loss weight 0 at tokens outside this rank's share.
 
-        Every rank predicts all tokens, so each token is assigned to one context-parallel rank.
-        If flow times are given per frame, the result has them per token. ``num_text`` is not used.
+        All context-parallel ranks predict all tokens, but each token counts on one of them only.
+        Flow times per frame, ``[b, t]``, are expanded to one per token. ``num_text`` is unused.
         """
         times = whole.times
         num_tokens = whole.weights.size(1)
@@ -102,7 +102,7 @@ class VideoDiTVelocity(ParallelVelocity):
     def of_shape(self, shape: LatentShape) -> Velocity:
         """Return a function that predicts the velocity of latents of shape (t, h, w).
 
-        DataError is raised if patches do not divide the shape.
+        DataError is raised if the patch size does not divide h and w.
         """
         grid(shape, self.patch_size)
         return partial(self.predict_whole, shape)
@@ -111,9 +111,9 @@ class VideoDiTVelocity(ParallelVelocity):
     def predict_whole(
         self, shape: LatentShape, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
     ) -> Tensor:
-        """Return the velocity of a clip's tokens on every rank.
+        """Return the velocity of all tokens of latents of ``shape`` (t, h, w), on every rank.
 
-        ``pooled`` and ``cond`` are not used.
+        The other arguments are those of `Velocity`, of which ``pooled`` and ``cond`` are unused.
         """
         inputs = {
             "x": unpack(x, shape, self.patch_size).transpose(1, 2),
@@ -155,9 +155,9 @@ class WanFlow(FlowNetwork):
         return wan_options(self.config.section(WindowConfig), self.config.parallel, causal=causal)
 
     def checked(self) -> RunConfig:
-        """Return the configuration unchanged.
+        """Return the configuration as it is, since a Wan network derives no settings.
 
-        ConfigError is raised if the ranks cannot split the model.
+        ConfigError is raised if the ranks cannot share the blocks or the heads of the model.
         """
         sizes = self.sizes
         parallel = self.config.parallel

@@ -1,8 +1,7 @@
 """One pipeline chunk of a Wan network, causal or bidirectional.
 
-All blocks need the embedded timesteps and text. They are sent as extra rows of the hidden tensor.
-The pipeline's own messages then carry the gradient of these rows back to the first stage, and only
-that stage holds the embedders.
+All blocks need the embedded timesteps and text. Only the first stage embeds them; stages pass them
+on as extra rows of the hidden states, and their gradients return in the same messages.
 """
 
 from __future__ import annotations
@@ -34,21 +33,22 @@ class Head(Part):
         mark_replicated(self.linear, plan.config)
 
     def forward(self, hidden: Tensor, time: Tensor) -> Tensor:
-        """Return patches ``[s, b, c * p * p]`` of tokens ``[s, b, h]``.
+        """Return the predicted patches ``[s, b, c * p * p]`` for tokens ``[s, b, h]`` of f frames.
 
-        ``time`` are f embedded timesteps, ``[f, b, h]``.
+        ``time`` holds their embedded timesteps, ``[f, b, h]``, or ``[1, b, h]`` for all frames.
         """
         shift, scale = self.modulation(time.unsqueeze(2))
         return self.linear(modulated_frames_alone(hidden, shift, scale))  # type: ignore[no-any-return]
 
 
 class VideoDiT(VideoChunk):
-    """One pipeline chunk of a Wan network, which is causal if its options have a window.
+    """One pipeline chunk of a Wan network, causal if its options have a ``window`` of frames.
 
     The first chunk holds the embedder, the last chunk the head.
 
     Raises:
-        ConfigError: there are more stages than blocks, or ``a2a`` cannot split the heads equally.
+        ConfigError: there are more stages than blocks, or the ranks that trade heads for tokens
+            (``cp_comm_type`` "a2a") cannot divide the heads equally.
     """
 
     title = "video DiT"
@@ -62,9 +62,10 @@ class VideoDiT(VideoChunk):
         self.head = Head(plan) if self.post_process else None
 
     def boundary_shape(self, x: Tensor, timesteps: Tensor, text: Tensor) -> list[int]:
-        """Return the shape of the tensor that stages send each other, ``[s + r, b, h]``.
+        """Return the shape of the tensor that stages send each other, ``[s + 7 f + l, b, h]``.
 
-        The last r = 7 f + l rows hold f timesteps and l text tokens of each sample.
+        The rows are s image tokens, f timesteps with 7 rows each (`Conditioning.rows`) and l text
+        tokens.
         """
         part = self._tokens(x, 0).held
         rows = x.size(1) * (part.stop - part.start)
@@ -83,10 +84,11 @@ class VideoDiT(VideoChunk):
         """Return an empty cache for latents ``[b, t, c, height, width]``.
 
         Args:
-            chunk_frames: number of newest frames that may be run again, for example to train on a
-                rollout's blocks, or by recomputation. None means one block, as in sampling.
-            capacity_frames: number of frames that the cache holds; None means as few as
-                ``chunk_frames`` need.
+            chunk_frames: how many of the newest frames may be run again, to train on them or to
+                recompute them; the frames before them that they attend to stay cached. None means
+                one block of frames, as in sampling.
+            capacity_frames: number of frames that the cache holds; None means the fewest that
+                ``chunk_frames`` allows.
 
         Raises:
             ConfigError: the model is not causal, is on several pipeline stages, or the capacity is
@@ -119,10 +121,10 @@ class VideoDiT(VideoChunk):
     ) -> Tensor:
         """Run this chunk on whole inputs, which are the same on all ranks of a replica.
 
-        Keyword arguments let a 16-bit precision wrapper leave the timesteps in float32. Stages
-        after the first read only the shapes of latents, timesteps and text. The backward pass sums
-        the gradients of all context-parallel ranks' losses, as data parallelism does. The gradient
-        of ``x`` covers only the tokens that the rank holds.
+        Arguments are passed by keyword, so that megatron-core's 16-bit wrapper does not cast the
+        timesteps. Stages after the first read only the shapes of latents, timesteps and text. The
+        backward pass sums the gradients of all context-parallel ranks' losses; the gradient of
+        ``x`` is zero at tokens that other ranks hold.
 
         Args:
             x: noised latents, ``[b, t, c, h, w]``; a causal model needs whole frame blocks.
@@ -138,8 +140,9 @@ class VideoDiT(VideoChunk):
             stages hidden states, timesteps and text in the shape of `boundary_shape`.
 
         Raises:
-            ConfigError: the cache does not fit the model or the order of the passes.
-            DataError: an input does not fit, or earlier frames have not been run.
+            ConfigError: the cache was built for another model or size, or dropped frames
+                that the pass needs.
+            DataError: an input has a wrong shape, or earlier frames are not in the cache.
         """
         check_inputs(self.sizes, x, timesteps, text)
         tokens = self._tokens(x, first_frame)
@@ -208,7 +211,7 @@ class VideoDiT(VideoChunk):
     def _enter(
         self, x: Tensor, timesteps: Tensor, text: Tensor, tokens: FrameTokens
     ) -> tuple[Tensor, Conditioning]:
-        """Return (hidden states, conditioning), embedded here or sent by the previous stage."""
+        """Return (hidden states, timesteps and text), embedded here or received."""
         if self.embedder is not None:
             hidden = self.embedder.tokens(x, tokens)
             return hidden, self.embedder.conditioning(timesteps, text)

@@ -1,7 +1,7 @@
 """The pointwise parts of a Wan network: modulation and gates for each frame, and norms.
 
-The functions are pure, and each compiles to one graph. Modulation is the sum of a learned table and
-a projection of the frame's timestep.
+Tokens are ``[s, b, h]``, frame after frame. Shifts, scales and gates, ``[f, 1, b, h]``, are the sum
+of a learned table and a projection of the frame's timestep; f is 1 if all frames share them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megatron_ext.video.model.tokens import frames_first
 class ModulationTable(torch.nn.Module):
     """A learned table ``[num_parts, h]``, added to the modulation computed from the timesteps.
 
-    A block has 6 parts (shift, scale, gate of the attention, then of the feed-forward layers). The
-    table starts from a normal distribution of standard deviation ``1 / sqrt(h)``.
+    A block has 6 parts (shift, scale, gate of the attention, then of the feed-forward layers), the
+    output head 2 (shift, scale). The initial table is normal, with standard deviation 1 / sqrt(h).
     """
 
     def __init__(self, config: TransformerConfig, num_parts: int) -> None:
@@ -48,8 +48,8 @@ class ModulationTable(torch.nn.Module):
     def forward(self, time: Tensor) -> tuple[Tensor, ...]:
         """Return table + ``time``, split into ``num_parts`` tensors ``[f, 1, b, h]``.
 
-        ``time`` is the modulation computed from f timesteps, ``[f, b, num_parts, h]``; or
-        ``[f, b, 1, h]``, which is added to all parts of the table alike.
+        ``time`` comes from f timesteps: ``[f, b, num_parts, h]``, a vector for each part, or
+        ``[f, b, 1, h]``, one vector for all parts.
         """
         return (self.weight + time).unsqueeze(1).unbind(3)
 
@@ -71,7 +71,7 @@ def add_gated(x: Tensor, output: Tensor, gate: Tensor) -> Tensor:
 
 
 def _frames(x: Tensor, part: Tensor) -> Tensor:
-    """Return x ``[s, b, h]`` as ``[f, s / f, b, h]``; f is the length of ``part``."""
+    """Return x ``[s, b, h]`` as ``[f, s / f, b, h]``, where ``part`` is ``[f, ...]``."""
     return torch.unflatten(x, 0, (part.size(0), -1))
 
 
@@ -92,8 +92,8 @@ class FullWidthRMSNorm(Part):
     def forward(self, x: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Normalize the heads of this rank, ``[s, b, n, d]``, after the bias ``[n * d]`` is added.
 
-        If ``x`` is None, return only the scales ``[h / tp]``. Get them in this way rather than from
-        ``weight``, because data parallelism gathers sharded weights only when the module is called.
+        If ``x`` is None, return the scales ``[h / tp]``, for a caller that normalizes by itself. Do
+        not read ``weight`` instead: sharded weights are gathered only when the module is called.
         """
         if x is None:
             return self.weight
@@ -162,7 +162,7 @@ def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 def summed(sums: Tensor, group: ProcessGroup) -> Tensor:
     """All-reduce ``sums`` over ``group``; in the backward pass all-reduce the gradient too.
 
-    Each rank uses the total for its own heads only, so its gradient is a part of the whole.
+    Each rank uses the total for its own heads only, so the gradients of all ranks must be added.
     """
     total: Tensor = copy_to_tensor_model_parallel_region(
         reduce_from_tensor_model_parallel_region(sums, group=group), group=group
@@ -175,8 +175,9 @@ def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
 
 
 residual_and_modulated = FusedResidual(_modulated)
-"""A function of (x ``[s, b, h]``, shift, scale) that returns x, for the residual connection, and
-`modulated_frames` of the three."""
+"""A function of (x, shift, scale) that returns (x, ``modulated_frames(x, shift, scale)``).
+
+Use the returned x for the residual connection; see `FusedResidual`."""
 
 
 @compiled
@@ -195,9 +196,9 @@ def gated_and_normed(
     norm_bias: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor]:
-    """Return (the sum ``x + gate * (output + bias)``, the sum normed as ``spec`` says).
+    """Return (y, norm of y), where y is ``x + gate * (output + bias)``.
 
-    ``weight`` and ``norm_bias`` are the parameters of the norm.
+    ``spec`` says which norm; ``weight`` and ``norm_bias`` are the parameters of this norm.
     """
     hidden = add_gated(x, output + bias, gate)
     return hidden, norm(hidden, weight, norm_bias, spec)
@@ -207,17 +208,16 @@ def gated_and_normed(
 def added_and_modulated(
     x: Tensor, output: Tensor, bias: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (the sum ``x + output + bias``, the sum normed and modulated frame by frame)."""
+    """Return (y, ``modulated_frames(y, shift, scale)``), where y is ``x + output + bias``."""
     hidden = x + (output + bias)
     return hidden, modulated_frames(hidden, shift, scale)
 
 
 @compiled
 def squares_of_heads(qkv: Tensor, bias: Tensor, head_dim: int) -> Tensor:
-    """Return the sum of squares of each token's query and of its key, over this rank's heads.
+    """Return each token's sums of squares over this rank's heads, of query and key, ``[2, s, b]``.
 
-    The result is ``[2, s, b]``. ``qkv`` is the projection's output ``[s, b, n * 3 * d]`` before the
-    bias is added.
+    ``qkv`` is the projection's output ``[s, b, n * 3 * d]`` before the bias is added.
     """
     heads = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim))
     return torch.stack([squares(x) for x in heads.unbind(-2)[:2]])
@@ -238,11 +238,13 @@ def heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys, normed and rotated, and values, ``[t, P * m, b, n, d]`` each.
 
+    The tokens were gathered from P = ``num_parts`` ranks (1 without sequence parallelism); each
+    held m tokens of each of t = ``num_frames`` frames.
+
     Args:
-        qkv: m tokens of each of t frames from each of P = ``num_parts`` ranks, as
-            ``[P * t * m, b, n * 3 * d]``: for each head its query, key and value.
-        total: sums of squares ``[2, s, b]`` over the heads of all ranks; None if this rank has all
-            heads.
+        qkv: ``[s, b, n * 3 * d]`` with s = P * t * m; for each head its query, key and value.
+        total: sums of squares of queries and keys, ``[2, s, b]``, over the heads of all ranks; None
+            if this rank has all heads.
         q_weight, k_weight: scales of the norms, this rank's ``[n * d]``.
         cos, sin: cosines and sines of the rotary angles.
         sizes: head size d, hidden size h (all heads' width), and epsilon.

@@ -1,4 +1,4 @@
-"""Rules for the flags of a video DiT: values derived from them, and errors in their use."""
+"""Checks the flags of a video DiT, and derives other flags from them or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron_ext.video.networks.wan.config import CAUSAL, VideoDiTConfig, is_ca
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return the configuration with the section ``model`` filled in from ``--video-dit-size``."""
+    """Return the configuration with the sizes of ``--video-dit-size`` in its section ``model``."""
     fields = config.section(VideoDiTConfig).sizes.transformer_fields()
     return dataclasses.replace(config, model=model_of(fields, config.model))
 
 
 def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
-    """Return an error for each faulty flag of a video DiT, and each flag without effect on it."""
+    """Return an error for each given flag without effect on a video DiT; ``resolved`` is unused."""
     model = f"`--video-model {config.section(VideoConfig).video_model}`"
     errors = [
         FlagError(
@@ -67,11 +67,11 @@ def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
 
 
 def restated(stored: Mapping[str, Any], kind: str, builds: str) -> Sections:
-    """Return the flags with which a run of ``builds`` can start from a checkpoint of ``kind``.
+    """Return the flags that a new run needs to start from a checkpoint, by section and field.
 
-    These flags are the checkpoint's model size, its latent channels if ``builds`` is `STREAMING`,
-    and its attention window if both networks are causal. ``stored`` is the configuration in the
-    checkpoint; ``kind`` and ``builds`` are values of ``--video-model``, or `STREAMING`.
+    ``kind`` is the checkpoint's network and ``builds`` the new run's: a ``--video-model``, or
+    `STREAMING`. ``stored`` is the configuration in the checkpoint. The flags set its model size,
+    its latent channels if ``builds`` is `STREAMING`, and its window if both networks are causal.
     """
     streaming = stored["streaming"]
     dit = stored["video_dit"]

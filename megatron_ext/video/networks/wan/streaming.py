@@ -1,4 +1,4 @@
-"""The causal network of Wan in the form that streaming uses."""
+"""Implements `StreamedNetwork`, through which ``--task streaming`` uses a network, for Wan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_ext.video.networks.wan.model import VideoDiT
 
 
 class StreamedWan(StreamedNetwork):
-    """The Wan network in streaming: causal as generator, bidirectional as critic and teacher."""
+    """Gives streaming the networks of Wan: a causal generator, bidirectional critic and teacher."""
 
     chunk = VideoDiT
 

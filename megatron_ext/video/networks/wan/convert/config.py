@@ -1,7 +1,7 @@
-"""Translates the config.json of Wan 2.1 into a named size of the video DiT, and back.
+"""Translates the config.json of Wan 2.1 into an entry of `SIZES` of the video DiT, and back.
 
-The entries of a file are the arguments of diffusers' ``WanTransformer3DModel`` or of the original
-``WanModel``. An entry that the file leaves out has the default of the class that the file names.
+A config.json holds the arguments of diffusers' ``WanTransformer3DModel`` or of the original
+``WanModel``; its ``_class_name`` tells which. A missing argument has that class's default.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CLASSES = {
     "WanModel": Naming.ORIGINAL,
     "CausalWanModel": Naming.ORIGINAL,
 }
-"""Classes of public weights that can be converted, each with its naming of tensors.
+"""Values of ``_class_name`` in config.json that can be converted, with the naming of their tensors.
 
-Self-Forcing and LongLive derive CausalWanModel from WanModel."""
+CausalWanModel is the subclass of WanModel in Self-Forcing and LongLive."""
 _PATCH = (1, 2, 2)
 _USUAL_HEAD = 128
 _FREE: dict[Naming, dict[str, int]] = {
@@ -39,7 +39,7 @@ _FREE: dict[Naming, dict[str, int]] = {
         "text_dim": 4096,
     },
 }  # fmt: skip
-"""Entries of config.json that may differ and decide the sizes, with their defaults, by naming."""
+"""For each naming, the entries of config.json that set the model's sizes, with their defaults."""
 _SETTLED: dict[Naming, dict[str, Any]] = {
     Naming.DIFFUSERS: {
         "patch_size": _PATCH,
@@ -60,8 +60,8 @@ _SETTLED: dict[Naming, dict[str, Any]] = {
         "eps": EPSILON,
     },
 }
-"""Entries of config.json with the only value that the video DiT supports, by naming; the value is
-also the default of the class."""
+"""For each naming, entries of config.json that must have the given value, the only one that the
+video DiT supports. A missing entry has this value."""
 _OUTPUT = {
     Naming.DIFFUSERS: ("in_channels", "out_channels"),
     Naming.ORIGINAL: ("in_dim", "out_dim"),
@@ -73,8 +73,8 @@ class WanModel:
     """A model of Wan, described by its config.json or by the shapes of its tensors.
 
     Attributes:
-        size: name of the size in `SIZES` that the model has.
-        sizes: the sizes under this name, except for the text width, which is the model's own.
+        size: key in `SIZES` of the model's sizes.
+        sizes: the model's sizes: those of this key, but with the text width of the model.
         naming: the scheme by which the model's tensors are named.
     """
 
@@ -87,7 +87,7 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
     """Return the model that a config.json describes.
 
     ``raw`` is the content of the file at ``path``. A class that cannot be converted, an entry that
-    the video DiT does not support, and sizes that match no named size raise CheckpointError.
+    the video DiT does not support, and sizes that match no entry of `SIZES` raise CheckpointError.
     """
     naming = CLASSES.get(str(raw.get(CLASS)))
     if naming is None:
@@ -124,8 +124,8 @@ def understand_shapes(
 ) -> WanModel:
     """Return the model at ``path``, inferred from the shapes of its tensors by name.
 
-    No shape shows the number of heads, so it is taken from a named size of the same hidden size.
-    Tensors that are not Wan's, or whose sizes match no named size, raise CheckpointError.
+    No shape shows the number of heads; it is taken from the entry of `SIZES` with the same hidden
+    size. Tensors that are not Wan's, or that match no entry of `SIZES`, raise CheckpointError.
     """
 
     def shape(ours: str, dimensions: int) -> tuple[int, ...]:
@@ -150,10 +150,10 @@ _COMPARED = "hidden_size num_heads ffn_size num_blocks channels patch_size rope_
 
 
 def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
-    """Return the model whose sizes are ``values``, which must match a named size.
+    """Return the model whose sizes are ``values``, which must match an entry of `SIZES`.
 
     ``values`` are hidden size, heads, feed-forward width, blocks, latent channels and text width.
-    Any text width is allowed. If no named size fits, a CheckpointError gives the nearest one.
+    Any text width is allowed. If no entry matches, a CheckpointError names the nearest one.
     """
     h, heads, ffn, blocks, channels, text = values
     try:
@@ -166,7 +166,7 @@ def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
             return WanModel(name, sizes, naming)
 
     def distance(name: str) -> float:
-        """Return the distance of a named size from the model: the sum of absolute log ratios."""
+        """Return how far an entry of `SIZES` is from the model: the sum of |log ratio| per size."""
         pairs = ((getattr(same[name], x), getattr(described, x)) for x in _COMPARED)
         return sum(abs(math.log(x / y)) for x, y in pairs)
 
@@ -183,7 +183,10 @@ def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
 
 
 def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
-    """Return the content of a model's config.json, in the form that `understand` reads."""
+    """Return the content of config.json for a model of these sizes, as `understand` reads it.
+
+    ``naming`` decides which class, with which argument names, it is written for.
+    """
     width = sizes.head_dim if naming is Naming.DIFFUSERS else sizes.hidden_size
     x = sizes
     free = (x.num_heads, width, x.ffn_size, x.num_blocks, x.channels, x.text_width)

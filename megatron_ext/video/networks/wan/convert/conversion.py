@@ -1,4 +1,4 @@
-"""Wan's conversion of public weights, as the tools use it."""
+"""Implements `Conversion`, through which the tools import and export public weights, for Wan."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from megatron_ext.video.networks.wan.convert.weights import STEM
 from megatron_ext.video.streaming.config import StreamingConfig
 
 _PARTS = ("embedder.", "blocks.", "head.")
-"""The beginnings of the names of a video DiT's parameters."""
+"""The prefixes that the names of a video DiT's parameters can have."""
 
 
 def export_wan(
@@ -49,17 +49,17 @@ def export_wan(
     ema: bool = False,
     naming: Naming = Naming.DIFFUSERS,
 ) -> None:
-    """Write one network of a streaming run's checkpoint as weights of Wan.
+    """Write one network of a checkpoint of ``--task streaming`` as weights of Wan.
 
     Args:
-        load: folder of checkpoints.
-        target: new folder for config.json and safetensors.
-        step: iteration; None takes the latest.
-        dtype: dtype to write; None keeps that of the run.
+        load: folder of checkpoints, the run's ``--save``.
+        target: folder to create for config.json and safetensors.
+        step: iteration of the checkpoint; None takes the latest.
+        dtype: dtype to write; None takes the dtype of the run's parameters.
         max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
         network: the network to write, ``"generator"`` or ``"critic"``.
-        ema: whether to write the generator's averaged weights (``--ema-decay``) in place of the
-            last ones.
+        ema: whether to write the averages of the generator's weights (``--ema-decay``) instead of
+            the weights themselves.
         naming: whether tensors and entries of config.json get diffusers' or the original's names.
 
     Raises:

@@ -1,7 +1,8 @@
 """Maps the video DiT's parameters, and their adapters, to the tensors of Wan 2.1.
 
 Sources: ``wan/modules/model.py`` of the original repository (Wan-Video/Wan2.1) and
-``models/transformers/transformer_wan.py`` of diffusers. Besides the names, four things differ:
+``models/transformers/transformer_wan.py`` of diffusers. Besides the names, four things differ
+(h: hidden size; n heads of size d; c: latent channels; p: patch size):
 
 - ``linear_qkv`` and ``linear_kv`` are fused head by head: the rows of a head's query, key and value
   follow one another. The weight of ``linear_qkv`` is ``[n, 3, d, h]``, flattened to ``[3 h, h]``.
@@ -60,7 +61,8 @@ BLOCK_MODULES = {
     "linear_fc1": ("ffn.net.0.proj", "ffn.0"),
     "linear_fc2": ("ffn.net.2", "ffn.2"),
 }
-"""Modules of a block in order, as in `MODULES`; ``{q,k,v}`` stands for modules that ours fuses."""
+"""Modules of a block in order, as in `MODULES`. Our module fuses several of Wan's if these are
+written with braces: ``to_{q,k,v}`` stands for ``to_q``, ``to_k`` and ``to_v``."""
 _TABLE = "modulation.weight"
 _NAMES = {
     f"blocks.{_TABLE}": ("scale_shift_table", "modulation"),
@@ -77,9 +79,9 @@ The names of parameters in blocks lack the block's number."""
 
 
 def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
-    """Return the full shapes of all parameters of a video DiT by name, in the order of its modules.
+    """Return the unsharded shape of each parameter of a video DiT by name, in module order.
 
-    The norms of queries and keys have no biases.
+    All layers and norms have biases, except the norms of queries and keys.
     """
     h = sizes.hidden_size
     ffn = sizes.ffn_size
@@ -166,9 +168,10 @@ _ADAPTER = re.compile(
 
 
 def wan_adapters(head_dim: int) -> PeftLayers:
-    """Return the mapping of our adapters to the layers of diffusers' WanTransformer3DModel.
+    """Return the mapping of our LoRA adapters to the layers of diffusers' WanTransformer3DModel.
 
-    That class loads the exported file by ``load_lora_adapter``, with ``prefix="base_model.model"``.
+    Adapters exported with it are loaded by diffusers' method ``load_lora_adapter``, with
+    ``prefix="base_model.model"``.
     """
     # A layer is called alike in all blocks, such as ``attn1.to_q``.
     parts = partial(_wan_parts, head_dim=head_dim)
@@ -176,12 +179,12 @@ def wan_adapters(head_dim: int) -> PeftLayers:
 
 
 def _wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[Part]:
-    """Turn our adapter matrix ``name`` into one matrix for each of Wan's layers that it adapts.
+    """Split our LoRA matrix ``name`` into one matrix for each layer of Wan that our layer fuses.
 
-    Yields (layer, kind, matrix). The kind is "A" for LoRA's matrix ``[r, in]``, "B" for
-    ``[out, r]``. One of our layers may fuse p layers of Wan, such as query, key and value, with
-    output rows ordered head by head, ``[n, p, d]``. Then each of the p layers gets its own rows
-    of B and a copy of A.
+    Yields (Wan's layer, kind, matrix). The kind is "A" for LoRA's matrix ``[r, in]``, "B" for
+    ``[out, r]``. If our layer fuses p layers, such as query, key and value, its output rows are
+    ordered head by head, ``[n, p, d]``; each of the p layers gets its own rows of B and a copy
+    of A.
     """
     match = _ADAPTER.match(name)
     assert match is not None

@@ -58,21 +58,20 @@ from megatron_ext.video.networks.wan.model import VideoDiT
 from megatron_ext.video.streaming.config import StreamingConfig
 
 STEM = "diffusion_pytorch_model"
-"""The beginning of the names of the safetensors files, with either naming of tensors."""
+"""The beginning of the names of Wan's safetensors files, in diffusers and in the original."""
 SUFFIXES = (".pt", ".pth", ".bin")
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
-"""Parts of names that torch's wrappers add; files of averaged weights may have them."""
+"""Parts that torch's wrappers (FSDP, checkpointing, compile) add to parameter names."""
 _PREFIX = "model."
-"""The prefix that Self-Forcing's wrapper of the network adds to names."""
+"""The prefix that Self-Forcing's wrapper module adds to parameter names."""
 
 
 @contextmanager
 def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, TensorSource]]:
     """Open the model in a folder of safetensors or a file of torch.save; yield it and its tensors.
 
-    ``entry`` is a key of a torch.save file; None takes the file's only dictionary of tensors.
-    CheckpointError is raised if the model cannot be read or converted, or if ``entry`` is given for
-    a folder.
+    ``entry`` selects the tensors in a torch.save file, as in `TensorFile`; it must be None for a
+    folder. CheckpointError is raised if it is not, or if the model cannot be read or converted.
     """
     if source.is_file():
         tensors = TensorFile(source, entry)
@@ -202,7 +201,10 @@ def import_wan(
 
 
 def run_config(model: WanModel, dtype: str, save: Path) -> RunConfig:
-    """Return the configuration to store with the weights, as a streaming run would store it."""
+    """Return the configuration to store in the checkpoint that is written to ``save``.
+
+    It is that of a ``--task streaming`` run whose generator is ``model``, in ``dtype``.
+    """
     streaming = StreamingConfig(generator_size=model.size, text_features=model.sizes.text_width)
     flags = {word.removeprefix("--"): True for word in PRECISIONS[dtype]}
     config = RunConfig(sections=tuple(kind() for kind in SECTIONS))
