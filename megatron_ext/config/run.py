@@ -34,7 +34,8 @@ from megatron_ext.errors import ConfigError
 
 Section = TypeVar("Section")
 Side = tuple[str, "int | None", int]
-"""A dimension of a weight matrix: name, total width, and number of ranks that split the width."""
+"""A dimension of a weight matrix: name, total width (None if the model has no such matrix), and
+number of ranks that split the width."""
 
 _OF_WRONG_TYPES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 """Exceptions with which a check fails if a value has another type than its flag."""

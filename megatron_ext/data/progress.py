@@ -62,9 +62,12 @@ class Progress:
             print(self.line(done, items, now - self._start), file=sys.stderr, flush=True)
 
     def line(self, done: int, items: int, seconds: float) -> str:
-        """Return the log line: share done, number of items, items per second, remaining time.
+        """Return the log line: share of ``total`` done, items made, rates and remaining time.
 
-        This run has done the amount ``done`` and made ``items`` items in ``seconds``.
+        Args:
+            done: amount done by this run, in the unit of ``total``: bytes or items.
+            items: number of results, such as documents, that this run has made.
+            seconds: duration of this run so far.
         """
         share = min(1.0, (self._earlier + done) / max(self._total, 1))
         left = round(max(0.0, (self._total - self._earlier - done) * seconds / max(done, 1)))

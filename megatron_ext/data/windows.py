@@ -176,7 +176,8 @@ def groups(
     Arrays are ``[m]``, an entry per sample; ``first``, ``windows`` and ``group`` may be ``[1]``.
 
     Args:
-        numbers: numbers of the samples in their phase, from 0, not counting those made from rests.
+        numbers: numbers of the samples in their phase, from 0. Samples made from tokens that
+            earlier phases left unread (`Phase.rests`) are not counted.
         first: `Phase.first_window` of the sample's phase.
         windows: number of windows in an epoch.
         group: number of windows in a whole group; the last group of an epoch may have fewer.

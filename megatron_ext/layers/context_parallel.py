@@ -27,7 +27,10 @@ def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
 
 
 def to_rank_order(ordered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` from sequence order to the rank order of ``size`` ranks."""
+    """Reorder the ``2 * size`` slices of ``[s, ...]`` from sequence order to rank order.
+
+    For each of the ``size`` ranks r in turn, the result has the slices r and ``2 * size - 1 - r``.
+    """
     slices = ordered.view(2 * size, ordered.size(0) // (2 * size), *ordered.shape[1:])
     order = [i for rank in range(size) for i in slices_of(rank, size)]
     return torch.stack([slices[i] for i in order]).view_as(ordered)

@@ -1,10 +1,13 @@
 """Attention by torch's kernels for scaled_dot_product_attention (SDPA).
 
-`attend` tries the fastest kernel of the device first. On Hopper and data-center Blackwell GPUs the
-order is cuDNN, then FlashAttention 2; on Hopper, FlashAttention 3 precedes both if it is installed
-(`use_flash_3`). torch prefers cuDNN only from version 9.15.1 on, since older versions are unsafe at
-lengths that are not multiples of 128 (pytorch/pytorch, issue 169849). With a mask, no version is
-safe at such lengths: if the remainder is 64, gradients may be NaN (issue 196678).
+`attend` tries the fastest kernel of the device first. On Hopper and data-center Blackwell GPUs that
+is cuDNN's, then FlashAttention 2. On Hopper, FlashAttention 3 precedes both if it is installed
+(`use_flash_3`) and there is no mask. cuDNN's kernel is preferred only where it is safe:
+
+- If the numbers of queries and keys are multiples of 128, from cuDNN 9.10.2 on.
+- At other lengths without a mask, from 9.15.1 on (pytorch/pytorch, issue 169849).
+- At other lengths with a mask, never: gradients may be NaN if a length is an odd multiple of 64
+  (issue 196678).
 
 The kernels accept ``[b, n, s, d]`` with a contiguous last axis, and give results the layout of the
 queries. So tensors in Megatron's order ``[s, b, n, d]`` are passed as views, and the results are

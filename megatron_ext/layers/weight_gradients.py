@@ -167,11 +167,11 @@ def _zero_stale(parameters: Iterable[Any], _gradient: Tensor | None = None) -> N
 
 
 def writable(main_grad: Tensor) -> Tensor:
-    """Return ``main_grad``, after giving its bucket memory (all zeros) if it has none.
+    """Return ``main_grad``, after allocating its memory, filled with zeros, if it has none.
 
-    Call this before writing to a ``main_grad``, because a bucket of sharded gradients has memory
-    only while it is in use (see `gradient_shards`). megatron-core's backward hooks need not call
-    it, since `ShardedGradients` does so for them.
+    Call this before writing to a ``main_grad``: if gradients are sharded, the memory of each bucket
+    of gradients is freed while it is not in use (see `gradient_shards`). megatron-core's backward
+    hooks need not call it, since `ShardedGradients` does so for them.
     """
     bucket = getattr(main_grad, "bucket", None)
     if bucket is not None:

@@ -61,10 +61,13 @@ def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
 
 
 def on_first_rank(work: Callable[[], T], what: str) -> T:
-    """Run work without communication on rank 0 only; return its result on every rank.
+    """Run ``work`` on rank 0 only; return its result on every rank. All ranks call this together.
+
+    ``work`` must not communicate with other ranks.
 
     Raises:
-        CheckpointError: on every rank, if the work fails; see `gather_or_raise`.
+        CheckpointError: on every rank, if the work fails. Its message begins with ``what``, unless
+            the work itself raised a CheckpointError.
     """
     is_first = torch.distributed.get_rank() == 0
     return gather_or_raise(lambda: work() if is_first else None, what)[0]  # type: ignore[return-value]

@@ -126,9 +126,10 @@ def _positions(context: ParallelContext) -> tuple[float, Tensor]:
 
 
 def learned_positions() -> Reproduced:
-    """Measure D8 of `defects.yaml`: the gradient of position embeddings with an MTP depth.
+    """Measure defect D8 of `defects.yaml`: position embeddings get only a part of their gradient.
 
-    The depth is on a later stage, which holds a copy of the position embeddings.
+    The first of two pipeline stages holds learned position embeddings. The second has a layer for
+    multi-token prediction (MTP) with a copy of them, whose gradient should be added to theirs.
     """
     (first, start), (copy, start_of_copy) = on_ranks(_positions, pp=2)
     apart = float((start_of_copy - start).norm() / start.norm())

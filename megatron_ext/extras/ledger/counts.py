@@ -106,7 +106,11 @@ def _same(order: SampleOrder) -> list[Same]:
 
 
 def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:
-    """Return each source's dataset path without suffix; if runs differ, that of the last ledger."""
+    """Return the path, without suffix, of each source's dataset.
+
+    Keys identify a source in several runs. If ledgers give different paths for a source, the path
+    in the last of them is returned.
+    """
     prefixes: dict[Same, str] = {}
     for ledger in ledgers:
         for each in ledger.history.steps:

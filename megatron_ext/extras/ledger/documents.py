@@ -128,7 +128,7 @@ def parts_of(pieces: Pieces, sample: int, source: int, documents: Documents) -> 
     Args:
         pieces: where the tokens of the samples come from. Pieces of this source are cut at the
             boundaries of documents; those of other sources are ignored.
-        sample: number in the run of the first of the samples.
+        sample: index in the run of the first sample, whose pieces have row 0.
         source: index of the source in `SampleOrder.sources`.
         documents: the documents of the source.
     """

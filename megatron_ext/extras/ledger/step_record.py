@@ -76,9 +76,11 @@ class Steps:
         return self.sample + (iteration - self.iteration) * self.batch
 
     def between(self, first: int, last: int, reason: str | None = None) -> Steps:
-        """Return steps ``first`` to ``last``, marked as ended, as a `Steps` with this ``reason``.
+        """Return a record of only the steps ``first`` to ``last`` of this one, marked as ended.
 
-        If ``batch`` is None, `self` cannot be divided; all its steps are then returned.
+        ``reason`` says why these steps are not part of the weights; None means that they are. If
+        ``batch`` is None, this record cannot be divided; the result then is a copy of it with this
+        reason.
         """
         if self.batch is None:
             return dataclasses.replace(self, reason=reason)

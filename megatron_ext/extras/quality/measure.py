@@ -260,7 +260,11 @@ def _near(
 
 @dataclass
 class _View:
-    """Turns positions of documents into what a report shows: places, excerpts and groups."""
+    """Makes the entries of a report on ``documents`` from the positions of documents among these.
+
+    An entry says in which dataset a document is, and shows the beginning of its text. ``lengths``
+    has the number of tokens of each document.
+    """
 
     documents: Documents
     tokenizer: Tokenizer | None
@@ -276,7 +280,11 @@ class _View:
         return decoded(self.tokenizer, ids)[:_SHOWN_CHARACTERS]
 
     def span(self, span: Span) -> Excerpt:
-        """Return an excerpt of a repeated span: its first places and its beginning."""
+        """Return the report's entry for a repeated span.
+
+        It has the span's length, the number of places where it occurs, the first few of these
+        places, and the beginning of the span as text.
+        """
         places = [self.place(position, token) for position, token in span.places[:_SHOWN]]
         text = self.shown(span.tokens[:_SHOWN_TOKENS])
         return Excerpt(len(span.tokens), len(span.places), places, text)

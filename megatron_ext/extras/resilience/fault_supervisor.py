@@ -314,11 +314,13 @@ class TellingSupervisor(FaultSupervisor):
 
 
 class RestartSupervisor(FaultSupervisor):
-    """Waits for ranks that can be restarted; kills all at once after a fault.
+    """Waits for ranks that `extras.resilience.restarts` forks again after a fault.
+
+    After a fault, such as a crash or a hang, it kills all remaining ranks immediately.
 
     Args:
-        check_request: called again and again while the ranks run; it checks whether an operator
-            requests another number of ranks.
+        check_request: called at each look at the running ranks, without arguments or result. It
+            asks the ranks to exit if an operator has requested another number of ranks.
     """
 
     seconds_for_the_cause = 0.2

@@ -123,9 +123,10 @@ def _message(record: RankRecord, records: Mapping[int, RankRecord]) -> Wait | No
 
 
 def _messages(record: RankRecord, iteration: int) -> set[tuple[EventKind, str, int, int]]:
-    """Return the messages and other actions that a rank has ended in step ``iteration``.
+    """Return what a rank has finished in step ``iteration``, such as sends of pipeline messages.
 
-    Each is a tuple (`EventKind.END`, name, micro-batch, stage).
+    These are the recorded actions on a micro-batch, without one that the rank has only begun. Each
+    is a tuple (`EventKind.END`, name such as "send output", micro-batch, stage).
     """
     begun = [e for e in record.events if e.iteration == iteration and e.microbatch >= 0]
     return {(EventKind.END, e.name, e.microbatch, e.stage) for e in begun if e is not record.last}

@@ -153,10 +153,11 @@ def _job_by_ray(folder: str, key: str) -> Job:
 
 
 def main(argv: list[str]) -> int:
-    """Run one task, and return the exit code: 0, 2 for bad arguments, 1 after most other errors.
+    """Run one task with the arguments FOLDER [PARTS]; return the exit code.
 
-    An error that another attempt would meet again is also written to a file in the work directory,
-    for the process that started the run.
+    The code is 0 after success, 2 for bad arguments, and 1 after other errors of the package. With
+    PARTS, an error that another attempt would meet again is also written to a file in FOLDER, for
+    the process that started the run. Without PARTS, the code is that of `run_or_explain`.
     """
     if not 1 <= len(argv) <= 2:
         say_to_stderr(__doc__ or "")

@@ -210,9 +210,10 @@ def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str
 def _evaluate_sources(
     run: Run, name: str, sources: list[BatchSource], *, final: bool, mark: str = ""
 ) -> list[dict[str, float]]:
-    """Evaluate and report each data set of the split ``name``; return their losses by name.
+    """Evaluate and report each data set of the split ``name``; return each one's losses by name.
 
-    ``mark`` is appended to the split's name in the report; it is `AVERAGED` for averaged weights.
+    ``final`` tells the report that this follows the last step. ``mark`` is appended to the split's
+    name in the report; it is `AVERAGED` for averaged weights.
     """
     all_losses = []
     process = run.task.process_non_loss_data

@@ -68,8 +68,9 @@ def _size(budget: int, ratio: float) -> tuple[int, int]:
 
 
 def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) among `sizes` whose aspect ratio is nearest to that of a frame.
+    """Return the (height, width) of a resolution whose aspect ratio is nearest to a frame's.
 
+    ``resolution`` names a number of pixels, such as ``256px`` or ``720p``; `sizes` has its choices.
     The frame has the size ``height`` x ``width``. The nearest ratio is the one whose logarithm
     differs least.
     """

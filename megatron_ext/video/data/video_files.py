@@ -183,10 +183,10 @@ _FILTERED_BEFORE = 0.25
 
 
 def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
-    """Seek near the time ``seconds``; return an iterator over frames of the stream.
+    """Return an iterator over the stream's frames that skips most of those before ``seconds``.
 
-    It yields the first frame of the stream, from which callers and ``seconds`` count times, and
-    then all frames from a key frame shortly before ``seconds`` on. Return None if seeking is not
+    It yields the first frame of the stream, and then all frames from a key frame shortly before
+    ``seconds`` on. This time is counted from the first frame. Return None if seeking is not
     possible, or finds no suitable key frame; the caller must then open the file again.
     """
     first = next(_decoded(container, stream), None)

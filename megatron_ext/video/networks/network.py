@@ -303,12 +303,16 @@ class Conversion(ABC):
     def import_weights(
         self, source: Path, save: Path, dtype: str | None, entry: str | None
     ) -> tuple[str, str]:
-        """Write public weights as a checkpoint of iteration 0; return (its named size, its dtype).
+        """Write public weights as a checkpoint of iteration 0.
 
         Args:
             source: a folder of safetensors, or a torch.save file.
+            save: folder for the checkpoint.
             dtype: dtype of the checkpoint; None keeps that of the source.
             entry: key in a torch.save file; None takes the file's only dictionary of tensors.
+
+        Returns:
+            The name of the model's size, and the dtype of the checkpoint, such as "bfloat16".
 
         Raises:
             CheckpointError: the weights cannot be converted, or a folder cannot be read or

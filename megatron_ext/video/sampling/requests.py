@@ -305,16 +305,20 @@ def encode_requests(
 ) -> EncodedRequests:
     """Encode the requests' captions and references as the training data was encoded.
 
-    Captions get the same words on frame rate and motion; references are resized to the clips.
+    Captions get words on the clip's frame rate and motion, like captions of the training data.
+    References are resized to ``shape``, the frames and pixels of the clips.
 
     Args:
         codec, text_encoder: the encoders of the training data.
-        null: the encoded empty caption of the training data; None encodes it here.
-        conditions: flags of the training run, for the lengths of v2v references; None: defaults.
+        null: the encoded empty caption of the training data; None encodes it here. A request's
+            negative prompt replaces it for that request.
+        conditions: flags of the training run, which set the number of frames that a v2v reference
+            gives; None takes the defaults of the flags.
 
     Raises:
         ConfigError: the codec cannot encode the shape.
-        DataError: a reference cannot be read, or references or clips are too short for a mode.
+        DataError: a reference cannot be read, or a reference or the clips have fewer frames than
+            the condition mode of a request needs (`ClipRequest.mode`).
     """
     latent_shape = codec.latent_shape(shape.num_frames, shape.height, shape.width)
     moving = shape.num_frames > 1

@@ -38,13 +38,13 @@ _named_size = partial(flag, choices=tuple(_SIZES), if_changed="allow")
 
 @dataclass(frozen=True)
 class StreamingConfig(WindowConfig):
-    """The flags of the three networks of ``--task streaming``, and of their data and losses.
+    """The flags of generator, critic and teacher of ``--task streaming``, their data and losses.
 
     `video.streaming.rules` checks that the values of these flags fit together.
 
     Attributes:
-        text_features: features of a text token from the text encoder, the input of all networks;
-            None until the encoder is known.
+        text_features: width of the text encoder's output, a vector per token that all three
+            networks take as input; None until the encoder is known.
         switches: whether prompts come with second prompts, to which sequences switch midway.
         given_frames: number of latent frames at the start of a sequence that are given rather than
             generated: 0, or the frames of the first block.

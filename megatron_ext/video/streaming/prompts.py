@@ -386,9 +386,10 @@ class FilePrompts:
         return encode_captions(captions, encoder, self._text, self._context, self._device)
 
     def first_frame(self, latents: Tensor) -> Tensor:
-        """Encode the last frame of ``latents`` as an image, with which a clip can begin.
+        """Decode ``latents``, ``[b, t, c, h, w]``, and encode their last frame again as an image.
 
-        Returns ``[b, 1, c, h, w]``.
+        Return the latent frame of this image, ``[b, 1, c, h, w]``, with which a clip can begin. All
+        ranks of a replica call this together and get the same result.
         """
 
         def image() -> Tensor:

@@ -53,13 +53,14 @@ FirstFrame = Callable[[Tensor], Tensor]
 
 @dataclass
 class SequenceState:
-    """The state of a replica's sequence.
+    """The state of a replica's sequence, a batch of b long videos that is generated clip by clip.
 
     It needs no random state: random numbers depend only on the seed and on the indices here.
 
     Attributes:
         sequence: index of the sequence, counted over the run.
-        consumed_samples: index of the sequence's first sample on replica 0, counted over the run.
+        consumed_samples: index of the first video of replica 0's sequence, counted over the videos
+            of all replicas in the run; the same on all replicas.
         chunk: count of the clips generated so far (checkpoints call a clip a chunk).
         current_length: number of frames so far, including given ones.
         max_length: number of frames that the sequence may not exceed.

@@ -122,10 +122,11 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
 def understand_shapes(
     shapes: Mapping[str, tuple[int, ...]], naming: Naming, path: Path
 ) -> WanModel:
-    """Return the model at ``path``, inferred from the shapes of its tensors by name.
+    """Infer a model from ``shapes``, the shapes of its tensors by tensor name.
 
-    No shape shows the number of heads; it is taken from the entry of `SIZES` with the same hidden
-    size. Tensors that are not Wan's, or that match no entry of `SIZES`, raise CheckpointError.
+    ``naming`` is the scheme that the names follow; ``path`` is only for error messages. No shape
+    shows the number of heads; it is taken from the entry of `SIZES` with the same hidden size.
+    Tensors that are not Wan's, or that match no entry of `SIZES`, raise CheckpointError.
     """
 
     def shape(ours: str, dimensions: int) -> tuple[int, ...]:
