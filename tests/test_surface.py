@@ -239,6 +239,7 @@ THROUGH_THE_CONFIGURATION = {
     "yarn_mscale": "gives rope_scaling",
     "yarn_mscale_all_dim": "gives rope_scaling",
     "yarn_correction_range_round_to_int": "gives rope_scaling",
+    "mlp_ratio": "gives mlp_size",
     "exit_signal": "read by its number",
     "decrease_batch_size_if_needed": "read by microbatches",
     "sft_template_kwargs": "read as template_kwargs",
