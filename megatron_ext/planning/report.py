@@ -14,6 +14,7 @@ from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.config.rules.optimizer import sharding_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import GB, Gpu
+from megatron_ext.disk.figures import new_figure
 from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.planning.budget import budget_table
 from megatron_ext.planning.hardware import assumed, gpu_named, size
@@ -354,8 +355,6 @@ def save_pictures(network: Network, path: Path, gpu: Gpu) -> list[Path]:
     Raises:
         ConfigError: a file cannot be written, or its suffix is no image format.
     """
-    from matplotlib.figure import Figure
-
     save_schedule(network.schedule, price(network.schedule), path)
     second = path.with_name(f"{path.stem}_memory{path.suffix}")
     ranks = memory(network)
@@ -367,7 +366,7 @@ def save_pictures(network: Network, path: Path, gpu: Gpu) -> list[Path]:
         "activations": ("#e08e79", [rank.activations for rank in ranks]),
         "for a moment": ("#bbbbbb", [rank.transient for rank in ranks]),
     }
-    figure = Figure(figsize=(min(30.0, 4 + 0.6 * len(ranks)), 4.5))
+    figure = new_figure(figsize=(min(30.0, 4 + 0.6 * len(ranks)), 4.5))
     axes = figure.add_subplot()
     bottoms = [0.0] * len(ranks)
     for name, (color, counts) in parts.items():

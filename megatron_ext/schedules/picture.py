@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ext.disk.figures import new_figure
 from megatron_ext.errors import ConfigError
 from megatron_ext.schedules.plan import Kind, Plan, Price
 
@@ -49,11 +50,10 @@ def save(plan: Plan, cost: Price, path: Path) -> None:
     Raises:
         ConfigError: the file cannot be written, or its suffix is no image format.
     """
-    from matplotlib.figure import Figure
+    rows = len(cost.timeline)
+    figure = new_figure(figsize=(min(40.0, 4 + 0.25 * cost.makespan), 1.5 + 0.5 * rows))
     from matplotlib.patches import Patch
 
-    rows = len(cost.timeline)
-    figure = Figure(figsize=(min(40.0, 4 + 0.25 * cost.makespan), 1.5 + 0.5 * rows))
     axes = figure.add_subplot()
     used: set[Kind] = set()
     for index, rank in enumerate(cost.timeline):

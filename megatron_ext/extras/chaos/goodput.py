@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from megatron_ext.disk.figures import new_figure
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -115,10 +117,7 @@ def plot_goodput(costs: Costs, measured: Sequence[Point], path: Path, hours: flo
     checkpoints alone, by the formula. The simulated run lasts ``hours``, and writes a checkpoint
     every half hour.
     """
-    # pyplot is avoided: it takes a second to import and keeps its own list of figures.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = new_figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
     every = round(1800 / costs.step)
     with_copies = [simulated(costs, r, save_interval=every, hours=hours) for r in RATES]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.disk.events import PICTURE, TIMELINE
+from megatron_ext.disk.figures import new_figure
 from megatron_ext.disk.reading import read_json_object
 from megatron_ext.disk.writing import cleared
 
@@ -58,13 +59,12 @@ def first_time(ranks: Sequence[dict[str, Any]]) -> float:
 
 def draw(folder: Path) -> None:
     """Read ``timeline.json`` in a post-mortem's ``folder``, and write ``picture.svg`` there."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     timeline = read_json_object(folder / TIMELINE)
     ranks = timeline["ranks"]
     start = first_time(ranks)
-    figure = Figure(figsize=(12, 1.8 + 0.45 * len(ranks)), layout="constrained")
+    figure = new_figure(figsize=(12, 1.8 + 0.45 * len(ranks)), layout="constrained")
+    from matplotlib.patches import Patch
+
     axes = figure.subplots()
     for row, rank in enumerate(ranks):
         for begin, end, phase in spans(rank["events"]):

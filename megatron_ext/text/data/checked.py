@@ -211,6 +211,12 @@ def _check_splits(
                     f"The dataset {prefix} of the {name} split is empty, but samples are asked of "
                     "it; leave it out, or preprocess documents that hold tokens."
                 )
+        if size != 0 and weights is not None and 0 in weights:
+            raise DataError(
+                f"The dataset {prefixes[weights.index(0)]} of the {name} split has the weight 0, "
+                "but weights must be positive where indices are built; leave it out, or give "
+                "`--data-order direct`."
+            )
         if weights is not None or len(prefixes) < 2 or size == 0:
             continue
         available = 0

@@ -6,6 +6,7 @@ The reporting rank is the highest rank with the last pipeline stage.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import sys
 import threading
@@ -70,13 +71,16 @@ def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[
 
 
 def _imported(module: str, given: str, called: str) -> Any:
+    package = module.rsplit(".", maxsplit=1)[-1]
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"{given} needs {called}, which is not installed; run `pip install "
-            f"{module.rsplit('.', maxsplit=1)[-1]}`."
-        ) from error
+    except Exception as error:  # A package that does not suit the others raises anything.
+        if importlib.util.find_spec(package) is None:
+            fault, remedy = "is not installed", f"run `pip install {package}`"
+        else:
+            fault = f"cannot be imported ({type(error).__name__}: {error})"
+            remedy = f"run `pip install -U {package}`, or leave the flag out"
+        raise ConfigError(f"{given} needs {called}, which {fault}; {remedy}.") from error
 
 
 class TensorBoard:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.disk.figures import new_figure
 from megatron_ext.disk.writing import cleared
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.reporting.records import EvaluationRecord, IterationRecord
@@ -24,13 +25,10 @@ Row = dict[str, Any]
 
 def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
     """Plot the rows of a `MetricsFile` to a PNG; do nothing if no row is about training steps."""
-    # pyplot is avoided: it takes a second to import and keeps its own list of figures.
-    from matplotlib.figure import Figure
-
     train = [row for row in rows if row["kind"] == "train"]
     if not train:
         return
-    figure = Figure(figsize=(9, 8), layout="constrained")
+    figure = new_figure(figsize=(9, 8), layout="constrained")
     losses, norms, rates = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.4, 1.4))
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     resumed = [row["iteration"] for row in rows if row["kind"] == "resumed"]
@@ -131,5 +129,9 @@ class LossPlot:
         """Do nothing; the next drawing includes the evaluation."""
 
     def close(self) -> None:
-        plot_metrics(read_metrics(self._metrics), self._metrics.with_name("loss.png"), self._title)
+        picture = self._metrics.with_name("loss.png")
+        try:
+            plot_metrics(read_metrics(self._metrics), picture, self._title)
+        except ImportError as error:
+            raise OSError(f"matplotlib cannot be imported: {error}") from error
         self._drawn_at = time.monotonic()

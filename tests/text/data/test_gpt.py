@@ -138,6 +138,10 @@ def test_datasets_without_weights_hold_what_is_asked_of_them(tmp_path: Path) -> 
         _write(str(tmp_path / name), documents)
     short, docs = str(tmp_path / "short"), str(tmp_path / "docs")
     checked.check_inputs(*_inputs("1", docs, "1", short), [400, 0, 0])
+    with pytest.raises(
+        DataError, match=r"^The dataset .*short of the train split has the weight 0"
+    ):
+        checked.check_inputs(*_inputs("1", docs, "0", short), [400, 0, 0])
     checked.check_inputs(*_inputs(docs, docs), [24, 0, 0])
     with pytest.raises(DataError, match=r"train split holds 24 samples, and .* but 25 are asked"):
         checked.check_inputs(*_inputs(docs, docs), [25, 0, 0])

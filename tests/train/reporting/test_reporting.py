@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ import yaml
 from megatron_ext.config.output import LoggingConfig
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.device.gpus import peak_flops
+from megatron_ext.errors import ConfigError
 from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.text.task import GPT
 from megatron_ext.train import loop
@@ -348,6 +351,42 @@ def test_the_loss_is_drawn_at_most_once_a_minute(
     assert times == [160.5, 221.0]
     plot.close()
     assert times == [160.5, 221.0, 221.0]
+
+
+def test_no_chart_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(**settings: Any) -> Any:
+        raise ImportError("no _path in matplotlib")
+
+    monkeypatch.setattr(loss_plot, "new_figure", broken)
+    metrics = files.MetricsFile(tmp_path, 0)
+    metrics.on_iteration(_record())
+    metrics.close()
+    with build.Reporters([loss_plot.LossPlot(metrics.path, "loss")]):
+        pass
+    warning = "LossPlot cannot write (matplotlib cannot be imported: no _path in matplotlib)"
+    assert warning in capsys.readouterr().err
+
+
+def test_a_figure_needs_no_backend_of_a_notebook() -> None:
+    """Check it in a new process: matplotlib reads the variable when it is first imported."""
+    program = "from megatron_ext.disk.figures import new_figure; print(new_figure(), end='')"
+    notebook = {"MPLBACKEND": "module://matplotlib_inline.no_such_backend"}
+    command = [sys.executable, "-c", f"{program}; import os; print(os.environ['MPLBACKEND'])"]
+    shown = subprocess.check_output(command, text=True, env={**os.environ, **notebook})
+    assert shown.startswith("Figure(") and shown.endswith("no_such_backend\n")
+
+
+def test_a_package_that_is_broken_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_installed.py").write_text("import math; math.float_")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"^`--x` needs X, which cannot be imported \(Attribute"):
+        build._imported("half_installed", "`--x`", "X")
+    with pytest.raises(ConfigError, match=r"is not installed; run `pip install not_there`\.$"):
+        build._imported("not_there", "`--x`", "X")
 
 
 def test_a_bar_is_where_the_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
