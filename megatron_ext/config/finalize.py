@@ -141,12 +141,6 @@ def _core_errors() -> Iterator[FlagError]:
         )
 
 
-def _found_version() -> str | None:
-    from megatron_ext.config.rules.te_version import found_version
-
-    return found_version()
-
-
 def _precision_errors(run: RunConfig) -> Iterator[FlagError]:
     """Yield an error for each fault in the flags of FP8 matrix products and of CUDA graphs."""
     if changed_fields(run.fp8):
@@ -184,8 +178,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
     if run.precision.bf16 and run.precision.fp16:
         yield exclusive("--bf16", "--fp16")
     yield from _precision_errors(run)
-    version = _found_version() if has_te else None
-    yield from engine_rules.transformer_engine_errors(run, found_version=version)
+    yield from engine_rules.transformer_engine_errors(run, has_te=has_te)
     yield from run.training.errors(run.parallel.data_parallel_size)
     yield from parallel_rules.interleaving_errors(run.parallel, run.training)
     yield from run.loss.errors(per_token=run.training.calculate_per_token_loss, has_te=has_te)

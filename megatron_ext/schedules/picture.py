@@ -52,7 +52,7 @@ def save(plan: Plan, cost: Price, path: Path) -> None:
     """
     rows = len(cost.timeline)
     figure = new_figure(figsize=(min(40.0, 4 + 0.25 * cost.makespan), 1.5 + 0.5 * rows))
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch  # after the figure, whose maker sees to the backend
 
     axes = figure.add_subplot()
     used: set[Kind] = set()

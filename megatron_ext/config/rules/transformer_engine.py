@@ -39,10 +39,11 @@ megatron-core sets these variables, and Transformer Engine reads them.
 SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> Iterator[str]:
+def transformer_engine_errors(run: RunConfig, *, has_te: bool) -> Iterator[str]:
     """Yield an error for each fault in a run's use of Transformer Engine.
 
-    ``found_version`` is the installed version, which is checked too; None skips that check.
+    With ``has_te`` Transformer Engine can be used, and if it is installed here, its version is
+    checked too.
     """
     yield from _environment_errors(run.model, run.training)
     if run.device != "cpu":
@@ -52,10 +53,12 @@ def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> I
     if run.model.transformer_impl == TE_IMPL:
         yield from _layer_errors(run)
         yield from _attention_errors(run.parallel, run.model, run.engine)
-    if found_version is not None:
-        from megatron_ext.config.rules.te_version import version_errors
+    if has_te:
+        from megatron_ext.config.rules.te_version import found_version, version_errors
 
-        yield from version_errors(run, found_version)
+        installed = found_version()
+        if installed is not None:
+            yield from version_errors(run, installed)
 
 
 def _overlap_errors(

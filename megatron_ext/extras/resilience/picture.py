@@ -63,7 +63,7 @@ def draw(folder: Path) -> None:
     ranks = timeline["ranks"]
     start = first_time(ranks)
     figure = new_figure(figsize=(12, 1.8 + 0.45 * len(ranks)), layout="constrained")
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch  # after the figure, whose maker sees to the backend
 
     axes = figure.subplots()
     for row, rank in enumerate(ranks):

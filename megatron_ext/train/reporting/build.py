@@ -75,9 +75,9 @@ def _imported(module: str, given: str, called: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # A package that does not suit the others raises anything.
-        if importlib.util.find_spec(package) is None:
-            fault, remedy = "is not installed", f"run `pip install {package}`"
-        else:
+        fault = "is not installed"
+        remedy = f"run `pip install {package}`"
+        if importlib.util.find_spec(package) is not None:
             fault = f"cannot be imported ({type(error).__name__}: {error})"
             remedy = f"run `pip install -U {package}`, or leave the flag out"
         raise ConfigError(f"{given} needs {called}, which {fault}; {remedy}.") from error

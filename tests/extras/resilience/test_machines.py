@@ -658,13 +658,18 @@ class Told:
         return Case(how["cause"], Blame(self.blamed, "hangs", ()), self.records, 106.0)
 
 
+def _told_of_a_hang(forwarder: SignalForwarder, watcher: Any, save: Path) -> TellingSupervisor:
+    supervisor = TellingSupervisor(forwarder, 1.0, watcher=watcher, save=str(save))
+    supervisor._drawings = SimpleNamespace(start=lambda folder: None)  # type: ignore[assignment]
+    supervisor._hangs(Verdict(Kind.HANG, (), 6.0))
+    return supervisor
+
+
 def test_a_hang_that_ends_by_itself_makes_the_watcher_patient(
     forwarder: SignalForwarder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watcher: Any = Told()
-    supervisor = TellingSupervisor(forwarder, 1.0, watcher=watcher, save=str(tmp_path))
-    supervisor._drawings = SimpleNamespace(start=lambda folder: None)  # type: ignore[assignment]
-    supervisor._hangs(Verdict(Kind.HANG, (), 6.0))
+    supervisor = _told_of_a_hang(forwarder, watcher, tmp_path)
     assert supervisor.fault is not None
     fault = supervisor.fault
     assert (fault.rank, fault.cause, fault.iteration, fault.seen_after) == (1, "hang", 5, 6.0)
@@ -744,10 +749,7 @@ def test_a_death_after_a_hang_takes_its_place(
     forwarder: SignalForwarder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rank that ends prints why it does, unless the kernel has killed it for its memory."""
-    watcher: Any = Told()
-    telling = TellingSupervisor(forwarder, 1.0, watcher=watcher, save=str(tmp_path))
-    telling._drawings = SimpleNamespace(start=lambda folder: None)  # type: ignore[assignment]
-    telling._hangs(Verdict(Kind.HANG, (), 6.0))
+    telling = _told_of_a_hang(forwarder, Told(), tmp_path)
     assert telling._hung is not None and telling.postmortem == tmp_path / "postmortem_1"
     telling._failed(1, 2)
     assert telling._hung is None and telling.postmortem is None
