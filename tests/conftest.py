@@ -1,5 +1,6 @@
 """One import of torch and megatron-core for the whole session; ranks are forked from it."""
 
+import gc
 import os
 import zlib
 from collections.abc import Iterator
@@ -49,6 +50,12 @@ def _slow_elsewhere(item: pytest.Item, share: str) -> bool:
     """Return whether a slow test belongs to another share than ``share``, such as "3/10"."""
     index, count = map(int, share.split("/"))
     return "slow" in item.keywords and zlib.crc32(item.nodeid.encode()) % count != index - 1
+
+
+def pytest_collection_finish() -> None:
+    """Freeze what was imported and collected, so that no collection looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,6 +10,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/lib/venv.sh
 unset CORE
 export OMP_NUM_THREADS=1
+# Huge pages: a worker with all tests loaded takes 1 GB, and each rank that it forks copies its page table.
+export PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 if [[ "$PYTHON" != */.venv-core-*/bin/python ]]; then
     "$PYTHON" -m ruff check .

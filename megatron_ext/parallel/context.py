@@ -96,6 +96,15 @@ class ParallelContext:
         destroy_groups()
 
 
+INIT_METHOD = "MEGATRON_EXT_INIT_METHOD"
+"""Environment variable with the rendezvous address of ranks that the launcher has forked."""
+
+
+def forked_by_launcher() -> bool:
+    """Return whether this process is a forked rank, which ends with its run."""
+    return INIT_METHOD in os.environ
+
+
 def destroy_groups() -> None:
     """Destroy the process groups of `init_groups`, even if it failed after creating only some."""
     parallel_state.destroy_model_parallel()
@@ -185,7 +194,7 @@ def init_groups(
     timeout = timedelta(minutes=timeout_minutes)
     if not torch.distributed.is_initialized():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        address = init_method or os.environ.get("MEGATRON_EXT_INIT_METHOD", "env://")
+        address = init_method or os.environ.get(INIT_METHOD, "env://")
         # A single rank needs no rendezvous: a store in its own memory is enough.
         alone = world_size == 1 and init_method is None
         torch.distributed.init_process_group(

@@ -44,7 +44,7 @@ from megatron_ext.errors import (
     parent_at_start,
     release_signals,
 )
-from megatron_ext.parallel.context import NoAnswer, contact_fault
+from megatron_ext.parallel.context import INIT_METHOD, NoAnswer, contact_fault
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_LOST_CONTACT,
     EXIT_CODE_NO_ANSWER,
@@ -454,17 +454,17 @@ def _forked(
     sys.stderr.flush()
     with _meeting_place() as address:
         # Freeze the objects that ranks share with this process, so that they skip them in
-        # collection.
+        # collection. They stay frozen here too: to thaw them would make each collection look at all
+        # of them.
         gc.freeze()
         with held_signals():
             for rank in range(world_size):
                 pid = os.fork()
                 if pid == 0:
                     own = {**_environment(rank, world_size), **environment}
-                    own["MEGATRON_EXT_INIT_METHOD"] = address
+                    own[INIT_METHOD] = address
                     _child(main, own, parent, forwarder)
                 forwarder.children[pid] = rank
-        gc.unfreeze()
         yield
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from megatron_ext.device import Device
 from megatron_ext.disk.writing import write_bytes
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
+from megatron_ext.parallel.context import INIT_METHOD, ParallelContext, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.launch import fork_ranks
 
@@ -144,9 +144,8 @@ def _rank(
             device,
             timeout_minutes=TIMEOUT_MINUTES,
             get_embedding_ranks=get_embedding_ranks,
-            init_method=os.environ["MEGATRON_EXT_INIT_METHOD"],
+            init_method=os.environ[INIT_METHOD],
         )
         seed_everything(context, SEED)
         result = measure(context)
     write_bytes(_result(folder, context.rank), pickle.dumps(result))
-    context.destroy()
