@@ -122,6 +122,7 @@ def _fork(
     body: Body, layout: Layout, arguments: dict[str, Any], folder: Path, timeout: float
 ) -> list[str]:
     children = {}
+    gc.collect()  # what is frozen is never collected
     gc.freeze()  # as the launcher does
     for rank in range(layout.world_size):
         pid = os.fork()

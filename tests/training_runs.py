@@ -1,6 +1,8 @@
 """Whole training runs inside a test, from flags over forked ranks to rows of metrics."""
 
+import atexit
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,8 +25,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import preflight, pretrain, stored_config
+from megatron_ext.train.reporting import loss_plot
 from megatron_ext.train.reporting.files import read_metrics
-from megatron_ext.train.reporting.loss_plot import plot_metrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, TaskChoice
 
@@ -78,10 +81,14 @@ def train_on_ranks(
     defaults: Mapping[str, Any] | None = None,
     prepare: Callable[[Run], None] | None = None,
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Train on forked ranks; return the exit code and the rows of ``metrics.jsonl``."""
-    _load_matplotlib()
+    """Train on forked ranks; return the exit code and the rows of ``metrics.jsonl``.
+
+    No chart is drawn. Runs with the same made-up data shuffle its samples once.
+    """
     device = select()
     words = [*split(flags), "--nproc-per-node", str(ranks), "--save", str(save)]
+    if "--mock-data" in words and "--data-cache-path" not in words:
+        words += ["--data-cache-path", _shuffled()]
     parsed = parse_args(
         words,
         task,
@@ -92,7 +99,9 @@ def train_on_ranks(
     )
     config, assets = preflight(parsed.config, parsed.task.preflight)
     run = partial(pretrain, parsed.task, config, device=device, assets=assets, prepare=prepare)
-    code = fork_ranks(run, ranks)
+    gc.collect()  # the launcher freezes what is left, which is then never collected
+    with mock.patch.object(loss_plot.LossPlot, "close"):
+        code = fork_ranks(run, ranks)
     return code, read_metrics(save / "metrics.jsonl")
 
 
@@ -117,11 +126,15 @@ def curve(
 
 
 @functools.cache
-def _load_matplotlib() -> None:
-    """Draw once in this process, so that not every rank that draws must load it and its fonts."""
-    row = {"kind": "train", "iteration": 1, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-5}
-    with tempfile.TemporaryDirectory() as folder:
-        plot_metrics([row], Path(folder) / "loss.png")
+def _shuffled() -> str:
+    """Return a folder for the order of made-up samples, which goes with this process.
+
+    megatron-core shuffles some two million of them for each split, which takes most of the time of
+    a short run.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="made_up_order_")
+    atexit.register(folder.cleanup)
+    return folder.name
 
 
 def training_rows(rows: Rows) -> Rows:

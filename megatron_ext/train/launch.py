@@ -454,8 +454,8 @@ def _forked(
     sys.stderr.flush()
     with _meeting_place() as address:
         # Freeze the objects that ranks share with this process, so that they skip them in
-        # collection. They stay frozen here too: to thaw them would make each collection look at all
-        # of them.
+        # collection.
+        is_thawed = gc.get_freeze_count() == 0
         gc.freeze()
         with held_signals():
             for rank in range(world_size):
@@ -465,6 +465,8 @@ def _forked(
                     own[INIT_METHOD] = address
                     _child(main, own, parent, forwarder)
                 forwarder.children[pid] = rank
+        if is_thawed:
+            gc.unfreeze()
         yield
 
 

@@ -66,10 +66,8 @@ def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
     if BREAK in name:
         first, name = name.split(BREAK)
         train(first, folder, "--save-interval 1 --exit-interval 1")
-        (folder / "rendezvous").unlink(missing_ok=True)
         return train(name, folder, f"--load {folder}")
     record.CALLS.clear()
-    os.environ["MEGATRON_EXT_INIT_METHOD"] = f"file://{folder}/rendezvous"
     task, config, tokenizer = prepared(flags_of(name, folder, more), ranks=1, device="cuda")
     seen: dict[str, Any] = {}
 

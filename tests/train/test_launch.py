@@ -499,8 +499,21 @@ def test_forked_ranks_share_the_cores(
     assert fork_ranks(main, 2) == 0
     threads = "3" if given is None else str(before)
     assert [path.read_text() for path in tmp_path.iterdir()] == [threads] * 2
-    # What the ranks had in common with this process may be collected again.
-    assert gc.get_freeze_count() == 0
+
+
+def test_what_ranks_shared_may_be_collected_again() -> None:
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        assert fork_ranks(lambda: int(gc.get_freeze_count() == 0), 1) == 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        if frozen:
+            gc.freeze()
+    # A program that has frozen its own objects keeps them so.
+    gc.freeze()
+    assert fork_ranks(lambda: 0, 1) == 0
+    assert gc.get_freeze_count() > 0
 
 
 def test_the_environment_of_a_restart_comes_before_that_of_its_ranks(tmp_path: Path) -> None:
