@@ -16,6 +16,7 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 from megatron_ext.config.inapplicable import Inapplicable, of_program
+from megatron_ext.config.sections import help_question
 from megatron_ext.extras import run_tool
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import main
@@ -33,9 +34,10 @@ def video_flags() -> list[Inapplicable]:
 
 def program(argv: list[str]) -> int:
     """Train, or audit the flags if `AUDIT` is among the arguments; return the exit code."""
-    if "--help" in argv or "-h" in argv:
+    question = help_question(argv)
+    if question == "":
         print(__doc__)
-    elif AUDIT in argv:
+    elif question is None and AUDIT in argv:
         return audit([word for word in argv if word != AUDIT])
     return main(TEXT, argv, elsewhere=video_flags)
 

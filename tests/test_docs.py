@@ -135,7 +135,7 @@ def flags_of_tool(path: Path) -> frozenset[str]:
 def help_of(main: object, words: list[str]) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        main([*words, "--help"])  # type: ignore[operator]
+        main([*words, "--help", "all"])  # type: ignore[operator]
     return out.getvalue()
 
 

@@ -46,13 +46,28 @@ class Range:
         finite = not isinstance(value, float) or math.isfinite(value)
         if finite and not small and not large:
             return None
-        lower = f"{'above' if self.above else 'at least'} {_plain(self.low)}"
-        upper = f"{'below' if self.below else 'at most'} {_plain(self.high)}"
-        if self.high <= WORTH_SAYING:
-            lower = upper = f"{lower} and {upper}"
         if not finite:
-            return "must be a finite number" + (f", {lower}" if self.low > -self.high else "")
-        return f"must be {lower if small else upper}"
+            return "must be a finite number" + (
+                f", {self._bounds}" if self.low > -self.high else ""
+            )
+        if small or self.high <= WORTH_SAYING:
+            return f"must be {self._bounds}"
+        return f"must be {self._upper}"
+
+    def in_words(self) -> str:
+        """Return the bounds, such as "at least 1"; "" if they only keep absurd values out."""
+        absurd = self.high > WORTH_SAYING and self.low <= -self.high
+        return "" if absurd else self._bounds
+
+    @property
+    def _upper(self) -> str:
+        return f"{'below' if self.below else 'at most'} {_plain(self.high)}"
+
+    @property
+    def _bounds(self) -> str:
+        """Return the lower bound in words, and the upper one unless it is too large to mention."""
+        lower = f"{'above' if self.above else 'at least'} {_plain(self.low)}"
+        return f"{lower} and {self._upper}" if self.high <= WORTH_SAYING else lower
 
     def integer(self, text: str) -> int:
         """Convert text to an integer in this range; else raise argparse's ArgumentTypeError."""

@@ -52,6 +52,11 @@ class Inapplicable:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the flags are accepted and do nothing."""
+        return not self.instead and not self.remedy
+
     def sentence(self, named: str) -> str:
         """Return the sentence about one of the flags: a note, or an error if the flag is refused.
 

@@ -9,11 +9,26 @@ from megatron_ext.config.flags import PROCESSES, SIZE, Changeable, Range, flag
 SCHEDULES = (
     "no-pipelining 1f1b interleaved zb-h1 zb-v core-no-pipelining core-1f1b core-interleaved"
 ).split()
+ABBREVIATIONS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "vpp": "--num-virtual-stages-per-pipeline-rank",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+    "sp": "--sequence-parallel",
+    "mbs": "--micro-batch-size",
+    "gbs": "--global-batch-size",
+}
+"""The flags of parallel and batch sizes by their usual abbreviations."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig(Changeable):
-    """Flags of parallel sizes; the data-parallel size is ranks / (tensor × pipeline × context)."""
+    """Flags of parallel sizes and pipeline schedules.
+
+    The data-parallel size is ranks / (tensor × pipeline × context).
+    """
 
     tensor_model_parallel_size: int = flag(
         1, "ranks that share each matrix (tensor parallelism)", SIZE, "ranks"

@@ -75,9 +75,12 @@ def parse_args(
             use it afterwards: notes and errors are added to it.
     """
     sections.check_sections(program.sections, engine_sections())
-    if "--help" in argv or "-h" in argv:
-        sections.print_help(program)
-        raise SystemExit(0)
+    question = sections.help_question(argv)
+    if question is not None:
+        # Other runs need no texts of flags.
+        from megatron_ext.config.help import answer
+
+        raise SystemExit(answer(program, question, elsewhere or tuple))
     reading = reading or read_words(argv, program, elsewhere)
     given = [reading.read_yaml(path, program) for path in reading.config_files]
     given.append(reading.values)

@@ -143,7 +143,7 @@ def _overlaps(name: str, what: str) -> Any:
 
 @dataclass(frozen=True)
 class TransformerEngineConfig(Changeable):
-    """Flags for overlap of matrix products and TP communication, and for hierarchical CP groups."""
+    """Flags of the overlap of matrix products and TP communication, and of nested CP groups."""
 
     tp_comm_overlap: bool = flag(
         False, "overlap products with tensor-parallel communication, in Transformer Engine's layers"

@@ -23,17 +23,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-import shutil
-import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain, takewhile
 from typing import Any
 
 from megatron_ext.config.flags import Flag, flag, flags_of, from_checkpoint
 from megatron_ext.config.inapplicable import by_flag, megatron_flags
 from megatron_ext.config.run import (
     Program,
-    RunConfig,
     engine_sections,
     in_present_sections,
     named,
@@ -41,8 +38,31 @@ from megatron_ext.config.run import (
 )
 from megatron_ext.errors import CheckpointError, ConfigError, FlagError
 
-OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedding")
-"""Flags that the parser handles itself."""
+OWN_FLAGS = {
+    "--help": ("[WORD ...]", "this overview, or help on what is asked"),
+    "-h": ("[WORD ...]", "the same as --help"),
+    "--config": ("FILE.yaml", "the same names from a file; the command line wins"),
+    "--print-config": ("", "print the resolved configuration as YAML and stop"),
+    "--no-position-embedding": ("", "refused or without effect: use `--position-embedding-type`"),
+}
+"""Flags that the parser handles itself, with their values and meanings."""
+
+
+def help_question(argv: Sequence[str]) -> str | None:
+    """Return the words after ``--help`` or ``-h``; "" if there are none, None without the flag.
+
+    One flag may follow, as in ``--help --lr``, or the words up to the next flag. ``--help=lr`` is
+    the same as ``--help lr``.
+    """
+    for index, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name not in ("--help", "-h"):
+            continue
+        asked = [value] if equals else list(argv[index + 1 :])
+        if asked and asked[0].startswith("-"):
+            return asked[0].partition("=")[0]
+        return " ".join(takewhile(lambda word: not word.startswith("-"), asked))
+    return None
 
 
 def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None:
@@ -102,42 +122,6 @@ def _shape_errors(kind: Any) -> Iterator[str]:
                 f"{name}, but a flag must be a bool, an int, a float, a str or a list of "
                 "them; convert it where it is read."
             )
-
-
-def _metavar(flag: Flag) -> str:
-    if flag.choices:
-        return f"{{{','.join(map(str, flag.choices))}}}"
-    name = (flag.unit or {int: "N", float: "X", str: "TEXT"}[flag.type]).upper()
-    if isinstance(flag.nargs, int):
-        return " ".join([name] * flag.nargs)
-    return f"{name} ..." if flag.nargs == "+" else name
-
-
-def _meaning(flag: Flag, of_task: Mapping[str, Any]) -> str:
-    """Return a flag's help text with its default; ``of_task`` holds the task's own defaults."""
-    default = of_task.get(flag.field, of_task.get(f"usual_{flag.field}", flag.default))
-    if flag.type is bool:
-        meaning = f"switch off: {flag.help}" if default is True else flag.help
-        return f"{meaning} [on a GPU]" if of_task.get(f"{flag.field}_on_gpu") else meaning
-    shown = " ".join(map(str, default)) if isinstance(default, list) else default
-    return flag.help if shown is None or shown == "" else f"{flag.help} [{shown}]"
-
-
-def print_help(program: Program) -> None:
-    """Print all flags, with the defaults of the task that is chosen if no flag is given."""
-    of_task = program.choose(RunConfig.from_dict({}, program.sections)).defaults
-    width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    print("Flags have Megatron-LM's names; defaults stand in brackets.\n")
-    print("  --config FILE.yaml  the same names from a file; the command line wins")
-    print("  --print-config      print the resolved configuration as YAML and stop\n")
-    for section, members in groupby(all_flags(program), key=lambda flag: flag.section):
-        print(f"{section}:")
-        for member in members:
-            print(f"  {member.shown}" + ("" if member.type is bool else f" {_metavar(member)}"))
-            meaning = _meaning(member, of_task)
-            indent = " " * 8
-            print(textwrap.fill(meaning, width, initial_indent=indent, subsequent_indent=indent))
-        print()
 
 
 Provider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]

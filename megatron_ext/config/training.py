@@ -28,7 +28,7 @@ from megatron_ext.errors import STOP_SIGNALS, FlagError, exclusive
 
 @dataclass(frozen=True)
 class TrainingConfig(Changeable):
-    """Flags of the training loop; they act as in Megatron-LM unless a help text says otherwise."""
+    """Flags of the training loop, with Megatron-LM's meanings unless a help text says otherwise."""
 
     micro_batch_size: int | None = flag(
         None, "sequences of one forward pass on one rank", SIZE, names="--batch-size"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_ext.config.parallel import ABBREVIATIONS
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import Device
@@ -18,18 +19,11 @@ from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.train.task import Task, TaskChoice
 
-SIZES = {
-    "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "vpp": "--num-virtual-stages-per-pipeline-rank",
-    "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size",
-    "etp": "--expert-tensor-parallel-size",
-    "mbs": "--micro-batch-size",
-    "dp": "",
+SIZES = {key: ABBREVIATIONS[key] for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "mbs")} | {
+    "dp": ""
 }
 WORDS = {
-    "sp": "--sequence-parallel",
+    "sp": ABBREVIATIONS["sp"],
     "ag": "--cp-comm-type all_gather",
     "a2a": "--cp-comm-type a2a",
     "zbh1": "--pipeline-schedule zb-h1",

@@ -69,7 +69,7 @@ def test_own_flags_are_read_from_the_command_line() -> None:
 
 def test_own_flags_are_shown_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        config_of("--help", TEXT.with_sections(CapFlags))
+        config_of("--help cap-flags", TEXT.with_sections(CapFlags))
     shown = capsys.readouterr().out
     assert (
         "cap_flags:\n  --hidden-cap UNITS\n        bound of the hidden states\n"

@@ -314,7 +314,7 @@ def test_help_shows_the_values_that_a_task_usually_has(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        config_of("--help", VIDEO)
+        config_of("--help all", VIDEO)
     shown = " ".join(capsys.readouterr().out.split())
     assert (
         "--save-interval N save after each multiple of this many steps; without it at the end"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HuggingFaceConfig(Changeable):
-    """The flags for starting a run from a Hugging Face folder, and for writing such folders."""
+    """The flags for starting a run from a Hugging Face folder, and writing such folders."""
 
     load_hf: str | None = flag(
         None,

@@ -96,7 +96,7 @@ def test_other_checkpoints_are_refused(defaults: Callable[..., dict[str, Any]]) 
 @pytest.mark.parametrize("word", ["-h", "--help"])
 def test_help_needs_no_checkpoint(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        tool.run_sampling(VIDEO, [word], tool.defaults_of, lambda _: None)
+        tool.run_sampling(VIDEO, [word, "sample"], tool.defaults_of, lambda _: None)
     assert ended.value.code in (None, 0) and "--sample-texts" in capsys.readouterr().out
 
 
