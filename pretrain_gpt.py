@@ -1,7 +1,7 @@
 """Pretrain a GPT model, or fine-tune it on conversations (``--sft``).
 
 Start it by torchrun, or directly: ``python pretrain_gpt.py --nproc-per-node 4 ...`` starts its own
-ranks. ``python pretrain_gpt.py --help`` lists the flags, which are those of Megatron-LM. With
+ranks. ``python pretrain_gpt.py --help WORD`` finds flags, which are those of Megatron-LM. With
 ``--audit`` it does not train: it names the defects of megatron-core that affect Megatron-LM with
 the other flags.
 """

@@ -1,7 +1,7 @@
 """Pretrain a video model by flow matching, or tune one on long videos (``--task streaming``).
 
 Start it by torchrun, or directly: ``python pretrain_video.py --nproc-per-node 4 ...`` starts its
-own ranks. ``python pretrain_video.py --help`` lists the flags.
+own ranks. ``python pretrain_video.py --help WORD`` finds flags.
 """
 
 from __future__ import annotations

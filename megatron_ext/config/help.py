@@ -325,9 +325,10 @@ def _values(flag: Flag) -> str:
     if flag.type is bool or flag.choices:
         return ""
     kind = {int: "an integer", float: "a number", str: "a text"}[flag.type]
-    several = {None: kind, "+": f"one or more, each {kind}"}
-    shown = several.get(flag.nargs, f"{flag.nargs}, each {kind}")
-    return ", ".join(filter(None, [shown, flag.bounds and flag.bounds.in_words()]))
+    count = "one or more" if flag.nargs == "+" else flag.nargs
+    shown = kind if count is None else f"{count}, each {kind}"
+    bounds = "" if flag.bounds is None else flag.bounds.in_words()
+    return f"{shown}, {bounds}" if bounds else shown
 
 
 def _summary(kind: type, flags: Sequence[Flag]) -> str:
