@@ -72,19 +72,54 @@ def without(needed: str, flags: str, reason: str = "") -> Inapplicable:
     """Return an entry that says that ``flags`` have no effect unless the flag ``needed`` is given.
 
     Args:
-        needed: the flag, such as `--fp16`, or the flag with all values that suffice, such as
-            `--optimizer adam or muon`.
+        needed: what must be given, as `_Condition` reads it, such as `--save`.
         flags: names without leading dashes, separated by spaces.
-        reason: why ``flags`` need the flag ``needed``; "" if that is obvious.
+        reason: why ``flags`` need it; "" if that is obvious.
     """
-    name, _, accepted = needed.removeprefix("--").partition(" ")
-    name = name.replace("-", "_")
+    condition = _Condition(needed)
+    says = f"has no effect without {condition.shown}"
+    return Inapplicable(flags, reason, says=says, holds=lambda values: not condition.is_met(values))
 
-    def holds(values: Values) -> bool:
-        value = values[name]
-        return str(value) not in accepted.split(" or ") if accepted else value in (None, False)
 
-    return Inapplicable(flags, reason, says=f"has no effect without `{needed}`", holds=holds)
+def beside(other: str, flags: str, reason: str = "") -> Inapplicable:
+    """Return an entry that says that ``flags`` have no effect if the flag ``other`` is given.
+
+    The arguments are those of `without`.
+    """
+    condition = _Condition(other)
+    says = f"has no effect with {condition.shown}"
+    return Inapplicable(flags, reason, says=says, holds=condition.is_met)
+
+
+class _Condition:
+    """A condition on the values of a run, read from words.
+
+    The words are a flag, such as `--fp16`, which is met if the flag has a value other than None,
+    False, 0 or an empty one; a flag with all values that meet it, such as
+    `--optimizer adam or muon`; a flag with a lower limit, such as
+    `--tensor-model-parallel-size above 1`; or several of these, joined by "or".
+
+    Attributes:
+        shown: the condition as a sentence shows it, with each flag in backticks.
+    """
+
+    def __init__(self, words: str) -> None:
+        first, *others = words.split(" or --")
+        self._flags = [first, *(f"--{other}" for other in others)]
+        self.shown = " or ".join(f"`{flag}`" for flag in self._flags).replace(
+            " above 1`", "` above 1"
+        )
+
+    def is_met(self, values: Values) -> bool:
+        """Return whether a run with these values meets the condition."""
+        return any(self._has(flag, values) for flag in self._flags)
+
+    def _has(self, flag: str, values: Values) -> bool:
+        name, _, accepted = flag.removeprefix("--").partition(" ")
+        value = values.get(name.replace("-", "_"))
+        if accepted == "above 1":
+            return value is not None and value > 1
+        return str(value) in accepted.split(" or ") if accepted else bool(value)
 
 
 on_cpu = functools.partial(
@@ -224,5 +259,88 @@ ENGINE = (
         "muon-scalar-optimizer",
     ),
     without("--lr-decay-style WSD", "lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples"),
+    beside("--lr-decay-style constant", "min-lr decoupled-min-lr", "the rate never falls"),
+    beside(
+        "--weight-decay-incr-style linear or cosine",
+        "weight-decay",
+        "`--start-weight-decay` and `--end-weight-decay` say it",
+    ),
+    Inapplicable(
+        "lr-warmup-init",
+        says="has no effect without a warm-up",
+        holds=lambda values: (
+            values["lr_warmup_iters"] == 0
+            and not values["lr_warmup_samples"]
+            and not values["lr_warmup_fraction"]
+        ),
+    ),
+    without("--bf16", "grad-reduce-in-bf16"),
+    Inapplicable(
+        "accumulate-allreduce-grads-in-fp32",
+        says="has no effect with `--grad-reduce-in-bf16`",
+        holds=lambda values: values["bf16"] and values["grad_reduce_in_bf16"],
+    ),
+    without("--cross-entropy-loss-fusion", "cross-entropy-fusion-impl"),
+    without("--recompute-granularity full", "recompute-num-layers distribute-saved-activations"),
+    without(
+        "--tensor-model-parallel-size above 1", "sequence-parallel distribute-saved-activations"
+    ),
+    without("--context-parallel-size above 1", "cp-comm-type"),
+    without(
+        "--pipeline-model-parallel-size above 1",
+        "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split "
+        "use-tp-pp-dp-mapping",
+    ),
+    Inapplicable(
+        "microbatch-group-size-per-vp-stage",
+        says="has no effect without `--num-virtual-stages-per-pipeline-rank` above 1",
+        holds=lambda values: (values["virtual_pipeline_model_parallel_size"] or 1) == 1,
+    ),
+    without(
+        "--overlap-grad-reduce or --data-parallel-sharding-strategy optim_grads",
+        "ddp-bucket-size ddp-num-buckets",
+    ),
+    without("--overlap-grad-reduce", "align-grad-reduce"),
+    without("--overlap-param-gather", "align-param-gather"),
+    Inapplicable(
+        "eval-interval",
+        "nothing is evaluated, as `--eval-iters` is 0",
+        holds=lambda values: not (values["eval_iters"] or values["full_validation"]),
+    ),
+    without("--load", "ckpt-step finetune exit-on-missing-checkpoint"),
+    without(
+        "--load or --resume-mode auto",
+        "no-load-optim no-load-rng override-opt-param-scheduler use-checkpoint-opt-param-scheduler",
+    ),
+    beside(
+        "--finetune or --no-load-optim",
+        "override-opt-param-scheduler use-checkpoint-opt-param-scheduler",
+        "the schedule starts anew",
+    ),
+    Inapplicable(
+        "dist-ckpt-strictness ckpt-fully-parallel-load",
+        says="has no effect without a checkpoint to load",
+        holds=lambda values: (
+            not (
+                values["load"]
+                or values["pretrained_checkpoint"]
+                or values["resume_mode"] == "auto"
+                or values["starts_others"]
+            )
+        ),
+    ),
+    without(
+        "--save",
+        "no-save-optim no-save-rng ckpt-fully-parallel-save dist-ckpt-optim-fully-reshardable "
+        "log-progress",
+    ),
+    without(
+        "--tensorboard-dir or --wandb-project",
+        "log-throughput tensorboard-log-interval log-loss-scale-to-tensorboard "
+        "log-validation-ppl-to-tensorboard log-timers-to-tensorboard log-memory-to-tensorboard "
+        "log-world-size-to-tensorboard",
+    ),
+    without("--tensorboard-dir", "tensorboard-queue-size"),
+    without("--wandb-project", "wandb-exp-name wandb-entity wandb-save-dir"),
 )
 """The entries about the engine's own flags that have no effect in some runs."""

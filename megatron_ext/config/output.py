@@ -208,7 +208,7 @@ class CheckpointConfig(UsersOwn):
     def errors(self, *, evaluates: bool) -> Iterator[FlagError]:
         """Yield an error for each fault in these flags; ``evaluates`` says if the run validates."""
         yield from self._address_errors()
-        for name in ("save_interval", "save_retain_interval", "keep_best"):
+        for name in ("save_interval", "save_retain_interval", "keep_last", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
                 yield FlagError(
                     f"--{name.replace('_', '-')}",

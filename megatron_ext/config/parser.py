@@ -117,9 +117,7 @@ def parse_args(
     if reading.errors:
         raise ConfigError(reading.errors)
     entries = by_flag(task.answers(), _values(config))
-    answers = [(flag, entries.get(flag.positive[0])) for flag in reading.given]
-    idle = [x.sentence(f"`{flag.shown}`") for flag, x in answers if x and not x.remedy]
-    notes = [*reading.notes, *idle]
+    notes = [*reading.notes, *reading.idle_notes(entries)]
     if bare.model.transformer_impl == "transformer_engine" and config.device == "cpu":
         notes.append(
             "`--transformer-impl` (transformer_engine) has no effect on a CPU: Transformer Engine "
@@ -131,7 +129,7 @@ def parse_args(
         notes += config.optimizer.warmup_notes()
     if "muon_extra_scale_factor" not in values["optimizer"]:
         notes += config.optimizer.muon_notes()
-    fields = frozenset(flag.field for flag in reading.given)
+    fields = frozenset(reading.given)
     notes += sections.withheld_notes(checkpoint_config or {}, program.sections, fields)
     return ParsedArgs(config, notes, task, fields, reading.print_config)
 
@@ -247,7 +245,10 @@ class Reading:
         answers: spelling of a flag that the program lacks -> entry that tells the user about it.
         elsewhere: returns entries about other programs' flags.
         values: the values read so far, by section and field.
-        given: the flags on the command line.
+        given: for the field of each flag on the command line, the flag and its spelling there, in
+            backticks.
+        in_files: for the field of each flag that a ``--config`` file sets to another value than its
+            default, the flag and its name in the file.
         unread: main spellings of the flags whose values could not be read.
         settled: a tuple (file, key, flag, value) for each entry of a ``--config`` file about a
             flag that this program always refuses; `settled_errors` checks them.
@@ -258,7 +259,8 @@ class Reading:
     answers: dict[str, Inapplicable]
     elsewhere: Elsewhere
     values: Values = field(default_factory=dict)
-    given: list[Flag] = field(default_factory=list)
+    given: dict[str, tuple[Flag, str]] = field(default_factory=dict)
+    in_files: dict[str, tuple[Flag, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     config_files: list[str] = field(default_factory=list)
@@ -350,7 +352,19 @@ class Reading:
                 f"({_shown(earlier)}) that was given before it."
             )
         entries[flag.field] = value
-        self.given.append(flag)
+        self.given[flag.field] = flag, self._spelled(word)
+
+    def idle_notes(self, entries: Mapping[str, Inapplicable]) -> list[str]:
+        """Return a note for each given flag that has no effect in the run.
+
+        ``entries`` are those that apply in the run, by the flag's main spelling.
+        """
+        notes = []
+        for flag, named in (self.in_files | self.given).values():
+            entry = entries.get(flag.positive[0])
+            if entry is not None and not entry.remedy:
+                notes.append(entry.sentence(named))
+        return notes
 
     def _spelled(self, word: str) -> str:
         """Return a flag in backticks, followed by the old spelling if the user gave that."""
@@ -405,9 +419,12 @@ class Reading:
         for key, value in flat.items():
             name = str(key).lstrip("-").replace("-", "_")
             if name in fields:
+                named = f"`{key}` in `{path}`"
                 try:
-                    read = sections.value_of_entry(fields[name], f"`{key}` in `{path}`", value)
+                    read = sections.value_of_entry(fields[name], named, value)
                     values.setdefault(fields[name].section, {})[name] = read
+                    if read != fields[name].default:
+                        self.in_files[name] = fields[name], named
                 except ConfigError as error:
                     self.errors += error.messages
             elif name in lacking:

@@ -178,6 +178,7 @@ def test_every_flag_for_gpus_says_that_a_cpu_does_nothing_with_it() -> None:
     assert len(notes) == len(ON_A_CPU)
     assert all(" has no effect on a CPU: " in note for note in notes), notes
     # On a GPU the same flags have one, but for those of optimizers and layers of another kind.
+    more += ["--tensorboard-dir", "t", "--cross-entropy-loss-fusion"]
     gpu = [word for word in ON_A_CPU if "tp-comm" not in word and "muon" not in word]
     words = [word for name in gpu for word in (name, VALUES.get(name)) if word is not None]
     assert parsed([*SMALL.split(), "--bf16", *words, *more], device="cuda").notes == []

@@ -1,5 +1,6 @@
 """Flags that do not apply in a task of one's own, and the parts that implement them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,108 @@ def test_the_first_entry_that_holds_counts() -> None:
         told("--profile").replace(".", ": it is measured alone.")
     ]
     assert parsed(f"{SMALL} --sgd-momentum 0.5 --profile", task).notes == [told("--optimizer sgd")]
+
+
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+AUTO = "--resume-mode auto --save x"
+IDLE = [
+    ("", "--ckpt-step 3 --finetune --exit-on-missing-checkpoint", "without `--load`"),
+    (AUTO, "--exit-on-missing-checkpoint", "without `--load`"),
+    ("", "--no-load-optim --no-load-rng", "without `--load` or `--resume-mode auto`"),
+    ("", "--override-opt_param-scheduler", "without `--load` or `--resume-mode auto`"),
+    (
+        f"{AUTO} --no-load-optim",
+        "--use-checkpoint-opt_param-scheduler",
+        "with `--finetune` or `--no-load-optim`: the schedule starts anew",
+    ),
+    (
+        "",
+        "--dist-ckpt-strictness log_all --ckpt-fully-parallel-load",
+        "without a checkpoint to load",
+    ),
+    (
+        "",
+        "--no-save-optim --no-save-rng --no-ckpt-fully-parallel-save --log-progress "
+        "--no-dist-ckpt-optim-fully-reshardable",
+        "without `--save`",
+    ),
+    (
+        "",
+        "--log-throughput --tensorboard-log-interval 2 --log-timers-to-tensorboard "
+        "--no-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard",
+        "without `--tensorboard-dir` or `--wandb-project`",
+    ),
+    ("--wandb-project p --wandb-exp-name n", "--tensorboard-queue-size 9", "without `--tensorboa"),
+    ("", "--wandb-exp-name n --wandb-entity e --wandb-save-dir d", "without `--wandb-project`"),
+    ("", "--recompute-num-layers 1", "without `--recompute-granularity full`"),
+    ("", "--distribute-saved-activations", "without `--recompute-granularity full`"),
+    (
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "--distribute-saved-activations --sequence-parallel",
+        "without `--tensor-model-parallel-size` above 1",
+    ),
+    ("", "--cp-comm-type a2a", "without `--context-parallel-size` above 1"),
+    (
+        "",
+        "--account-for-loss-in-pipeline-split --use-tp-pp-dp-mapping",
+        "without `--pipeline-model-parallel-size` above 1",
+    ),
+    (
+        "",
+        "--microbatch-group-size-per-virtual-pipeline-stage 2",
+        "without `--num-virtual-stages-per-pipeline-rank` above 1",
+    ),
+    ("--lr-decay-style constant", "--min-lr 1e-4", "with `--lr-decay-style constant`: the rate"),
+    ("", "--lr-warmup-init 1e-5", "without a warm-up"),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 0.2",
+        "--weight-decay 0.3",
+        "with `--weight-decay-incr-style linear or cosine`: `--start-weight-decay` and",
+    ),
+    ("", "--grad-reduce-in-bf16", "without `--bf16`"),
+    (
+        "--bf16 --grad-reduce-in-bf16",
+        "--accumulate-allreduce-grads-in-fp32",
+        "with `--grad-reduce-in-bf16`",
+    ),
+    ("--eval-iters 0", "--eval-interval 3", ": nothing is evaluated, as `--eval-iters` is 0"),
+    ("", "--apply-wd-to-qk-layernorm", "without `--qk-layernorm`"),
+    ("", "--no-mmap-bin-files --num-dataset-builder-threads 3", "with `--mock-data`: made-up"),
+    ("", "--trust-remote-code", "without `--tokenizer-type HuggingFaceTokenizer`"),
+    ("", "--tokenizer-special-tokens <x>", "with `--tokenizer-type NullTokenizer`"),
+    ("", "--eval-batch-size 3", "without `--eval-tasks`"),
+    (EXPERTS, "--moe-router-num-groups 2", "without `--moe-router-group-topk`"),
+    (EXPERTS, "--moe-router-bias-update-rate 1", "without `--moe-router-enable-expert-bias`"),
+    (EXPERTS, "--moe-token-drop-policy position", "without `--moe-expert-capacity-factor`"),
+    (EXPERTS, "--moe-shared-expert-gate", "without `--moe-shared-expert-intermediate-size`"),
+    (
+        f"{EXPERTS} --moe-router-load-balancing-type none",
+        "--moe-aux-loss-coeff 0.1",
+        "with `--moe-router-load-balancing-type none`",
+    ),
+]
+"""(flags of a run, further flags that have no effect in it, why they have none)."""
+
+
+@pytest.mark.parametrize(("run", "idle", "why"), IDLE)
+def test_a_flag_that_lacks_another_is_never_ignored_in_silence(
+    run: str, idle: str, why: str
+) -> None:
+    expected = [f"`{word}` has no effect {why}" for word in idle.split() if word[:2] == "--"]
+    notes = parsed(f"{SMALL} {run} {idle}").notes
+    for sentence in expected:
+        sentence = sentence.replace(" :", ":")
+        assert [note for note in notes if note.startswith(sentence)], notes
+    assert not set(notes) & set(parsed(f"{SMALL} {run}").notes)
+
+
+def test_a_note_names_a_flag_as_it_was_given(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("min_lr: 1e-5\nlr_decay_style: constant\noverlap_grad_reduce: false\n")
+    words = f"{SMALL} --no-overlap-grad-reduce --config {file}"
+    from_file, given = parsed(words).notes
+    assert given.startswith("`--no-overlap-grad-reduce` has no effect on a CPU")
+    assert from_file.startswith(f"`min_lr` in `{file}` has no effect with `--lr-decay-style")
 
 
 @pytest.mark.parametrize("implemented", ["", STEP_FLAGS])

@@ -6,6 +6,7 @@ from functools import partial
 
 from megatron_ext.config.inapplicable import (
     Inapplicable,
+    beside,
     names_of,
     on_cpu,
     without,
@@ -31,8 +32,11 @@ TOKENIZER_FLAGS = (
         f"--tokenizer-type HuggingFaceTokenizer or TikTokenizer or {_SENTENCE_PIECE}",
         "tokenizer-model",
     ),
+    without("--tokenizer-type HuggingFaceTokenizer", "trust-remote-code"),
+    beside("--tokenizer-type NullTokenizer", "tokenizer-special-tokens"),
+    beside("--tokenizer-special-tokens", "tiktoken-special-tokens"),
 )
-"""Rules of tokenizer flags: each names flags, and the only tokenizer types that read them."""
+"""Rules of tokenizer flags: each names flags, and the tokenizers or flags that decide their use."""
 
 WITHOUT_SFT = Inapplicable(
     names_of(SftConfig),
@@ -144,7 +148,24 @@ TEXT_FLAGS = (
         "moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy "
         "moe-layer-recompute moe-apply-probs-on-input",
     ),
+    without("--moe-router-group-topk", "moe-router-num-groups"),
+    without("--moe-router-enable-expert-bias", "moe-router-bias-update-rate"),
+    without("--moe-expert-capacity-factor", "moe-token-drop-policy"),
+    without("--moe-shared-expert-intermediate-size", "moe-shared-expert-gate"),
+    Inapplicable(
+        "moe-aux-loss-coeff",
+        says="has no effect with `--moe-router-load-balancing-type none`",
+        holds=lambda values: set(values["moe_router_load_balancing_type"]) == {"none"},
+    ),
+    without("--qk-layernorm", "apply-wd-to-qk-layernorm"),
     without("--dataloader-type cyclic", "data-sharding"),
+    beside(
+        "--mock-data",
+        "per-dataset-sequences-path mmap-bin-files num-dataset-builder-threads "
+        "mid-level-dataset-surplus",
+        "made-up samples are in no files",
+    ),
+    without("--eval-tasks", "eval-batch-size"),
     without(
         "--fim-data",
         "fim-rate fim-spm-rate fim-split-sample fim-fragment-rate fim-no-prefix fim-prefix-token "

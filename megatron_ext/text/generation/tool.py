@@ -120,7 +120,7 @@ def model_defaults(
         source = read_model(Path(folder))
         return {**defaults, "seq_length": source.fields["max_position_embeddings"]}, []
     stored = read_run_config(Path(load), given.get("ckpt_step"))
-    notes = withheld_notes(stored, program.sections, {flag.field for flag in reading.given})
+    notes = withheld_notes(stored, program.sections, reading.given)
     stored = described(stored, program.sections)
     return {**defaults, **_stored_model(stored, program, load), "finetune": True}, notes
 
