@@ -41,9 +41,15 @@ from megatron_ext.optim.schedule import schedule_lengths
 from megatron_ext.parallel.grid import Layout
 
 LENIENT = ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all")
-_ADVICE = "give the flags that it was saved with, or `--use-checkpoint-args`"
 _ANEW = "give `--finetune` to start it at zero on its weights, or the flags that it was saved with"
 _MODEL_AXES = ("tensor", "pipeline", "expert")
+
+
+def _advice(config: CheckpointConfig) -> str:
+    """Return what to do about a checkpoint that does not fit the model of the flags."""
+    if config.use_checkpoint_args:
+        return "leave out the flags of the model, which `--use-checkpoint-args` reads from it"
+    return "give the flags that it was saved with, or `--use-checkpoint-args`"
 
 
 def is_new_branch(value: object) -> bool:
@@ -67,7 +73,11 @@ def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
 
 
 def check_model(
-    path: Path, model_state: dict[str, Any], arguments: Namespace, layout: Layout, strictness: str
+    path: Path,
+    model_state: dict[str, Any],
+    arguments: Namespace,
+    layout: Layout,
+    config: CheckpointConfig,
 ) -> None:
     """Raise a CheckpointError if a weight of this rank is missing or stored in another shape.
 
@@ -77,15 +87,15 @@ def check_model(
         path: folder of the checkpoint.
         model_state: the sharded state of this rank's model.
         arguments: flags of the run that saved the checkpoint.
-        strictness: ``--dist-ckpt-strictness``; its lenient values accept missing weights.
+        config: the lenient values of its ``dist_ckpt_strictness`` accept missing weights.
     """
     stored = stored_entries(path)
     for tensor in tensors_in(model_state):
         entry = stored.get(tensor.key)
         if not isinstance(entry, TensorStorageMetadata):
-            if strictness in LENIENT:
+            if config.dist_ckpt_strictness in LENIENT:
                 continue
-            advice = _ANEW if is_new_branch(tensor.data) else _ADVICE
+            advice = _ANEW if is_new_branch(tensor.data) else _advice(config)
             problem = f"{path} holds no `{tensor.key}`, which the model needs"
             raise CheckpointError(f"{problem}; {advice}.")
         theirs = tuple(entry.size)
@@ -100,7 +110,7 @@ def check_model(
             continue
         raise CheckpointError(
             f"{path} holds `{tensor.key}` with shape {list(theirs)}, but the model's has shape "
-            f"{list(ours)}; {_ADVICE}."
+            f"{list(ours)}; {_advice(config)}."
         )
 
 
@@ -165,7 +175,7 @@ def weights_in(state: dict[str, Any]) -> set[str]:
     return {tensor.key for tensor in tensors_in(state)}
 
 
-def check_unexpected(path: Path, expected: Collection[str], strictness: str = "") -> list[str]:
+def check_unexpected(path: Path, expected: Collection[str], config: CheckpointConfig) -> list[str]:
     """Check whether a checkpoint has weights that the run's network lacks and so would not load.
 
     A checkpoint may hold two networks, but only one is checked (see ``expected``). Optimizer state,
@@ -175,7 +185,7 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
         path: folder of the checkpoint.
         expected: names of the network's weights in the run, from all ranks. If they begin with
             `CRITIC`, the second network of the checkpoint is checked, otherwise the first.
-        strictness: ``--dist-ckpt-strictness``; its lenient values skip the check.
+        config: the lenient values of its ``dist_ckpt_strictness`` skip the check.
 
     Returns:
         One log message if some weights of the checkpoint are not loaded; otherwise an empty list.
@@ -183,7 +193,7 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
     Raises:
         CheckpointError: the checkpoint has whole blocks (layers) that the network lacks.
     """
-    if strictness in LENIENT:
+    if config.dist_ckpt_strictness in LENIENT:
         return []
     needed = {name.removeprefix(PREFIX) for name in expected}
     critic = any(name.startswith(_CRITIC) for name in expected)
@@ -201,8 +211,7 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
         if numbers > own and not kind.startswith(_HEADS):
             raise CheckpointError(
                 f"{path} holds {len(numbers)} `{kind}`, but the model has only {len(own)}, so that "
-                f"`{kind}.{min(numbers - own)}` would be dropped; give the flags that it was saved "
-                "with, or `--use-checkpoint-args`."
+                f"`{kind}.{min(numbers - own)}` would be dropped; {_advice(config)}."
             )
     left = sorted(stored - needed)
     note = f"{path} holds {len(left)} weight(s) that the model does not take, such as"
@@ -263,7 +272,7 @@ def loads_optimizer(
     if checkpoint.weights_only or config.no_load_optim:
         return False
     if getattr(arguments, "no_save_optim", False):
-        notes.append(f"{checkpoint.path} holds no optimizer, so it starts anew.")
+        notes.append(f"{checkpoint.path} holds no optimizer.")
         return False
     return True
 
@@ -316,10 +325,7 @@ class Change:
         dashed = self.name.replace("_", "-")
         if isinstance(self.value, bool):
             return f"`--{'' if self.value else 'no-'}{dashed}`"
-        value, before = (
-            " ".join(map(str, x)) if isinstance(x, list) else x for x in (self.value, self.before)
-        )
-        return f"`--{dashed}` ({value}, before {before})"
+        return f"`--{dashed}` ({_shown(self.value)}, before {_shown(self.before)})"
 
 
 def _changes(
@@ -386,22 +392,38 @@ def check_changes(
         anew = "" if never else ", or `--finetune` to start from its weights with yours"
         raise CheckpointError(
             f"{path} holds a model with other flags than {_listed(refused)}, which would compute "
-            f"something else with its weights; give the flags that it was saved with{anew}."
+            f"something else with its weights; {_advice(config.checkpoint)}{anew}."
         )
     optimizer = config.optimizer
+    goes_on = not (weights_only or config.training.skip_train)
+    schedule = _schedule_changes(config, stored) if goes_on else []
+    said = [str(change) for change in (not_to_resume if weights_only else say)]
+    notes = []
     if with_optimizer:
         _check_optimizer(path, optimizer, stored.get("optimizer", {}))
-        _check_schedule(path, config, stored)
-    kept = [x for x in keep if with_optimizer and x.name.startswith(f"{optimizer.optimizer}_")]
-    said = not_to_resume if weights_only else say
-    notes = []
-    if kept:
+        kept = [x for x in keep if x.name.startswith(f"{optimizer.optimizer}_")]
+        if kept:
+            notes.append(
+                f"The optimizer goes on with the settings of {path}, not with {_listed(kept)}; "
+                "`--no-load-optim` starts it anew with yours."
+            )
+    if schedule and with_optimizer and optimizer.use_checkpoint_opt_param_scheduler:
         notes.append(
-            f"The optimizer goes on with the settings of {path}, not with {_listed(kept)}; "
-            "`--no-load-optim` starts it anew with yours."
+            f"The learning-rate schedule goes on with the settings of {path}, as "
+            "`--use-checkpoint-opt-param-scheduler` asks, not with "
+            f"{', '.join(schedule)}; `--override-opt-param-scheduler` takes yours."
         )
+    elif schedule and with_optimizer and not optimizer.override_opt_param_scheduler:
+        raise CheckpointError(
+            f"The learning-rate schedule is not the checkpoint's ({path}), because of "
+            f"{', '.join(schedule)}; give the flags of the run that saved it, "
+            "`--use-checkpoint-opt-param-scheduler` to keep its schedule, or "
+            "`--override-opt-param-scheduler` to go on from its rate to the end that yours set."
+        )
+    else:
+        said = [*said, *(text for text in schedule if text not in said)]
     counts = f"Flags that differ from those of {path}, and count from here"
-    return [*notes, *([f"{counts}: {_listed(said)}."] if said else [])]
+    return [*notes, *([f"{counts}: {', '.join(said)}."] if said else [])]
 
 
 def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, Any]) -> None:
@@ -435,20 +457,19 @@ _PHASES = (
 _BATCHES = "global_batch_size rampup_batch_size step_batch_size_schedule"
 
 
-def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError that names the changed flags if the learning rate would jump.
+def _schedule_changes(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
+    """Return a text for each changed flag by which the learning rate or the weight decay differ.
 
     ``config`` is the configuration of the resumed run, ``stored`` that of the checkpoint.
     """
     flags = config.optimizer
     training = config.training
-    decided = flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler
-    if decided or not (stored.get("optimizer") and stored.get("training")):
-        return
+    if not (stored.get("optimizer") and stored.get("training")):
+        return []
     before = RunConfig.from_dict(stored)
     lengths_of_run = before.training.train_iters, before.training.train_samples
     if lengths_of_run == (None, None):
-        return
+        return []
     constant = flags.weight_decay_incr_style == "constant"
     decays = "weight_decay" if constant else "start_weight_decay end_weight_decay"
     moved = _moved(f"{_RATES} {decays}", flags, before.optimizer)
@@ -469,13 +490,7 @@ def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) ->
         moved += _moved(_PHASES, flags, before.optimizer)
         end = "" if constant and end_is_given else "train_iters train_samples "
         moved += _moved(end + _BATCHES, training, before.training)
-    if moved:
-        raise CheckpointError(
-            f"The learning-rate schedule is not the checkpoint's ({path}), because of "
-            f"{', '.join(moved)}; give the flags of the run that saved it, "
-            "`--use-checkpoint-opt-param-scheduler` to keep its schedule, or "
-            "`--override-opt-param-scheduler` to go on from its rate to the end that yours set."
-        )
+    return moved
 
 
 def _moved(names: str, now: object, before: object) -> list[str]:

@@ -307,6 +307,11 @@ class CheckpointManager:
                 lambda: compare(path, run_config, read_settings(path)), what
             )
             notes += differences[0]
+            if optimizer is not None and not (with_optimizer or checkpoint.weights_only):
+                notes.append(
+                    "The optimizer starts anew, and the learning rate at the beginning of its "
+                    "schedule."
+                )
         with_averages = not checkpoint.weights_only and run_state.goes_on_averaging(
             path, ema, notes
         )
@@ -405,7 +410,7 @@ class CheckpointManager:
             run_state.take_named(path, bare, keys, names)
             if ema is not None:
                 bare[EMA] = run_state.averages_to_load(ema, model, bare, metadata)
-            compatibility.check_model(path, bare, arguments, layout, strictness)
+            compatibility.check_model(path, bare, arguments, layout, self._config)
             if optimizer is not None:
                 kinds = {"distributed": is_distributed(optimizer)}
                 kinds["has_main_weights"] = has_main_weights(optimizer)
@@ -414,7 +419,7 @@ class CheckpointManager:
 
         what = f"{path} cannot be compared with the model"
         names_of_all = set[str]().union(*gather_or_raise(check, what))
-        unexpected = partial(compatibility.check_unexpected, path, names_of_all, strictness)
+        unexpected = partial(compatibility.check_unexpected, path, names_of_all, self._config)
         notes += gather_or_raise(unexpected, what)[0]
         state = run_state.sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:

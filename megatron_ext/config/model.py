@@ -56,7 +56,7 @@ class ModelConfig(Changeable):
     num_layers: int | None = flag(
         None, "transformer layers", Range(1, 10_000), names="--encoder-num-layers"
     )
-    hidden_size: int | None = flag(None, "width of the residual stream h", SIZE)
+    hidden_size: int | None = fixed_flag(None, "width of the residual stream h", SIZE)
     ffn_hidden_size: int | None = flag(
         None, "width of the MLP; default 4 h, or 8/3 h rounded down to 64 with --swiglu", SIZE
     )

@@ -327,7 +327,12 @@ def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
 
     def number(word: str) -> int:
         scale = _SUFFIXES.get(word[-1:].upper())
-        return int(float(word[:-1]) * scale) if scale else int(float(word))
+        value = float(word[:-1]) * scale if scale else float(word)
+        # The product may be a little too small: 2.01 * 1000 is 2009.9999999999998.
+        count = round(value)
+        if abs(value - count) > 1e-9 * count:
+            raise ValueError(f"{word} is not a whole number")
+        return count
 
     pairs = [entry.split(":", 1) for entry in text.replace(",", " ").split()]
     steps = [(number(tokens), number(batch)) for tokens, batch in pairs]

@@ -47,6 +47,11 @@ def train(run: Run) -> int | None:
         run.reporters.say(f"nothing to do at iteration {run.progress.iteration} ({reason})")
         save(is_last=True)
         return 0
+    if run.progress.iteration >= run.num_iterations:
+        run.reporters.say(
+            f"nothing to train: the run has {run.num_iterations} iterations, and the checkpoint is "
+            f"of iteration {run.progress.iteration}"
+        )
     callbacks = callbacks_of(run, early_stopping, metrics.settle)
     before_step = overridden(callbacks, "before_step")
     after_update = overridden(callbacks, "after_update")

@@ -49,7 +49,7 @@ def check(
 ) -> None:
     monkeypatch.setattr(compatibility, "stored_entries", lambda _: {"words": entry(*theirs)})
     tensor = ShardedTensor.from_rank_offsets("words", torch.zeros(ours), allow_shape_mismatch=True)
-    check_model(PATH, {"words": tensor}, Namespace(**arguments), layout, "")
+    check_model(PATH, {"words": tensor}, Namespace(**arguments), layout, CheckpointConfig())
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,12 @@ def test_another_schedule_is_refused_by_the_flags_that_changed(
     with pytest.raises(CheckpointError) as caught:
         changes(now, before, ENDLESS)
     assert named in str(caught.value)
-    assert changes(now, before, ENDLESS, with_optimizer=False) is not None
-    for flag in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
-        changes(f"{now} {flag}", before, ENDLESS)
+    (note,) = changes(now, before, ENDLESS, with_optimizer=False)
+    assert named in note.partition("count from here: ")[2]
+    (note,) = changes(f"{now} --override-opt-param-scheduler", before, ENDLESS)
+    assert named in note.partition("count from here: ")[2]
+    kept = changes(f"{now} --use-checkpoint-opt-param-scheduler", before, ENDLESS)[0]
+    assert named in kept.partition("not with ")[2] and "goes on with the settings of" in kept
 
 
 @pytest.mark.parametrize(

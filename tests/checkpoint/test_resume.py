@@ -85,6 +85,7 @@ def test_the_same_flags_are_not_mentioned_nor_new_adapters() -> None:
     ("flags", "before", "named"),
     [
         ("--num-attention-heads 8 --kv-channels 16", "", "`--num-attention-heads` (8, before 4)"),
+        ("--hidden-size 128", "", "`--hidden-size` (128, before 64)"),
         ("--rotary-base 500", "", "`--rotary-base` (500.0, before 10000.0)"),
         ("--rotary-interleaved", "", "`--rotary-interleaved`"),
         ("--no-swiglu --squared-relu", "", "`--squared-relu`, `--no-swiglu`"),
@@ -99,6 +100,8 @@ def test_another_model_is_refused(flags: str, before: str, named: str) -> None:
         notes(flags, before)
     assert f"{PATH} holds a model with other flags than {named}" in str(caught.value)
     assert "give the flags that it was saved with" in str(caught.value)
+    with pytest.raises(CheckpointError, match="; leave out the flags of the model, which `--use"):
+        notes(f"{flags} --load x --use-checkpoint-args", before)
 
 
 def test_who_starts_from_weights_may_compute_with_other_settings() -> None:
@@ -289,18 +292,18 @@ def test_what_is_not_of_the_model_is_let_alone(
     stored = dict.fromkeys((*MODEL, *more), TENSOR)
     stored |= {name: BytesStorageMetadata() for name in ("states", "blocks.7._extra_state/shard_0")}
     monkeypatch.setattr(unwanted, "stored_entries", lambda _: stored)
-    notes = check_unexpected(tmp_path, MODEL, "assume_ok_unexpected")
+    notes = check_unexpected(tmp_path, MODEL, CheckpointConfig())
     assert len(notes) == (note is not None)
     for said in notes:
         count, name = str(note).split(" .* as ")
         assert f"{tmp_path} holds {count} that the model does not take, such as {name}" in said
     # Averages in the place of weights are these weights.
     averaged = [f"ema.{name}" for name in MODEL]
-    assert check_unexpected(tmp_path, averaged, "assume_ok_unexpected") == notes
+    assert check_unexpected(tmp_path, averaged, CheckpointConfig()) == notes
 
 
 def test_one_of_two_heads_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = dict.fromkeys(("mtp.layers.0.w", "mtp.layers.1.w"), TENSOR)
     monkeypatch.setattr(unwanted, "stored_entries", lambda _: stored)
-    (note,) = check_unexpected(tmp_path, ["mtp.layers.0.w"], "assume_ok_unexpected")
+    (note,) = check_unexpected(tmp_path, ["mtp.layers.0.w"], CheckpointConfig())
     assert "holds 1 weight(s) that the model does not take, such as `mtp.layers.1.w`;" in note

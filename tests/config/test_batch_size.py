@@ -100,6 +100,7 @@ def test_a_schedule_of_steps_counts_tokens() -> None:
 def test_numbers_of_a_schedule_have_suffixes() -> None:
     steps = parse_batch_schedule("0:1K 2k:3 4M:5 0.5b:6 7T:8")
     assert steps == [(0, 1000), (2000, 3), (4 * 10**6, 5), (5 * 10**8, 6), (7 * 10**12, 8)]
+    assert parse_batch_schedule("0:4 2.01K:8") == [(0, 4), (2010, 8)]
 
 
 def test_epochs_become_steps_and_the_schedule_decides_the_last_size() -> None:
@@ -111,7 +112,7 @@ def test_epochs_become_steps_and_the_schedule_decides_the_last_size() -> None:
     assert TrainingConfig(micro_batch_size=3).resolved(2).global_batch_size == 6
 
 
-@pytest.mark.parametrize("text", ["8:4", "0:4 0:8", "0:4 x:8", "4", "0:0", ""])
+@pytest.mark.parametrize("text", ["8:4", "0:4 0:8", "0:4 0.5:8", "0:4 2.0105K:8", "0:4 x:8", "4", "0:0", ""])
 def test_malformed_schedules(text: str) -> None:
     with pytest.raises(ValueError):
         parse_batch_schedule(text)

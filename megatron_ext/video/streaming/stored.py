@@ -76,6 +76,7 @@ class StreamingState:
         self._sequence = sequence
         self._context = context
         self._sequence_flags, self._cache_flags = _settings(config)
+        self._flags = config.checkpoint
         self._left_out: list[str] = []
         self.steps = 0
 
@@ -127,7 +128,7 @@ class StreamingState:
         chunks = {k: state[CRITIC][k] for k in keys if k in state[CRITIC]}
         what = f"{path} cannot be compared with the critic"
         ours = set[str]().union(*gather_or_raise(lambda: weights_in(chunks), what))
-        self._left_out = gather_or_raise(lambda: check_unexpected(path, ours), what)[0]
+        self._left_out = gather_or_raise(lambda: check_unexpected(path, ours, self._flags), what)[0]
         objects = self._objects(None, None)
         return {**state, **{k: v for k, v in objects.items() if v.unique_key in stored}}
 
