@@ -38,6 +38,9 @@ STOP_SIGNALS = (
     signal.SIGUSR2,
 )
 """Signals with which people and schedulers stop a program; `--exit-signal` names one of them."""
+KERNELS = {"transformer_engine": "transformer-engine", "flash_attn": "flash-attn", "apex": "apex"}
+"""Packages of fused kernels, which megatron-core imports if they are installed -> their names on
+PyPI."""
 SECONDS_OF_ONE_INTERRUPTION = 1.0
 """Seconds after a Ctrl-C in which further ones are taken for the same interruption."""
 
@@ -162,9 +165,10 @@ def end_on_interrupt() -> None:
     If SIGINT is ignored, as in background jobs of a script, it stays ignored. With
     ``--exit-signal-handler`` on the command line, SIGTERM ends the process with
     `EXIT_CODE_NOT_SAVED`; otherwise SIGTERM is left as it is. From now on, an uncaught error caused
-    by a limit of the system, such as on open files, is printed as a sentence without a traceback.
+    by a limit of the system, such as on open files, or by a broken package of `KERNELS` is printed
+    as a sentence without a traceback.
     """
-    sys.excepthook = _tell_limit
+    sys.excepthook = _tell_uncaught
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
     if "--exit-signal-handler" in sys.argv:
@@ -176,19 +180,37 @@ def _end(_number: int, _frame: FrameType | None) -> None:
     os._exit(EXIT_CODE_INTERRUPTED)
 
 
-def _tell_limit(
+def _tell_uncaught(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     """Print an uncaught error, in place of ``sys.excepthook``.
 
-    An error from a limit of the system, such as on open files, is printed as one sentence; any
-    other gets Python's traceback.
+    An error from a limit of the system, such as on open files, or from the import of a broken
+    package is printed as one sentence; any other gets Python's traceback.
     """
-    sentence = None if issubclass(kind, KeyboardInterrupt) else limits.sentence(error)
+    sentence = None
+    if issubclass(kind, Exception):
+        sentence = limits.sentence(error) or _broken_package(error, traceback)
     if sentence is None:
         sys.__excepthook__(kind, error, traceback)
     else:
         print(f"error: {sentence}", file=sys.stderr, flush=True)
+
+
+def _broken_package(error: BaseException, traceback: TracebackType | None) -> str | None:
+    """Return a sentence if an error ended the import of one of `KERNELS`, else None."""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in KERNELS and frame.f_code.co_name == "<module>":
+            return (
+                f"The package {package} is installed but cannot be imported "
+                f"({type(error).__name__}: {error}), and megatron-core imports it wherever it is "
+                "installed; install it anew for this version of torch, or run `pip uninstall "
+                f"{KERNELS[package]}`."
+            )
+        traceback = traceback.tb_next
+    return None
 
 
 def _end_unsaved(_number: int, _frame: FrameType | None) -> None:

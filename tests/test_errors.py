@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -269,6 +271,27 @@ def test_sigterm_lets_an_interrupted_program_clean_up() -> None:
         return False
 
     assert in_child(cleans_up)
+
+
+def test_a_broken_package_of_kernels_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "flash_attn.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    end_on_interrupt()
+    with pytest.raises(OSError, match="undefined") as caught:
+        import_module("flash_attn")
+    sys.excepthook(OSError, caught.value, caught.tb)
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "error: The package flash_attn is installed but cannot be imported (OSError: undefined "
+        "symbol), and"
+    )
+    assert told.endswith("or run `pip uninstall flash-attn`.\n")
+    sys.excepthook(OSError, OSError("of another kind"), None)
+    assert "Error: of another kind" in capsys.readouterr().err
 
 
 def test_a_worker_of_a_loader_is_silent_when_its_parent_has_ended(

@@ -53,7 +53,7 @@ if [[ -n "${SMOKE:-}" ]]; then
     smoke_latents "$OUT/latents" '{"32px": {"9": [1.0, 2]}}'
     # Flow matching of a few steps stands in for the published weights.
     FLOW=(--video-data-path "$OUT/latents" --micro-batch-size 2 --global-batch-size 4
-        --train-iters 2 --lr 1e-3 --lr-warmup-iters 1 --log-interval 1)
+        --train-iters 2 --lr 1e-3 --lr-warmup-iters 1 --log-interval 1 --resume-mode auto)
     "$PYTHON" pretrain_video.py --video-model video-dit "${FLOW[@]}" --save "$TEACHER"
     "$PYTHON" pretrain_video.py --video-model causal-video-dit --independent-block-timesteps \
         "${FLOW[@]}" --save "$START"

@@ -45,7 +45,7 @@ echo "== 2/6 latents and text embeddings"
 # Blocks have 2 frames, and attend to the first 2 and the last 6 frames of the video.
 WINDOW=(--frame-block 2 --window-frames 8 --sink-frames 2)
 COMMON=(
-    --nproc-per-node 2 --use-distributed-optimizer --log-interval 50 --seed 1
+    --nproc-per-node 2 --use-distributed-optimizer --log-interval 50 --seed 1 --resume-mode auto
 )
 FLOW=(
     --video-data-path "$OUT/data" --video-dit-size mini --num-workers 1 --flow-shift 3

@@ -165,12 +165,42 @@ def _same_folder(path: str, other: str | None) -> bool:
     return other is not None and Path(path).resolve() == Path(other).resolve()
 
 
-def load_notes(config: CheckpointConfig) -> list[str]:
-    """Return log messages on what the run starts from if ``--load`` holds no checkpoint.
+def check_replaced(config: CheckpointConfig) -> None:
+    """Raise a CheckpointError if a run that starts now would replace another run in ``--save``.
 
-    The list is empty if there is a checkpoint, or if ``--load`` is not given.
+    That is so if the folder holds checkpoints and the run does not go on from them, unless
+    ``--resume-mode disable`` says that they may be replaced.
     """
-    if config.load is None or config.starts_elsewhere or find(config) is not None:
+    save = config.save
+    held = [] if save is None or config.resume_mode == "disable" else published(Path(save))
+    if not held:
+        return
+    found = find(config)
+    if found is None or found.weights_only or not _same_folder(str(found.root), save):
+        raise CheckpointError.about(
+            "--save",
+            config.as_given().save,
+            f"holds the checkpoints of another run, up to iteration {held[-1]}, which this run "
+            "would replace, with its metrics and configuration, since it does not go on from them",
+            "go on from them with `--resume-mode auto` or with `--load` of the same folder, give "
+            "another `--save`, or begin anew in this one with `--resume-mode disable`",
+        )
+
+
+def load_notes(config: CheckpointConfig) -> list[str]:
+    """Return log messages on folders of ``--load`` and the like that hold no checkpoint.
+
+    They say what the run starts from instead. The list is empty if all folders hold one.
+    """
+    found = find(config)
+    if found is not None and not found.weights_only and config.pretrained_checkpoint is not None:
+        root, step = files.root_of(Path(config.pretrained_checkpoint))
+        if not (root.is_dir() and choose(root, step, {}) is not None):
+            return [
+                f"`--pretrained-checkpoint` ({config.as_given().pretrained_checkpoint}) holds no "
+                f"checkpoint; the run goes on from {found.root}, which comes first."
+            ]
+    if config.load is None or config.starts_elsewhere or found is not None:
         return []
     local = config.non_persistent_local_ckpt_dir
     if local is not None:

@@ -27,6 +27,7 @@ from megatron_ext.config.parser import (
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import Device, keep_launch_order, select
 from megatron_ext.disk.bus import tell_bus_errors
+from megatron_ext.disk.host_folder import generation
 from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import (
     EXIT_CODE_INTERRUPTED,
@@ -106,6 +107,7 @@ INJECTED = "MEGATRON_EXT_FAULTS"
 """The environment variable that tells the add-on ``chaos`` which faults to inject into a run."""
 # A run that neither saves nor loads imports no code for checkpoints.
 _CHECKPOINT = "megatron_ext.checkpoint"
+check_replaced = later(f"{_CHECKPOINT}.stored:check_replaced")
 check_resume = later(f"{_CHECKPOINT}.compatibility:check_resume")
 check_save_folder = later(f"{_CHECKPOINT}.publish:check_save_folder")
 check_start = later(f"{_CHECKPOINT}.stored:check_start")
@@ -113,6 +115,7 @@ copy_records = later(f"{_CHECKPOINT}.staging:copy_records")
 ending = later(f"{_CHECKPOINT}.background:ending")
 fetched = later(f"{_CHECKPOINT}.staging:fetched")
 find = later(f"{_CHECKPOINT}.stored:find")
+goes_on = later(f"{_CHECKPOINT}.run_record:goes_on")
 hold_save_folder = later(f"{_CHECKPOINT}.publish:hold_save_folder")
 load_notes = later(f"{_CHECKPOINT}.stored:load_notes")
 read_run_config = later(f"{_CHECKPOINT}.stored:read_run_config")
@@ -174,7 +177,7 @@ def main(
         configure = partial(_resized, config, task, parse)
         supervision = supervision_of(config)
         silence_known_warnings(device.kind)
-        loading = load_notes(config.checkpoint) if config.checkpoint.load is not None else []
+        loading = load_notes(config.checkpoint) if config.checkpoint.is_used else []
         every = (*notes, *parsed.notes, *supervision.notes(), *staged, *loading)
         for note in every if first else ():
             print(f"> {note}", flush=True)
@@ -187,6 +190,9 @@ def main(
         check_host_memory(config, task.cost)
         if first and config.checkpoint.save is not None:
             check_save_folder(config.checkpoint.save)
+            trains = work is None and not config.training.skip_train
+            if trains and not goes_on(config.fault_tolerance, generation()):
+                check_replaced(config.checkpoint)
         if work is None:
             # Any rank may be the reporting rank.
             lines = tuple(task.data_lines(config, assets))

@@ -14,6 +14,7 @@ from megatron_ext.checkpoint.files import MANIFEST, TRACKER, describe_file, fold
 from megatron_ext.checkpoint.stored import (
     CheckpointRef,
     check_files,
+    check_replaced,
     choose,
     fault_of,
     find,
@@ -63,6 +64,34 @@ def write(root: Path, *iterations: int) -> None:
 
 def damage(root: Path, iteration: int) -> None:
     (folder_of(root, iteration) / "b").write_text("")
+
+
+def test_a_run_that_does_not_go_on_does_not_replace_another(tmp_path: Path) -> None:
+    save = str(tmp_path / "run")
+    more: dict[str, Any]
+    write(tmp_path / "other", 5)
+    check_replaced(CheckpointConfig(save=save, load=f"{tmp_path}/other"))
+    write(Path(save), 2, 4)
+    for more in ({}, {"load": f"{tmp_path}/other"}, {"load": save, "finetune": True}):
+        with pytest.raises(CheckpointError) as caught:
+            check_replaced(CheckpointConfig(save=save, **more))
+        assert f"`--save` ({save}) holds the checkpoints of another run, up to iteration 4" in str(
+            caught.value
+        )
+    for more in ({"load": f"{save}/"}, {"resume_mode": "auto"}, {"resume_mode": "disable"}):
+        check_replaced(CheckpointConfig(save=save, **more))
+    check_replaced(CheckpointConfig(load=save))
+
+
+def test_first_weights_that_are_gone_are_told_to_a_run_that_goes_on(tmp_path: Path) -> None:
+    write(tmp_path / "run", 2)
+    config = CheckpointConfig(load=f"{tmp_path}/run", pretrained_checkpoint=f"{tmp_path}/gone")
+    assert load_notes(config) == [
+        f"`--pretrained-checkpoint` ({tmp_path}/gone) holds no checkpoint; the run goes on from "
+        f"{tmp_path}/run, which comes first."
+    ]
+    write(tmp_path / "gone", 3)
+    assert load_notes(config) == []
 
 
 def test_the_checkpoint_of_iteration_0_is_one_like_others(tmp_path: Path) -> None:

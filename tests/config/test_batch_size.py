@@ -112,7 +112,9 @@ def test_epochs_become_steps_and_the_schedule_decides_the_last_size() -> None:
     assert TrainingConfig(micro_batch_size=3).resolved(2).global_batch_size == 6
 
 
-@pytest.mark.parametrize("text", ["8:4", "0:4 0:8", "0:4 0.5:8", "0:4 2.0105K:8", "0:4 x:8", "4", "0:0", ""])
+@pytest.mark.parametrize(
+    "text", ["8:4", "0:4 0:8", "0:4 0.5:8", "0:4 2.0105K:8", "0:4 x:8", "4", "0:0", ""]
+)
 def test_malformed_schedules(text: str) -> None:
     with pytest.raises(ValueError):
         parse_batch_schedule(text)
