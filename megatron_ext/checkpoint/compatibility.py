@@ -401,7 +401,9 @@ def check_changes(
     notes = []
     if with_optimizer:
         _check_optimizer(path, optimizer, stored.get("optimizer", {}))
-        kept = [x for x in keep if x.name.startswith(f"{optimizer.optimizer}_")]
+        custom = optimizer.optimizer == "custom"
+        kind = "optimizer_args" if custom else f"{optimizer.optimizer}_"
+        kept = [x for x in keep if x.name.startswith(kind)]
         if kept:
             notes.append(
                 f"The optimizer goes on with the settings of {path}, not with {_listed(kept)}; "
@@ -435,8 +437,10 @@ def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, A
     rate = config.decoupled_lr
     momentum = config.sgd_momentum
     before = stored.get("sgd_momentum", momentum)
+    own = config.optimizer_class
     differs = {
         "optimizer": kind != stored.get("optimizer", kind),
+        "optimizer_class": _name(own) != _name(stored.get("optimizer_class", own)),
         "decoupled_lr": (rate is None) != (stored.get("decoupled_lr", rate) is None),
         "sgd_momentum": kind == "sgd" and bool(momentum) != bool(before),
     }
@@ -447,6 +451,11 @@ def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, A
             f"does not go with the optimizer state of {path}, saved with {stored[name]}",
             "use that, or give `--no-load-optim`",
         )
+
+
+def _name(spec: str | None) -> str | None:
+    """Return the name of the class in a spec such as ``file.py:Class``, whose file may move."""
+    return None if spec is None else spec.rpartition(":")[2]
 
 
 _RATES = "lr min_lr lr_decay_style weight_decay_incr_style"

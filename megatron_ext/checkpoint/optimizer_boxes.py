@@ -22,7 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_ext.checkpoint.optimizer_state import RESHARDABLE
+from megatron_ext.checkpoint.optimizer_state import RESHARDABLE, parameters_of
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.update import parts_of
 
@@ -64,7 +64,7 @@ def _in_row(index: int, shape: tuple[int, ...], start: int, end: int) -> Iterato
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, model_state: dict[str, Any], metadata: dict[str, Any]
 ) -> dict[Any, Any]:
-    """Return an optimizer's sharded state to save in the ``fully_reshardable`` format.
+    """Return an optimizer's sharded state in the ``fully_reshardable`` format.
 
     The state of distributed optimizers is cut into boxes instead of being gathered.
 
@@ -108,18 +108,15 @@ def _shards_by_kind(
         entries: the model's sharded tensors and factories, by the ids of their parameters.
     """
     instance = part.distributed_optimizer_instance_id
-    for ranges_by_dtype in part.gbuf_ranges:
-        for buckets in ranges_by_dtype.values():
-            for bucket in buckets:
-                for parameter, ranges in bucket["param_map"].items():
-                    states = part._get_main_param_and_optimizer_states(parameter)
-                    shards = _shards(entries[id(parameter)])
-                    start = ranges["param"].start
-                    yield {
-                        kind: list(_cut(shards, f"{PREFIX}.{kind}", state, start, instance))
-                        for kind, state in states.items()
-                        if kind != _STEP
-                    }
+    for parameter in parameters_of(part):
+        states = part._get_main_param_and_optimizer_states(parameter)
+        shards = _shards(entries[id(parameter)])
+        start = part._get_model_param_range_map(parameter)["param"].start
+        yield {
+            kind: list(_cut(shards, f"{PREFIX}.{kind}", state, start, instance))
+            for kind, state in states.items()
+            if kind != _STEP
+        }
 
 
 def in_boxes(

@@ -16,21 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.optim.adam import ADAMS, start_state
+from megatron_ext.optim.adam import ADAMS, Custom, start_state
 from megatron_ext.optim.muon import Muon
 from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.collectives import from_all_ranks
 
 RESHARDABLE = "fully_reshardable"
 """megatron-core's name of distributed optimizer state that loads in any layout."""
+COUNTING = (*ADAMS, Custom)
+"""Optimizers whose state has a step count."""
 SECOND_MOMENT = "exp_avg_sq"
 MAIN_WEIGHTS = "fp32_from_fp16_params"
 """Key of the fp32 copies of 16-bit weights in an optimizer's state."""
@@ -50,17 +55,22 @@ def has_main_weights(optimizer: MegatronOptimizer | None) -> bool:
     return any(isinstance(part, Float16OptimizerWithFloat16Params) for part in parts_of(optimizer))
 
 
+def has_own_state(optimizer: MegatronOptimizer) -> bool:
+    """Return whether an optimizer, or one in a chain, is an optimizer of the user's own."""
+    return any(isinstance(getattr(part, "optimizer", None), Custom) for part in parts_of(optimizer))
+
+
 def prime(optimizer: MegatronOptimizer) -> None:
     """Create the all-zero state of an optimizer that has made no update yet."""
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
-        if isinstance(inner, (*ADAMS, torch.optim.SGD)):
+        if isinstance(inner, (*COUNTING, torch.optim.SGD)):
             start_state(inner)
 
 
-def _adams(optimizer: MegatronOptimizer) -> list[Any]:
+def _counting(optimizer: MegatronOptimizer) -> list[Any]:
     inners = [getattr(part, "optimizer", None) for part in parts_of(optimizer)]
-    return [inner for inner in inners if isinstance(inner, ADAMS)]
+    return [inner for inner in inners if isinstance(inner, COUNTING)]
 
 
 def step_count(optimizer: MegatronOptimizer) -> float | None:
@@ -69,19 +79,19 @@ def step_count(optimizer: MegatronOptimizer) -> float | None:
     A pipeline stage may train no parameter, for example if a LoRA run has no adapter on it. Such a
     stage has no count of its own, and takes that of another rank.
     """
-    entries = [entry for adam in _adams(optimizer) for entry in adam.state.values()]
+    entries = [entry for inner in _counting(optimizer) for entry in inner.state.values()]
     own = next((float(entry["step"]) for entry in entries if "step" in entry), None)
     return next((count for count in from_all_ranks(own, None) if count is not None), None)
 
 
 @contextmanager
 def counted(optimizer: MegatronOptimizer, count: float | None) -> Iterator[None]:
-    """Within the context, give the step count ``count`` to Adam optimizers without parameters.
+    """Within the context, give the step count ``count`` to counting optimizers without parameters.
 
     One rank saves the step count for all ranks, and its optimizer may have no parameters. If
     ``count`` is None, as before the first update, nothing changes.
     """
-    empty = [adam for adam in _adams(optimizer) if count is not None and not adam.state]
+    empty = [x for x in _counting(optimizer) if count is not None and not x.state]
     for inner in empty:
         inner.state[_NOTHING] = {"step": torch.tensor(count)}
     try:
@@ -190,7 +200,7 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
         # the same.
         count = next((x["common_step"] for x in inner if "common_step" in x), torch.zeros(()))
         for part, part_state in zip(parts, inner, strict=True):
-            if isinstance(getattr(part, "optimizer", None), ADAMS):
+            if isinstance(getattr(part, "optimizer", None), COUNTING):
                 part_state.setdefault("common_step", count)
         for part, part_state in zip(parts, states, strict=True):
             if hasattr(part, "fp32_from_float16_groups"):
@@ -325,12 +335,14 @@ def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str,
 
 
 def _load_part(part: Any, state: dict[str, Any]) -> None:
+    own = isinstance(getattr(part, "optimizer", None), Custom)
+    whole = part.load_parameter_state_from_fully_reshardable
     loaders = {
-        RESHARDABLE: part.load_parameter_state_from_fully_reshardable,
+        RESHARDABLE: partial(_load_boxes, part) if own else whole,
         "dp_reshardable": part.load_parameter_state_from_dp_reshardable,
     }
     load = loaders.get(state.get("param_state_sharding_type", ""))
-    if load is None or not isinstance(getattr(part, "optimizer", None), ADAMS):
+    if load is None or not isinstance(getattr(part, "optimizer", None), COUNTING):
         part.load_state_dict(state)
         return
     part.load_state_dict({k: v for k, v in state.items() if k != "param_state"})
@@ -341,3 +353,22 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
     load(state.get("param_state", {}))
     for parameter, step in steps.items():
         inner[parameter]["step"] = step.clone()
+
+
+def _load_boxes(part: DistributedOptimizer, states: dict[int, dict[str, list[Tensor]]]) -> None:
+    """Copy a loaded state, cut as `optimizer_boxes.sharded_optimizer_state` cuts it, into ``part``.
+
+    ``states`` holds the boxes of each kind of state, for each parameter with elements on this rank.
+    """
+    for number, parameter in enumerate(parameters_of(part)):
+        kinds = states[number].items()
+        whole = {kind: torch.cat([x.flatten() for x in boxes]) for kind, boxes in kinds}
+        part._set_main_param_and_optimizer_states(parameter, whole)
+
+
+def parameters_of(part: DistributedOptimizer) -> Iterator[Parameter]:
+    """Yield, in a fixed order, the model's parameters with elements on this rank."""
+    for ranges_by_dtype in part.gbuf_ranges:
+        for buckets in ranges_by_dtype.values():
+            for bucket in buckets:
+                yield from bucket["param_map"]

@@ -150,7 +150,9 @@ def _sharded_optimizer(
     is_loading: bool,
 ) -> dict[str, Any]:
     state: dict[str, Any]
-    if metadata.get(SHARDING) == RESHARDABLE and not is_loading:
+    # megatron-core would ask a checkpoint for Adam's moments only.
+    in_boxes = not is_loading or optimizer_state.has_own_state(optimizer)
+    if metadata.get(SHARDING) == RESHARDABLE and in_boxes:
         with optimizer_state.counted(optimizer, count):
             return sharded_optimizer_state(optimizer, model, metadata)
     with optimizer_state.counted(optimizer, count), optimizer_state.completed(optimizer):

@@ -35,9 +35,23 @@ class OptimizerConfig(Changeable):
     optimizer: str = flag(
         "adam",
         "rule that updates the weights; muon updates embeddings, output layers, norms and biases "
-        "by adam; dist_muon is muon with --use-distributed-optimizer",
-        choices="adam muon dist_muon sgd",
+        "by adam; dist_muon is muon with --use-distributed-optimizer; custom is that of "
+        "--optimizer-class, which chooses it",
+        choices="adam muon dist_muon sgd custom",
         advice="use adam",
+    )
+    optimizer_class: str | None = flag(
+        None,
+        "an optimizer of your own, a subclass of torch.optim.Optimizer: module:Class or "
+        "file.py:Class",
+        from_checkpoint=False,
+    )
+    optimizer_args: list[str] = flag(
+        [],
+        "arguments of --optimizer-class, such as betas=[0.9,0.99]",
+        nargs="+",
+        if_changed="keep",
+        from_checkpoint=False,
     )
     lr: float | None = flag(None, "largest learning rate", RATE)
     min_lr: float = flag(0.0, "smallest learning rate after the warm-up", RATE)

@@ -7,20 +7,16 @@ sequence parallelism. It sums the losses, normalizes them over the global batch 
 """
 
 import dataclasses
-import difflib
 import functools
-import importlib
-import importlib.util
 import math
-import sys
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
+from megatron_ext.config.user_code import load_object, split_options
 from megatron_ext.data.batch import Batch
 from megatron_ext.disk.reading import UnreadableFile, parse_yaml
 from megatron_ext.errors import ConfigError
@@ -110,13 +106,7 @@ def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
     kind = _config_class(spec)
     names = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        if not equals or name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
-            rule = f"must be FIELD=VALUE of {spec}"
-            raise ConfigError.about("--loss-args", argument, rule, advice)
+    for argument, name, text in split_options("--loss-args", spec, arguments, names):
         values[name] = _value(kind, name, argument, text)
     reported = [kind.loss_class.name, *kind.loss_class.extra_names]
     for name in reported:
@@ -159,15 +149,7 @@ def _value(kind: type[TokenLossConfig], name: str, argument: str, text: str) -> 
 
 
 def _config_class(spec: str) -> type[TokenLossConfig]:
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise ConfigError.about(
-            "--loss",
-            spec,
-            "must be module:Class or file.py:Class",
-            "name the class of its options",
-        )
-    kind = getattr(_module(place, spec), name, None)
+    kind = load_object("--loss", spec, "the class of its options")
     is_config = isinstance(kind, type) and issubclass(kind, TokenLossConfig)
     if not is_config or not issubclass(getattr(kind, "loss_class", object), TokenLoss):
         raise ConfigError.about(
@@ -176,25 +158,4 @@ def _config_class(spec: str) -> type[TokenLossConfig]:
             "must name a subclass of megatron_ext.losses.custom.TokenLossConfig with a "
             "`loss_class`",
         )
-    return kind  # type: ignore[return-value]
-
-
-def _module(place: str, spec: str) -> Any:
-    try:
-        if not place.endswith(".py"):
-            return importlib.import_module(place)
-        path = Path(place).resolve()
-        file_spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert file_spec is not None and file_spec.loader is not None
-        module = importlib.util.module_from_spec(file_spec)
-        # The dataclass decorator looks up the module by name, so it must be registered first.
-        sys.modules.setdefault(path.stem, module)
-        file_spec.loader.exec_module(module)
-        return module
-    except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError.about(
-            "--loss",
-            spec,
-            f"cannot be imported: {error}",
-            "give a module on PYTHONPATH or a file",
-        ) from error
+    return kind  # type: ignore[no-any-return]

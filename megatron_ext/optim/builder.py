@@ -20,15 +20,23 @@ from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.transformer_config import params_dtype
-from megatron_ext.optim.adam import ADAMS, start_state
+from megatron_ext.optim.adam import ADAMS, Custom, start_state
 from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import parts_of
 
 if TYPE_CHECKING:
     from megatron_ext.optim.fused_adam import FusedAdam, Kernel
 
-OPTIMIZERS = {"adam": ("adam", core.AdamOptimizerConfig), "sgd": ("sgd", core.SGDOptimizerConfig)}
-"""megatron-core's optimizer name and configuration class for each ``--optimizer`` except muon."""
+OPTIMIZERS = {
+    "adam": ("adam", core.AdamOptimizerConfig),
+    "sgd": ("sgd", core.SGDOptimizerConfig),
+    "custom": ("adam", core.AdamOptimizerConfig),
+}
+"""megatron-core's optimizer name and configuration class for each ``--optimizer`` except muon.
+
+An optimizer of the user's own replaces an Adam, since megatron-core's distributed optimizer accepts
+nothing else.
+"""
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The dtype for each value of ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype``."""
@@ -55,7 +63,9 @@ def build_optimizer(
     # With process groups in a collection, megatron-core drops the Gloo groups that checkpoints
     # need.
     optimizer = core.get_megatron_optimizer(core_config, chunks, config_overrides=overrides)
-    if uses_muon or (rule == "adam" and config.model.transformer_impl == "torch"):
+    if name == "custom":
+        _take_custom(optimizer, config.optimizer, groups)
+    elif uses_muon or (rule == "adam" and config.model.transformer_impl == "torch"):
         moments = (
             MOMENTS[config.optimizer.exp_avg_dtype],
             MOMENTS[config.optimizer.exp_avg_sq_dtype],
@@ -68,11 +78,35 @@ def build_optimizer(
     if config.optimizer.shards_gradients:
         take_sharded_gradients(optimizer)
     for part in parts_of(optimizer):
-        if isinstance(getattr(part, "optimizer", None), (*ADAMS, torch.optim.SGD)):
+        if isinstance(getattr(part, "optimizer", None), (*ADAMS, torch.optim.SGD, Custom)):
             # megatron-core has no such function for SGD, and its function for Adam leaves out the
             # step count.
             part.init_state_fn = start_state
     return optimizer
+
+
+def _take_custom(
+    optimizer: MegatronOptimizer, flags: OptimizerConfig, groups: ProcessGroupCollection
+) -> None:
+    """Replace each Adam in a chain of optimizers by the optimizer that ``--optimizer-class`` names.
+
+    Rank 0 prints a note if tensor parallelism cuts the matrices that it looks at as a whole.
+    """
+    from megatron_ext.optim.custom import findings, load_optimizer, take_parameters
+
+    build = load_optimizer(flags)
+    for part in parts_of(optimizer):
+        if getattr(part, "optimizer", None) is not None:
+            own = build()
+            take_parameters(own, part.optimizer)
+            part.optimizer = own
+    ranks = groups.tp.size()
+    if ranks > 1 and torch.distributed.get_rank() == 0 and not findings(flags).is_elementwise:
+        print(
+            f"> `--optimizer-class` ({flags.optimizer_class}) looks at more than one element of a "
+            f"weight; each of the {ranks} tensor-parallel ranks gives it its own part of a matrix.",
+            flush=True,
+        )
 
 
 def take_torchs_adam(
@@ -207,7 +241,7 @@ def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
         inner = getattr(part, "optimizer", None)
         if inner is None:
             continue
-        is_adam = isinstance(inner, ADAMS)
+        is_adam = isinstance(inner, ADAMS) and not isinstance(inner, Custom)
         choice: dict[str, Any] = {"fused": fused or None, "foreach": None} if is_adam else {}
         for group in (inner.defaults, *inner.param_groups):
             group.update(choice)

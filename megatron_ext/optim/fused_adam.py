@@ -9,29 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.optim.adam import start_state
+from megatron_ext.optim.adam import Counted, start_state
 
 
-class CountedAdam(torch.optim.AdamW):
+class CountedAdam(Counted, torch.optim.AdamW):
     """torch's Adam with the step count of each group in its state dict, as in apex's Adam."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, with the step count in each group that has been updated."""
-        state = super().state_dict()
-        for group in state["param_groups"]:
-            counts = [state["state"][i]["step"] for i in group["params"] if i in state["state"]]
-            if counts:
-                group["step"] = int(counts[0])
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; copy each group's step count to all parameters of the group."""
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            count = group.pop("step", None)
-            for parameter in group["params"] if count is not None else ():
-                place = parameter.device if group["fused"] else "cpu"
-                self.state[parameter]["step"] = torch.tensor(float(count), device=place)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_ext import core
 from megatron_ext.device import HostCopy
-from megatron_ext.optim.adam import ADAMS
+from megatron_ext.optim.adam import ADAMS, Custom
 
 
 class UpdateResult:
@@ -145,6 +145,7 @@ def decides_on_device(optimizer: MegatronOptimizer) -> bool:
     """Return whether the device, not the host, decides to skip an update, as with a fused Adam."""
     return all(
         isinstance(part.optimizer, ADAMS)
+        and not isinstance(part.optimizer, Custom)
         and all(group["fused"] for group in part.optimizer.param_groups)
         for part in _with_parameters(optimizer)
     )

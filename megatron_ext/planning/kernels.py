@@ -117,15 +117,15 @@ def update_work(optimizer: OptimizerConfig, ranks: Ranks, state: State) -> list[
     - 4 to read the gradient for the norm, and 4 to read it for the update;
     - twice the size of the optimizer state;
     - 2 to write the model's weight in 16-bit runs, else 8 to read and write the weight itself;
-    - with SGD, whose gradients are scaled by separate kernels: 4 to write the clipped gradient, in
-      16-bit runs 4 to read the float32 weight again, and 8 to read and write each gradient in the
-      buffer, when it is divided by the number of tokens;
+    - with SGD or an optimizer of the user's own, whose gradients are scaled by separate kernels: 4
+      to write the clipped gradient, in 16-bit runs 4 to read the float32 weight again, and 8 to
+      read and write each gradient in the buffer, when it is divided by the number of tokens;
     - with averaged weights: reading and writing the average, and reading the weight.
 
     Setting the gradients of layers to zero is not counted here: usually the first micro-batch
     overwrites them, and otherwise `Network.products` counts it.
     """
-    on_host = optimizer.optimizer == "sgd"
+    on_host = optimizer.optimizer in ("sgd", "custom")
     per_weight = 2 * FP32 + (ranks.width if ranks.half else 2 * FP32)
     if on_host:
         per_weight += FP32 + (FP32 if ranks.half else 0)

@@ -310,11 +310,16 @@ def _optimizer_bytes(
 
     The state consists of the moments and, with 16-bit parameters (``half``), the fp32 parameters.
     torch's Adam also keeps a float32 step count for each of the ``touched`` parameters. Muon has no
-    second moment for the ``in_matrices`` elements of matrices.
+    second moment for the ``in_matrices`` elements of matrices. A trial tells what an optimizer of
+    the user's own keeps.
     """
     main = FP32 if half else 0
     if optimizer.optimizer == "sgd":
         return elements * (main + (FP32 if optimizer.sgd_momentum else 0))
+    if optimizer.optimizer == "custom":
+        from megatron_ext.optim.custom import findings
+
+        return elements * (main + findings(optimizer).width)
     names = optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype
     first, second = (FP32 if name == "fp32" else FP32 // 2 for name in names)
     squared = elements - (in_matrices if optimizer.optimizer == "muon" else 0)

@@ -285,6 +285,10 @@ class Candidate:
             sequence_parallel=self.tp > 1,
         )
         shares = config.optimizer.optimizer != "sgd"
+        if config.optimizer.optimizer == "custom":
+            from megatron_ext.optim.custom import findings
+
+            shares = findings(config.optimizer).is_elementwise
         run = replace(
             config,
             parallel=parallel,

@@ -448,7 +448,8 @@ def _all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
 def input_errors(task: Task, config: RunConfig) -> list[str]:
     """Return a sentence for each input of a run that does not exist or is damaged.
 
-    The inputs are the checkpoint to load, the function of ``--loss``, and the task's inputs.
+    The inputs are the checkpoint to load, the classes of ``--loss`` and ``--optimizer-class``, and
+    the task's inputs.
 
     Args:
         config: the flags as the user gave them, without derived values.
@@ -457,21 +458,26 @@ def input_errors(task: Task, config: RunConfig) -> list[str]:
     checkpoint = config.checkpoint.resolved()
     if checkpoint.is_used and not checkpoint.addresses:
         checks.append(partial(find, checkpoint))
-    checks += [*_check_loss(config), *task.inputs(config)]
+    checks += [*_check_classes(config), *task.inputs(config)]
     return [sentence for error in _run_all(checks)[1] for sentence in error.messages]
 
 
-def _check_loss(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return a list of one check, which fails if the function of ``--loss`` cannot be loaded.
+def _check_classes(config: RunConfig) -> list[Callable[[], Any]]:
+    """Return a check for each class of the user's own, which fails if the run cannot use it.
 
-    Return [] without the flag.
+    The classes are those that ``--loss`` and ``--optimizer-class`` name.
     """
+    checks: list[Callable[[], Any]] = []
     loss = config.loss
-    if loss.loss is None:
-        return []
-    from megatron_ext.losses.custom import load_loss
+    if loss.loss is not None:
+        from megatron_ext.losses.custom import load_loss
 
-    return [partial(load_loss, loss.loss, tuple(loss.loss_args))]
+        checks.append(partial(load_loss, loss.loss, tuple(loss.loss_args)))
+    if config.optimizer.optimizer_class is not None:
+        from megatron_ext.optim.custom import check_optimizer
+
+        checks.append(partial(check_optimizer, config))
+    return checks
 
 
 def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]:
@@ -486,7 +492,7 @@ def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]
     initializes = config.model.perform_initialization
     if config.checkpoint.is_used or not initializes:
         checks.append(partial(check_start, config.checkpoint, initializes=initializes))
-    checks += [*_check_loss(config), partial(check_data, config)]
+    checks += [*_check_classes(config), partial(check_data, config)]
     config, assets = _all_of(checks)[-1]
     if config.checkpoint.is_used:
         check_resume(config)

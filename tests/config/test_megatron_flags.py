@@ -82,7 +82,7 @@ def test_a_refused_flag_with_megatron_lms_default_asks_for_nothing() -> None:
         ("--first-k-dense-replace 1", "from MindSpeed-LLM but refused here: it makes the first"),
         ("--ckpt-format torch", "must be one of torch_dist; leave it out, and convert"),
         ("--moe-token-dispatcher-type flex", "allgather, alltoall; use alltoall, which gives"),
-        ("--optimizer hybridadam", "sgd; use adam."),
+        ("--optimizer hybridadam", "sgd, custom; use adam."),
     ],
 )
 def test_flags_of_scripts_built_on_megatron_lm_are_told_what_replaces_them(

@@ -56,8 +56,9 @@ def resolve_optimizer(
 ) -> OptimizerConfig:
     """Return a copy with warm-up steps and first and last weight decay filled in.
 
-    ``dist_muon`` becomes ``muon`` with ``--use-distributed-optimizer``. On a CPU, communication
-    that gloo cannot do is switched off.
+    ``dist_muon`` becomes ``muon`` with ``--use-distributed-optimizer``, and the default becomes
+    ``custom`` with ``--optimizer-class``. On a CPU, communication that gloo cannot do is switched
+    off.
     """
     changes: dict[str, object] = {}
     if optimizer.weight_decay_incr_style == "constant":  # others are refused
@@ -65,6 +66,8 @@ def resolve_optimizer(
             x for x in ("start_weight_decay", "end_weight_decay") if getattr(optimizer, x) is None
         ]
         changes.update(dict.fromkeys(ends, optimizer.weight_decay))
+    if optimizer.optimizer_class is not None and optimizer.optimizer == "adam":
+        changes |= {"optimizer": "custom"}
     if optimizer.optimizer == "dist_muon":
         changes |= {"optimizer": "muon", "use_distributed_optimizer": True}
     if device == "cpu":
@@ -78,6 +81,7 @@ def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> It
     yield from _rate_errors(optimizer, training)
     yield from _decay_errors(optimizer)
     yield from _unit_errors(optimizer, training)
+    yield from _custom_errors(optimizer)
     if optimizer.overlap_param_gather and not optimizer.use_distributed_optimizer:
         yield FlagError(
             "--overlap-param-gather", None, "needs `--use-distributed-optimizer`", "give both"
@@ -107,6 +111,24 @@ def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> It
         yield exclusive("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler")
     if optimizer.ddp_bucket_size is not None and optimizer.ddp_num_buckets is not None:
         yield exclusive("--ddp-bucket-size", "--ddp-num-buckets")
+
+
+def _custom_errors(optimizer: OptimizerConfig) -> Iterator[FlagError]:
+    """Yield an error for each fault in the flags of an optimizer of the user's own."""
+    own = optimizer.optimizer_class
+    if own is None and optimizer.optimizer == "custom":
+        yield FlagError(
+            "--optimizer custom", None, "needs `--optimizer-class`", "name the class of yours"
+        )
+    if own is None and optimizer.optimizer_args:
+        yield FlagError(
+            "--optimizer-args",
+            " ".join(optimizer.optimizer_args),
+            "needs `--optimizer-class`",
+            "name the class that takes them",
+        )
+    if own is not None and optimizer.optimizer != "custom":
+        yield exclusive(("--optimizer", optimizer.optimizer), ("--optimizer-class", own))
 
 
 def sharding_errors(run: RunConfig) -> Iterator[FlagError]:

@@ -1,0 +1,74 @@
+"""Loads a class of the user's own that a flag names, and reads the options that it is given."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigError
+
+
+def load_object(flag: str, spec: str, kind: str) -> Any:
+    """Return the object that ``spec`` names, or None if its module has none of that name.
+
+    Args:
+        flag: the flag that has the value ``spec``, for errors.
+        spec: ``module:Name`` or ``path/to/file.py:Name``.
+        kind: what the object is, for errors, such as "the class of its options".
+
+    Raises:
+        ConfigError: ``spec`` has another form, or its module cannot be imported.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise ConfigError.about(flag, spec, "must be module:Class or file.py:Class", f"name {kind}")
+    return getattr(_module(flag, spec, place), name, None)
+
+
+def _module(flag: str, spec: str, place: str) -> Any:
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        path = Path(place).resolve()
+        file_spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert file_spec is not None and file_spec.loader is not None
+        module = importlib.util.module_from_spec(file_spec)
+        # The dataclass decorator looks up the module by name, so it must be registered first.
+        sys.modules.setdefault(path.stem, module)
+        file_spec.loader.exec_module(module)
+        return module
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError.about(
+            flag,
+            spec,
+            f"cannot be imported: {error}",
+            "give a module on PYTHONPATH or a file",
+        ) from error
+
+
+def split_options(
+    flag: str, spec: str, arguments: Sequence[str], names: Collection[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (the argument, name, value as text) for each option, given as ``name=value``.
+
+    Args:
+        flag: the flag with the options, for errors.
+        spec: the class that takes the options, for errors.
+        names: the options that the class has.
+
+    Raises:
+        ConfigError: an argument has another form, or names an option that the class lacks.
+    """
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals or name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
+            rule = f"must be FIELD=VALUE of {spec}"
+            raise ConfigError.about(flag, argument, rule, advice)
+        yield argument, name, text
