@@ -25,6 +25,29 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MORE = "--num-workers 0 --log-interval 1"
 NETWORK = "a video network"
 PP2 = "--pipeline-model-parallel-size 2 --nproc-per-node 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2"
+DRY = "--hidden-dropout 0 --attention-dropout 0"
+ROPE = "--attention-dropout 0 --position-embedding-type rope"
+SAME = "--padded-vocab-size 128"
+ON = "--train-iters 4 --override-opt-param-scheduler"
+OF_PARTS = {
+    "block alone": ("a transformer block", DRY),
+    "block cut": ("a transformer block", f"{DRY} {TP2} {SAME}"),
+    "block resumed": (
+        "a transformer block",
+        f"{DRY} {TP2} {SAME} --load out/a_transformer_block {ON}",
+    ),
+    "norm of torch": ("a norm", f"{TP2} --normalization RMSNorm"),
+    "norm resumed": ("a norm", f"{PP2} --load out/a_norm {ON}"),
+    "usual attention": (
+        "an attention",
+        f"{ROPE} --tensor-model-parallel-size 2 --nproc-per-node 2",
+    ),
+    "attention resumed": ("an attention", f"{ROPE} {PP2} --load out/an_attention {ON}"),
+}
+"""Sections of the page whose programs run again, with which other flags, by the name of the run."""
+STOCK = ("norm of torch", "usual attention")
+"""Runs of pretrain_gpt.py instead, whose layers the page's own ones must equal."""
 OF_NETWORK = {
     "stages": PP2,
     "plan": "--dry-run",
@@ -153,6 +176,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     commands = {name: case.command for name, case in found.items()}
     for name, words in OF_NETWORK.items():
         commands[name] = [*commands[NETWORK][:-2], *words.split(), "--save", f"out/{name}"]
+    tiny = shlex.split(f"{flags()['TEXT']} {MORE}")
+    for name, (section, words) in OF_PARTS.items():
+        program = "pretrain_gpt.py" if name in STOCK else commands[section][0]
+        save = f"out/{name.replace(' ', '_')}"
+        commands[name] = [program, *tiny, *words.split(), "--save", save]
     (folder / "cases.json").write_text(json.dumps(commands))
     env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=env, check=True, timeout=300)
@@ -224,7 +252,37 @@ def test_flags_that_do_not_fit_the_new_network_are_refused(name: str, built: Bui
         assert any(sentence in line for line in errors), errors
 
 
+def losses_of(built: Built, name: str) -> list[float]:
+    code, log = result(built[0], name)
+    assert code == 0, log[-3000:]
+    return [row["lm loss"] for row in steps_of(built[0], name)]
+
+
+def test_the_new_block_trains_the_same_in_all_layouts(built: Built) -> None:
+    """The page's own command recomputes it on two stages."""
+    truth = losses_of(built, "block alone")
+    assert losses_of(built, "a transformer block") == pytest.approx(truth, rel=1e-5)
+    assert losses_of(built, "block cut") == pytest.approx(truth, rel=1e-5)
+    assert truth != pytest.approx(losses_of(built, "a norm"), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "stock"), [("a norm", "norm of torch"), ("an attention", "usual attention")]
+)
+def test_parts_that_compute_the_same_train_the_same(name: str, stock: str, built: Built) -> None:
+    """The attention's temperatures begin at 1, where they change nothing."""
+    count = 3 if name == "a norm" else 1
+    losses = losses_of(built, name)
+    assert losses[:count] == pytest.approx(losses_of(built, stock)[:count], rel=1e-5)
+    assert losses[-1] != losses[0]
+
+
+@pytest.mark.parametrize("name", ["block resumed", "norm resumed", "attention resumed"])
+def test_new_parts_go_on_in_another_layout(name: str, built: Built) -> None:
+    assert len(losses_of(built, name)) == 1
+
+
 def test_the_table_says_what_the_headings_say() -> None:
-    rows = re.findall(r"^\| (an? .+?) \| (.+?) \|$", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| (an? .+?) \| (.+?) \| .+ \|$", PAGE, re.MULTILINE)
     headings = {name: text.splitlines()[0].partition(": ")[2] for name, text in cases().items()}
     assert dict(rows) == {name: re.sub(r" files?$", "", said) for name, said in headings.items()}

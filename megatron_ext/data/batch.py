@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext import core
 from megatron_ext.device import to_device
+from megatron_ext.errors import DataError
 from megatron_ext.parallel.context import ParallelContext
 
 
@@ -222,6 +223,17 @@ class StepLoader:
             batches.append(slice_for_context_parallel(batch, self.context.pgs.cp))
         return batches
 
+    def _check(self, sample: Any) -> None:
+        """Raise a DataError unless ``sample`` is a mapping with all tensors of a micro-batch."""
+        names = (*self._keys, "loss_mask")
+        has = sample if isinstance(sample, Mapping) else ()
+        lacking = [f"`{name}`" for name in names if name not in has]
+        if lacking:
+            raise DataError(
+                f"A micro-batch of the data set ({type(sample).__name__}) lacks "
+                f"{', '.join(lacking)}; return a mapping with {', '.join(names)} for each sample."
+            )
+
     def _receive(self, num_microbatches: int, seq_length: int) -> tuple[Tensor, Tensor]:
         """Receive m micro-batches, which the first tensor-parallel rank reads and broadcasts.
 
@@ -233,6 +245,7 @@ class StepLoader:
             own = list[Tensor]()
             for _ in range(num_microbatches):
                 sample = next(self.samples)
+                self._check(sample)
                 # Copied, because each tensor from a worker process keeps a file open.
                 parts.append(torch.stack([sample[key] for key in self._keys]))
                 own.append(sample["loss_mask"].clone())

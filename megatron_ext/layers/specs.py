@@ -8,7 +8,7 @@ torch spec keeps the local spec's parameter names and order of initialization.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
@@ -48,6 +48,9 @@ from megatron_ext.layers.transformer_layer import (
     TransformerLayer,
     get_bias_dropout_add,
 )
+
+ChangeLayers = Callable[[TransformerBlockSubmodules], TransformerBlockSubmodules]
+"""A function from the specs of some layers and of the norm after them to the specs to build."""
 
 
 def has_transformer_engine() -> bool:
@@ -237,11 +240,15 @@ def layer_spec(
 
 
 def mtp_block_spec(
-    transformer_config: TransformerConfig, *, impl: str, vp_stage: int | None = None
+    transformer_config: TransformerConfig,
+    *,
+    impl: str,
+    vp_stage: int | None = None,
+    change_layers: ChangeLayers = lambda block: block,
 ) -> ModuleSpec | None:
     """Return the spec of the multi-token-prediction block; None if this chunk has none.
 
-    Each of its layers has the spec of the decoder's last layer.
+    Each of its layers has the spec of the decoder's last layer, changed by ``change_layers``.
     """
     if impl == TE_IMPL:
         layers = gpt_specs.get_gpt_decoder_layer_specs(
@@ -250,10 +257,10 @@ def mtp_block_spec(
         _adapted(layers, transformer_config)
         # megatron-core accepts a single layer only of its own class, but a block with layers of any
         # class.
-        block = TransformerBlockSubmodules(layer_specs=layers)
+        block = change_layers(TransformerBlockSubmodules(layer_specs=layers))
         return gpt_specs.get_gpt_mtp_block_spec(transformer_config, block, True, vp_stage=vp_stage)
     layer = torch_layer_spec(transformer_config, moe=expert_pattern(transformer_config)[-1])
-    block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm)
+    block = change_layers(TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm))
     return gpt_specs.get_gpt_mtp_block_spec_for_backend(
         transformer_config, block, TorchSpecProvider(), vp_stage=vp_stage
     )

@@ -151,6 +151,10 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             (x.is_cuda or compiled.compiler.on_cpu)
             and fusions_of(config).rotary
             and compiles(x)
+            and all(
+                isinstance(norm, (LayerNorm, RMSNorm, IdentityOp, type(None)))
+                for norm in (self.q_layernorm, self.k_layernorm)
+            )
             # If there are fewer groups than tensor-parallel ranks, megatron-core gathers them.
             and config.num_query_groups >= self.world_size
             and not (config.attention_output_gate or config.test_mode)
@@ -407,6 +411,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
             fusions_of(self.config).bias_dropout
             and not has_others
             and isinstance(self.input_layernorm, (LayerNorm, RMSNorm))
+            and isinstance(self.pre_mlp_layernorm, (LayerNorm, RMSNorm))
             and not (self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm)
             and not (self.offload_attn_norm or self.offload_mlp_norm)
             and compiles(x)

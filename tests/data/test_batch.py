@@ -234,3 +234,23 @@ def test_batches_are_announced_before_they_are_read_and_none_is_lost() -> None:
         seen.append(batch)
         assert expected == batches[: len(seen) + 2]
     assert seen == batches
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (
+            torch.ones(1, 6),
+            r"\(Tensor\) lacks `tokens`, `labels`, `position_ids`, `loss_mask`; ret",
+        ),
+        (
+            {"tokens": 1, "labels": 1, "position_ids": 1},
+            r"\(dict\) lacks `loss_mask`; return a map",
+        ),
+    ],
+)
+def test_samples_without_a_tensor_are_refused_by_its_name(sample: Any, message: str) -> None:
+    nowhere: Any = None
+    loader = StepLoader(iter([sample]), nowhere, (1, 6), torch.device("cpu"))
+    with pytest.raises(DataError, match=message):
+        loader.next_step(1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_ext import core
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.specs import layer_spec, mtp_block_spec
+from megatron_ext.layers.specs import ChangeLayers, layer_spec, mtp_block_spec
 from megatron_ext.layers.subclass import specialize
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config.hybrid import HybridConfig
@@ -76,6 +76,7 @@ def build_gpt_chunk(
     post_process: bool,
     vp_stage: int | None = None,
     model_class: Callable[..., TextModel] = GPTModel,
+    change_layers: ChangeLayers = lambda block: block,
 ) -> TextModel:
     """Build one model chunk of this pipeline rank.
 
@@ -84,6 +85,8 @@ def build_gpt_chunk(
         post_process: whether the chunk holds the output layer.
         vp_stage: index of the chunk on this rank, with virtual pipelining.
         model_class: `GPTModel`, a subclass of it, or a function that returns an instance.
+        change_layers: gets the specs of the chunk's layers and of the final norm, and returns those
+            to build. It is also called for the layers of multi-token prediction.
 
     Raise a ConfigError if the vocabulary size is not set.
     """
@@ -96,10 +99,13 @@ def build_gpt_chunk(
     impl = model.transformer_impl
     mtp_spec = None
     if model.mtp_num_layers and core.mtp_on_this_chunk(transformer_config, vp_stage):
-        mtp_spec = mtp_block_spec(transformer_config, impl=impl, vp_stage=vp_stage)
+        mtp_spec = mtp_block_spec(
+            transformer_config, impl=impl, vp_stage=vp_stage, change_layers=change_layers
+        )
+    block = layer_spec(transformer_config, impl=impl, vp_stage=vp_stage)
     chunk = _model_class(config, model_class)(
         config=transformer_config,
-        transformer_layer_spec=layer_spec(transformer_config, impl=impl, vp_stage=vp_stage),
+        transformer_layer_spec=change_layers(block),
         vocab_size=model.padded_vocab_size,
         max_sequence_length=positions.max_position_embeddings,
         pre_process=pre_process,
