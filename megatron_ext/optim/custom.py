@@ -46,18 +46,18 @@ class Managed(Custom):
         counts_in_group: whether the user's class keeps a step count in its parameter groups.
     """
 
-    count_type: type | None = None
+    count_type: type[Any] | None = None
     counts_in_group: bool = False
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the parameters that have gradients."""
         assert closure is None, "the gradients are computed before"
         self.start_state()
         counts = {p: state["step"] for p, state in self.state.items()}
         for state in self.state.values():
             self._give_own_count(state)
-        super().step()  # type: ignore[call-arg]
+        super().step()
         for parameter, state in self.state.items():
             if self.count_type is None:
                 updated = parameter.grad is not None
@@ -90,7 +90,7 @@ class Managed(Custom):
         others, self.state = self.state, type(self.state)(dict)
         try:
             with torch.random.fork_rng(devices=[]):
-                super().step()  # type: ignore[call-arg]
+                super().step()
             state = dict(self.state.get(copy, {}))
         finally:
             self.param_groups = groups
@@ -119,7 +119,7 @@ class Managed(Custom):
 
 @dataclass(frozen=True)
 class Findings:
-    """What a trial tells about an optimizer.
+    """The properties of an optimizer that a trial finds.
 
     Attributes:
         is_elementwise: whether it updates each element by its own gradients alone.

@@ -241,11 +241,11 @@ def test_batches_are_announced_before_they_are_read_and_none_is_lost() -> None:
     [
         (
             torch.ones(1, 6),
-            r"\(Tensor\) lacks `tokens`, `labels`, `position_ids`, `loss_mask`; ret",
+            r"\(Tensor\) lacks `tokens`, `labels`, `position_ids`, `loss_mask`; r",
         ),
         (
             {"tokens": 1, "labels": 1, "position_ids": 1},
-            r"\(dict\) lacks `loss_mask`; return a map",
+            r"\(dict\) lacks `loss_mask`; return a ma",
         ),
     ],
 )
