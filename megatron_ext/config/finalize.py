@@ -190,11 +190,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
     whole = not (run.checkpoint.no_save_optim or run.checkpoint.no_save_rng)
     kept = _state_beside_steps(run)
     yield from run.fault_tolerance.errors(run.checkpoint.save, whole=whole, kept=kept)
-    project = run.logging.wandb_project
-    if project and not run.logging.wandb_exp_name:
-        yield FlagError(
-            "--wandb-project", project, "needs `--wandb-exp-name`", "give the run a name"
-        )
+    yield from run.logging.errors(run.checkpoint.save)
     yield from run.planning.errors()
     for own in run.sections:
         if hasattr(own, "errors"):

@@ -335,12 +335,14 @@ ENGINE = (
         "log-progress",
     ),
     without(
-        "--tensorboard-dir or --wandb-project",
+        "--tensorboard-dir or --wandb-project or --mlflow-experiment or --trackio-project",
         "log-throughput tensorboard-log-interval log-loss-scale-to-tensorboard "
         "log-validation-ppl-to-tensorboard log-timers-to-tensorboard log-memory-to-tensorboard "
-        "log-world-size-to-tensorboard",
+        "log-world-size-to-tensorboard tracker-artifacts",
     ),
     without("--tensorboard-dir", "tensorboard-queue-size"),
     without("--wandb-project", "wandb-exp-name wandb-entity wandb-save-dir"),
+    without("--mlflow-experiment", "mlflow-run-name mlflow-tracking-uri"),
+    without("--trackio-project", "trackio-run-name"),
 )
 """The entries about the engine's own flags that have no effect in some runs."""

@@ -336,19 +336,26 @@ class CheckpointConfig(UsersOwn):
             )
 
 
+TRACKERS = ("tensorboard_dir", "wandb_project", "mlflow_experiment", "trackio_project")
+"""The fields that each switch on a tracker, which gets the values of single steps."""
+
+
 @dataclass(frozen=True)
 class LoggingConfig(UsersOwn):
     """Flags of a run's logs and reports; names and defaults are Megatron-LM's."""
 
     log_interval: int = flag(100, "report after each multiple of this many steps", COUNT, "steps")
     log_throughput: bool = flag(
-        False, "TFLOP/s per GPU to TensorBoard and Weights & Biases; the iteration line has them"
+        False, "TFLOP/s per GPU to the trackers; the iteration line in a log has them anyway"
     )
     log_params_norm: bool = flag(False, "norm of the parameters in the iteration line")
     log_progress: bool = flag(False, "append the progress of the run to progress.txt")
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard; none without it")
     tensorboard_log_interval: int = flag(
-        1, "write to TensorBoard after each multiple of this many steps", COUNT, "steps"
+        1,
+        "values to TensorBoard and all trackers after each multiple of these steps",
+        COUNT,
+        "steps",
     )
     tensorboard_queue_size: int = flag(1000, "pending TensorBoard events", COUNT)
     log_loss_scale_to_tensorboard: bool = flag(True, "loss scale to TensorBoard")
@@ -360,7 +367,49 @@ class LoggingConfig(UsersOwn):
     wandb_exp_name: str = flag("", "name of the run in Weights & Biases")
     wandb_entity: str = flag("", "entity, a user or team, in Weights & Biases")
     wandb_save_dir: str = flag("", "folder on disk for files of Weights & Biases")
+    mlflow_experiment: str = flag("", "experiment in MLflow; none without it")
+    mlflow_run_name: str = flag("", "name of the run in MLflow; default: the name of --save")
+    mlflow_tracking_uri: str = flag(
+        "", "server, database or folder of MLflow; default: what MLFLOW_TRACKING_URI says"
+    )
+    trackio_project: str = flag("", "project in Trackio; none without it")
+    trackio_run_name: str = flag("", "name of the run in Trackio; made up without it")
+    tracker_artifacts: list[str] = flag(
+        [],
+        "what the trackers get when the run has ended well: the newest checkpoint, the report",
+        choices=("checkpoint", "report"),
+        nargs="+",
+    )
     logging_level: int | None = flag(None, "level of Python's logging (20 is INFO)", Range(0, 100))
+
+    @property
+    def has_tracker(self) -> bool:
+        """Whether a tracker, such as TensorBoard, gets the values of single steps."""
+        return any(getattr(self, name) for name in TRACKERS)
+
+    def errors(self, save: str | None) -> Iterator[FlagError]:
+        """Yield an error for each flag that contradicts the others; ``save`` is ``--save``."""
+        if self.wandb_project and not self.wandb_exp_name:
+            yield FlagError(
+                "--wandb-project",
+                self.wandb_project,
+                "needs `--wandb-exp-name`",
+                "give the run a name",
+            )
+        if re.search(r"://[^/@]*:[^/@]*@", self.mlflow_tracking_uri):
+            yield FlagError(
+                "--mlflow-tracking-uri",
+                None,
+                "must hold no password, since a run's files keep its flags",
+                "set the environment variable MLFLOW_TRACKING_URI instead",
+            )
+        if self.tracker_artifacts and save is None:
+            yield FlagError(
+                "--tracker-artifacts",
+                " ".join(self.tracker_artifacts),
+                "needs `--save`, where checkpoints and the report lie",
+                "give a folder",
+            )
 
 
 GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")

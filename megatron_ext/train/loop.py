@@ -247,17 +247,11 @@ class IntervalMetrics:
         self._last = result
         self._last_samples = stats.samples
         self._since_report.add(result, stats)
-        if self._tracks:
+        if self._run.config.logging.has_tracker:
             self._since_track.add(result, stats)
         self._unsettled = self._run.progress.iteration, result
         if self._run.runner.settled:
             self._count_last()
-
-    @property
-    def _tracks(self) -> bool:
-        """Return whether the run uses TensorBoard or Weights & Biases, which get single steps."""
-        logging = self._run.config.logging
-        return bool(logging.tensorboard_dir or logging.wandb_project)
 
     def settle(self) -> None:
         """Wait for the last update; advance the learning rate, or count the step as skipped."""
@@ -301,30 +295,27 @@ class IntervalMetrics:
     def report_if_due(self) -> None:
         """Report every ``--log-interval`` steps, and after iteration 1.
 
-        As in Megatron-LM, TensorBoard and Weights & Biases get the values of one step every
-        ``--tensorboard-log-interval`` steps.
+        As in Megatron-LM, trackers get the values of one step every ``--tensorboard-log-interval``
+        steps.
         """
         iteration = self._run.progress.iteration
         logging = self._run.config.logging
-        tracked = self._tracks and iteration % logging.tensorboard_log_interval == 0
+        tracked = logging.has_tracker and iteration % logging.tensorboard_log_interval == 0
         due = iteration == 1 or iteration % logging.log_interval == 0
         if not (due or tracked):
             return
         self.settle()
         norm = self._run.params_norm() if logging.log_params_norm else None
-        own = self._own_record(norm) if tracked else None
+        if tracked:
+            self._run.reporters.on_step(self._own_record(norm))
         if due:
-            self._report(own, norm)
-        elif own is not None:
-            self._run.reporters.on_step(own)
+            self._report(norm)
 
-    def _report(self, own: IterationRecord | None, params_norm: float | None) -> None:
+    def _report(self, params_norm: float | None) -> None:
         """Report the steps since the last report.
 
         As in Megatron-LM, the first step of a run has a report of its own, but the printed line of
-        the second report includes it again. ``own`` is the record of the last step alone, for
-        TensorBoard and Weights & Biases; None if their interval does not end at this step.
-        ``params_norm`` is None without ``--log-params-norm``.
+        the second report includes it again. ``params_norm`` is None without ``--log-params-norm``.
         """
         sums = self._since_report.ended()
         first = self._first
@@ -335,10 +326,10 @@ class IntervalMetrics:
             both = sums.with_steps_of(first)
             printed = self._record(both, self._mean_losses(both), params_norm)
             record = replace(record, printed=printed)
-        self._run.reporters.on_iteration(record, own)
+        self._run.reporters.on_iteration(record)
 
     def _own_record(self, params_norm: float | None) -> IterationRecord:
-        """Return the record of the last step for TensorBoard and Weights & Biases.
+        """Return the record of the last step for trackers.
 
         The losses are of that step alone; time, samples, tokens and FLOPs are means over the steps
         since the previous such record.

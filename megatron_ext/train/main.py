@@ -122,6 +122,7 @@ read_run_config = later(f"{_CHECKPOINT}.stored:read_run_config")
 root_of = later(f"{_CHECKPOINT}.files:root_of")
 stage = later(f"{_CHECKPOINT}.staging:stage")
 start_helper = later(f"{_CHECKPOINT}.background:Helper")
+missing_packages = later("megatron_ext.train.reporting.trackers:missing_packages")
 
 Work = Callable[[Run], "int | None"]
 
@@ -410,7 +411,10 @@ def _injector(recorder: Recorder, config: RunConfig) -> Any:
 
 
 def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
-    """Raise a ConfigError with a sentence for each folder of a run that is not writable."""
+    """Raise a ConfigError if a folder of a run is not writable, or a tracker is not installed.
+
+    The error has a sentence for each of them.
+    """
     folders = {"save": checkpoint.save, "tensorboard-dir": logs.tensorboard_dir}
     if logs.wandb_project:
         folders["wandb-save-dir"] = logs.wandb_save_dir
@@ -419,6 +423,8 @@ def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
         for name, folder in folders.items()
         if folder and (error := write_error(f"--{name}", folder)) is not None
     ]
+    if logs.has_tracker:
+        errors += missing_packages(logs)
     if errors:
         raise ConfigError(errors)
 

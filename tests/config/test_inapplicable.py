@@ -198,3 +198,19 @@ def test_a_step_of_ones_own_has_the_flags_that_it_implements(implemented: str) -
         f"`--label-smoothing` {part}",
         f"`--z-loss-coeff` {part}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ("--mlflow-run-name n", "`--mlflow-experiment`"),
+        ("--trackio-run-name n", "`--trackio-project`"),
+        ("--tensorboard-log-interval 2", "`--mlflow-experiment` or `--trackio-project`"),
+    ],
+)
+def test_a_flag_of_a_tracker_that_is_not_used_is_noted(words: str, needed: str) -> None:
+    (note,) = parsed(f"{SMALL} {words}").notes
+    assert note.startswith(f"`{words.split()[0]}` has no effect without `--")
+    assert needed in note
+    used = f"{SMALL} --tensorboard-dir t --wandb-project p --wandb-exp-name n --trackio-project p"
+    assert parsed(f"{used} --mlflow-experiment e {words}").notes == []

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_ext.config.output import LoggingConfig
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train import loop
@@ -139,13 +140,13 @@ class Reports:
     """Keeps what it is given to report."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[IterationRecord, IterationRecord | None]] = []
+        self.records: list[IterationRecord] = []
         self.steps: list[IterationRecord] = []
         self.said: list[str] = []
         self.reason = "finished"
 
-    def on_iteration(self, record: IterationRecord, own: IterationRecord | None) -> None:
-        self.records.append((record, own))
+    def on_iteration(self, record: IterationRecord) -> None:
+        self.records.append(record)
 
     def on_step(self, record: IterationRecord) -> None:
         self.steps.append(record)
@@ -162,14 +163,13 @@ class Metered:
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(loop, "Sums", lambda: Sums(start=self.now))
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
-        usual = {"tensorboard_dir": None, "wandb_project": "", "log_params_norm": False}
-        usual |= {"log_interval": 3, "tensorboard_log_interval": 2}
+        usual = {"log_interval": 3, "tensorboard_log_interval": 2}
         self.reports = Reports()
         self.progress = Progress()
         self.run: Any = SimpleNamespace(
             progress=self.progress,
             config=SimpleNamespace(
-                logging=SimpleNamespace(**{**usual, **logging}),
+                logging=LoggingConfig(**{**usual, **logging}),
                 checkpoint=SimpleNamespace(save="here"),
             ),
             num_iterations=50,
@@ -208,8 +208,8 @@ def test_a_report_holds_the_means_of_its_steps(monkeypatch: pytest.MonkeyPatch) 
     run.step(result_of({"lm loss": 9.0}), seconds=5.0, pause=7.0)
     run.step(result_of({"lm loss": 3.0}), seconds=2.0, samples=6, pause=11.0)
     run.step(result_of({"lm loss": 6.0}, norm=0.5, flops=5e12), seconds=4.0, samples=2)
-    (first, _), (second, own) = run.reports.records
-    assert own is None
+    first, second = run.reports.records
+    assert run.reports.steps == []
     assert (first.iteration, first.seconds, first.losses) == (1, 5.0, {"lm loss": 9.0})
     assert first.printed is None
     assert (second.iteration, second.seconds, second.losses) == (3, 3.0, {"lm loss": 4.5})
@@ -225,7 +225,7 @@ def test_a_report_holds_the_means_of_its_steps(monkeypatch: pytest.MonkeyPatch) 
     assert (printed.samples, printed.tokens, printed.flops) == (4.0, 32.0, 3e12)
     for loss in (1.0, 2.0, 3.0):
         run.step(result_of({"lm loss": loss}))
-    third, _ = run.reports.records[2]
+    third = run.reports.records[2]
     assert (third.losses, third.printed, third.seconds) == ({"lm loss": 2.0}, None, 1.0)
     assert run.progress.floating_point_operations == 2e12 * 5 + 5e12
 
@@ -238,7 +238,7 @@ def test_skipped_steps_and_empty_losses_are_left_out_of_means(
     run.step(result_of(nan, applied=False, norm=math.nan))
     run.step(result_of({"lm loss": 3.0, "rare loss": 0.0}, {"lm loss": 8.0, "rare loss": 0.0}))
     run.step(result_of({"lm loss": 5.0, "rare loss": 7.0}, applied=False, norm=math.inf))
-    (first, _), (second, own) = run.reports.records
+    first, second = run.reports.records
     # All steps were skipped: there is only the loss of the last one.
     assert math.isnan(first.losses["lm loss"])
     assert (first.skipped, first.nans, first.total_skipped) == (1, 1, 1)
@@ -246,7 +246,6 @@ def test_skipped_steps_and_empty_losses_are_left_out_of_means(
     assert (second.skipped, second.nans, second.total_skipped) == (1, 0, 2)
     assert second.printed is not None
     assert (second.printed.skipped, second.printed.nans) == (2, 1)
-    assert own is None
     assert (run.progress.skipped_iterations, run.progress.nan_iterations) == (2, 1)
     assert run.reports.said == [
         "iteration 1 was skipped: its gradient norm is nan (1 skipped so far)",
@@ -260,18 +259,18 @@ def test_skipped_steps_and_empty_losses_are_left_out_of_means(
 def test_boards_get_single_steps_with_the_mean_time_since_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Metered(monkeypatch, wandb_project="p", log_params_norm=True)
+    run = Metered(monkeypatch, trackio_project="p", log_params_norm=True)
     for seconds, loss in ((1.0, 9.0), (3.0, 8.0), (4.0, 7.0), (6.0, 6.0), (1.0, 5.0), (2.0, 4.0)):
         run.step(result_of({"lm loss": loss}), seconds=seconds, pause=20.0)
-    singles = [*run.reports.steps, *[own for _, own in run.reports.records if own is not None]]
+    singles = run.reports.steps
     assert [(x.iteration, x.seconds, x.losses["lm loss"]) for x in singles] == [
         (2, 2.0, 8.0),
         (4, 5.0, 6.0),
         (6, 1.5, 4.0),
     ]
     assert [x.params_norm for x in singles] == [6.5] * 3
-    assert [record.iteration for record, _ in run.reports.records] == [1, 3, 6]
-    assert [record.seconds for record, _ in run.reports.records] == [1.0, 3.5, 3.0]
+    assert [record.iteration for record in run.reports.records] == [1, 3, 6]
+    assert [record.seconds for record in run.reports.records] == [1.0, 3.5, 3.0]
 
 
 class Moments(Callback):

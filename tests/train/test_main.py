@@ -17,6 +17,7 @@ import torch
 
 from megatron_ext import device as devices
 from megatron_ext.checkpoint.files import read_tracker
+from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.errors import CheckpointError, ConfigError, DataError, MegatronExtError
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train import main as module
@@ -260,15 +261,15 @@ def test_the_configuration_comes_from_the_step_that_is_loaded(
 
 def test_each_folder_that_is_not_writable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "write_error", lambda flag, folder: f"{flag} ({folder}) is odd.")
-    logs: Any = SimpleNamespace(tensorboard_dir="t", wandb_project="p", wandb_save_dir="w")
-    checkpoint: Any = SimpleNamespace(save="s")
+    monkeypatch.setattr(module, "missing_packages", lambda logs: [])
+    logs = LoggingConfig(tensorboard_dir="t", wandb_project="p", wandb_save_dir="w")
+    checkpoint = CheckpointConfig(save="s")
     with pytest.raises(ConfigError) as caught:
         check_folders(logs, checkpoint)
     three = ["--save (s) is odd.", "--tensorboard-dir (t) is odd.", "--wandb-save-dir (w) is odd."]
     assert caught.value.messages == tuple(three)
     # Without a project nothing is written there.
-    logs.wandb_project = logs.tensorboard_dir = checkpoint.save = ""
-    check_folders(logs, checkpoint)
+    check_folders(LoggingConfig(wandb_save_dir="w"), CheckpointConfig())
 
 
 class Steps:

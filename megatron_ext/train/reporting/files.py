@@ -63,12 +63,17 @@ def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> s
     return " | ".join(parts) + " |"
 
 
-def evaluation_lines(record: EvaluationRecord) -> list[str]:
-    """Return three lines: an evaluation's line between two rules of dashes."""
+def evaluation_title(record: EvaluationRecord) -> str:
+    """Return the first words of an evaluation's line, such as "validation loss at iteration 5"."""
     where = f"iteration {record.iteration}"
     if record.final or record.split.endswith(AVERAGED):
         where += f" on {record.split} set" if record.final else " with averaged weights"
-    text = f" {record.title} at {where} | "
+    return f"{record.title} at {where}"
+
+
+def evaluation_lines(record: EvaluationRecord) -> list[str]:
+    """Return three lines: an evaluation's line between two rules of dashes."""
+    text = f" {evaluation_title(record)} | "
     for name, value in record.losses.items():
         text += f"{name} value: {value:.6E} | "
         perplexity = record.perplexity_of(name)
@@ -79,35 +84,24 @@ def evaluation_lines(record: EvaluationRecord) -> list[str]:
 
 
 class LinePrinter:
-    """Prints the lines of a run; with ``bar``, above a progress bar."""
+    """Prints the lines of a run for logs, in Megatron-LM's format."""
 
-    def __init__(self, *, on_gpu: bool, num_iterations: int, iteration: int, bar: bool) -> None:
+    def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
-        self._bar = None
-        if bar:
-            from tqdm import tqdm
 
-            self._bar = tqdm(total=num_iterations, initial=iteration, unit="step", leave=False)
-
-    def _print(self, text: str) -> None:
-        if self._bar is None:
-            print(text, flush=True)
-        else:
-            self._bar.write(text)
+    def print_lines(self, lines: list[str]) -> None:
+        """Print lines at once."""
+        print("\n".join(lines), flush=True)
 
     def on_iteration(self, record: IterationRecord) -> None:
         printed = record.printed or record
-        self._print(iteration_line(printed, datetime.now(), on_gpu=self._on_gpu))
-        if self._bar is not None:
-            self._bar.update(record.iteration - self._bar.n)
+        self.print_lines([iteration_line(printed, datetime.now(), on_gpu=self._on_gpu)])
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        for text in evaluation_lines(record):
-            self._print(text)
+        self.print_lines(evaluation_lines(record))
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        """Do nothing: each line is printed at once."""
 
 
 _NOT_FINITE = {word: float(word) for word in ("NaN", "Infinity", "-Infinity")}

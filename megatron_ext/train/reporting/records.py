@@ -141,11 +141,7 @@ class EvaluationRecord:
 
 
 class Reporter(Protocol):
-    """A sink of reports, such as a file or a server; `close` is the last method that is called.
-
-    A sink whose optional attribute ``follows_steps`` is true gets records of single steps, every
-    ``--tensorboard-log-interval`` steps.
-    """
+    """A sink of reports, such as a file; `close` is the last method that is called."""
 
     def on_iteration(self, record: IterationRecord) -> None: ...
     def on_evaluation(self, record: EvaluationRecord) -> None: ...

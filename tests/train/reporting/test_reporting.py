@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from datetime import datetime
 from pathlib import Path
@@ -20,16 +19,14 @@ import pytest
 import torch
 import yaml
 
-from megatron_ext.config.output import LoggingConfig
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.device.gpus import peak_flops
-from megatron_ext.errors import ConfigError
 from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.text.task import GPT
 from megatron_ext.train import loop
 from megatron_ext.train.launch import Launch
 from megatron_ext.train.main import main
-from megatron_ext.train.reporting import build, files, loss_plot
+from megatron_ext.train.reporting import build, files, loss_plot, trackers
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
 from megatron_ext.train.reporting.start import (
     CONFIGURATION_FILE,
@@ -38,26 +35,9 @@ from megatron_ext.train.reporting.start import (
     start_lines,
     write_configuration,
 )
+from tests.train.reporting.made_up import COMMON, FULL, VALIDATION
+from tests.train.reporting.made_up import record_of as _record
 from tests.training_runs import TINY, config_of, mock_data, train_steps, without
-
-
-def _record(iteration: int = 12, **values: object) -> IterationRecord:
-    fields: dict[str, object] = {
-        "iteration": iteration,
-        "num_iterations": 100,
-        "consumed_samples": 192,
-        "seconds": 0.5,
-        "learning_rate": 0.0009140577,
-        "global_batch_size": 16,
-        "losses": {"lm loss": 7.422465},
-        "loss_scale": 1.0,
-        "grad_norm": 0.68417,
-        "samples": 16,
-        "tokens": 1024,
-        "flops": 2e12,
-        "world_size": 2,
-    }
-    return IterationRecord(**{**fields, **values})  # type: ignore[arg-type]
 
 
 def _written(
@@ -69,15 +49,6 @@ def _written(
         (metrics.on_evaluation if evaluates else metrics.on_iteration)(record)
     metrics.close()
     return files.read_metrics(metrics.path)
-
-
-FULL = OSError(28, "No space left on device")
-
-
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every disk seem full, as it is where a write has just failed."""
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=9, used=9, free=0))
 
 
 class _FullDisk:
@@ -108,27 +79,6 @@ def test_a_full_disk_is_warned_of_and_runs_go_on(
     shown = capsys.readouterr().err.splitlines()
     assert shown[0].startswith("warning: _FullDisk cannot write (the disk of ")
     assert len(shown) == 2
-
-
-@pytest.mark.usefixtures("full_disk")
-def test_a_full_disk_of_tensorboard_prints_no_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    def full(*_: object) -> None:
-        raise FULL
-
-    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    board = build.TensorBoard(str(tmp_path), LoggingConfig(tensorboard_queue_size=1))
-    with build.Reporters([board]) as reporters:
-        reporters.on_iteration(_record())
-        monkeypatch.setattr(RecordWriter, "write", full)
-        for iteration in range(13, 16):
-            reporters.on_iteration(_record(iteration))
-    shown = capsys.readouterr().err
-    assert shown.startswith("warning: TensorBoard cannot write (the disk of ")
-    assert shown.count("\n") == 1
 
 
 def test_the_metrics_file_has_whole_lines_after_a_full_disk(tmp_path: Path) -> None:
@@ -378,32 +328,6 @@ def test_a_figure_needs_no_backend_of_a_notebook() -> None:
     assert shown.startswith("Figure(") and shown.endswith("no_such_backend\n")
 
 
-def test_a_package_that_is_broken_is_not_called_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "half_installed.py").write_text("import math; math.float_")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"^`--x` needs X, which cannot be imported \(Attribute"):
-        build._imported("half_installed", "`--x`", "X")
-    with pytest.raises(ConfigError, match=r"is not installed; run `pip install not_there`\.$"):
-        build._imported("not_there", "`--x`", "X")
-
-
-def test_a_bar_is_where_the_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    printer = files.LinePrinter(on_gpu=False, num_iterations=100, iteration=7, bar=True)
-    bar: Any = printer._bar
-    written: list[str] = []
-    monkeypatch.setattr(bar, "write", written.append)
-    assert (bar.n, bar.total) == (7, 100)
-    printed = _record(12, losses={"lm loss": 1.0})
-    printer.on_iteration(_record(12, printed=printed))
-    assert bar.n == 12
-    assert "lm loss: 1.000000E+00" in written[0]
-    printer.on_iteration(_record(15))
-    assert bar.n == 15
-    printer.close()
-
-
 def test_every_line_is_json_even_with_a_bad_norm(tmp_path: Path) -> None:
     """Strict JSON knows no NaN; the file's reader, a resumed run and the plot do."""
 
@@ -431,150 +355,11 @@ def test_every_line_is_json_even_with_a_bad_norm(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tags_are_megatron_lms() -> None:
-    config = LoggingConfig(log_validation_ppl_to_tensorboard=True, log_throughput=True)
-    scalars = build.iteration_scalars(_record(), config)
-    assert sorted(scalars) == sorted(
-        ["learning-rate", "batch-size", "lm loss", "grad-norm", "loss-scale", "throughput"]
-    )
-    every = LoggingConfig(
-        log_loss_scale_to_tensorboard=False,
-        log_world_size_to_tensorboard=True,
-        log_timers_to_tensorboard=True,
-    )
-    record = _record(num_zeros=7.0, params_norm=3.5)
-    found = build.iteration_scalars(record, every)
-    assert (found["world-size"], found["iteration-time"]) == (2.0, 0.5)
-    assert (found["num-zeros"], found["params-norm"], found["batch-size"]) == (7.0, 3.5, 16.0)
-    assert not {"loss-scale", "throughput"} & found.keys()
-    assert build.iteration_scalars(_record(), config)["throughput"] == 2.0
-    plain = LoggingConfig(log_validation_ppl_to_tensorboard=False)
-    assert list(build.evaluation_scalars(VALIDATION, plain)) == [
-        "lm loss validation", "mtp_1 loss validation",
-    ]  # fmt: skip
-    # The perplexity is bounded as in Megatron-LM, and other tasks have none.
-    assert EvaluationRecord("test", 1, {"lm loss": 900.0}).perplexity_of("lm loss") == math.exp(20)
-    assert (
-        EvaluationRecord("test", 1, {"lm loss": 1.0}, perplexity=False).perplexity_of("lm loss")
-        is None
-    )
-    evaluation = EvaluationRecord("validation", 1, {"lm loss": 1.0, "kept tokens": 0.5})
-    assert build.evaluation_scalars(evaluation, config) == {
-        "lm loss validation": 1.0,
-        "lm loss validation ppl": math.exp(1.0),
-        "kept tokens validation": 0.5,
-    }
-
-
-COMMON = {
-    "train/loss": 7.422465,
-    "train/lr": 0.0009140577,
-    "train/grad_norm": 0.68417,
-    "train/skipped_iterations": 2.0,
-    "train/time(s)": 0.5,
-}
-VALIDATION = EvaluationRecord("validation", 12, {"lm loss": 3.5, "mtp_1 loss": 4.0})
-
-
 def test_common_names_stand_beside_megatron_lms_in_the_file(tmp_path: Path) -> None:
     row, evaluation = _written(tmp_path, _record(total_skipped=2), VALIDATION)
     assert evaluation["val/loss"] == evaluation["lm loss"] == 3.5
     assert {name: row[name] for name in COMMON} == COMMON
     assert (row["lm loss"], row["learning_rate"]) == (7.422465, 0.0009140577)
-
-
-def test_common_names_reach_tensorboard_also_when_not_finite(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sink = build.TensorBoard(str(tmp_path), LoggingConfig())
-    sink.on_iteration(_record(12, total_skipped=2))
-    sink.on_iteration(_record(13, grad_norm=math.inf))
-    sink.on_evaluation(VALIDATION)
-    sink.close()
-    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
-    for name, value in {**COMMON, "lm loss": 7.422465}.items():
-        assert events.Scalars(name)[0].value == pytest.approx(value, rel=1e-6)
-        assert events.Scalars(name)[0].step == 12
-    assert events.Scalars("train/grad_norm")[1].value == math.inf
-    assert [(e.step, e.value) for e in events.Scalars("val/loss")] == [(12, 3.5)]
-    samples = events.Scalars("lm loss vs samples")
-    assert [event.step for event in samples] == [192, 192]
-
-
-def test_tensorboard_has_an_interval_of_its_own_and_stops_its_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", told.append)
-    sink = build.TensorBoard(str(tmp_path), LoggingConfig(tensorboard_log_interval=3))
-    steps: list[int] = []
-    monkeypatch.setattr(sink.writer, "add_scalar", lambda tag, value, step: steps.append(step))
-    for iteration in (1, 2, 3, 5, 6):
-        sink.on_iteration(_record(iteration))
-    assert sorted({step for step in steps if step != 192}) == [3, 6]
-    # Only its own thread's errors are ignored, and of those only errors of writing.
-    own = type("_AsyncWriterThread", (), {})()
-    for thread, error in ((own, FULL), (own, ValueError()), (threading.current_thread(), FULL)):
-        threading.excepthook(SimpleNamespace(thread=thread, exc_value=error))  # type: ignore[arg-type]
-    assert [type(x.exc_value) for x in told] == [ValueError, OSError]
-    closed: list[bool] = []
-    monkeypatch.setattr(sink.writer, "close", lambda: closed.append(True))
-    sink.close()
-    assert closed == [True]
-
-
-def test_common_names_reach_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[dict[str, float]] = []
-    steps: list[int] = []
-    given: dict[str, Any] = {}
-    finished: list[bool] = []
-
-    def log(scalars: dict[str, float], step: int) -> None:
-        logged.append(scalars)
-        steps.append(step)
-
-    server = SimpleNamespace(log=log, finish=lambda: finished.append(True))
-    start = SimpleNamespace(init=lambda **named: given.update(named) or server)
-    monkeypatch.setitem(sys.modules, "wandb", start)
-    # A link that somebody has left there would lead out of the folder.
-    for folder in ("save", "own"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "wandb").symlink_to(tmp_path)
-    config = LoggingConfig(wandb_project="p", wandb_entity="team", wandb_exp_name="e")
-    sink = build.WeightsAndBiases(config, str(tmp_path / "save"), {"a": 1})
-    assert given == {
-        "project": "p", "name": "e", "entity": "team", "dir": str(tmp_path / "save"),
-        "config": {"a": 1},
-    }  # fmt: skip
-    assert not (tmp_path / "save" / "wandb").is_symlink()
-    own = dataclasses.replace(config, wandb_save_dir=str(tmp_path / "own"), wandb_entity="")
-    build.WeightsAndBiases(own, str(tmp_path / "save"), {})
-    assert (given["dir"], given["entity"]) == (str(tmp_path / "own"), None)
-    assert not (tmp_path / "own" / "wandb").is_symlink()
-    sink.on_iteration(_record(total_skipped=2))
-    assert logged[0].items() >= {**COMMON, "grad-norm": 0.68417}.items()
-    assert logged[0]["samples vs steps"] == 192
-    sink.on_evaluation(VALIDATION)
-    assert logged[1] == {"lm loss validation": 3.5, "mtp_1 loss validation": 4.0, "val/loss": 3.5}
-    assert steps == [12, 12]
-    sink.close()
-    assert finished == [True]
-
-
-class Sink:
-    """Keeps the iterations that it is given."""
-
-    def __init__(self, follows: bool) -> None:
-        self.follows_steps = follows
-        self.seen: list[float] = []
-
-    def on_iteration(self, record: IterationRecord) -> None:
-        self.seen.append(record.seconds)
-
-    def on_evaluation(self, record: EvaluationRecord) -> None:
-        self.seen.append(-1.0)
-
-    def close(self) -> None:
-        self.seen.append(-2.0)
 
 
 class Account:
@@ -594,20 +379,6 @@ class Account:
 
     def finish(self, reason: str) -> None:
         self.told.append(reason)
-
-
-def test_sinks_with_an_interval_of_their_own_get_single_steps() -> None:
-    rare, often, account = Sink(False), Sink(True), Account()
-    with build.Reporters([rare, often], account) as reporters:
-        reporters.on_iteration(_record(3, seconds=0.3))
-        reporters.on_iteration(_record(6, seconds=0.6), _record(6, seconds=0.1))
-        reporters.on_step(_record(8, seconds=0.2))
-        reporters.on_evaluation(VALIDATION)
-        reporters.reason = "the clock"
-    assert rare.seen == [0.3, 0.6, -1.0, -2.0]
-    assert often.seen == [0.3, 0.1, 0.2, -1.0, -2.0]
-    assert account.told == [3, 6, "the clock"]
-    assert reporters.writer is None
 
 
 def test_a_fault_is_no_end_of_the_account_and_a_full_disk_no_fault(
@@ -636,14 +407,48 @@ def test_progress_is_appended(tmp_path: Path) -> None:
     ]
 
 
+class Sink:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[float | str] = []
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        self.seen.append(record.seconds)
+
+    def on_step(self, record: IterationRecord) -> None:
+        self.seen.append(f"step {record.seconds}")
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        self.seen.append(record.split)
+
+    def close(self, **options: bool) -> None:
+        self.seen.append(f"end {options}" if options else "end")
+
+
+def test_sinks_get_intervals_and_trackers_single_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    sink, tracker, account = Sink(), Sink(), Account()
+    trackers: Any = tracker
+    with build.Reporters([sink], account, trackers) as reporters:
+        reporters.on_iteration(_record(3, seconds=0.3))
+        reporters.on_step(_record(4, seconds=0.2))
+        reporters.on_evaluation(VALIDATION)
+        reporters.reason = "the clock"
+        reporters.say("a sentence")
+    assert sink.seen == [0.3, "validation", "end"]
+    assert tracker.seen == ["step 0.2", "validation", "end {'failed': False}"]
+    assert account.told == [3, "the clock"]
+    assert capsys.readouterr().out == "> a sentence\n"
+    with build.Reporters([]) as reporters:
+        reporters.on_step(_record(4))
+        reporters.say("nothing")
+    assert reporters.writer is None
+    assert capsys.readouterr().out == ""
+
+
 def test_which_sinks_a_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [
-        *FLAGS,
-        "--save",
-        str(tmp_path / "save"),
-        *"--wandb-project p --wandb-exp-name e".split(),
-    ]
-    config = config_of(words)
+    save = ["--save", str(tmp_path / "save")]
+    config = config_of([*FLAGS, *save, *"--wandb-project p --wandb-exp-name e".split()])
     started: list[Any] = []
     account = Account()
 
@@ -652,34 +457,29 @@ def test_which_sinks_a_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return account
 
     monkeypatch.setattr(build, "_report_of", lambda save: SimpleNamespace(TimeRows=rows))
-    folders: list[str] = []
-    monkeypatch.setattr(
-        build, "WeightsAndBiases", lambda logs, folder, settings: folders.append(folder)
-    )
+    starts: list[Any] = []
+    monkeypatch.setattr(trackers.Trackers, "start", lambda self, *given: starts.append(given))
     kept: list[Any] = []
     monkeypatch.setattr(
         build, "MetricsFile", lambda *given: kept.append(given) or SimpleNamespace(path=tmp_path)
     )
-    printers: list[Any] = []
-    monkeypatch.setattr(build, "LinePrinter", lambda **named: printers.append(named))
     context: Any = SimpleNamespace(is_reporting_rank=True, recorder=None)
 
     def built(launched: Launch | None, config: Any = config) -> list[Any]:
         reporters = build.build_reporters(
             config, context, resumed_at=5, num_iterations=9, launched=launched
         )
-        return [type(sink).__name__ for sink in reporters.sinks]
+        tracked = [] if reporters.trackers is None else ["Trackers"]
+        return [*(type(sink).__name__ for sink in reporters.sinks), *tracked]
 
-    usual = ["NoneType", "SimpleNamespace", "LossPlot", "NoneType"]
-    assert built(Launch(77.0, ends_itself=True)) == usual
+    usual = ["LinePrinter", "SimpleNamespace", "LossPlot"]
+    assert built(Launch(77.0, ends_itself=True)) == [*usual, "Trackers"]
     assert (started, account.told) == ([(tmp_path / "save", 77.0, 5)], [9])
-    assert folders == [str(tmp_path / "save")]
-    assert printers[0] == {"on_gpu": False, "num_iterations": 9, "iteration": 5, "bar": False}
-    assert built(None) == usual
-    assert [given[1:] for given in kept] == [(5, 77.0), (5, math.inf)]
+    assert built(None) == [*usual, "Trackers"]
+    assert [given[1:] for given in kept] == starts == [(5, 77.0), (5, math.inf)]
     assert len(started) == 1
     logs = dataclasses.replace(config.logging, log_progress=True, wandb_project="")
-    assert built(None, dataclasses.replace(config, logging=logs)) == [*usual[:3], "ProgressFile"]
+    assert built(None, dataclasses.replace(config, logging=logs)) == [*usual, "ProgressFile"]
     context.is_reporting_rank = False
     assert built(None) == []
 
