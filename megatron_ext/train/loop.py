@@ -234,6 +234,7 @@ class IntervalMetrics:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._has_tracker = run.config.logging.has_tracker
         self._unsettled: tuple[int, StepResult] | None = None
         self._last: StepResult | None = None
         self._last_samples = 0
@@ -247,7 +248,7 @@ class IntervalMetrics:
         self._last = result
         self._last_samples = stats.samples
         self._since_report.add(result, stats)
-        if self._run.config.logging.has_tracker:
+        if self._has_tracker:
             self._since_track.add(result, stats)
         self._unsettled = self._run.progress.iteration, result
         if self._run.runner.settled:
@@ -300,7 +301,7 @@ class IntervalMetrics:
         """
         iteration = self._run.progress.iteration
         logging = self._run.config.logging
-        tracked = logging.has_tracker and iteration % logging.tensorboard_log_interval == 0
+        tracked = self._has_tracker and iteration % logging.tensorboard_log_interval == 0
         due = iteration == 1 or iteration % logging.log_interval == 0
         if not (due or tracked):
             return
