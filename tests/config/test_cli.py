@@ -173,7 +173,7 @@ VALUES = {
 
 def test_every_flag_for_gpus_says_that_a_cpu_does_nothing_with_it() -> None:
     words = [word for name in ON_A_CPU for word in (name, VALUES.get(name)) if word is not None]
-    more = ["--use-distributed-optimizer"]
+    more = "--use-distributed-optimizer --tensorboard-dir t".split()
     notes = parsed([*SMALL.split(), *words, *more]).notes
     assert len(notes) == len(ON_A_CPU)
     assert all(" has no effect on a CPU: " in note for note in notes), notes
