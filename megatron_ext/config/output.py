@@ -336,10 +336,6 @@ class CheckpointConfig(UsersOwn):
             )
 
 
-TRACKERS = ("tensorboard_dir", "wandb_project", "mlflow_experiment", "trackio_project")
-"""The fields that each switch on a tracker, which gets the values of single steps."""
-
-
 @dataclass(frozen=True)
 class LoggingConfig(UsersOwn):
     """Flags of a run's logs and reports; names and defaults are Megatron-LM's."""
@@ -352,10 +348,7 @@ class LoggingConfig(UsersOwn):
     log_progress: bool = flag(False, "append the progress of the run to progress.txt")
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard; none without it")
     tensorboard_log_interval: int = flag(
-        1,
-        "values to TensorBoard and all trackers after each multiple of these steps",
-        COUNT,
-        "steps",
+        1, "write to all trackers after each multiple of this many steps", COUNT, "steps"
     )
     tensorboard_queue_size: int = flag(1000, "pending TensorBoard events", COUNT)
     log_loss_scale_to_tensorboard: bool = flag(True, "loss scale to TensorBoard")
@@ -384,8 +377,9 @@ class LoggingConfig(UsersOwn):
 
     @property
     def has_tracker(self) -> bool:
-        """Whether a tracker, such as TensorBoard, gets the values of single steps."""
-        return any(getattr(self, name) for name in TRACKERS)
+        """Return whether a tracker, such as TensorBoard, gets the values of single steps."""
+        names = (self.tensorboard_dir, self.wandb_project)
+        return any((*names, self.mlflow_experiment, self.trackio_project))
 
     def errors(self, save: str | None) -> Iterator[FlagError]:
         """Yield an error for each flag that contradicts the others; ``save`` is ``--save``."""
