@@ -37,7 +37,8 @@ from megatron_ext.planning.kernels import KINDS
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.step_time import estimate
 from megatron_ext.text.cost.network import GptNetwork
-from megatron_ext.text.task import TEXT, with_tokenizer
+from megatron_ext.text.run import with_tokenizer
+from megatron_ext.text.task import TEXT
 
 OTHER = "other"
 NAMES = {

@@ -33,7 +33,8 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.planning.hardware import gpu_named
 from megatron_ext.planning.memory import fullest, worst_case
 from megatron_ext.planning.step_time import estimate
-from megatron_ext.text.task import TEXT, with_tokenizer
+from megatron_ext.text.run import with_tokenizer
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.callbacks.evaluation import evaluate_split
 from megatron_ext.train.loop import IntervalMetrics, count_step, next_inputs
 from megatron_ext.train.main import main as run_trainer

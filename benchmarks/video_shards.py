@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT))
 from megatron_ext.config.parser import parse_args
 from megatron_ext.planning.memory import RankMemory, worst_case
 from megatron_ext.train.main import preflight, silence_known_warnings
-from megatron_ext.video.task import FLOW, VIDEO, cases
+from megatron_ext.video.flow import cases
+from megatron_ext.video.task import FLOW, VIDEO
 
 ENCODERS = "--codec-channels 16 --text-length 512 --text-width 4096 --pooled-width 768"
 """The widths of HunyuanVideo's VAE, T5-XXL and CLIP-L, which Open-Sora 2.0 uses."""

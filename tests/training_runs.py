@@ -24,7 +24,8 @@ from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.launch import fork_ranks
-from megatron_ext.train.main import preflight, pretrain, stored_config
+from megatron_ext.train.main import preflight, stored_config
+from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.reporting import loss_plot
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.run import Run

@@ -41,10 +41,11 @@ from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.planning.hardware import gpu_named
 from megatron_ext.planning.memory import worst_case
-from megatron_ext.planning.network import TaskCost
 from megatron_ext.planning.report import console, save_pictures, search_table, show
 from megatron_ext.planning.step_time import search
-from megatron_ext.text.task import TEXT, with_tokenizer
+from megatron_ext.planning.task_cost import TaskCost
+from megatron_ext.text.run import with_tokenizer
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import preflight, silence_known_warnings
 from megatron_ext.train.task import TaskChoice
 from megatron_ext.video.task import VIDEO

@@ -32,7 +32,7 @@ from megatron_ext.checkpoint.helper import FAILED, PUBLISHED, TIDIED, WRITTEN, J
 from megatron_ext.checkpoint.prepared import PreparedSave, SavePreparer
 from megatron_ext.checkpoint.snapshot import SnapshotFile, content_of
 from megatron_ext.config.output import CheckpointConfig
-from megatron_ext.device import to_device
+from megatron_ext.device.streams import to_device
 from megatron_ext.errors import CheckpointError, held_signals
 from megatron_ext.parallel.collectives import gather_or_raise
 from megatron_ext.parallel.context import ParallelContext

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import TRACKER, Files, published, standing_folder_of
-from megatron_ext.checkpoint.unpickling import holds_common_state
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.disk.host_folder import generation
 from megatron_ext.disk.reading import UnreadableFile, is_count, kind_of, read_json_object, shortened
@@ -287,6 +286,9 @@ def fault_of(folder: Path) -> str | None:
         )
     paths = [folder / name for name in ("metadata.json", ".metadata")]
     missing = next((path for path in paths if not path.is_file()), None)
+    # Its module imports torch.
+    from megatron_ext.checkpoint.unpickling import holds_common_state
+
     try:
         if missing is None and not holds_common_state(folder):
             missing = folder / "common.pt"

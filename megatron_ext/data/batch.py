@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext import core
-from megatron_ext.device import to_device
+from megatron_ext.device.streams import to_device
 from megatron_ext.errors import DataError
 from megatron_ext.parallel.context import ParallelContext
 

@@ -1,26 +1,25 @@
 """The device of the ranks: CUDA with NCCL, or the CPU with Gloo.
 
-`select` is the only place in the package that decides between them. This module also has
-asynchronous copies and helpers for CUDA graphs.
+`select` is the only place in the package that decides between them. It imports torch; this module
+itself does not, so that a program can check its flags before it imports torch.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import gc
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import runpy
+import sys
 from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
-from megatron_ext.device import cuda_shim
 from megatron_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,11 @@ class Device:
         Raises:
             ConfigError: this machine has more ranks than GPUs.
         """
+        import torch
+
         if self.kind == "cpu":
+            from megatron_ext.device import cuda_shim
+
             cuda_shim.install()
             return torch.device("cpu")
         count = torch.cuda.device_count()
@@ -60,6 +63,8 @@ def keep_launch_order() -> None:
     megatron-core's overlap of tensor-parallel communication relies. (Users of Megatron-LM must set
     the variable themselves.) Call this before `select`: the driver reads it when it starts.
     """
+    import torch
+
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return
     generation = _generation()
@@ -93,6 +98,37 @@ def _generation() -> int | None:
     return None if failed else major.value
 
 
+_DEVICE_FILES = "nvidia*", "dxg", "nvhost*", "nvmap", "nvgpu"
+"""Patterns of files in /dev that a CUDA driver has: on servers, in WSL, and on Jetson."""
+
+
+def surely_no_gpu() -> bool:
+    """Return True if `select` certainly returns the CPU, as far as this is known without torch.
+
+    It is certain if torch is built for CPUs only. With a build for CUDA, it is certain if
+    ``CUDA_VISIBLE_DEVICES`` is empty, or if Linux has neither a CUDA driver nor a file of one in
+    /dev. Otherwise only torch knows, and the result is False.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    except (OSError, SyntaxError, ImportError):
+        return False
+    if build.get("hip", "unknown") is not None:
+        return False
+    if build.get("cuda", "unknown") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return True
+    if sys.platform != "linux" or any(any(Path("/dev").glob(x)) for x in _DEVICE_FILES):
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    return False
+
+
 def select(backend: str | None = None) -> Device:
     """Return CUDA if there is a GPU, else the CPU.
 
@@ -107,79 +143,10 @@ def select(backend: str | None = None) -> Device:
             f"`--distributed-backend` ({backend}) must be nccl or gloo; leave it out to get the "
             "one that fits the device."
         )
+    import torch
+
     if torch.cuda.is_available():
         return Device("cuda", backend or "nccl")
     if backend == "nccl":
         logger.info("no GPU was found: the ranks talk over gloo instead of nccl")
     return Device("cpu", "gloo")
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a tensor on a device, or the tensor itself if it is there already.
-
-    The copy to a GPU goes from pinned memory through a separate stream. So it overlaps kernels
-    launched earlier, and the host does not wait for it.
-    """
-    if device.type != "cuda" or host.device.type != "cpu":
-        return host.to(device, non_blocking=True)
-    copies = _stream_of_copies(device)
-    current = torch.cuda.current_stream(device)
-    with torch.cuda.stream(copies):
-        copy = host.pin_memory().to(device, non_blocking=True)
-    current.wait_stream(copies)
-    copy.record_stream(current)
-    return copy
-
-
-@functools.cache
-def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-class HostCopy:
-    """A copy of a few numbers ``[n]`` from any device to the host, begun without waiting for it."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._host = values
-        self._arrived: torch.cuda.Event | None = None
-        if values.is_cuda:
-            self._host = torch.empty_like(values, device="cpu", pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-
-    def read(self) -> list[float]:
-        """Return the numbers; wait until they are copied, but not for work launched later."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        numbers: list[float] = self._host.tolist()
-        return numbers
-
-
-@contextmanager
-def other_threads_go_on() -> Iterator[None]:
-    """Let other threads use the GPU while this thread captures CUDA graphs in this context.
-
-    In the default capture mode, the pinning thread of a data loader would fail and break the
-    capture. `torch.cuda.make_graphed_callables` has no argument for the mode, so `torch.cuda.graph`
-    is replaced in this context by a version with mode "thread_local".
-    """
-    original = torch.cuda.graph
-    torch.cuda.graph = functools.partial(original, capture_error_mode="thread_local")  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        torch.cuda.graph = original  # type: ignore[misc]
-
-
-def destroy_graphs() -> None:
-    """Destroy all CUDA graphs of this process, for which NCCL's shutdown would otherwise wait.
-
-    The traceback of a failed step may keep graphs alive:
-    https://docs.nvidia.com/dl-cuda-graph/troubleshooting/process-hang.html
-    """
-    if torch.cuda.graph.default_capture_stream is None:
-        return  # nothing was ever captured
-    for thing in gc.get_objects():
-        if type(thing) is torch.cuda.CUDAGraph:
-            thing.reset()

@@ -25,7 +25,8 @@ from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.inspect.layouts import NamedLayout, flags_of_run
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.train.launch import fork_ranks
-from megatron_ext.train.main import preflight, pretrain
+from megatron_ext.train.main import preflight
+from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, TaskChoice

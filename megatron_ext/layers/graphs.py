@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.func import functional_call
 
-from megatron_ext.device import other_threads_go_on
+from megatron_ext.device.streams import other_threads_go_on
 from megatron_ext.layers import masks
 from megatron_ext.layers.hooks import call_pre_hooks
 

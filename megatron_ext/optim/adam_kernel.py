@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ext.device import to_device
+from megatron_ext.device.streams import to_device
 from megatron_ext.optim.fused_adam import Entry, Settings
 
 BLOCK = 1024

@@ -23,7 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext import core
-from megatron_ext.device import HostCopy
+from megatron_ext.device.streams import HostCopy
 from megatron_ext.optim.adam import ADAMS, Custom
 
 

@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.rules.parallel import mtp_stage
-from megatron_ext.device import Device, destroy_graphs
+from megatron_ext.device import Device
+from megatron_ext.device.streams import destroy_graphs
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Layout, Placement, groups_of
 from megatron_ext.parallel.recorder import Recorder

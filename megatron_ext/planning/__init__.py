@@ -2,11 +2,12 @@
 
 Each module imports only modules above it:
 
+- task_cost.py: `TaskCost`, with which a task describes what its models cost
 - stages.py: parallel sizes of a run, and the stages of its pipeline
 - state.py: exact bytes that a rank keeps between steps
 - kernels.py: numbers of kernels, operations and bytes in a step, by class of kernels
 - hardware.py: rates that GPUs reach
-- network.py: `TaskCost`, with which a task describes what its models cost
+- network.py: `Network`, the formulas of a model's cost
 - memory.py: peak memory of each pipeline rank, and the check of a run on CPUs before it starts
 - muon.py: operations and messages of the Muon optimizer
 - step_time.py: time of a step, and the search for the fastest layouts

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import ConfigError
-from megatron_ext.planning.network import Case, Network, TaskCost
+from megatron_ext.planning.network import Case, Network
 from megatron_ext.planning.stages import LayerBytes, Stage
 from megatron_ext.planning.state import State, Weight, rank_state
+from megatron_ext.planning.task_cost import TaskCost
 from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind, Plan
 
 

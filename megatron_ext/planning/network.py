@@ -1,4 +1,4 @@
-"""The interface between planning and a task: `TaskCost`, and the formulas of a `Network`.
+"""The interface between planning and a task's networks: the formulas of a `Network`.
 
 Planning contains no model. A task provides its networks, each of which counts the parameters,
 bytes, floating-point operations and messages of a pipeline stage. Planning derives the rest.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.precision import CudaGraphConfig, Fp8Config
+from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, Summed
@@ -24,7 +22,8 @@ from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import Plan
 
 if TYPE_CHECKING:
-    from megatron_ext.device.gpus import Gpu
+    from rich.table import Table
+
     from megatron_ext.planning.kernels import Work
 
 MULTIPLY_AND_ADD = 2
@@ -337,35 +336,5 @@ class Case:
     columns: Mapping[str, str] = field(default_factory=dict)
 
 
-Report = tuple[Sequence[Table | str], bool]
+Report = tuple[Sequence["Table | str"], bool]
 """The parts of a report in order, and whether the run fits the given GPU."""
-
-
-@dataclass(frozen=True)
-class TaskCost:
-    """The functions with which a task describes the cost of its runs to planning.
-
-    Attributes:
-        cases: takes a resolved configuration; returns a `Case` for each kind of batch. It may open
-            the run's data.
-        modes: names of the recomputation modes that a report compares, from none to full.
-        recompute: takes a configuration and a mode; returns the configuration with this mode.
-        from_flags: whether the cases depend only on the flags, not on the data. Only then can
-            layouts be searched, and can a run on CPUs be checked against its host's memory.
-        report: None for tasks that `report_cases` reports. A task whose step does not train exactly
-            one network gives a function here, which takes a configuration and a GPU or None, and
-            returns the report.
-        num_experts: takes a configuration; returns the number of experts in a layer that expert
-            parallelism can divide, or 0 without experts.
-    """
-
-    cases: Callable[[RunConfig], Sequence[Case]] = lambda _: ()
-    modes: tuple[str, ...] = ("none",)
-    recompute: Callable[[RunConfig, str], RunConfig] = lambda config, _: config
-    from_flags: bool = False
-    report: Callable[[RunConfig, Gpu | None], Report] | None = None
-    num_experts: Callable[[RunConfig], int] = lambda _: 0
-
-    def modes_with(self, graphs: CudaGraphConfig) -> tuple[str, ...]:
-        """Return the recomputation modes that a run can use; with CUDA graphs only ``none``."""
-        return self.modes if graphs.cuda_graph_impl == "none" else ("none",)

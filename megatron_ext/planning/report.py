@@ -19,9 +19,10 @@ from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.planning.budget import budget_table
 from megatron_ext.planning.hardware import assumed, gpu_named, size
 from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
-from megatron_ext.planning.network import Case, Network, Report, TaskCost, Volume, step_plan
+from megatron_ext.planning.network import Case, Network, Report, Volume, step_plan
 from megatron_ext.planning.state import ROUTED, distinct
 from megatron_ext.planning.step_time import Estimate, SearchResult, estimate, rank_volume
+from megatron_ext.planning.task_cost import TaskCost
 from megatron_ext.schedules.picture import save as save_schedule
 from megatron_ext.schedules.picture import write_figure
 from megatron_ext.schedules.plan import Plan, price

@@ -19,8 +19,9 @@ from megatron_ext.planning.hardware import DEFAULT, Efficiency, Rates, reserve_o
 from megatron_ext.planning.kernels import Phase, Work, update_work
 from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
 from megatron_ext.planning.muon import muon_volume, muon_work
-from megatron_ext.planning.network import Network, TaskCost, Volume, ring
+from megatron_ext.planning.network import Network, Volume, ring
 from megatron_ext.planning.stages import FP32, Stage
+from megatron_ext.planning.task_cost import TaskCost
 from megatron_ext.schedules.plan import Durations, Price, price
 
 

@@ -38,7 +38,9 @@ from megatron_ext.text.config.rules import text_rules
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.data.blend import Blend, read_blend
 from megatron_ext.text.data.config import DataConfig
-from megatron_ext.text.task import GPT, tokenizer_inputs, with_tokenizer
+from megatron_ext.text.inputs import tokenizer_inputs
+from megatron_ext.text.run import with_tokenizer
+from megatron_ext.text.task import GPT
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main

@@ -1,21 +1,18 @@
-"""The two tasks of pretrain_gpt.py, pretraining and fine-tuning, and their checks before a run."""
+"""The two tasks of pretrain_gpt.py, pretraining and fine-tuning: their flags, rules and parts.
+
+A program imports this file to know its flags, so the parts that need torch or megatron-core are
+named by `later`. Most of them are in `text.run`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from megatron_ext import extras
 from megatron_ext.config.inapplicable import names_of
-from megatron_ext.config.model import ModelConfig, padded_size
-from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.loader import BatchSource, build_source
-from megatron_ext.errors import ConfigError, FlagError
+from megatron_ext.errors import FlagError
 from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.inapplicable import TEXT_FLAGS
@@ -26,32 +23,15 @@ from megatron_ext.text.config.rules import (
     text_rules,
 )
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.cost.network import GPT_COST
-from megatron_ext.text.data.blend import source_options
-from megatron_ext.text.data.config import DataConfig
-from megatron_ext.text.data.gpt import build_mock_datasets, check_mock_data
+from megatron_ext.text.cost.task_cost import GPT_COST
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
-from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
-from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer, check_files
-from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.train.callbacks.callback import Callback
-from megatron_ext.train.run import Run
-from megatron_ext.train.task import STEP_FLAGS, Datasets, Task, TaskChoice, later
+from megatron_ext.text.inputs import conversation_inputs, gpt_inputs
+from megatron_ext.train.task import STEP_FLAGS, Task, TaskChoice, later
 
-if TYPE_CHECKING:
-    import torch
-
-    from megatron_ext.parallel.context import ParallelContext
-
-DIRECT = "megatron_ext.text.data.splits"
-"""The module for ``--data-order direct``; only runs with this order import it."""
-INDEXED = "megatron_ext.text.data.checked"
-"""The module for megatron-core's order of samples; runs with ``--mock-data`` do not import it."""
 FOLDERS = "megatron_ext.text.convert.training"
 """The module for ``--load-hf`` and ``--save-hf``; only runs with such flags import it."""
-SCORES = "megatron_ext.text.evaluation.scores"
-"""The module that scores a model on ``--eval-tasks``; only runs with this flag import it."""
+RUN = "megatron_ext.text.run"
+"""The module of the functions that run before the first step and between steps."""
 
 
 def loads_folder(config: RunConfig) -> bool:
@@ -87,43 +67,6 @@ def folder_errors(config: RunConfig) -> list[str]:
     return errors
 
 
-def weights_of_folder(
-    config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module]
-) -> list[str] | None:
-    """Load the weights in the folder of ``--load-hf`` into the model chunks of this rank.
-
-    Return notes for the user, or None if the flag is not given.
-    """
-    if not loads_folder(config):
-        return None
-    notes: list[str] = later(f"{FOLDERS}:load_initial_weights")(config, context, chunks)
-    return notes
-
-
-def saved_folders(run: Run) -> Callback | None:
-    """Return the callback that writes the model to ``--save-hf``; None without the flag."""
-    has = run.config.has(HuggingFaceConfig)
-    if not has or run.config.section(HuggingFaceConfig).save_hf is None:
-        return None
-    built: Callback = later(f"{FOLDERS}:HuggingFaceFolders")(run)
-    return built
-
-
-def task_scores(run: Run) -> Callback | None:
-    """Return the callback that scores the model on ``--eval-tasks``; None without the flag."""
-    has = run.config.has(TaskEvaluationConfig)
-    if not has or not run.config.section(TaskEvaluationConfig).eval_tasks:
-        return None
-    built: Callback = later(f"{SCORES}:TaskScores")(run)
-    return built
-
-
-def check_scoring(config: RunConfig) -> None:
-    """Raise a ConfigError if a run cannot score its model on ``--eval-tasks`` during training."""
-    if config.section(TaskEvaluationConfig).eval_tasks:
-        later(f"{SCORES}:check_training")(config)
-
-
 def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
     """Return the errors in the flags of a text model's training run.
 
@@ -152,186 +95,8 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
     return errors
 
 
-def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return functions that each raise an error if a file of the run cannot be used.
-
-    The files are the folder of ``--load-hf`` and those of the tokenizer. With ``--load-hf``, the
-    tokenizer is checked only if ``--tokenizer-type`` is given too.
-    """
-    checks: list[Callable[[], Any]] = []
-    folder = config.section(HuggingFaceConfig).load_hf
-    tokenizer = config.section(TokenizerConfig)
-    if folder is not None:
-        read_model = later("megatron_ext.text.convert.config:read_model")
-        checks.append(partial(read_model, Path(folder)))
-    if folder is None or tokenizer.tokenizer_type != TokenizerConfig().tokenizer_type:
-        checks.append(partial(check_files, tokenizer))
-    return checks
-
-
-def gpt_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return functions that each raise an error if a tokenizer's file or a dataset is unusable."""
-    dataset_checks = later("megatron_ext.text.data.plan:dataset_checks")
-    return [*tokenizer_inputs(config), *dataset_checks(config)]
-
-
-def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Build the tokenizer that the flags give.
-
-    Return the configuration with the padded vocabulary size filled in, and the tokenizer.
-    """
-    tokenizer = build_tokenizer(config.section(TokenizerConfig))
-    if loads_folder(config):
-        later(f"{FOLDERS}:check_vocabulary")(config, tokenizer.vocab_size)
-    model = padded_to_ranks(config.model, config.parallel, tokenizer.vocab_size)
-    note = padding_note(config.model, model, config.parallel.tensor_model_parallel_size)
-    if note is not None and int(os.environ.get("RANK", "0")) == 0:
-        print(f"> {note}", flush=True)
-    return dataclasses.replace(config, model=model), tokenizer
-
-
-def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check a run's data before the model is built.
-
-    Return the configuration with the padded vocabulary size filled in, and the tokenizer.
-    """
-    config, tokenizer = with_tokenizer(config)
-    if is_direct(config):
-        config = later(f"{DIRECT}:prepare_direct")(config, tokenizer)
-    elif config.section(DataConfig).mock_data:
-        check_mock_data(config, tokenizer)
-    else:
-        later(f"{INDEXED}:check_files")(config, tokenizer)
-    check_scoring(config)
-    return config, tokenizer
-
-
-def is_direct(config: RunConfig) -> bool:
-    """Return whether ``--data-order`` is ``direct``, which needs no index of the samples."""
-    return config.section(DataConfig).data_order == "direct"
-
-
-def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return warnings if pretraining takes data for padding, or misses the ends of documents."""
-    module = DIRECT if is_direct(config) else INDEXED
-    warnings: list[str] = later(f"{module}:separator_warnings")(config, tokenizer)
-    return warnings
-
-
-def build_datasets(
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    sizes: Sequence[int | None],
-    is_built_on_rank: Callable[[], bool],
-) -> Datasets:
-    """Build the train, valid and test split in the order of samples that ``--data-order`` names.
-
-    ``sizes`` has the number of samples of each split; None means one epoch. ``is_built_on_rank``
-    tells whether this rank reads data.
-    """
-    if is_direct(config):
-        datasets: Datasets = later(f"{DIRECT}:build_direct")(config, tokenizer)
-        return datasets
-    arguments = config, tokenizer, sizes, is_built_on_rank
-    if config.section(DataConfig).mock_data:
-        return build_mock_datasets(*arguments)
-    built: Datasets = later(f"{INDEXED}:build_checked_datasets")(*arguments)
-    return built
-
-
-def text_source(
-    run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
-) -> BatchSource:
-    """Return the source of a split's batches, which gives the micro-batches of a step at a time.
-
-    Args:
-        dataset: the dataset of the split.
-        assets: the tokenizer of the run.
-        consumed_samples: number of samples to skip, which the run has read before.
-        full_epoch: whether to read the whole split in order, again and again, as
-            ``--full-validation`` needs it.
-    """
-    if is_direct(run.config):
-        dataset = later(f"{DIRECT}:continued_split")(run, dataset)
-    parts = run.config, run.context, run.device
-    options = source_options(run.config.section(DataConfig), assets.eod)
-    return build_source(dataset, *parts, consumed_samples, full_epoch, **options)
-
-
-def storage_notes(run: Run) -> Callback | None:
-    """Return the callback that reports how many requests are made to object storage.
-
-    Return None if the run reads nothing from there, as without ``--data-order direct``, or if this
-    rank prints nothing.
-    """
-    if not is_direct(run.config):
-        return None
-    built: Callback | None = later("megatron_ext.text.data.storage:storage_notes")(run)
-    return built
-
-
-def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> ModelConfig:
-    """Return ``model`` with a vocabulary padded so that tensor-parallel ranks share it equally.
-
-    A given ``--padded-vocab-size`` stays; raise a ConfigError if it is less than ``vocab_size``.
-    """
-    model = dataclasses.replace(model, unpadded_vocab_size=vocab_size)
-    given = model.padded_vocab_size
-    if given and given < vocab_size:
-        raise ConfigError.about(
-            "--padded-vocab-size",
-            given,
-            f"must be at least the {vocab_size} entries of the tokenizer",
-            "leave it out to have it computed",
-        )
-    if not given:
-        ranks = parallel.tensor_model_parallel_size
-        padded = padded_size(vocab_size, model.make_vocab_size_divisible_by, ranks)
-        model = dataclasses.replace(model, padded_vocab_size=padded)
-    return model
-
-
-def padding_note(given: ModelConfig, padded: ModelConfig, ranks: int) -> str | None:
-    """Return a note if the vocabulary has more padding than it would have on one rank, else None.
-
-    ``given`` and ``padded`` are the model's flags before and after padding, ``ranks`` is the
-    tensor-parallel size. Here as in Megatron-LM, the softmax of the loss includes padded entries,
-    so losses depend on the number of these entries.
-    """
-    if given.padded_vocab_size or not padded.unpadded_vocab_size:
-        return None
-    alone = padded_size(padded.unpadded_vocab_size, given.make_vocab_size_divisible_by, 1)
-    if padded.padded_vocab_size == alone:
-        return None
-    return (
-        f"The vocabulary is padded to {padded.padded_vocab_size} entries for "
-        f"`--tensor-model-parallel-size` ({ranks}), but to {alone} on one rank. The softmax of the "
-        "loss goes over all of them, so losses differ a little from those of other sizes, as in "
-        f"Megatron-LM; `--padded-vocab-size {padded.padded_vocab_size}` makes layouts the same."
-    )
-
-
-def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
-    """Return lines for the user on entries of the tokenizer's files that have no effect.
-
-    Return [] if ``assets`` is not a tokenizer, as may be so in a task that a user makes from `GPT`.
-    """
-    return assets.notes() if isinstance(assets, Tokenizer) else []
-
-
-def data_ledger(run: Run) -> Callback | None:
-    """Return the callback that records which samples a run with ``--data-order direct`` reads.
-
-    It is part of the add-on ``ledger``. Return None if the add-on is not installed, without
-    ``--save``, with other orders, and on all ranks but 0.
-    """
-    writes = run.context.rank == 0 and run.config.checkpoint.save is not None
-    if not writes or not run.progress.data_order:
-        return None
-    ledger = extras.part("ledger", "recording")
-    built: Callback | None = None if ledger is None else ledger.DataLedger(run)
-    return built
-
+GPT_STEP = later("megatron_ext.text.step:gpt_forward_step")
+GPT_CHUNK = later("megatron_ext.text.model.gpt:build_gpt_chunk")
 
 GPT = Task(
     sections=(*SECTIONS, HuggingFaceConfig),
@@ -340,21 +105,26 @@ GPT = Task(
     rules=gpt_rules,
     stored_model=stored_text_model,
     described_model=model_of_folder,
-    initial_weights=weights_of_folder,
-    preflight=prepare_gpt,
+    initial_weights=later(f"{RUN}:weights_of_folder"),
+    preflight=later(f"{RUN}:prepare_gpt"),
     inputs=gpt_inputs,
-    data_lines=tokenizer_lines,
-    datasets=build_datasets,
-    source=text_source,
-    model_chunk=build_gpt_chunk,
-    forward_step=gpt_forward_step,
+    data_lines=later(f"{RUN}:tokenizer_lines"),
+    datasets=later(f"{RUN}:build_datasets"),
+    source=later(f"{RUN}:text_source"),
+    model_chunk=GPT_CHUNK,
+    forward_step=GPT_STEP,
     implements={
-        gpt_forward_step: f"{STEP_FLAGS} mtp-num-layers",
-        build_gpt_chunk: names_of(HybridConfig),
+        GPT_STEP: f"{STEP_FLAGS} mtp-num-layers",
+        GPT_CHUNK: names_of(HybridConfig),
     },
-    prepare_batches=prepare_batches,
-    step_stats=text_step_stats,
-    callbacks=(data_ledger, task_scores, saved_folders, storage_notes),
+    prepare_batches=later("megatron_ext.text.step:prepare_batches"),
+    step_stats=later("megatron_ext.text.step:text_step_stats"),
+    callbacks=(
+        later(f"{RUN}:data_ledger"),
+        later(f"{RUN}:task_scores"),
+        later(f"{RUN}:saved_folders"),
+        later(f"{RUN}:storage_notes"),
+    ),
     cost=GPT_COST,
     perplexity=True,
 )
@@ -364,11 +134,11 @@ SFT = dataclasses.replace(
     GPT,
     rules=training_rules,
     preflight=later("megatron_ext.text.sft.task:prepare_sft"),
-    inputs=later("megatron_ext.text.sft.task:conversation_inputs"),
+    inputs=conversation_inputs,
     datasets=later("megatron_ext.text.sft.dataset:build_splits"),
     data_lines=later("megatron_ext.text.sft.task:conversation_lines"),
 )
-"""The fine-tuning task; its code is imported when it runs."""
+"""The fine-tuning task."""
 
 
 def task_of(config: RunConfig) -> Task:

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from megatron_ext import limits
 from megatron_ext.device import Device
 from megatron_ext.disk.host_folder import (
@@ -44,7 +42,6 @@ from megatron_ext.errors import (
     parent_at_start,
     release_signals,
 )
-from megatron_ext.parallel.context import INIT_METHOD, NoAnswer, contact_fault
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_LOST_CONTACT,
     EXIT_CODE_NO_ANSWER,
@@ -208,6 +205,8 @@ def rank_end() -> Iterator[End]:
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return
+        from megatron_ext.parallel.context import NoAnswer, contact_fault
+
         fault = contact_fault(error)
         message = limits.sentence(error) or traceback.format_exc()
         end.exit_code = 1
@@ -238,6 +237,8 @@ def _lacks_memory(error: BaseException) -> bool:
     torch's allocator of main memory raises a plain RuntimeError, so only its text tells. Other
     errors may follow, so the errors that preceded this one are examined too.
     """
+    import torch
+
     text = "can't allocate memory"
     before = error.__context__
     lacks = isinstance(error, MemoryError | torch.OutOfMemoryError) or text in str(error)
@@ -449,6 +450,8 @@ def _forked(
     ``environment`` has further variables for the ranks. The context must last until they have
     ended, since it holds the file through which they find each other.
     """
+    from megatron_ext.parallel.context import INIT_METHOD
+
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -474,6 +477,8 @@ def _child(
     main: Main, environment: Mapping[str, str], parent: int, forwarder: SignalForwarder
 ) -> None:
     """Run a forked rank, which ends if process ``parent`` does; exit with the rank's exit code."""
+    import torch
+
     code = 1
     try:
         end_with_parent(parent)

@@ -1,20 +1,20 @@
-"""The entry points: `main` runs a whole program, and `pretrain` trains a model on one rank."""
+"""`main` runs a whole program: it checks the flags and all that a run needs, then starts ranks.
+
+All errors in flags are told before torch and megatron-core are imported, which takes seconds. So
+this module imports neither, and names what needs them by `later`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from megatron.core.transformer import TransformerConfig
-
-from megatron_ext import extras
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.config.parser import (
     Elsewhere,
@@ -25,8 +25,7 @@ from megatron_ext.config.parser import (
     read_words,
 )
 from megatron_ext.config.run import RunConfig
-from megatron_ext.device import Device, keep_launch_order, select
-from megatron_ext.disk.bus import tell_bus_errors
+from megatron_ext.device import keep_launch_order, select, surely_no_gpu
 from megatron_ext.disk.host_folder import generation
 from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import (
@@ -35,27 +34,13 @@ from megatron_ext.errors import (
     MegatronExtError,
     say_to_stderr,
 )
-from megatron_ext.layers.compiled import compile_alike, compile_nothing
-from megatron_ext.layers.transformer_config import check_core
-from megatron_ext.parallel.context import (
-    embedding_ranks,
-    forked_by_launcher,
-    init_groups,
-    seed_everything,
-)
-from megatron_ext.parallel.grid import Layout
-from megatron_ext.parallel.recorder import Recorder, open_recorder
-from megatron_ext.planning.memory import check_host_memory
-from megatron_ext.train.callbacks.evaluation import evaluate_at_end
 from megatron_ext.train.exit_signal import ExitSignal, loss_at_end
-from megatron_ext.train.launch import Launch, check_launcher, launch, launch_of, refuse
-from megatron_ext.train.loop import train
-from megatron_ext.train.reporting.build import build_reporters, reported_end
-from megatron_ext.train.reporting.start import start_lines
-from megatron_ext.train.run import Run
-from megatron_ext.train.setup import build_run
+from megatron_ext.train.launch import check_launcher, launch, launch_of, refuse
 from megatron_ext.train.supervision import check_add_ons, supervision_of
 from megatron_ext.train.task import Preflight, Task, TaskChoice, later
+
+if TYPE_CHECKING:
+    from megatron_ext.train.pretrain import Work
 
 EVERYWHERE = (
     # megatron-core deprecates its own default value of this field.
@@ -103,8 +88,12 @@ def silence_known_warnings(device: str) -> None:
         logging.getLogger(name).addFilter(silenced)
 
 
-INJECTED = "MEGATRON_EXT_FAULTS"
-"""The environment variable that tells the add-on ``chaos`` which faults to inject into a run."""
+check_core = later("megatron_ext.layers.transformer_config:check_core")
+check_host_memory = later("megatron_ext.planning.memory:check_host_memory")
+pretrain = later("megatron_ext.train.pretrain:pretrain")
+print_plan = later("megatron_ext.planning.report:print_plan")
+reported_end = later("megatron_ext.train.reporting.build:reported_end")
+start_lines = later("megatron_ext.train.reporting.start:start_lines")
 # A run that neither saves nor loads imports no code for checkpoints.
 _CHECKPOINT = "megatron_ext.checkpoint"
 check_replaced = later(f"{_CHECKPOINT}.stored:check_replaced")
@@ -112,19 +101,14 @@ check_resume = later(f"{_CHECKPOINT}.compatibility:check_resume")
 check_save_folder = later(f"{_CHECKPOINT}.publish:check_save_folder")
 check_start = later(f"{_CHECKPOINT}.stored:check_start")
 copy_records = later(f"{_CHECKPOINT}.staging:copy_records")
-ending = later(f"{_CHECKPOINT}.background:ending")
 fetched = later(f"{_CHECKPOINT}.staging:fetched")
 find = later(f"{_CHECKPOINT}.stored:find")
 goes_on = later(f"{_CHECKPOINT}.run_record:goes_on")
-hold_save_folder = later(f"{_CHECKPOINT}.publish:hold_save_folder")
 load_notes = later(f"{_CHECKPOINT}.stored:load_notes")
 read_run_config = later(f"{_CHECKPOINT}.stored:read_run_config")
 root_of = later(f"{_CHECKPOINT}.files:root_of")
 stage = later(f"{_CHECKPOINT}.staging:stage")
-start_helper = later(f"{_CHECKPOINT}.background:Helper")
 missing_packages = later("megatron_ext.train.reporting.trackers:missing_packages")
-
-Work = Callable[[Run], "int | None"]
 
 
 def main(
@@ -160,22 +144,30 @@ def main(
     try:
         words = read_words(argv, program, elsewhere)
         stored = stored_config(words)
-        if splits_layers(words, stored):
-            keep_launch_order()
-        options: dict[str, Any] = {"checkpoint_config": stored, "defaults": defaults}
-        options |= {"device": select().kind, "elsewhere": elsewhere}
-        parse = partial(parse_args, argv, program, **options)
-        parsed = parse(world_size=int(os.environ.get("WORLD_SIZE", "0")), reading=words)
+        parse = partial(
+            parse_args,
+            argv,
+            program,
+            world_size=int(os.environ.get("WORLD_SIZE", "0")),
+            checkpoint_config=stored,
+            defaults=defaults,
+            elsewhere=elsewhere,
+        )
+        parsed = parsed_for_device(parse, words, stored)
         if parsed.print_config:
             print(parsed.config.to_yaml() if first else "", end="")
             return 0
         logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
-        device = select(parsed.config.parallel.distributed_backend)
         task = parsed.task
         check_add_ons(parsed.config)
         staged = stage(parsed.config, is_first=first) if parsed.config.checkpoint.addresses else []
         config, assets = preflight(parsed.config, task.preflight)
-        configure = partial(_resized, config, task, parse)
+        device = select(config.parallel.distributed_backend)
+        if device.kind != config.device:
+            # torch finds a GPU although nothing else did.
+            parsed = parse(device=device.kind)
+            config, assets = preflight(parsed.config, task.preflight)
+        configure = partial(_resized, config, task, partial(parse, device=device.kind))
         supervision = supervision_of(config)
         silence_known_warnings(device.kind)
         loading = load_notes(config.checkpoint) if config.checkpoint.is_used else []
@@ -183,8 +175,6 @@ def main(
         for note in every if first else ():
             print(f"> {note}", flush=True)
         if config.planning.dry_run:
-            from megatron_ext.planning.report import print_plan
-
             return int(first and not print_plan(config, task.cost))
         transformer_config = check_core(config)
         supervision.prepare(configure)
@@ -214,8 +204,10 @@ def main(
         return refuse(ConfigError(errors))
     # Ranks may be forked from here, and must know of a signal that arrives before they start.
     exit_signal = ExitSignal.of_run(config.training)
+    # Forked ranks share what is imported here.
+    task = task.loaded()
     program_of = partial(
-        pretrain,
+        pretrain.load(),
         device=device,
         assets=assets,
         work=work,
@@ -237,7 +229,32 @@ def main(
         )
     if config.checkpoint.addresses:
         copy_records(config.checkpoint, is_first=first)
-    return end.exit_code
+    code: int = end.exit_code
+    return code
+
+
+def parsed_for_device(
+    parse: Callable[..., ParsedArgs], words: Reading, stored: Mapping[str, Any] | None
+) -> ParsedArgs:
+    """Parse the flags for the device of this machine.
+
+    Only torch knows for certain that there is a GPU, but its import takes seconds. It is not
+    imported if there surely is no GPU, or if the flags are refused alike with and without one.
+
+    Args:
+        parse: `parse_args` with all arguments but ``device`` and ``reading``.
+        words: the result of `read_words`, which cannot be used afterwards.
+        stored: the configuration in the checkpoint to load, or None.
+    """
+    if "torch" not in sys.modules:
+        if surely_no_gpu():
+            return parse(device="cpu", reading=words)
+        on_cpu, on_gpu = (_run_all([partial(parse, device=x)])[1] for x in ("cpu", "cuda"))
+        if on_cpu and on_gpu and on_cpu[0].messages == on_gpu[0].messages:
+            raise on_cpu[0]
+    if splits_layers(words, stored):
+        keep_launch_order()
+    return parse(device=select().kind, reading=words)
 
 
 def _tell_loss(config: RunConfig, code: int) -> None:
@@ -299,115 +316,6 @@ def splits_layers(words: Reading, stored: Mapping[str, Any] | None) -> bool:
     sizes = {**(stored or {}).get("parallel", {}), **flags}
     names = "tensor_model_parallel_size", "context_parallel_size"
     return any((sizes.get(name) or 1) != 1 for name in names)
-
-
-def pretrain(
-    task: Task,
-    config: RunConfig,
-    *,
-    device: Device,
-    assets: Any,
-    prepare: Callable[[Run], None] | None = None,
-    work: Work | None = None,
-    launched: Launch | None = None,
-    exit_signal: ExitSignal | None = None,
-    transformer_config: TransformerConfig | None = None,
-) -> int:
-    """Train one model on this rank, and return the exit code; all ranks call this.
-
-    Args:
-        assets: what `Task.preflight` returned.
-        prepare: called with the `Run` before training, for example to attach an observer.
-        work: called with the `Run` instead of training and evaluation.
-        launched: the launch of the run. If it is given, the run records how all time since the
-            launch began is spent; None to record nothing.
-        exit_signal: the exit signal that the program already watches; None to watch it from now on.
-        transformer_config: the result of `check_core` for ``config``; None to build it here.
-    """
-    exit_signal = exit_signal or ExitSignal.of_run(config.training)
-    recorder = open_recorder()
-    injector = _injector(recorder, config)
-    # The helper must be forked before this process has threads, process groups or a GPU.
-    helper = start_helper() if config.checkpoint.async_save else None
-    torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
-    context = init_groups(
-        Layout.from_config(config.parallel),
-        device,
-        timeout_minutes=config.parallel.distributed_timeout_minutes,
-        hierarchical_context_parallel_sizes=config.engine.hierarchical_context_parallel_sizes,
-        get_embedding_ranks=embedding_ranks(config.model, config.parallel),
-        recorder=recorder,
-    )
-    try:
-        random_init = config.training.data_parallel_random_init
-        seed_everything(context, config.training.seed, data_parallel_random_init=random_init)
-        if config.training.deterministic_mode:
-            torch.use_deterministic_algorithms(True)
-        if not config.model.compile:
-            compile_nothing()
-        elif context.pgs.tp.size() > 1 and not config.parallel.sequence_parallel:
-            # Without sequence parallelism, tensor-parallel ranks hold the same hidden states and
-            # gradients of norms, so their kernels must agree bit for bit.
-            compile_alike()
-        save = config.checkpoint.save
-        guard = supervision_of(config).guard(context.rank)
-        lock = nullcontext() if save is None else hold_save_folder(save, context)
-        with guard, lock, nullcontext() if helper is None else ending(helper):
-            tell_bus_errors()
-            # The time limit applies to the whole job, with all its restarts.
-            started = None if launched is None else launched.started
-            run = build_run(
-                config,
-                task,
-                context,
-                torch_device,
-                assets,
-                helper,
-                started=started,
-                exit_signal=exit_signal,
-                transformer_config=transformer_config,
-            )
-            if injector is not None:
-                injector.chunks = run.chunks
-            resumed_at = run.progress.iteration
-            steps = run.num_iterations
-            reporters = build_reporters(
-                config,
-                context,
-                resumed_at=resumed_at,
-                num_iterations=steps,
-                launched=None if work is not None else launched,
-            )
-            with reporters as run.reporters:
-                if prepare is not None:
-                    prepare(run)
-                if work is not None:
-                    code = work(run)
-                else:
-                    code = None if config.training.skip_train else train(run)
-                    if code is None and config.training.evaluates:
-                        evaluate_at_end(run)
-                run.finish_saves()
-            for store in run.stores:
-                store.remove()
-        recorder.close()
-        return code or 0
-    except BaseException:
-        context.abort()
-        raise
-    finally:
-        # A forked rank ends next. The system closes its connections at once, whereas gloo takes
-        # about 10 ms for each connection of each group.
-        if not forked_by_launcher():
-            context.destroy()
-
-
-def _injector(recorder: Recorder, config: RunConfig) -> Any:
-    """Return an object that injects faults into this rank for tests; None if none are asked for."""
-    if INJECTED not in os.environ:
-        return None
-    chaos = extras.needed("chaos", "inject", INJECTED)
-    return chaos.arm(recorder, config.checkpoint.save)
 
 
 def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:

@@ -22,7 +22,7 @@ from megatron_ext.config.batch_size import BatchSize
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.loader import BatchSource
-from megatron_ext.device import HostCopy, to_device
+from megatron_ext.device.streams import HostCopy, to_device
 from megatron_ext.disk.host_folder import is_asked_to_resize, is_under_torchrun
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext

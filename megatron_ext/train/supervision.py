@@ -16,10 +16,10 @@ from megatron_ext import extras
 from megatron_ext.config.flags import changed
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.exit_signal import ExitSignal
 
 if TYPE_CHECKING:
+    from megatron_ext.parallel.context import ParallelContext
     from megatron_ext.train.supervisor import SignalForwarder, Supervisor
 
 RESILIENCE = "resilience"

@@ -1,5 +1,9 @@
 """A task: what to train, as a frozen dataclass of callables.
 
+A program imports its task to know its flags, and answers a mistake in them or ``--help`` at once.
+So this module imports neither torch nor megatron-core, and a task names the functions of its
+training by `later`.
+
 Annotations here use Any for `train.run.Run`, because its module imports this one.
 """
 
@@ -7,34 +11,91 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.inapplicable import ENGINE, Inapplicable
 from megatron_ext.config.run import RunConfig, TaskFlags, named
-from megatron_ext.data.batch import Batch
-from megatron_ext.data.loader import BatchSource
-from megatron_ext.layers.chunks import ModelChunk
-from megatron_ext.losses.contract import LossFunction, StepCounts
-from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.planning.network import TaskCost
-from megatron_ext.train.batch_size import StepStats
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.utils.data import Dataset
+
+    from megatron_ext.data.batch import Batch
+    from megatron_ext.data.loader import BatchSource
+    from megatron_ext.layers.chunks import ModelChunk
+    from megatron_ext.losses.contract import LossFunction, StepCounts
+    from megatron_ext.parallel.context import ParallelContext
+    from megatron_ext.planning.task_cost import TaskCost
+    from megatron_ext.train.batch_size import StepStats
+
+    # The type of a batch is known only to a task's source and its forward step.
+    ForwardStep = Callable[
+        [RunConfig, Any, torch.nn.Module, StepCounts | None], tuple[Tensor, LossFunction]
+    ]
+    PrepareBatches = Callable[[RunConfig, Sequence[Batch], ParallelContext], Sequence[Batch]]
+    SourceProvider = Callable[[Any, Any, Any, int, bool], BatchSource]
+    InitialWeights = Callable[
+        [RunConfig, ParallelContext, Sequence[torch.nn.Module]], list[str] | None
+    ]
+    BoundaryShape = Callable[[Any, torch.nn.Module], Sequence[int]]
 
 
-def later(place: str) -> Callable[..., Any]:
-    """Return a function that, when called, imports and calls ``place`` ("module:name")."""
-    module, _, name = place.partition(":")
+class Later:
+    """A function or class that is imported when it is first called.
 
-    def call(*args: Any, **options: Any) -> Any:
-        return getattr(import_module(module), name)(*args, **options)
+    It has a function's ``__module__``, ``__name__`` and ``__qualname__``, and ``place``, which is
+    "module:name".
+    """
 
-    return call
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.__module__, _, self.__name__ = place.partition(":")
+        self.__qualname__ = self.__name__
+
+    def load(self) -> Callable[..., Any]:
+        """Import and return the function or class itself."""
+        module = sys.modules.get(self.__module__) or _imported(self.__module__)
+        function: Callable[..., Any] = getattr(module, self.__name__)
+        return function
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.load()(*args, **options)
+
+
+def _imported(name: str) -> ModuleType:
+    """Import a module without collecting garbage meanwhile.
+
+    The imports of torch and megatron-core make many objects that stay. Going through them again and
+    again would take a fifth of the time.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def later(place: str) -> Later:
+    """Return a stand-in for ``place`` ("module:name") that imports it when it is called."""
+    return Later(place)
+
+
+def definition_of(function: Callable[..., Any]) -> object:
+    """Return where a function is defined: equal for a `Later` and the function that it names.
+
+    A callable without a definition of its own, such as a partial, is returned itself.
+    """
+    name = getattr(function, "__qualname__", None)
+    return function if name is None else (function.__module__, name)
 
 
 @dataclass(frozen=True)
@@ -52,16 +113,6 @@ class Datasets:
 DatasetsProvider = Callable[[RunConfig, Any, Sequence["int | None"], Callable[[], bool]], Datasets]
 Preflight = Callable[[RunConfig], tuple[RunConfig, Any]]
 InputChecks = Callable[[RunConfig], Sequence[Callable[[], Any]]]
-# The type of a batch is known only to a task's source and its forward step.
-ForwardStep = Callable[
-    [RunConfig, Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
-]
-PrepareBatches = Callable[[RunConfig, Sequence[Batch], ParallelContext], Sequence[Batch]]
-SourceProvider = Callable[[Any, Any, Any, int, bool], BatchSource]
-InitialWeights = Callable[
-    [RunConfig, ParallelContext, Sequence[torch.nn.Module]], "list[str] | None"
-]
-BoundaryShape = Callable[[Any, torch.nn.Module], Sequence[int]]
 ProcessNonLossData = Callable[[Any, int, Any], None]
 
 STEP_FLAGS = "loss loss-args label-smoothing z-loss-coeff cross-entropy-chunk-size"
@@ -162,7 +213,8 @@ class Task(TaskFlags):
         chunk or step runner does not implement it.
         """
         parts = [part for part in (self.forward_step, self.model_chunk) if part is not None]
-        own = {name for part in parts for name in self.implements.get(part, "").split()}
+        listed = {definition_of(part): names for part, names in self.implements.items()}
+        own = {name for part in parts for name in listed.get(definition_of(part), "").split()}
         names = " ".join([STEP_FLAGS, *self.implements.values()]).split()
         lacking = " ".join(dict.fromkeys(name for name in names if name not in own))
         named = " and ".join(f"`{getattr(part, '__name__', 'one of its own')}`" for part in parts)
@@ -173,6 +225,12 @@ class Task(TaskFlags):
         )
         of_runner = [] if self.step_runner is None else [OF_STEP_RUNNER]
         return (*self.inapplicable, ignored, *of_runner, *ENGINE)
+
+    def loaded(self) -> Task:
+        """Return a copy of the task in which each `Later` is replaced by what it names."""
+        values = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        loaded: dict[str, Any] = {k: x.load() for k, x in values.items() if isinstance(x, Later)}
+        return dataclasses.replace(self, **loaded)
 
     def replace(self, **changes: Any) -> Task:
         """Return a copy of the task with other values of some attributes.

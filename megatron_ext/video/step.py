@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.device import to_device
+from megatron_ext.device.streams import to_device
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.run import ConditionConfig, FlowConfig, TextDropoutConfig
 from megatron_ext.video.data.conditions import Text, drop_text, frame_masks, loss_mask

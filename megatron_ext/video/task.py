@@ -1,22 +1,17 @@
-"""The tasks of pretrain_video.py: flow matching with any network, and streaming long-tuning."""
+"""The tasks of pretrain_video.py: flow matching with any network, and streaming long-tuning.
+
+A program imports this file to know its flags, so the parts that need torch or megatron-core are
+named by `later`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from functools import partial
-
-import torch
-from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_attr_wrapped_model
-from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.losses.contract import LossFunction, StepCounts
-from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.planning.network import Case, TaskCost
-from megatron_ext.train.task import Task, TaskChoice
+from megatron_ext.planning.task_cost import TaskCost
+from megatron_ext.train.task import Task, TaskChoice, later
 from megatron_ext.video.config.rules import (
     SECTIONS,
     UNUSED_IN_FLOW,
@@ -26,76 +21,12 @@ from megatron_ext.video.config.rules import (
 )
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.stored import stored_video_model
-from megatron_ext.video.data.setup import (
-    VideoSource,
-    build_video_datasets,
-    planned_clips,
-    prepare_video,
-    video_inputs,
-    video_step_stats,
-)
-from megatron_ext.video.model.chunk import VideoChunk
 from megatron_ext.video.networks.lookup import chosen, network_of
 from megatron_ext.video.networks.network import VideoNetwork
-from megatron_ext.video.sampling.samples import ClipSampler, SampleWhileTraining
-from megatron_ext.video.step import FlowMicrobatch
 from megatron_ext.video.streaming.task import STREAMING
 
-
-def cases(config: RunConfig) -> Sequence[Case]:
-    """Return the cost model's `Case` of each bucket (size of clips) that some step uses.
-
-    This opens the training data, except with ``--dry-run-shape``.
-    """
-    return [
-        Case(
-            network=network_of(config).planned(clip),
-            name=clip.name,
-            share=clip.share,
-            columns={
-                "clips at a time": str(clip.micro_batch_size),
-                "text + image tokens": f"{clip.num_text} + {clip.num_image}",
-            },
-        )
-        for clip in planned_clips(config)
-    ]
-
-
-def build_chunk(
-    config: RunConfig,
-    transformer_config: TransformerConfig,
-    context: ParallelContext,
-    *,
-    vp_stage: int | None = None,
-    **stage: bool,
-) -> VideoChunk:
-    """Build one pipeline chunk of the run's network on this rank.
-
-    ``vp_stage`` is the index of the chunk on this rank; None if the rank has only one. ``stage`` is
-    unused, since ``context`` tells the pipeline stage.
-    """
-    network = network_of(config)
-    return network.chunk.build(
-        network.sizes, network.options, transformer_config, context, vp_stage=vp_stage
-    )
-
-
-def forward_step(
-    config: RunConfig, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
-) -> tuple[Tensor, LossFunction]:
-    """Run one pipeline chunk on one micro-batch; return its output and a loss function of it.
-
-    ``counts`` are the numbers of targets in the whole step, by which the loss is weighted. They are
-    None in evaluation, and on ranks that do not have the last pipeline stage.
-    """
-    return network_of(config).forward_step(batch, model, counts)
-
-
-def boundary_shape(batch: FlowMicrobatch, chunk: torch.nn.Module) -> list[int]:
-    """Return the shape of the tensor that pipeline stages send each other for a micro-batch."""
-    shape: list[int] = get_attr_wrapped_model(chunk, "boundary_shape")(**batch.boundary_inputs)
-    return shape
-
+DATA = "megatron_ext.video.data.setup"
+PARTS = "megatron_ext.video.flow"
 
 FLOW = Task(
     sections=SECTIONS,
@@ -104,17 +35,17 @@ FLOW = Task(
     resolve=resolve_flow,
     rules=flow_rules,
     stored_model=stored_video_model,
-    preflight=prepare_video,
-    inputs=video_inputs,
-    datasets=build_video_datasets,
-    source=VideoSource,
-    model_chunk=build_chunk,
-    boundary_shape=boundary_shape,
-    forward_step=forward_step,
-    step_stats=video_step_stats,
-    callbacks=(partial(SampleWhileTraining.of_run, build=ClipSampler),),
+    preflight=later(f"{DATA}:prepare_video"),
+    inputs=later(f"{DATA}:video_inputs"),
+    datasets=later(f"{DATA}:build_video_datasets"),
+    source=later(f"{DATA}:VideoSource"),
+    model_chunk=later(f"{PARTS}:build_chunk"),
+    boundary_shape=later(f"{PARTS}:boundary_shape"),
+    forward_step=later(f"{PARTS}:forward_step"),
+    step_stats=later(f"{DATA}:video_step_stats"),
+    callbacks=(later(f"{PARTS}:clip_samples"),),
     cost=TaskCost(
-        cases=cases,
+        cases=later(f"{PARTS}:cases"),
         modes=("none", "full"),
         recompute=lambda config, mode: network_of(config).recomputing(mode),
     ),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext import device
-from megatron_ext.device import HostCopy, cuda_shim, to_device
+from megatron_ext.device import cuda_shim, streams
+from megatron_ext.device.streams import HostCopy, to_device
 from tests.stream_order import OutOfOrder, Stream, StreamOrder
 from tests.stream_stand_in import stream_order
 
@@ -48,7 +48,7 @@ def test_a_copy_that_is_not_waited_for_is_found(
     batch = to_device(torch.ones(4, 8), GPU)
     said = (
         r"mul on the default stream \(tests/.*\) reads \[4, 8\], which copy to the GPU on a side "
-        r"stream \(megatron_ext/device/__init__.py:to_device\) wrote, without waiting for it"
+        r"stream \(megatron_ext/device/streams.py:to_device\) wrote, without waiting for it"
     )
     with pytest.raises(OutOfOrder, match=said):
         batch * 2
@@ -138,4 +138,4 @@ def test_a_missing_wait_is_found(order: StreamOrder, wait: Callable[[Stream], No
 
 
 def test_one_stream_of_copies_serves_all(order: StreamOrder) -> None:
-    assert device._stream_of_copies(GPU) is device._stream_of_copies(GPU)
+    assert streams._stream_of_copies(GPU) is streams._stream_of_copies(GPU)

@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ext.device import destroy_graphs, gpus, other_threads_go_on, to_device
+from megatron_ext.device import gpus
 from megatron_ext.device.gpus import copy_rate, has_fp8, matrix_rate, seconds_of
+from megatron_ext.device.streams import destroy_graphs, other_threads_go_on, to_device
 from megatron_ext.errors import DeviceNotSupported
 from megatron_ext.parallel.context import ParallelContext
 from tests.graph_stand_in import Capture, CpuGraph, graphs_on_a_cpu

@@ -38,7 +38,7 @@ SINKS = (
     "--softmax-type learnable --window-size 127 0 --window-attn-skip-freq [1,0] --kv-channels 64"
 )
 PIPELINE = "--pipeline-model-parallel-size 3 --num-layers 3 --global-batch-size 4"
-READ = "Event.synchronize at megatron_ext/device/__init__.py:read"
+READ = "Event.synchronize at megatron_ext/device/streams.py:read"
 """The host reads what the step before did, which is over by then."""
 ONCE = (
     "_local_scalar_dense at megatron_ext/layers/weight_gradients.py:",
@@ -49,7 +49,7 @@ ONCE = (
 )
 """Beginnings of the waits of a run's first two steps."""
 OUTSIDE_OF_LAYERS = (
-    "megatron_ext/device/__init__.py:",
+    "megatron_ext/device/streams.py:",
     "rope_utils.py:get_pos_emb_on_this_cp_rank",
 )
 """Where memory is pinned: on the way of batches and of results, and for rotary positions."""

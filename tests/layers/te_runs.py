@@ -21,7 +21,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from megatron_ext.device import Device
 from megatron_ext.layers.transformer_engine import prepare_transformer_engine
-from megatron_ext.train.main import pretrain
+from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.reporting.loss_plot import LossPlot
 from megatron_ext.train.run import Run

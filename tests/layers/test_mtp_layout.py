@@ -11,7 +11,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.inspect.parity import Parity, Recording, Tolerances, compare, record
 from megatron_ext.text.task import GPT
-from megatron_ext.train import main as pretrain
+from megatron_ext.train import pretrain
 from tests.training_runs import TINY, config_of, mock_data, train
 
 PLACE = "--pipeline-model-parallel-layout"

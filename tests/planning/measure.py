@@ -29,7 +29,7 @@ from megatron_ext.planning.state import rank_state
 from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.loop import train
-from megatron_ext.train.main import pretrain
+from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, TaskChoice
 from megatron_ext.video.streaming.step import StreamingRunner

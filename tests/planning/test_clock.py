@@ -25,7 +25,8 @@ from megatron_ext.planning.step_time import (
     update_volume,
 )
 from megatron_ext.schedules.plan import price
-from megatron_ext.text.cost.network import GPT_COST, GptNetwork
+from megatron_ext.text.cost.network import GptNetwork
+from megatron_ext.text.cost.task_cost import GPT_COST
 from megatron_ext.text.task import GPT
 from tests.planning.measure import configuration
 from tests.text.cost import layouts

@@ -13,7 +13,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.planning import memory as memory_module
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.memory import check_host_memory, fullest, memory, walk, worst_case
-from megatron_ext.planning.network import Case, TaskCost, fp8_bytes, step_plan
+from megatron_ext.planning.network import Case, fp8_bytes, step_plan
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, in_order, recomputed
 from megatron_ext.planning.state import (
     Linear,
@@ -27,9 +27,11 @@ from megatron_ext.planning.state import (
     rank_state,
     with_frozen,
 )
+from megatron_ext.planning.task_cost import TaskCost
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import COMPUTE, Kind
-from megatron_ext.text.cost.network import GPT_COST, GptNetwork, with_recomputation
+from megatron_ext.text.cost.network import GptNetwork
+from megatron_ext.text.cost.task_cost import GPT_COST, with_recomputation
 from megatron_ext.text.task import GPT
 from tests.planning.measure import configuration
 from tests.text.cost import layouts

@@ -31,7 +31,8 @@ from megatron_ext.planning.report import (
     volume_table,
 )
 from megatron_ext.planning.step_time import Candidate, SearchResult, estimate
-from megatron_ext.text.cost.network import GPT_COST, GptNetwork
+from megatron_ext.text.cost.network import GptNetwork
+from megatron_ext.text.cost.task_cost import GPT_COST
 from tests.planning.measure import configuration
 from tests.text.cost import layouts
 from tests.text.cost.layouts import llama_network

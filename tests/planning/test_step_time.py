@@ -19,7 +19,7 @@ from megatron_ext.planning.stages import LayerBytes, Ranks
 from megatron_ext.planning.state import Weight, buckets
 from megatron_ext.planning.step_time import candidates, estimate, search
 from megatron_ext.schedules.orders import build_plan
-from megatron_ext.text.cost.network import GPT_COST
+from megatron_ext.text.cost.task_cost import GPT_COST
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import main
 from tests.text.cost.layouts import MODEL, llama, llama_network

@@ -21,6 +21,7 @@ from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.errors import CheckpointError, ConfigError, DataError, MegatronExtError
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train import main as module
+from megatron_ext.train import pretrain as rank_module
 from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL, EXIT_CODE_USER_ERROR
 from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.launch import End, Launch
@@ -30,11 +31,11 @@ from megatron_ext.train.main import (
     input_errors,
     main,
     preflight,
-    pretrain,
     silence_known_warnings,
     splits_layers,
     stored_config,
 )
+from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.run import StopRequests
 from megatron_ext.train.supervision import Supervision
@@ -313,7 +314,7 @@ class Steps:
             "evaluate_at_end": lambda run: note("evaluate"),
             "supervision_of": lambda config: Supervision(),
         }.items():
-            monkeypatch.setattr(module, name, stand_in)
+            monkeypatch.setattr(rank_module, name, stand_in)
         monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: note("deterministic"))
 
     def init_groups(self, layout: Any, device: Any, **named: Any) -> Any:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext import device as copies
 from megatron_ext.data import batch
 from megatron_ext.data.batch import StepLoader
+from megatron_ext.device import streams as copies
 from megatron_ext.layers import linear
 from megatron_ext.layers.graphs import _Owned
 from megatron_ext.layers.transformer_config import StepTransformerConfig

@@ -26,7 +26,7 @@ from megatron_ext.disk.host_folder import generation, host_folder
 from megatron_ext.disk.writing import open_to_append, write_text
 from megatron_ext.extras.chaos.strikes import FROM_ANY_THREAD, STRIKES, Target, watch_fsync
 from megatron_ext.parallel.recorder import Recorder
-from megatron_ext.train.main import INJECTED as VARIABLE
+from megatron_ext.train.pretrain import INJECTED as VARIABLE
 
 SLOW = "slow rank"
 KINDS = (*STRIKES, SLOW)

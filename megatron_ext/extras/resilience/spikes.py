@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.device import HostCopy
+from megatron_ext.device.streams import HostCopy
 from megatron_ext.extras.resilience.rewind import Rewind
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.callbacks.non_finite import announce

@@ -49,8 +49,8 @@ from megatron_ext.inspect.preview.text import (
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.run import separator_warnings
 from megatron_ext.text.sft.dataset import report_conversations
-from megatron_ext.text.task import separator_warnings
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.main import preflight, silence_known_warnings, stored_config
 from megatron_ext.train.task import Task, TaskChoice

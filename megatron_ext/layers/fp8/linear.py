@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from megatron_ext.device import HostCopy
+from megatron_ext.device.streams import HostCopy
 from megatron_ext.layers.fp8.matrices import Quantized, product
 from megatron_ext.layers.fp8.scaling import DelayedScaling, Role, Scaling
 from megatron_ext.layers.weight_gradients import (

@@ -1,4 +1,4 @@
-"""The cost model of a GPT, `GPT_COST`, with which `planning` estimates memory and time.
+"""The cost model of a GPT, with which `planning` estimates memory and time.
 
 This file counts the layers of each pipeline stage, their parameters and the bytes that ranks send.
 flops.py has the sizes of a run and its operations, activations.py the bytes kept for the backward
@@ -19,7 +19,6 @@ from megatron_ext.parallel.grid import Layout, Placement
 from megatron_ext.planning.network import (
     FORWARD_AND_BACKWARD,
     Case,
-    TaskCost,
     Volume,
     fp8_bytes,
     ring,
@@ -34,18 +33,6 @@ from megatron_ext.text.cost.latent import LatentSizes
 
 if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work
-
-RECOMPUTATION: dict[str, dict[str, object]] = {
-    "none": {"recompute_granularity": None},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-        "recompute_modules": None,
-    },
-}
-"""The modes of recomputation, each with the fields of `ModelConfig` that it sets."""
 
 
 def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, index: int) -> int:
@@ -359,15 +346,6 @@ class GptNetwork(Parameters, Activations, GptFlops):
         return 2 * (ring(x.ep) + x.etp - 1) * tokens * moe.moe_router_topk
 
 
-def with_recomputation(config: RunConfig, mode: str) -> RunConfig:
-    model = replace(config.model, **RECOMPUTATION[mode])  # type: ignore[arg-type]
-    return replace(config, model=model)
-
-
-GPT_COST = TaskCost(
-    cases=lambda config: [Case(GptNetwork.of(config))],
-    modes=tuple(RECOMPUTATION),
-    recompute=with_recomputation,
-    from_flags=True,
-    num_experts=lambda config: config.section(MoEConfig).num_experts or 0,
-)
+def cases(config: RunConfig) -> list[Case]:
+    """Return the one `Case` of a GPT, whose samples all have the same length."""
+    return [Case(GptNetwork.of(config))]

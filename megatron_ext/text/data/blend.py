@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron.core.datasets.utils import get_blend_from_list
-
 from megatron_ext.disk.reading import UnreadableFile, is_count, read_json, read_text
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.config import DataConfig, is_number
@@ -45,19 +43,17 @@ def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
     """
     if not words:
         return None
-    try:
-        blend = get_blend_from_list(list(words))
-    except (ValueError, AssertionError):
-        blend = None
-    if blend is None or (blend[1] is None and any(map(is_number, words))):
+    weighted = len(words) % 2 == 0 and all(map(is_number, words[::2]))
+    if not weighted and any(map(is_number, words)):
         raise DataError.about(
             flag,
             " ".join(words),
             "mixes weights and prefixes",
             "give only prefixes, or a weight before each prefix",
         )
-    prefixes = [plain_prefix(prefix) for prefix in blend[0]]
-    weights = blend[1]
+    named = words[1::2] if weighted else words
+    prefixes = [plain_prefix(prefix.strip()) for prefix in named]
+    weights = [float(word) for word in words[::2]] if weighted else None
     if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
         raise DataError.about(
             flag,

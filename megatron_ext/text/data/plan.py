@@ -6,7 +6,7 @@ other weights, or another schedule, continues in each source where the earlier r
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -17,14 +17,13 @@ from rich.table import Table
 from megatron_ext.checkpoint.stored import PROGRESS, find, read_progress
 from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.indexed import check_present, is_address
 from megatron_ext.data.mixture import Exhausted, Planned, continued, limited, stages_of
 from megatron_ext.data.order import SampleOrder, Stage, check_recorded
 from megatron_ext.data.packed_order import Cuts, PackedOrder
 from megatron_ext.data.packing import IndexedDocuments
 from megatron_ext.data.token_spans import TokenSpan
 from megatron_ext.errors import DataError
-from megatron_ext.text.data.blend import SPLITS, Blend, BlendSpec, given_lengths, training_blend
+from megatron_ext.text.data.blend import SPLITS, Blend, BlendSpec, training_blend
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds
 from megatron_ext.text.data.schedule import Schedule, read_schedule
@@ -67,39 +66,6 @@ def schedule_of(config: RunConfig) -> Schedule:
     if blend is None:
         raise DataError("No training data is given; use `--train-data-path` PREFIX.")
     return Schedule((Planned(weights_of(blend, config, 0), length),))
-
-
-def dataset_checks(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return functions that check the flags and files by which a run's datasets are given.
-
-    One function for each dataset checks that its files exist; another checks the file of
-    ``--per-dataset-sequences-path``. With ``--data-order direct``, datasets at network addresses
-    are left out, since checking them needs the network.
-    """
-    data = config.section(DataConfig)
-    length = config.model.seq_length or 0
-    # Without `--seq-length` the lengths in a schedule cannot be checked. Its lack is reported
-    # elsewhere.
-    if data.mock_data or (data.data_schedule is not None and length < 1):
-        return []
-    try:
-        if data.data_schedule is not None:
-            schedule = read_schedule(data.data_schedule, length)
-            prefixes = [name for stage in schedule.stages for name in stage.weights]
-        else:
-            prefixes = training_blend(data).prefixes()
-    except DataError as error:
-        return [partial(_raise, error)]
-    looked_up_later = is_address if data.data_order == "direct" else lambda prefix: False
-    local = [prefix for prefix in dict.fromkeys(prefixes) if not looked_up_later(prefix)]
-    checks: list[Callable[[], Any]] = [partial(check_present, prefix) for prefix in local]
-    if data.per_dataset_sequences_path is not None:
-        checks.append(partial(given_lengths, data, training_blend(data)))
-    return checks
-
-
-def _raise(error: DataError) -> None:
-    raise error
 
 
 def blend_of(spec: BlendSpec, split: int) -> Blend | None:

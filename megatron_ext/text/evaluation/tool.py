@@ -19,8 +19,8 @@ from megatron_ext.text.generation.tool import (
     prepare,
     run_model,
 )
+from megatron_ext.text.run import with_tokenizer
 from megatron_ext.text.sft.chat import load_chat_tokenizer, with_known_date
-from megatron_ext.text.task import with_tokenizer
 from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.base import Tokenizer
 

@@ -35,8 +35,10 @@ from megatron_ext.text.generation.requests import (
     generation_notes,
     read_prompts,
 )
+from megatron_ext.text.inputs import tokenizer_inputs
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.task import GPT, folder_errors, tokenizer_inputs, with_tokenizer
+from megatron_ext.text.run import with_tokenizer
+from megatron_ext.text.task import GPT, GPT_CHUNK, folder_errors
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
@@ -71,7 +73,7 @@ def inference_task(*sections: type) -> Task:
         inputs=tokenizer_inputs,
         callbacks=(),
         model_chunk=build_frozen_chunk,
-        implements={**GPT.implements, build_frozen_chunk: GPT.implements[build_gpt_chunk]},
+        implements={**GPT.implements, build_frozen_chunk: GPT.implements[GPT_CHUNK]},
     ).with_sections(*sections)
 
 

@@ -26,6 +26,7 @@ from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.cost.flops import score_channels, token_products
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds
+from megatron_ext.text.inputs import names_by_flag
 from megatron_ext.text.sft.chat import Chat, build_chat
 from megatron_ext.text.sft.intake import Intake
 from megatron_ext.text.sft.packing import BudgetEpochs, CostModel, PackedEpochs, PaddedEpochs
@@ -298,17 +299,6 @@ class Splits:
 
 
 _NAMES = ("train", "valid", "test")
-
-
-def names_by_flag(data: DataConfig) -> dict[str, list[str] | None]:
-    """Return {data flag: names that the user gives with it}; None for a flag that is not given.
-
-    If ``--data-path`` is given, which is for all splits together, it is the only flag. Otherwise
-    there is one flag for each split.
-    """
-    if data.data_path is not None:
-        return {"--data-path": data.data_path}
-    return {f"--{name}-data-path": getattr(data, f"{name}_data_path") for name in _NAMES}
 
 
 def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:

@@ -1,22 +1,25 @@
 """The interface of tokenizers, and two tokenizers without a model file: of bytes, and of ids."""
 
+from __future__ import annotations
+
 import hashlib
 import importlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Ids = Sequence[int] | npt.NDArray[Any]
 
 NO_TOKEN = -1
 """The id that stands for a special token that the tokenizer lacks; no data contain it."""
 
-Ids = Sequence[int] | npt.NDArray[Any]
 FastKind = Literal["sentencepiece", "json"]
 
 
@@ -160,6 +163,8 @@ class ByteLevelTokenizer(Tokenizer):
         return list(text.encode("utf-8"))
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
+        import numpy as np
+
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

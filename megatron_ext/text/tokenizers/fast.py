@@ -11,15 +11,20 @@ the longest sequence in its table, gigatoken one grapheme cluster at a time. Bot
 characters in the same way, except U+0085.)
 """
 
+from __future__ import annotations
+
 import functools
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.text.tokenizers.base import Ids, Tokenizer
+from megatron_ext.text.tokenizers.base import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron_ext.text.tokenizers.base import Ids
 
 HARD_STRINGS: tuple[str, ...] = (
     "",

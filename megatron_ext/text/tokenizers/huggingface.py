@@ -5,15 +5,17 @@ If tokenizer_config.json names no class, or a general one such as PreTrainedToke
 other class may change the tokenizer in Python, so transformers loads it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.tokenizers.base import NO_TOKEN, FastKind, Ids, Tokenizer, require_package
+from megatron_ext.text.tokenizers.base import NO_TOKEN, FastKind, Tokenizer, require_package
 from megatron_ext.text.tokenizers.entries import (
     LISTED,
     NAMED,
@@ -24,6 +26,9 @@ from megatron_ext.text.tokenizers.entries import (
     text_of,
     unused_entries,
 )
+
+if TYPE_CHECKING:
+    from megatron_ext.text.tokenizers.base import Ids
 
 _GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", None)
 _FILES = tuple("*.json *.jinja *.txt *.py *.model *.tiktoken *.bpe *.spm vocab* tokenizer*".split())

@@ -26,7 +26,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.loader import BatchSource, without_traceback
 from megatron_ext.data.workers import worker_context
-from megatron_ext.device import to_device
+from megatron_ext.device.streams import to_device
 from megatron_ext.disk.bus import worker_setup
 from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.train.batch_size import StepStats

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.video.model.chunk import VideoChunk
-from megatron_ext.video.model.window import FrameWindow, KeyValue
+from megatron_ext.video.model.window import FrameWindow
+
+KeyValue = tuple[Tensor, Tensor]
+"""A pair of tensors: keys and values of the same tokens."""
 
 
 @dataclass(frozen=True)

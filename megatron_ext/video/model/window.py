@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.window import FrameBlocks, WindowConfig
-
-KeyValue = tuple[Tensor, Tensor]
-"""A pair of tensors: keys and values of the same tokens."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The interface of a video network, through which the rest of the package uses the network.
 
 Each network has a folder, whose ``__init__.py`` holds ``NETWORK``, a `VideoNetwork`. This file is
-loaded together with the program's flags, so it imports little. `NETWORK` names the other parts of
-the network as strings ``module:name``, and each part is imported when a run needs it:
+loaded together with the program's flags, so it imports neither torch nor megatron-core. `NETWORK`
+names the other parts of the network as strings ``module:name``, and each part is imported when a
+run needs it:
 
 - a `FlowNetwork`,
 - a `StreamedNetwork`, for a causal network that streaming can train,
@@ -16,30 +17,31 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from megatron_ext.checkpoint.conversion import PeftLayers
-from megatron_ext.config.optimizer import LoraConfig
-from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import FlagError
-from megatron_ext.losses.contract import LossFunction, Report, StepCounts, share_of_step
-from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.planning.stages import Ranks, Stage
-from megatron_ext.planning.state import Weight
-from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.config.run import MODES, ConditionConfig
-from megatron_ext.video.config.window import WindowConfig
-from megatron_ext.video.cost.clip import Clip, ClipNetwork, StreamedCost
-from megatron_ext.video.data.sampler import Geometry
-from megatron_ext.video.loss import flow_matching_loss
-from megatron_ext.video.model.chunk import VideoChunk
-from megatron_ext.video.model.window import FrameWindow
-from megatron_ext.video.sampling.velocity import ParallelVelocity
-from megatron_ext.video.step import FlowBatchBuilder, FlowMicrobatch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_ext.checkpoint.conversion import PeftLayers
+    from megatron_ext.config.optimizer import LoraConfig
+    from megatron_ext.config.parallel import ParallelConfig
+    from megatron_ext.losses.contract import LossFunction, Report, StepCounts
+    from megatron_ext.parallel.context import ParallelContext
+    from megatron_ext.planning.stages import Ranks, Stage
+    from megatron_ext.planning.state import Weight
+    from megatron_ext.schedules.runtime import PipelineEngine
+    from megatron_ext.video.config.window import WindowConfig
+    from megatron_ext.video.cost.clip import Clip, ClipNetwork, StreamedCost
+    from megatron_ext.video.data.sampler import Geometry
+    from megatron_ext.video.model.chunk import VideoChunk
+    from megatron_ext.video.model.window import FrameWindow
+    from megatron_ext.video.sampling.velocity import ParallelVelocity
+    from megatron_ext.video.step import FlowBatchBuilder, FlowMicrobatch
 
 STREAMING = "streaming"
 """Stands for the networks of ``--task streaming`` where others go by their ``--video-model``."""
@@ -218,6 +220,9 @@ class FlowNetwork(ABC):
     def _loss(
         self, output: Tensor, *, batch: FlowMicrobatch, counts: StepCounts | None
     ) -> tuple[Tensor, Tensor, Report]:
+        from megatron_ext.losses.contract import share_of_step
+        from megatron_ext.video.loss import flow_matching_loss
+
         assert batch.targets is not None
         share = share_of_step(
             batch.loss_weights,

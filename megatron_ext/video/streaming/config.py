@@ -200,6 +200,13 @@ class StreamingConfig(WindowConfig):
         """Tell whether a checkpoint is given for the initial weights of critic or teacher."""
         return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
 
+    def can_grow(self, current: int, length: int) -> bool:
+        """Tell whether a sequence of ``current`` frames can get another clip.
+
+        It can if ``min_new_frames`` more frames do not make it longer than ``length`` frames.
+        """
+        return current + self.min_new_frames <= length
+
     def sizes(self, role: Role = "generator") -> StreamedSizes:
         """Return the sizes of the network ``role``.
 

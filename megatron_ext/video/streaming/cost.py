@@ -14,7 +14,7 @@ from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.planning.hardware import reserve_on, size
-from megatron_ext.planning.network import Report, TaskCost
+from megatron_ext.planning.network import Report
 from megatron_ext.planning.stages import FP32, Ranks, Stage
 from megatron_ext.planning.state import State, Weight, distinct, rank_state
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
@@ -257,6 +257,3 @@ def report(config: RunConfig, gpu: Gpu | None) -> Report:
             f"{size(kept)} it takes {size(memory.total + kept)} of {size(gpu.memory)}"
         )
     return [*parts, *not_estimated(config)], fits
-
-
-STREAMING_COST = TaskCost(report=report)

@@ -26,14 +26,6 @@ logger = logging.getLogger(__name__)
 Pass = Literal["generator", "critic"]
 
 
-def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
-    """Tell whether a sequence of ``current`` frames can get another clip.
-
-    It can if ``min_new_frames`` more frames do not make it longer than ``length`` frames.
-    """
-    return current + streaming.min_new_frames <= length
-
-
 def num_clips(streaming: StreamingConfig, length: int) -> int:
     """Return the largest number of clips that a sequence of ``length`` frames can have.
 

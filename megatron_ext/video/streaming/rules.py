@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.video.model.window import window_of
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
-from megatron_ext.video.streaming.decisions import can_grow
 
 if TYPE_CHECKING:
     from megatron_ext.config.parallel import ParallelConfig
@@ -95,7 +94,7 @@ def check_options(streaming: StreamingConfig) -> None:
         ("sequence_lengths", f"one or more of at least chunk_frames ({size})",
          bool(lengths) and min(lengths) >= size, longlive),
         ("train_first_chunk", "on where a sequence may have no second chunk (sequence_lengths)",
-         streaming.train_first_chunk or all(can_grow(streaming, size, x) for x in lengths),
+         streaming.train_first_chunk or all(streaming.can_grow(size, x) for x in lengths),
          longlive),
         ("denoising_steps", "falling numbers from 1000 or less to above 0", falls,
          "leave it out to get the default"),

@@ -162,7 +162,7 @@ class StreamingSequence:
         s = self.state
         if s is None:
             return False
-        return s.chunk == 0 or decisions.can_grow(self.streaming, s.current_length, s.max_length)
+        return s.chunk == 0 or self.streaming.can_grow(s.current_length, s.max_length)
 
     def next_clip(self, *, trains_generator: bool) -> StreamClip:
         """Generate the next clip for training; begin a new sequence if the current one has ended.

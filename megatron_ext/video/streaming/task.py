@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-from megatron_ext.data.loader import BatchSource
-from megatron_ext.train.batch_size import StepStats
-from megatron_ext.train.run import Run
-from megatron_ext.train.task import Task, no_datasets
-from megatron_ext.video.config.encoding import CodecConfig
+from megatron_ext.planning.task_cost import TaskCost
+from megatron_ext.train.task import Task, later, no_datasets
 from megatron_ext.video.config.rules import (
     SECTIONS,
     STREAMING_DEFAULTS,
@@ -20,67 +12,8 @@ from megatron_ext.video.config.rules import (
     streaming_rules,
 )
 from megatron_ext.video.config.stored import stored_video_model
-from megatron_ext.video.data.codecs import build_codec
-from megatron_ext.video.sampling.samples import SampleWhileTraining
-from megatron_ext.video.streaming.cost import STREAMING_COST
-from megatron_ext.video.streaming.decisions import passes
-from megatron_ext.video.streaming.long_videos import LongVideoSampler, NotFiniteError
-from megatron_ext.video.streaming.networks import build_network
-from megatron_ext.video.streaming.prepare import clip_tokens, prepare_streaming, streaming_inputs
-from megatron_ext.video.streaming.prompts import FilePrompts
-from megatron_ext.video.streaming.step import StreamingRunner
 
-
-def sampler_of(run: Run) -> Callable[[Path], None]:
-    """Return a function that samples long videos into a given folder with the run's generator.
-
-    Training calls the function between steps.
-    """
-    runner = run.runner
-    assert isinstance(runner, StreamingRunner)
-    prompts = runner.sequence.prompts
-    work = runner.work
-    assert isinstance(prompts, FilePrompts)
-    # A VAE is large, so reuse the one that encodes first frames.
-    codec = partial(build_codec, run.config.section(CodecConfig), run.device)
-    sampler = LongVideoSampler(run, prompts.encode, lambda: prompts.codec or codec())
-
-    def sample(folder: Path) -> None:
-        try:
-            with work.paused():
-                seen = sampler(folder)
-        except NotFiniteError:
-            run.reporters.say("the sampled videos are not finite and are not written")
-            return
-        run.reporters.say(f"sampled {seen.videos} videos into {folder} in {seen.seconds:.1f} s")
-
-    return sample
-
-
-def no_batches(
-    run: Run, dataset: Any, assets: None, consumed_samples: int, full_epoch: bool
-) -> BatchSource:
-    """Return a source without batches, since a streaming run takes prompts from its sequence.
-
-    All arguments are ignored.
-    """
-    return BatchSource(None, None)
-
-
-def streaming_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Return the numbers of samples and tokens of the next step.
-
-    The number of floating-point operations is 0 here, since the runner counts them.
-    """
-    runner = run.runner
-    assert isinstance(runner, StreamingRunner)
-    clips = len(passes(runner.streaming, runner.extra_state.steps, num_microbatches))
-    return StepStats(
-        samples=num_microbatches * run.batch_size.samples_per_microbatch,
-        tokens=run.batch_size.samples_per_microbatch * clips * clip_tokens(runner.streaming),
-        flops=0.0,
-    )
-
+HERE = "megatron_ext.video.streaming"
 
 STREAMING = Task(
     sections=SECTIONS,
@@ -90,13 +23,13 @@ STREAMING = Task(
     rules=streaming_rules,
     stored_model=stored_video_model,
     datasets=no_datasets,
-    model_chunk=build_network,
-    source=no_batches,
-    step_stats=streaming_step_stats,
-    callbacks=(partial(SampleWhileTraining.of_run, build=sampler_of),),
+    model_chunk=later(f"{HERE}.networks:build_network"),
+    source=later(f"{HERE}.run:no_batches"),
+    step_stats=later(f"{HERE}.run:streaming_step_stats"),
+    callbacks=(later(f"{HERE}.run:long_video_samples"),),
     sample_name="chunks",
-    preflight=prepare_streaming,
-    inputs=streaming_inputs,
-    step_runner=StreamingRunner,
-    cost=STREAMING_COST,
+    preflight=later(f"{HERE}.prepare:prepare_streaming"),
+    inputs=later(f"{HERE}.prepare:streaming_inputs"),
+    step_runner=later(f"{HERE}.step:StreamingRunner"),
+    cost=TaskCost(report=later(f"{HERE}.cost:report")),
 )

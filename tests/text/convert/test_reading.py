@@ -203,7 +203,7 @@ def test_only_folders_of_hugging_face_need_its_packages(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "for name in ('safetensors', 'transformers', 'tokenizers'): sys.modules[name] = None\n"
-        "import pathlib, megatron_ext.text.task\n"
+        "import pathlib, megatron_ext.text.run\n"
         "from megatron_ext.checkpoint.safetensors_files import CheckpointError, TensorFolder\n"
         "try: TensorFolder(pathlib.Path(sys.argv[1]))\n"
         "except CheckpointError as error: print(error)"

@@ -32,6 +32,7 @@ from megatron_ext.text.data.splits import (
     marks_of,
     prepare_direct,
 )
+from megatron_ext.text.inputs import dataset_checks
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.training_runs import TINY, check_refused, config_of, prepared, without
 
@@ -523,9 +524,9 @@ def test_datasets_at_addresses_are_looked_up_later_in_the_direct_order_alone(
 ) -> None:
     a = _numbered(tmp_path / "a", 0, 3)
     config = _config("--data-path", a, "s3://bucket/b", a)
-    assert len(planning.dataset_checks(config)) == 1
+    assert len(dataset_checks(config)) == 1
     data = dataclasses.replace(config.section(DataConfig), data_order="megatron")
-    checks = planning.dataset_checks(config.with_section(data))
+    checks = dataset_checks(config.with_section(data))
     assert len(checks) == 2
     with pytest.raises(DataError, match="^s3://bucket/b is an address, which only pretraining"):
         [check() for check in checks]

@@ -30,7 +30,7 @@ from megatron_ext.text.data.separators import (
 )
 from megatron_ext.text.data.splits import build_direct
 from megatron_ext.text.preprocess.cli import main
-from megatron_ext.text.task import prepare_gpt
+from megatron_ext.text.run import prepare_gpt
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import NullTokenizer
 from tests.text import tiny

@@ -17,7 +17,7 @@ from megatron_ext.text.generation.decode import Completion, Decoder, Request
 from megatron_ext.text.generation.forward import PackedForward
 from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.generation.tool import build_frozen_chunk, inference_task, model_defaults
-from megatron_ext.text.task import weights_of_folder
+from megatron_ext.text.run import weights_of_folder
 from megatron_ext.text.tokenizers.base import NullTokenizer
 from tests.ranks import on_ranks
 from tests.text.convert.models import MODELS, SIZES

@@ -15,6 +15,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import documents_of_positions
 from megatron_ext.data.samplers import StepPlan, shuffled
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.inputs import conversation_inputs
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.dataset import (
     ConversationReport,
@@ -30,7 +31,7 @@ from megatron_ext.text.sft.dataset import (
 )
 from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
 from megatron_ext.text.sft.store import about_path
-from megatron_ext.text.sft.task import conversation_inputs, conversation_lines
+from megatron_ext.text.sft.task import conversation_lines
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.train.task import Datasets
 from tests import training_runs
@@ -320,7 +321,7 @@ def test_a_preprocessed_prefix_and_its_file_are_the_same(folder: Path, train: Sf
 def test_the_cost_is_that_of_the_model(folder: Path) -> None:
     """h 8, n 2, d 4, f 20 gated, 2 layers, v 258: 2 (4 * 64 + 3 * 160) + 8 v, and 2 * 2 * 4."""
     config = config_of(folder, "--data-path", "f", "--make-vocab-size-divisible-by", "1")
-    from megatron_ext.text.task import padded_to_ranks
+    from megatron_ext.text.run import padded_to_ranks
 
     padded = padded_to_ranks(config.model, config.parallel, 258)
     model = cost_model(dataclasses.replace(config, model=padded))

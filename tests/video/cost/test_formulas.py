@@ -18,7 +18,7 @@ from megatron_ext.device.gpus import GPUS
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.network import Flops
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
-from megatron_ext.video import task
+from megatron_ext.video import flow
 from megatron_ext.video.cost.clip import BlockBytes, Clip
 from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.networks.mmdit.config import SIZES, MMDiTConfig
@@ -232,8 +232,8 @@ def test_conditions_and_16_bits_take_memory_at_the_entrance() -> None:
 
 def test_buckets_are_priced_with_their_share_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     clips = [replace(CLIP, name="long", share=0.25), replace(CLIP, frames=1, share=0.75)]
-    monkeypatch.setattr(task, "planned_clips", lambda _: clips)
-    found = task.cases(planned("").config)
+    monkeypatch.setattr(flow, "planned_clips", lambda _: clips)
+    found = flow.cases(planned("").config)
     assert [(case.name, case.share) for case in found] == [("long", 0.25), ("a", 0.75)]
     assert [case.network.clip for case in found] == clips  # type: ignore[attr-defined]
     columns = [case.columns["text + image tokens"] for case in found]

@@ -22,7 +22,8 @@ from megatron_ext.video.data.setup import (
     planned_clips,
 )
 from megatron_ext.video.data.shards import write_null
-from megatron_ext.video.task import VIDEO, cases
+from megatron_ext.video.flow import cases
+from megatron_ext.video.task import VIDEO
 from tests.ranks import ranks
 from tests.training_runs import prepared
 from tests.video.clips import FLAGS, IMAGE, LONG, POOLED, SHORT, TEXT, WIDTH, write_clips

@@ -13,14 +13,14 @@ from megatron_ext.losses.contract import pair
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.step import StepInputs
+from megatron_ext.video.streaming import run as module
 from megatron_ext.video.streaming import step as step_module
-from megatron_ext.video.streaming import task
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.long_videos import NotFiniteError, Throughput
 from megatron_ext.video.streaming.prompts import FilePrompts
+from megatron_ext.video.streaming.run import sampler_of, streaming_step_stats
 from megatron_ext.video.streaming.sequence import Replica
 from megatron_ext.video.streaming.step import StreamingRunner, WorkCounter
-from megatron_ext.video.streaming.task import sampler_of, streaming_step_stats
 from megatron_ext.video.task import VIDEO
 from tests.ranks import ranks
 from tests.training_runs import config_of
@@ -206,8 +206,8 @@ def test_samples_while_training_are_no_work_and_share_the_codec(
         yield
         events.append("goes on")
 
-    monkeypatch.setattr(task, "LongVideoSampler", Sampler)
-    monkeypatch.setattr(task, "build_codec", lambda config, device: f"new {config} {device}")
+    monkeypatch.setattr(module, "LongVideoSampler", Sampler)
+    monkeypatch.setattr(module, "build_codec", lambda config, device: f"new {config} {device}")
     own, prompts = runner(), FilePrompts.__new__(FilePrompts)
     own.work = SimpleNamespace(paused=paused)  # type: ignore[assignment]
     own.sequence = SimpleNamespace(prompts=prompts)  # type: ignore[assignment]

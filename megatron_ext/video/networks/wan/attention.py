@@ -21,8 +21,9 @@ from megatron_ext.layers import sdpa
 from megatron_ext.layers.attention import GATHER
 from megatron_ext.layers.context_parallel import heads_to_sequence, sequence_to_heads
 from megatron_ext.video.config.window import WindowConfig
+from megatron_ext.video.model.cache import KeyValue
 from megatron_ext.video.model.tokens import frames_first, parts_first
-from megatron_ext.video.model.window import FrameWindow, KeyValue, window_of
+from megatron_ext.video.model.window import FrameWindow, window_of
 
 
 @dataclass(frozen=True)

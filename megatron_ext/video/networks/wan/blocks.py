@@ -14,11 +14,10 @@ from megatron_ext.layers import sdpa
 from megatron_ext.layers.pointwise import LayerNorm, activated, spec_of, weights_of
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.model.attention import Table, trades_heads
-from megatron_ext.video.model.cache import CachePass
+from megatron_ext.video.model.cache import CachePass, KeyValue
 from megatron_ext.video.model.chunk import Blueprint, Part
 from megatron_ext.video.model.linear import VectorEmbedder, column, heads_of, mark_replicated, row
 from megatron_ext.video.model.tokens import FrameTokens, pack, parts_first
-from megatron_ext.video.model.window import KeyValue
 from megatron_ext.video.networks.wan.attention import AttentionPlan, FrameAttention
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
 from megatron_ext.video.networks.wan.pointwise import (

@@ -1,4 +1,4 @@
-"""The text tasks: the padded vocabulary, checks before a run, and callbacks of certain ranks."""
+"""The padded vocabulary, checks before a run, and callbacks of certain ranks."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,15 +8,15 @@ import pytest
 
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.text import task
+from megatron_ext.text import run as module
 from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
-from megatron_ext.text.task import (
+from megatron_ext.text.inputs import tokenizer_inputs
+from megatron_ext.text.run import (
     data_ledger,
     padded_to_ranks,
     padding_note,
     storage_notes,
-    tokenizer_inputs,
     with_tokenizer,
 )
 from megatron_ext.text.tokenizers import TokenizerConfig
@@ -82,7 +82,7 @@ def test_only_rank_0_records_the_samples_of_a_run_that_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     part = SimpleNamespace(DataLedger=lambda run: "ledger")
-    monkeypatch.setattr(task.extras, "part", lambda *_: part)
+    monkeypatch.setattr(module.extras, "part", lambda *_: part)
 
     def of(rank: int, save: str | None, order: Any) -> Any:
         run: Any = SimpleNamespace(
@@ -97,11 +97,11 @@ def test_only_rank_0_records_the_samples_of_a_run_that_saves(
 
 
 def test_storage_is_reported_in_the_direct_order_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "later", lambda name: lambda run: name)
+    monkeypatch.setattr(module, "later", lambda name: lambda run: name)
     config = config_of(SMALL)
     run: Any = SimpleNamespace(config=config)
     assert storage_notes(run) is None
-    data = config.section(task.DataConfig)
+    data = config.section(module.DataConfig)
     run.config = config.with_section(replace(data, data_order="direct"))
     assert storage_notes(run) == "megatron_ext.text.data.storage:storage_notes"
 
@@ -129,13 +129,13 @@ def test_data_and_tasks_are_checked_before_the_model_is_built(
 
         return run
 
-    monkeypatch.setattr(task, "later", later)
-    monkeypatch.setattr(task, "check_mock_data", lambda *_: done.append("mock"))
+    monkeypatch.setattr(module, "later", later)
+    monkeypatch.setattr(module, "check_mock_data", lambda *_: done.append("mock"))
     config = config_of(SMALL)
     config = config.with_section(
-        replace(config.section(task.DataConfig), **data),
+        replace(config.section(module.DataConfig), **data),
         TaskEvaluationConfig(eval_tasks=["a"], eval_tasks_interval=1),
     )
-    prepared, tokenizer = task.prepare_gpt(config)
+    prepared, tokenizer = module.prepare_gpt(config)
     assert done == [*checks, "megatron_ext.text.evaluation.scores:check_training"]
     assert prepared.model.unpadded_vocab_size == tokenizer.vocab_size

@@ -1,0 +1,47 @@
+"""`TaskCost`, with which a task tells planning what its runs cost.
+
+A task is imported before its flags are read, so this module imports no part of planning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.config.precision import CudaGraphConfig
+from megatron_ext.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from megatron_ext.device.gpus import Gpu
+    from megatron_ext.planning.network import Case, Report
+
+
+@dataclass(frozen=True)
+class TaskCost:
+    """The functions with which a task describes the cost of its runs to planning.
+
+    Attributes:
+        cases: takes a resolved configuration; returns a `Case` for each kind of batch. It may open
+            the run's data.
+        modes: names of the recomputation modes that a report compares, from none to full.
+        recompute: takes a configuration and a mode; returns the configuration with this mode.
+        from_flags: whether the cases depend only on the flags, not on the data. Only then can
+            layouts be searched, and can a run on CPUs be checked against its host's memory.
+        report: None for tasks that `report_cases` reports. A task whose step does not train exactly
+            one network gives a function here, which takes a configuration and a GPU or None, and
+            returns the report.
+        num_experts: takes a configuration; returns the number of experts in a layer that expert
+            parallelism can divide, or 0 without experts.
+    """
+
+    cases: Callable[[RunConfig], Sequence[Case]] = lambda _: ()
+    modes: tuple[str, ...] = ("none",)
+    recompute: Callable[[RunConfig, str], RunConfig] = lambda config, _: config
+    from_flags: bool = False
+    report: Callable[[RunConfig, Gpu | None], Report] | None = None
+    num_experts: Callable[[RunConfig], int] = lambda _: 0
+
+    def modes_with(self, graphs: CudaGraphConfig) -> tuple[str, ...]:
+        """Return the recomputation modes that a run can use; with CUDA graphs only ``none``."""
+        return self.modes if graphs.cuda_graph_impl == "none" else ("none",)
