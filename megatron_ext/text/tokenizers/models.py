@@ -1,21 +1,25 @@
 """Tokenizers from SentencePiece models, and from tiktoken vocabularies in NVIDIA's JSON format."""
 
+from __future__ import annotations
+
 import base64
 import binascii
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.disk.reading import UnreadableFile, read_json
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.tokenizers.base import (
     NO_TOKEN,
     FastKind,
-    Ids,
     Tokenizer,
     require_package,
 )
+
+if TYPE_CHECKING:
+    from megatron_ext.text.tokenizers.base import Ids
 
 _USER_DEFINED = 4
 # The bytes of a user-defined piece in a serialized model: its score, then its type.

@@ -21,7 +21,8 @@ from megatron_ext.planning.report import model_parameters
 from megatron_ext.planning.state import rank_state
 from megatron_ext.planning.step_time import estimate, rank_volume
 from megatron_ext.text.cost.flops import flops_per_sample
-from megatron_ext.text.cost.network import GptNetwork, with_recomputation
+from megatron_ext.text.cost.network import GptNetwork
+from megatron_ext.text.cost.task_cost import with_recomputation
 from megatron_ext.text.run import padded_to_ranks
 from megatron_ext.text.task import GPT
 from tests.planning.measure import (
