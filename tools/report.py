@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Writes report.html of a run from its save folder: one page that opens from disk.
+"""Writes report.html of a run from its save folder, or serves it: one page that opens from disk.
 
-    python tools/report.py out/run
+    python tools/report.py out/run                  # out/run/report.html
+    python tools/report.py out/run --serve          # a page that follows the run
+    python tools/report.py out/a out/b --html       # comparison.html: the curves of both runs
 
 The run may still be running, may have been killed, or may be from an older version. The page shows
-what ran and how it ended, with curves, faults and restarts, checkpoints, settings, and how the time
-was spent. Exit code 0: written; 2: bad flags, or a folder without a run.
+what ran and how it ended, with curves, samples, faults and restarts, checkpoints, the command line,
+settings, and how the time was spent. Exit code 0: written, or the server was ended by Ctrl-C; 2:
+bad flags, a folder without a run, or a port in use.
 """
 
 from __future__ import annotations

@@ -25,6 +25,24 @@ def test_the_page_is_written_into_the_folder_or_elsewhere(
     assert not list(run.glob("*.tmp")) + list(run.glob(".*.tmp"))
 
 
+def test_several_folders_are_compared_in_a_page_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        faulty_run(tmp_path / name)
+    assert main(["a", "b", "--html"]) == 0
+    assert main(["a", "b", "--html", "other.html"]) == 0
+    assert main(["a", "--html"]) == 0
+    assert main(["a", "a"]) == 2
+    told = capsys.readouterr()
+    written = ["wrote comparison.html", "wrote other.html", "wrote a/report.html"]
+    assert told.out.splitlines() == written
+    assert told.err == "error: `folder` (a) is given twice; give each run once.\n"
+    assert "Comparison of runs" in (tmp_path / "other.html").read_text()
+    assert not (tmp_path / "b" / "report.html").exists()
+
+
 def test_folders_and_outputs_that_cannot_be_used_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

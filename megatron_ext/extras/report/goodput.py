@@ -99,6 +99,10 @@ class Goodput:
         seconds = self.seconds
         return sum(seconds[name] for name in PRODUCTIVE) / self.wall if self.wall > 0 else 0.0
 
+    def elapsed(self, moment: float) -> float:
+        """Return the wall time, in seconds, that the launches had used at time ``moment``."""
+        return sum(min(max(moment - start, 0.0), end - start) for start, end in self.launches)
+
     def losses(self) -> list[tuple[str, float]]:
         """Return the categories outside goodput with their seconds, the largest first."""
         lost = [(k, v) for k, v in self.seconds.items() if k not in PRODUCTIVE and v > 0]

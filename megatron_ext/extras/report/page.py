@@ -5,16 +5,20 @@ All strings come from untrusted files; jinja2 escapes each of them.
 
 from __future__ import annotations
 
-import math
 import os
+import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from markupsafe import Markup
-
+from megatron_ext.extras.report.chart_data import (
+    PlottedRun,
+    chart_data,
+    chart_style,
+    policy,
+    scripts,
+)
 from megatron_ext.extras.report.goodput import (
     CATEGORIES,
     PRODUCTIVE,
@@ -23,14 +27,8 @@ from megatron_ext.extras.report.goodput import (
     show_seconds,
 )
 from megatron_ext.extras.report.run_folder import RunFolder, time_of
-from megatron_ext.extras.report.summary import (
-    is_finite,
-    losses_of,
-    main_loss,
-    state_of,
-    summary,
-    tiles,
-)
+from megatron_ext.extras.report.samples import samples_of
+from megatron_ext.extras.report.summary import state_of, summary, tiles
 from megatron_ext.extras.report.tables import (
     FaultStory,
     checkpoint_table,
@@ -42,13 +40,9 @@ from megatron_ext.extras.report.tables import (
     pictures,
     settings_tables,
 )
-from megatron_ext.extras.report.time_charts import share_bar, time_chart
-from megatron_ext.inspect.pages import charts
-from megatron_ext.inspect.pages.charts import Curve, Mark
+from megatron_ext.extras.report.time_charts import Mark, share_bar, time_chart
 from megatron_ext.inspect.pages.page import page_of, write_page
-from megatron_ext.inspect.pages.table import integer_of, moment, text_of
-from megatron_ext.train.reporting.files import number
-from megatron_ext.train.reporting.loss_plot import SMOOTHED_FROM, smoothed
+from megatron_ext.inspect.pages.table import Table, integer_of, moment, text_of
 
 REPORT_FILE = "report.html"
 MAX_MARKS = 60
@@ -59,6 +53,7 @@ EXPLANATION = (
     "again after a fault counts as lost, and so does the time until a fault was seen. On a GPU, "
     "which computes behind the host, the parts of a step are the host's."
 )
+_MAX_COMMAND = 100_000
 
 
 def write_report(run: RunFolder, output: Path | None = None) -> Goodput:
@@ -68,50 +63,84 @@ def write_report(run: RunFolder, output: Path | None = None) -> Goodput:
     """
     path = output or run.path / REPORT_FILE
     goodput = account(run.rows, run.events)
-    write_page(path, render(run, goodput, now=time.time(), beside=path.parent))
+    # Without the dot, a folder's name could be read as the scheme of an address.
+    root = f"./{quote(os.path.relpath(run.path, path.parent))}"
+    write_page(path, render(run, goodput, now=time.time(), root=root))
     return goodput
 
 
-def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> str:
+def render(
+    folder: RunFolder, goodput: Goodput, *, now: float, root: str, live: bool = False
+) -> str:
     """Return the HTML of the page on a run.
 
     Args:
         now: the time of writing, in seconds since the epoch; it decides whether the run is shown as
             running.
-        beside: the folder of the page, to which its links are relative.
+        root: the address of the save folder, to which the page's links lead.
+        live: whether a server sends the page, which then asks the server for changes.
     """
     stories = fault_stories(folder)
     state = state_of(folder, now)
     noticed = noticed_table(folder)
+    environment = environment_table(folder)
+    shown, num_samples = samples_of(folder.path)
+    run = PlottedRun.of(_name(folder.path), folder, goodput)
+    texts = scripts(live=live)
     return page_of(
         __package__,
         "report.html",
-        name=text_of(folder.path.resolve().name or str(folder.path), 200),
+        "charts.html",
+        name=_name(folder.path),
         path=text_of(str(folder.path.resolve()), 1000),
         written=moment(now),
         state=state,
         sentences=summary(folder, goodput, stories, state),
-        tiles=tiles(folder, goodput, stories),
-        charts=curves(folder, stories),
+        tiles=tiles(folder, goodput, stories, state),
+        charts=chart_data([run], marks_of(folder, stories)),
+        chart_style=chart_style(),
         goodput=goodput,
         shares=shares(goodput),
         categories=list(CATEGORIES),
         explanation=EXPLANATION,
-        width=charts.WIDTH,
-        height=charts.HEIGHT,
         bar=share_bar(goodput.seconds),
         time_chart=time_chart(goodput, _fault_marks(stories, by_time=True)),
+        samples=shown,
+        num_samples=num_samples,
         faults=fault_table(stories),
         pictures=pictures(stories),
-        # Without the dot, a folder's name could be read as the scheme of an address.
-        root=f"./{quote(os.path.relpath(folder.path, beside))}",
+        root=root,
         checkpoints=checkpoint_table(folder),
         noticed=noticed,
         data=data_lines(folder),
+        command=command_of(folder),
         settings=settings_tables(folder),
-        environment=environment_table(folder),
-        problems=folder.problems,
+        environment=environment,
+        environment_text=_as_text(environment),
+        problems=[*folder.problems, *folder.unfinished_lines(running=state.kind == "busy")],
+        live=live,
+        scripts=texts,
+        policy=policy(texts, live=live),
     )
+
+
+def _name(path: Path) -> str:
+    return text_of(path.resolve().name or str(path), 200)
+
+
+def command_of(folder: RunFolder) -> str:
+    """Return the command line of a run, with a line for its folder; "" if the run has none."""
+    facts = folder.start_facts
+    command, where = facts.get("command"), facts.get("folder")
+    if not isinstance(command, str):
+        return ""
+    lines = [f"cd {shlex.quote(where)}"] if isinstance(where, str) else []
+    return "\n".join(text_of(line, _MAX_COMMAND) for line in [*lines, command])
+
+
+def _as_text(table: Table) -> str:
+    """Return a table of two columns as lines of text."""
+    return "\n".join(f"{name}: {value}" for name, value in table.rows)
 
 
 def shares(goodput: Goodput) -> list[tuple[str, str, str, str, bool]]:
@@ -128,67 +157,6 @@ def shares(goodput: Goodput) -> list[tuple[str, str, str, str, bool]]:
     ]
 
 
-def curves(folder: RunFolder, stories: Sequence[FaultStory]) -> list[Markup]:
-    """Draw loss, gradient norm, learning rate and speed over the iterations.
-
-    Faults and other events are marked in each chart.
-    """
-    train = folder.of_kind("train")
-    evaluations = folder.of_kind("evaluation")
-    if not train:
-        return []
-    steps = [row["iteration"] for row in train]
-    x_range = min(0, *steps), max(*steps, 1)
-    marks = _marks(folder, stories, x_range[1])
-    name = main_loss(train)
-    losses = list[Curve]()
-    for other in dict.fromkeys(n for row in train[-50:] for n in losses_of(row)) or [name]:
-        if other is not None:
-            first = other == name
-            losses += _loss_curves(other, steps, _values(train, other), smooth=first)
-    splits = dict.fromkeys(text_of(row.get("split"), 60) for row in evaluations)
-    for index, split in enumerate(splits):
-        style = "evaluated" if index == 0 else "evaluated-too"
-        mine = [row for row in evaluations if text_of(row.get("split"), 60) == split]
-        iterations = [row["iteration"] for row in mine]
-        values = _values(mine, name or "")
-        losses.append(Curve(split, iterations, values, f"{style} line"))
-        losses.append(Curve("", iterations, values, f"{style} dots"))
-    drawings = [charts.line_chart("Loss", losses, marks, x_range=x_range)]
-    for title, key, style in (
-        ("Gradient norm", "grad_norm", "norm line"),
-        ("Learning rate", "learning_rate", "rate line"),
-        ("Tokens per second", "tokens_per_second", "speed line"),
-    ):
-        curve = Curve(title.lower(), steps, _values(train, key), style)
-        drawings.append(charts.line_chart(title, [curve], marks, x_range=x_range, from_zero=True))
-    return [chart for chart in drawings if chart is not None]
-
-
-def _loss_curves(
-    name: str, steps: Sequence[int], values: list[float], *, smooth: bool
-) -> list[Curve]:
-    shown = text_of(name, 60)
-    if not smooth:
-        return [Curve(shown, steps, values, "other-loss line")]
-    if len(values) < SMOOTHED_FROM:
-        return [Curve(shown, steps, values, "loss line")]
-    raw = Curve(f"{shown}, raw", steps, values, "raw line")
-    return [raw, Curve(f"{shown}, smoothed", steps, smoothed(values), "loss line")]
-
-
-def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """Return the values of ``name``, NaN for a row without it."""
-    values = []
-    for row in rows:
-        value = row.get(name)
-        if type(value) is float:
-            values.append(value)
-        else:
-            values.append(number(value) if is_finite(value) else math.nan)
-    return values
-
-
 def _fault_marks(stories: Sequence[FaultStory], *, by_time: bool = False) -> list[Mark]:
     """Return marks for the newest faults, at their iterations or, with ``by_time``, their times."""
     marks = []
@@ -199,16 +167,18 @@ def _fault_marks(stories: Sequence[FaultStory], *, by_time: bool = False) -> lis
     return marks
 
 
-def _marks(folder: RunFolder, stories: Sequence[FaultStory], last: float) -> list[Mark]:
-    """Return marks for faults, spikes and other events at iterations from 0 to ``last``."""
+def marks_of(folder: RunFolder, stories: Sequence[FaultStory]) -> list[Mark]:
+    """Return marks for faults, spikes and other events at the iterations that the run has seen."""
+    last = max((row["iteration"] for row in folder.rows), default=0)
     marks = _fault_marks(stories)
     for event in folder.events_of("spike", "non_finite", "mismatch")[-MAX_MARKS:]:
         iteration = integer_of(event, "iteration")
         if iteration is not None:
             word = text_of(event["kind"], 20).replace("_", " ")
             marks.append(Mark(iteration, "spike", f"{word} at iteration {iteration}", "noticed"))
+    target = "faults" if stories else "charts"
     resumed = [row["iteration"] for row in folder.of_kind("resumed")]
     restored = {integer_of(story.restart or {}, "restored_iteration") for story in stories}
     for iteration in [iteration for iteration in resumed if iteration not in restored][-MAX_MARKS:]:
-        marks.append(Mark(iteration, "resumed", f"resumed at iteration {iteration}", "faults"))
+        marks.append(Mark(iteration, "resumed", f"resumed at iteration {iteration}", target))
     return [mark for mark in marks if 0 <= mark.x <= last]

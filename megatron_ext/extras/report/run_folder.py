@@ -83,6 +83,7 @@ class RunFolder:
         settings: the configuration file, by section and field; {} if it cannot be read.
         tracked: the iteration in the file that names the newest complete checkpoint.
         problems: sentences on files that are damaged.
+        unfinished: names of files whose last line is not whole.
     """
 
     path: Path
@@ -93,6 +94,17 @@ class RunFolder:
     post_mortems: list[PostMortem] = field(default_factory=list)
     tracked: int | None = None
     problems: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+
+    def unfinished_lines(self, *, running: bool) -> list[str]:
+        """Return sentences on last lines that are not whole; none for a run that still writes."""
+        if running:
+            return []
+        return [
+            f"The last line of {name} is not whole and left out; it was being written when the run "
+            "ended or this page was made."
+            for name in self.unfinished
+        ]
 
     def of_kind(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row["kind"] == kind]
@@ -115,11 +127,11 @@ class RunFolder:
 def read_run_folder(path: Path) -> RunFolder:
     """Read a save folder; leave out missing or damaged files, and add them to ``problems``."""
     folder = RunFolder(path)
-    rows = _read_lines(path / METRICS_FILE, folder.problems)
+    rows = _read_lines(path / METRICS_FILE, folder)
     folder.rows = [row for row in rows if is_count(row.get("iteration"))]
     starts = (t for t in map(launch_time, folder.rows) if math.isfinite(t))
     began = min(starts, default=0.0)
-    events = _read_lines(path / EVENTS_FILE, folder.problems)
+    events = _read_lines(path / EVENTS_FILE, folder)
     # Events of an earlier run in the same folder do not belong to this run.
     mine = (event for event in events if time_of(event) > began - 1.0)
     folder.events = sorted(mine, key=time_of)
@@ -133,10 +145,11 @@ def read_run_folder(path: Path) -> RunFolder:
     return folder
 
 
-def _read_lines(path: Path, problems: list[str]) -> list[Row]:
+def _read_lines(path: Path, folder: RunFolder) -> list[Row]:
     """Return the JSON objects in a file that have a ``kind``.
 
-    If there are other lines, or the file cannot be read, a sentence is added to ``problems``.
+    If there are other lines, or the file cannot be read, a sentence is added to the problems of
+    ``folder``; a last line without its end is added to the files that are unfinished.
     """
     rows = list[Row]()
     damaged = 0
@@ -145,13 +158,15 @@ def _read_lines(path: Path, problems: list[str]) -> list[Row]:
             row = row_of(line)
             if row is not None and isinstance(row.get("kind"), str):
                 rows.append(with_numbers(row))
+            elif line is not None and not line.endswith(b"\n"):
+                folder.unfinished.append(path.name)
             else:
                 damaged += line is None or bool(line.strip())
     except UnreadableFile as error:
         if not error.missing:
-            problems.append(f"{path.name} cannot be read ({error.reason}).")
+            folder.problems.append(f"{path.name} cannot be read ({error.reason}).")
     if damaged:
-        problems.append(f"{damaged} lines of {path.name} are damaged and left out.")
+        folder.problems.append(f"{damaged} lines of {path.name} are damaged and left out.")
     return rows
 
 

@@ -8,18 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.extras.report.curves import main_loss
 from megatron_ext.extras.report.goodput import Goodput, show_seconds
 from megatron_ext.extras.report.run_folder import RunFolder, time_of
 from megatron_ext.extras.report.tables import FaultStory, newest_whole
 from megatron_ext.inspect.pages.charts import show
 from megatron_ext.inspect.pages.table import integer_of, moment, text_of
-from megatron_ext.train.reporting.files import ENDED, OF_TIME, number
+from megatron_ext.train.reporting.files import ENDED, LAUNCHED, OF_TIME, TIME, number
 from megatron_ext.train.reporting.records import FINISHED
 
 _SECONDS_OF_SILENCE = 120.0
 """Seconds without a new event or row in metrics.jsonl until a run no longer counts as running."""
 
 
+_TELL_ITERATION = ("train", "evaluation", "resumed", TIME, LAUNCHED)
 FINISHED_WORD = "finished"
 """Value of `State.word` for a run that completed."""
 
@@ -68,14 +70,24 @@ def _moment_of(row: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def main_loss(train: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the name of the first loss in ``train``, rows of metrics.jsonl; None without one."""
-    return next((name for row in train for name in losses_of(row)), None)
+def reached_iteration(folder: RunFolder, state: State) -> int | None:
+    """Return the last iteration that a run has finished; None before its first row.
 
-
-def losses_of(row: Mapping[str, Any]) -> list[str]:
-    # `train/loss` repeats another loss under a common name.
-    return [name for name in row if name.endswith("loss") and "/" not in name]
+    The rows of time tell it, since metrics are logged only every few steps. If a run went back to
+    an earlier step, this is the step at which it is now.
+    """
+    # The launcher, whose row of the end has no reason, knows only what rows before it say.
+    told = (
+        row["iteration"]
+        for row in reversed(folder.rows)
+        if row["kind"] in _TELL_ITERATION or (row["kind"] == ENDED and "reason" in row)
+    )
+    reached: int | None = next(told, None)
+    if reached is None:
+        return None
+    planned = planned_iterations(folder)
+    finished = state.word == FINISHED_WORD and planned is not None
+    return max(reached, planned) if finished and planned is not None else reached
 
 
 def summary(
@@ -84,21 +96,19 @@ def summary(
     """Return sentences on what ran, how far it got, how it ended, and what was at fault."""
     train = folder.of_kind("train")
     sentences = [*_what_ran(folder), state.sentence]
-    if train:
+    reached = reached_iteration(folder, state)
+    if train and reached is not None:
         last = train[-1]
-        steps = _planned(folder)
+        steps = planned_iterations(folder)
         of = "" if steps is None else f" of {steps:,}"
         samples = integer_of(last, "consumed_samples")
-        used = "" if samples is None else f" with {samples:,} samples"
         wall = f" in {show_seconds(goodput.wall)}" if goodput.wall else ""
-        reached = f"iteration {last['iteration']:,}"
-        if state.word == FINISHED_WORD and steps is not None and last["iteration"] < steps:
-            # The last interval may have fewer steps than the others.
-            sentences.append(
-                f"It reached iteration {steps:,}{of}{wall}; the last row is of {reached}."
-            )
+        if reached == last["iteration"]:
+            used = "" if samples is None else f" with {samples:,} samples"
+            sentences.append(f"It reached iteration {reached:,}{of}{used}{wall}.")
         else:
-            sentences.append(f"It reached {reached}{of}{used}{wall}.")
+            at = f"the last metrics are of iteration {last['iteration']:,}"
+            sentences.append(f"It reached iteration {reached:,}{of}{wall}; {at}.")
         name = main_loss(train)
         values = [row[name] for row in train if is_finite(row.get(name))] if name else []
         if name and values:
@@ -138,7 +148,8 @@ def _what_ran(folder: RunFolder) -> list[str]:
     return [f"{ranks}{where}{trained or ' trained'}."]
 
 
-def _planned(folder: RunFolder) -> int | None:
+def planned_iterations(folder: RunFolder) -> int | None:
+    """Return the number of iterations that the whole run is to have; None if unknown."""
     num_iterations = integer_of(folder.start_facts, "num_iterations")
     return num_iterations or integer_of(folder.settings.get("training") or {}, "train_iters")
 
@@ -175,14 +186,16 @@ def is_finite(value: object) -> bool:
 
 
 def tiles(
-    folder: RunFolder, goodput: Goodput, stories: Sequence[FaultStory]
+    folder: RunFolder, goodput: Goodput, stories: Sequence[FaultStory], state: State
 ) -> list[tuple[str, str]]:
     """Return the figures at the top of the page, as pairs of a label and a value in words."""
     train = folder.of_kind("train")
     figures = []
     if train:
         last = train[-1]
-        figures.append(("iteration", f"{last['iteration']:,}"))
+        reached, planned = reached_iteration(folder, state), planned_iterations(folder)
+        of = "" if planned is None else f" / {planned:,}"
+        figures.append(("iteration", f"{reached:,}{of}"))
         name = main_loss(train)
         if name is not None and is_finite(last.get(name)):
             figures.append((text_of(name, 40), show(last[name])))

@@ -328,7 +328,11 @@ def environment_table(folder: RunFolder) -> Table:
             continue
         words = fact if isinstance(fact, Mapping) else {name: fact}
         table.rows += [
-            (text_of(key, 60).replace("_", " "), text_of(value, 4000))
-            for key, value in words.items()
+            (_fact_name(text_of(key, 60)), text_of(value, 4000)) for key, value in words.items()
         ]
     return table
+
+
+def _fact_name(name: str) -> str:
+    """Return a name in words; that of an environment variable stays as it is."""
+    return name if name.isupper() else name.replace("_", " ")

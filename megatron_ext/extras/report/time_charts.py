@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from markupsafe import Markup, escape
 
 from megatron_ext.extras.report.goodput import CATEGORIES, Goodput
-from megatron_ext.inspect.pages.charts import HEIGHT, WIDTH, Axis, Mark, flag_links, tick_labels
+from megatron_ext.inspect.pages.charts import HEIGHT, WIDTH, Axis, tick_labels
 
 _UNITS = (("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0))
 BINS = 80
 """Number of columns in the chart over the run."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at ``x`` that marks an event in a chart.
+
+    Attributes:
+        kind: the style sheet's class for this kind of event.
+        text: the description of the event.
+        target: the id of the page's element that the mark links to.
+    """
+
+    x: float
+    kind: str
+    text: str
+    target: str
 
 
 def share_bar(seconds: dict[str, float]) -> Markup:
@@ -46,7 +62,7 @@ def time_chart(goodput: Goodput, marks: Sequence[Mark] = ()) -> Markup | None:
         return None
     unit, length = next((u, n) for u, n in _UNITS if wall < 120 * n or u == "hours")
     x = Axis(0.0, wall / length, Axis.over(0.0, wall / length, count=6).ticks)
-    placed = [replace(mark, x=_elapsed(goodput, mark.x) / length) for mark in marks]
+    placed = [replace(mark, x=goodput.elapsed(mark.x) / length) for mark in marks]
     return Markup(
         '<figure class="chart"><figcaption><span class="name">Share in percent over wall time '
         'in {}</span></figcaption><div class="plot"><svg viewBox="0 0 {} {}" '
@@ -65,23 +81,28 @@ def time_chart(goodput: Goodput, marks: Sequence[Mark] = ()) -> Markup | None:
     )
 
 
+def flag_links(marks: Sequence[Mark], x: Axis) -> Markup:
+    """Return HTML links, placed above the lines of ``marks`` and leading to their targets."""
+    return Markup("").join(
+        Markup(
+            '<a class="flag {}" style="left:{:.2f}%" href="#{}" title="{}" aria-label="{}"></a>'
+        ).format(m.kind, 100 * x.at(m.x), m.target, m.text, m.text)
+        for m in marks
+    )
+
+
 def _columns(goodput: Goodput) -> list[dict[str, float]]:
     """Return the seconds of each category in each of `BINS` equal parts of the wall time."""
     columns = [dict.fromkeys(CATEGORIES, 0.0) for _ in range(BINS)]
     width = goodput.wall / BINS
     for interval in goodput.intervals:
-        first = _elapsed(goodput, interval.start) / width
-        last = _elapsed(goodput, interval.end) / width
+        first = goodput.elapsed(interval.start) / width
+        last = goodput.elapsed(interval.end) / width
         for index in range(int(first), min(BINS, math.ceil(last))):
             part = max(0.0, min(last, index + 1) - max(first, index)) / max(last - first, 1e-12)
             for name, value in interval.seconds.items():
                 columns[index][name] += part * value
     return columns
-
-
-def _elapsed(goodput: Goodput, moment: float) -> float:
-    """Return the wall time, in seconds, that the run's launches had used at time ``moment``."""
-    return sum(min(max(moment - a, 0.0), b - a) for a, b in goodput.launches)
 
 
 def _stacked(columns: Sequence[dict[str, float]]) -> Iterator[Markup]:

@@ -42,6 +42,9 @@ from megatron_ext.train.reporting.files import (
 )
 
 _PACKAGES = ("megatron-ext", "megatron-core", "torch", "transformer-engine", "triton", "numpy")
+_VARIABLES = ("CUDA_", "GLOO_", "MKL_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "UB_")
+"""Prefixes of the environment variables that are recorded; they set how a run computes."""
+_SECRETS = ("KEY", "PASS", "SECRET", "TOKEN")
 _SECONDS_FOR_GIT = 1.0
 
 
@@ -178,6 +181,7 @@ def environment(device: str) -> dict[str, Any]:
         "command": shlex.join(sys.orig_argv),
         "folder": os.getcwd(),
         "versions": versions,
+        "variables": variables(),
     }
     if device == "cuda":
         count = torch.cuda.device_count()
@@ -185,6 +189,15 @@ def environment(device: str) -> dict[str, Any]:
         facts["versions"]["cuda"] = torch.version.cuda
     commit = _commit()
     return facts if commit is None else {**facts, "commit": commit}
+
+
+def variables() -> dict[str, str]:
+    """Return the environment variables that set how libraries compute, without secrets."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_VARIABLES) and not any(word in name for word in _SECRETS)
+    }
 
 
 def _commit() -> str | None:

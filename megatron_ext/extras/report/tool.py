@@ -1,4 +1,4 @@
-"""The add-on's tool, `tools/report.py`: writes the report of a run from its save folder."""
+"""The add-on's tool, `tools/report.py`: writes or serves the report of runs."""
 
 from __future__ import annotations
 
@@ -7,23 +7,49 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext import limits
-from megatron_ext.errors import ConfigError
-from megatron_ext.extras.report.page import REPORT_FILE, write_report
-from megatron_ext.extras.report.run_folder import read_run_folder
+from megatron_ext.errors import ConfigError, exclusive
+
+PORT = 8765
+_DEFAULT = Path()
+"""The value of --output without a file."""
 
 
 def main(argv: Sequence[str], description: str) -> int:
-    """Write the report on a folder; return 0, or 2 after an error, which is printed."""
+    """Write or serve the report on folders; return 0, or 2 after an error, which is printed."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="save folder of the run")
     parser.add_argument(
-        "--output", type=Path, help=f"file to write; default: {REPORT_FILE} in the folder"
+        "folder", type=Path, nargs="+", help="save folder of a run; several are compared"
+    )
+    parser.add_argument(
+        "--output", "--html", type=Path, metavar="FILE", nargs="?", const=_DEFAULT,
+        help="file to write; default: report.html in the folder, or for several folders "
+        "comparison.html in the current one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--serve", action="store_true",
+        help="serve the page to browsers, where it follows the run; Ctrl-C ends",
+    )  # fmt: skip
+    parser.add_argument("--port", type=int, help=f"port of --serve; 0: a free one; default: {PORT}")
+    parser.add_argument(
+        "--host",
+        help="address of --serve; default: 127.0.0.1, which only this machine reaches; "
+        "0.0.0.0: all machines of the network",
     )
     args = parser.parse_args(argv)
     try:
+        if args.serve:
+            if args.output is not None:
+                raise ConfigError(exclusive("--serve", "--output"))
+            _serve(args.folder, args.host or "127.0.0.1", PORT if args.port is None else args.port)
+            return 0
+        for flag, value in (("--port", args.port), ("--host", args.host)):
+            if value is not None:
+                raise ConfigError(
+                    f"`{flag}` ({value}) has an effect only with `--serve`; give it, or leave "
+                    f"`{flag}` out."
+                )
         print(f"wrote {report(args.folder, args.output)}")
     except ConfigError as error:
         print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
@@ -31,19 +57,49 @@ def main(argv: Sequence[str], description: str) -> int:
     return 0
 
 
-def report(folder: Path, output: Path | None) -> Path:
-    """Write the report of the run in ``folder``, and return the report's path.
+def _check(folders: Sequence[Path]) -> None:
+    seen = set[Path]()
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"`folder` ({folder}) must be the save folder of a run; give another."
+            )
+        if folder.resolve() in seen:
+            raise ConfigError(f"`folder` ({folder}) is given twice; give each run once.")
+        seen.add(folder.resolve())
 
-    The path is ``output``; None puts the report into ``folder``.
+
+def _serve(folders: Sequence[Path], host: str, port: int) -> None:
+    from megatron_ext.extras.report.serve import serve
+
+    _check(folders)
+    serve(folders, host, port)
+
+
+def report(folders: Sequence[Path], output: Path | None) -> Path:
+    """Write the report on the run in a folder, or the comparison of several; return its path.
+
+    The path is ``output``; None puts a report into its folder, and a comparison into the current
+    one.
 
     Raises:
-        ConfigError: there is no such folder, or the report cannot be written.
+        ConfigError: there is no such folder, it is given twice, or the report cannot be written.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"`folder` ({folder}) must be the save folder of a run; give another.")
-    path = output or folder / REPORT_FILE
+    # A page needs much more than the help of the tool.
+    from megatron_ext import limits
+    from megatron_ext.extras.report.comparison import COMPARISON_FILE, write_comparison
+    from megatron_ext.extras.report.page import REPORT_FILE, write_report
+    from megatron_ext.extras.report.run_folder import read_run_folder
+
+    _check(folders)
+    path = output
+    if path is None or path == _DEFAULT:
+        path = folders[0] / REPORT_FILE if len(folders) == 1 else Path(COMPARISON_FILE)
     try:
-        write_report(read_run_folder(folder), path)
+        if len(folders) == 1:
+            write_report(read_run_folder(folders[0]), path)
+        else:
+            write_comparison(folders, path)
     except OSError as error:
         raise ConfigError(
             f"`--output` ({path}) cannot be written ({limits.cause(error, path)}); give another "

@@ -32,18 +32,19 @@ def write_page(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def page_of(package: str, template: str, /, **facts: object) -> str:
+def page_of(package: str, template: str, /, *parts: str, **facts: object) -> str:
     """Render a jinja2 template to an HTML page; ``facts`` are the template's variables.
 
     ``template`` is the name of a file in the Python package ``package``. The template extends
-    `layout.html`, the layout of all reports, and may use macros from `macros.html`; it can read no
-    other file. Each string of ``facts`` is escaped.
+    `layout.html`, the layout of all reports, and may use macros from `macros.html` and from the
+    files ``parts`` of the package; it can read no other file. Each string of ``facts`` is escaped.
     """
     # Imported here, since only pages need it.
     from jinja2 import DictLoader, StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    places = {"layout.html": __package__, "macros.html": __package__, template: package}
+    places = {"layout.html": __package__, "macros.html": __package__}
+    places |= dict.fromkeys((template, *parts), package)
     templates = {
         file: importlib.resources.files(place).joinpath(file).read_text(encoding="utf-8")
         for file, place in places.items()

@@ -233,3 +233,13 @@ def test_the_account_of_a_run_with_a_restart_agrees_with_a_clock_outside(tmp_pat
     page = (tmp_path / "report.html").read_text()
     assert "1 fault was seen and survived; 1 step was done again (rank 1: SIGKILL at" in page
     assert "pretrain_gpt.py" in run.start_facts["command"]
+
+
+def test_variables_that_set_how_a_run_computes_are_recorded_without_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NCCL_DEBUG", "OMP_NUM_THREADS", "TORCH_HUB_TOKEN", "OWN_THING", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "x")
+    found = time_rows_module.variables()
+    assert {"NCCL_DEBUG", "OMP_NUM_THREADS"} <= set(found)
+    assert not {"TORCH_HUB_TOKEN", "OWN_THING", "WANDB_API_KEY"} & set(found)

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.extras.report.curves import main_loss
 from megatron_ext.extras.report.goodput import Goodput, Interval, account, show_seconds
-from megatron_ext.extras.report.page import curves, shares, write_report
+from megatron_ext.extras.report.page import command_of, marks_of, shares, write_report
 from megatron_ext.extras.report.run_folder import (
     PostMortem,
     RunFolder,
     StoredCheckpoint,
     read_run_folder,
 )
-from megatron_ext.extras.report.summary import main_loss, state_of, summary, tiles
+from megatron_ext.extras.report.summary import reached_iteration, state_of, summary
+from megatron_ext.extras.report.summary import tiles as tiles_of
 from megatron_ext.extras.report.tables import (
     FaultStory,
     checkpoint_table,
@@ -30,10 +32,9 @@ from megatron_ext.extras.report.tables import (
     settings_tables,
     show_bytes,
 )
-from megatron_ext.extras.report.time_charts import BINS, _columns, share_bar, time_chart
+from megatron_ext.extras.report.time_charts import BINS, Mark, _columns, share_bar, time_chart
 from megatron_ext.extras.report.time_rows import end_launch
 from megatron_ext.extras.report.tool import main as tool
-from megatron_ext.inspect.pages.charts import Mark
 from megatron_ext.inspect.pages.table import moment
 from megatron_ext.train.launch import Launch
 from megatron_ext.train.reporting.files import read_metrics
@@ -214,7 +215,7 @@ def test_sentences_hold_the_layout_the_way_and_the_losses() -> None:
     assert sentences.startswith(
         "8 ranks (tensor 2 × pipeline 1 × context 1 × data 4) on node-07 trained a model of 3 "
     )
-    assert "It reached iteration 30 of 40 with 480 samples." in sentences
+    assert "It reached iteration 40 of 40; the last metrics are of iteration 30." in sentences
     assert "The lm loss went from 5 to 2.5, last 2.75 at iteration 30." in sentences
     older = told(folder_of(*rows, settings=settings))
     assert older.startswith("4 ranks (tensor 2 × pipeline 1 × context 1 × data 2) trained a model")
@@ -247,6 +248,29 @@ def test_faults_are_counted_in_a_sentence(survived: tuple[int, ...], sentence: s
     (said,) = [text for text in found if "again" in text]
     assert said.startswith(sentence)
     assert said.count("SIGKILL at iteration 7") == min(3, len(stories))
+
+
+def tiles(folder: RunFolder, goodput: Goodput, stories: list[FaultStory]) -> list[tuple[str, str]]:
+    return tiles_of(folder, goodput, stories, state_of(folder, 9e9))
+
+
+def test_a_run_has_reached_the_step_of_its_newest_row() -> None:
+    """Metrics are logged every few steps, and a restart may go back."""
+
+    def reached(*rows: Row) -> int | None:
+        folder = folder_of(*rows)
+        return reached_iteration(folder, state_of(folder, 9e9))
+
+    launched = {**launched_row(BEGAN, 0, 0), "num_iterations": 54}
+    steps = train(50), time_row(BEGAN, BEGAN + 9, 40, 50), time_row(BEGAN + 9, BEGAN + 12, 50, 54)
+    assert reached() is None and reached(launched) == 0
+    assert reached(launched, *steps) == 54
+    assert reached(launched, *steps, launched_row(BEGAN + 13, 45, 1)) == 45
+    # A launcher knows no step of ranks that have failed.
+    assert reached(launched, *steps[:2], ended(12, iteration=99, exit_code=1)) == 50
+    assert reached(launched, *steps[:2], ended(12, iteration=53, reason="signal")) == 53
+    assert reached(launched, *steps[:2], ended(12, iteration=50, reason="finished")) == 54
+    assert reached(launched, {"kind": "odd", "iteration": 10**30}) == 0
 
 
 def test_figures_at_the_top() -> None:
@@ -389,38 +413,13 @@ def test_only_the_newest_checkpoints_are_looked_at(
     assert [x.iteration for x in read_run_folder(tmp_path).checkpoints] == [2, 3]
 
 
-def drawn(*rows: Row, **parts: Any) -> str:
-    return "".join(map(str, curves(folder_of(*rows, **parts), [])))
-
-
-def test_curves_of_the_losses_at_the_end_and_of_each_split() -> None:
-    rows = [train(i, **{"old loss": 1.0}) for i in range(1, 51)]
-    rows += [train(i, **{"mtp loss": 2.0}) for i in range(51, 101)]
-    text = drawn(
-        *rows,
-        {"kind": "evaluation", "iteration": 50, "split": "valid", "lm loss": 2.0},
-        {"kind": "evaluation", "iteration": 50, "split": "test", "lm loss": 2.0},
-    )
-    assert "old loss" not in text and text.count("other-loss line") >= 1
-    assert 'data-name="mtp loss"' in text
-    assert "evaluated line" in text and "evaluated-too line" in text
-    assert "smoothed" not in text
-    for count, smooth in ((199, False), (200, True)):
-        many = drawn(*(train(i) for i in range(1, count + 1)))
-        assert ("lm loss, smoothed" in many) is smooth
-    assert curves(folder_of(), []) == []
-    # Norms and speeds begin at zero, losses do not.
-    facts = {"grad_norm": 4.0, "learning_rate": 2e-3, "tokens_per_second": 900.0}
-    charts = [str(chart) for chart in curves(folder_of(*(train(i, **facts) for i in (1, 2))), [])]
-    assert ['data-y0="0"' in chart for chart in charts] == [False, True, True, True]
-
-
 def test_the_environment_is_what_the_other_parts_of_a_page_do_not_show() -> None:
     launched = {**launched_row(BEGAN, 0, 0), "settings": {"model": []}, "data": ["a line"]}
     launched |= {"num_iterations": 9, "time": BEGAN, "versions": {"torch": "2.0", "my_own": "1"}}
+    launched |= {"variables": {"OMP_NUM_THREADS": "1"}}
     table = environment_table(folder_of(launched))
     named = [name for name, _ in table.rows]
-    assert {"host", "torch", "my own"} <= set(named)
+    assert {"host", "torch", "my own", "OMP_NUM_THREADS"} <= set(named)
     shown_elsewhere = {"settings", "model", "data", "num iterations", "time", "kind", "iteration"}
     assert not shown_elsewhere & set(named)
 
@@ -440,29 +439,39 @@ def test_faults_lead_to_their_post_mortems_from_wherever_the_page_is(tmp_path: P
         write_report(read_run_folder(run), page)
         text = page.read_text()
         assert f'href="{address}"' in text
-        flags = re.findall(r'class="flag fault" style="left:([\d.]+)%"', text)
-        assert flags[-1] == "25.00" and set(flags[:-1]) == {"40.00"}
+        assert re.findall(r'class="flag fault" style="left:([\d.]+)%"', text) == ["25.00"]
 
 
-def test_marks_lie_within_the_curves() -> None:
-    spikes = [{"kind": "spike", "time": BEGAN, "iteration": i} for i in (0, 7, 10, 11)]
+def test_marks_lie_within_the_run() -> None:
+    def texts(*rows: Row, **parts: Any) -> list[str]:
+        return [mark.text for mark in marks_of(folder_of(*rows, **parts), [])]
+
+    rows = [train(i) for i in range(3, 11)]
+    spikes = [{"kind": "spike", "time": BEGAN, "iteration": i} for i in (-1, 0, 7, 10, 11)]
     resumed: list[Row] = [{"kind": "resumed", "iteration": i} for i in (4, 6)]
-    text = drawn(*(train(i) for i in range(3, 11)), *resumed, events=spikes)
-    for iteration, shown in ((0, True), (7, True), (10, True), (11, False)):
-        assert (f"spike at iteration {iteration}" in text) is shown
-    assert "resumed at iteration 4" in text and "resumed at iteration 6" in text
+    assert texts(*rows, *resumed, events=spikes) == [
+        *(f"spike at iteration {i}" for i in (0, 7, 10)),
+        *(f"resumed at iteration {i}" for i in (4, 6)),
+    ]
     kinds = ("non_finite", "mismatch", "slow_rank")
     others: list[Row] = [{"kind": kind, "time": BEGAN, "iteration": 5} for kind in kinds]
-    text = drawn(*(train(i) for i in range(3, 11)), events=others)
-    assert "non finite at iteration 5" in text and "mismatch at iteration 5" in text
-    assert "slow rank" not in text
+    assert texts(*rows, events=others) == ["non finite at iteration 5", "mismatch at iteration 5"]
     story = FaultStory(1, fault(1.0, iteration=5), {"restored_iteration": 4}, None)
-    folder = folder_of(*(train(i) for i in range(3, 11)), *resumed)
-    text = "".join(map(str, curves(folder, [story])))
-    assert "resumed at iteration 4" not in text and "resumed at iteration 6" in text
+    folder = folder_of(*rows, *resumed)
+    assert [(mark.text, mark.target) for mark in marks_of(folder, [story])] == [
+        ("1. rank 1: SIGKILL at iteration 5", "fault-1"), ("resumed at iteration 6", "faults"),
+    ]  # fmt: skip
     many = [FaultStory(i, fault(1.0, iteration=5), None, None) for i in range(1, 62)]
-    text = "".join(map(str, curves(folder, many)))
-    assert "61. rank 1" in text and ">1. rank 1" not in text and '"1. rank 1' not in text
+    numbers = [mark.text.partition(".")[0] for mark in marks_of(folder, many)[:60]]
+    assert (numbers[0], numbers[-1]) == ("2", "61")
+
+
+def test_the_command_line_can_be_pasted() -> None:
+    launched = {**launched_row(BEGAN, 0, 0), "command": "python a.py --x 'b c'"}
+    assert command_of(folder_of(launched)) == "python a.py --x 'b c'"
+    there = {**launched, "folder": "/my runs"}
+    assert command_of(folder_of(there)) == "cd '/my runs'\npython a.py --x 'b c'"
+    assert command_of(folder_of({**launched, "command": ["a"]})) == ""
 
 
 def seconds(**given: float) -> dict[str, float]:

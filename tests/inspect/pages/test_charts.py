@@ -10,19 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.inspect.pages import page, table
-from megatron_ext.inspect.pages.charts import (
-    HEIGHT,
-    MAX_POINTS,
-    WIDTH,
-    Axis,
-    Curve,
-    Mark,
-    column_chart,
-    decimated,
-    line_chart,
-    show,
-    visible_range,
-)
+from megatron_ext.inspect.pages.charts import HEIGHT, Axis, column_chart, show
 from megatron_ext.inspect.pages.table import Table, moment, text_of
 
 NAN = math.nan
@@ -46,85 +34,6 @@ def test_axes_cover_their_range_in_round_steps() -> None:
     assert (Axis.over(40, 40).low, Axis.over(40, 40).high) == (38, 42)
     assert (Axis.over(0, 0).low, Axis.over(0, 0).high) == (-1, 1)
     assert [Axis(2, 6, ()).at(value) for value in (2, 3, 6)] == [0, 0.25, 1]
-
-
-def test_rare_peaks_of_a_long_curve_are_cut_and_those_of_a_short_one_are_not() -> None:
-    """A curve that rises steadily is shown whole."""
-
-    def range_of(*ys: float) -> tuple[float, float]:
-        return visible_range([Curve("a", range(len(ys)), ys, "line")])
-
-    assert range_of(*[1.0, 3.0] * 99, 100.0) == (1, 100)
-    assert range_of(*[1.0, 3.0] * 100, 100.0) == (1, 4)
-    assert range_of(*range(300)) == (0, 299)
-    assert range_of(NAN, 2.0, math.inf) == (2, 2)
-    assert range_of(NAN) == (0, 1)
-    two = [Curve("a", [0], [5.0], ""), Curve("b", [0], [-3.0], "")]
-    assert visible_range(two) == (-3, 5)
-
-
-def test_a_curve_is_thinned_to_the_ends_of_its_parts() -> None:
-    ys = [float(number % 7) for number in range(2 * MAX_POINTS)]
-    assert decimated(curve := Curve("a", range(MAX_POINTS), ys[:MAX_POINTS], "")) is curve
-    level = decimated(Curve("a", range(2 * MAX_POINTS), [1.0] * (2 * MAX_POINTS), "line"))
-    assert list(level.xs) == list(range(0, 2 * MAX_POINTS, 4)) and set(level.ys) == {1.0}
-    assert (level.name, level.style) == ("a", "line")
-    thin = decimated(Curve("a", range(2 * MAX_POINTS), ys, ""))
-    for start in range(0, 2 * MAX_POINTS, 4):
-        part = {y for x, y in zip(thin.xs, thin.ys, strict=True) if start <= x < start + 4}
-        assert part == {min(ys[start : start + 4]), max(ys[start : start + 4])}
-
-
-def paths(chart: Any) -> dict[str, list[list[tuple[float, float]]]]:
-    """Return the stretches of each curve of a chart, as points of its square."""
-    assert chart is not None
-    found = re.findall(r'<path class="([^"]*) curve" data-name="[^"]*" d="([^"]*)"', str(chart))
-    return {
-        style: [
-            [(float(x), float(y)) for x, y in (point.split() for point in piece.split("L"))]
-            for piece in drawn.split("M")[1:]
-        ]
-        for style, drawn in found
-    }
-
-
-def test_points_of_a_curve_stand_at_their_values() -> None:
-    line = Curve("loss", [0, 1, 2, 3, 4], [4.0, 0.0, NAN, 2.0, NAN], "line")
-    dots = Curve("", [0, 4], [1.0, 3.0], "dots")
-    marks = [Mark(3, "fault", "a <fault>", "fault-1")]
-    chart = line_chart("the loss", [line, dots], marks, x_range=(0, 4), from_zero=True)
-    high = 4 * 1.06
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return round(WIDTH * x / 4, 1), round(HEIGHT * (1 - y / high), 1)
-
-    # A line is interrupted where there is no value; dots are not joined; a lone point is a dot.
-    assert paths(chart) == {
-        "line": [[at(0, 4), at(1, 0)], [at(3, 2), at(3, 2)]],
-        "dots": [[at(0, 1), at(0, 1)], [at(4, 3), at(4, 3)]],
-    }
-    text = str(chart)
-    assert f'class="mark fault" d="M{WIDTH * 0.75:.1f} 0.0L{WIDTH * 0.75:.1f} {HEIGHT}.0"' in text
-    assert 'style="left:75.00%" href="#fault-1" title="a &lt;fault&gt;"' in text
-    assert "the loss from iteration 0 to 4. loss ends at 2." in text
-    # A single name needs no legend.
-    assert "keys" not in text
-    ticks = re.findall(r'tick x" style="left:([\d.]+)%">([^<]+)<', text)
-    assert ticks == [("0.00", "0"), ("25.00", "1"), ("50.00", "2"), ("75.00", "3"), ("100.00", "4")]
-    short = str(line_chart("the loss", [Curve("a", [0, 2], [1.0, 2.0], "line")], x_range=(0, 2)))
-    assert re.findall(r'tick x" style="left:[\d.]+%">([^<]+)<', short) == ["0", "1", "2"]
-    assert line_chart("none", [Curve("a", [0], [NAN], "")], x_range=(0, 1)) is None
-    two = [Curve(name, [0, 1], [1.0, 2.0], name) for name in ("a", "b")]
-    assert str(line_chart("x", two, x_range=(0, 1))).count('class="key"') == 2
-
-
-def test_a_chart_from_zero_shows_values_below_it() -> None:
-    for ys, low in (([-2.0, 2.0], -2.24), ([3.0, 5.0], 0.0), ([0.0, 5.0], 0.0)):
-        curve = Curve("a", [0, 1], ys, "line")
-        text = str(line_chart("x", [curve], x_range=(0, 1), from_zero=True))
-        assert f'data-y0="{low:g}"' in text
-    text = str(line_chart("x", [Curve("a", [0, 1], [3.0, 5.0], "")], x_range=(0, 1)))
-    assert 'data-y0="2.88" data-y1="5.12"' in text
 
 
 def test_columns_stand_above_their_labels() -> None:

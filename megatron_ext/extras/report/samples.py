@@ -1,0 +1,93 @@
+"""The samples that a run made while it trained: the contact sheets of its clips."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.disk.reading import UnreadableFile, lines_of, read_bytes, row_of
+from megatron_ext.inspect.pages.table import text_of
+
+FOLDER = "samples"
+SHEET, LIST = "contact_sheet.png", "samples.jsonl"
+MAX_SHOWN = 8
+"""Largest number of sets of samples that a page shows, evenly spaced over the run."""
+MAX_BYTES = 8 << 20
+"""Limit of the bytes of all pictures of samples within a page."""
+_MAX_CLIPS = 16
+_SET = re.compile(r"iter_(\d{1,9})$")
+_CLIP = re.compile(r"sample_\d{3,9}\.mp4$")
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Clips that were sampled at an iteration.
+
+    Attributes:
+        folder: the path of their files, relative to the save folder.
+        picture: the ``data:`` URL of their contact sheet; "" if it is missing or too large.
+        clips: pairs of the name of a clip's file and its caption.
+    """
+
+    iteration: int
+    folder: str
+    picture: str
+    clips: list[tuple[str, str]]
+
+
+def samples_of(root: Path) -> tuple[list[Samples], int]:
+    """Return samples of a run for its page, and the number of all sets of samples.
+
+    ``root`` is the save folder. At most `MAX_SHOWN` are returned, among them the first and the
+    last. Links are not followed.
+    """
+    sets = list[tuple[int, Path]]()
+    try:
+        if not (root / FOLDER).is_symlink():
+            for entry in os.scandir(root / FOLDER):
+                match = _SET.match(entry.name)
+                if match is not None and entry.is_dir(follow_symlinks=False):
+                    sets.append((int(match[1]), Path(entry.path)))
+    except OSError:
+        return [], 0
+    sets.sort()
+    count = min(MAX_SHOWN, len(sets))
+    last = len(sets) - 1
+    places = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
+    left = MAX_BYTES
+    shown = list[Samples]()
+    for place in reversed(places):
+        iteration, folder = sets[place]
+        picture = _sheet(folder / SHEET, left)
+        left -= len(picture)
+        data = f"data:image/png;base64,{base64.b64encode(picture).decode()}" if picture else ""
+        name = f"{FOLDER}/{folder.name}"
+        shown.append(Samples(iteration, name, data, _clips(folder / LIST)))
+    return shown[::-1], len(sets)
+
+
+def _sheet(path: Path, limit: int) -> bytes:
+    try:
+        content = b"" if path.is_symlink() else read_bytes(path, limit)
+    except (OSError, UnreadableFile):
+        return b""
+    return content if content.startswith(_PNG) else b""
+
+
+def _clips(path: Path) -> list[tuple[str, str]]:
+    """Return the names of files and the captions in a list of samples."""
+    clips = list[tuple[str, str]]()
+    try:
+        for line in () if path.is_symlink() else lines_of(path):
+            row = row_of(line) or {}
+            name = row.get("path")
+            if len(clips) < _MAX_CLIPS and isinstance(name, str) and _CLIP.match(name):
+                words = row.get("title") or row.get("text") or row.get("prompt") or ""
+                clips.append((name, text_of(words, 300)))
+    except UnreadableFile:
+        return []
+    return clips
