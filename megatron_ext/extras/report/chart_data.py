@@ -64,7 +64,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class ChartData:
-    """What a page needs for its charts.
+    """The charts of a page, with their curves and texts.
 
     Attributes:
         figures: the charts, in order.

@@ -276,7 +276,7 @@ def _in_parts(values: Sequence[float], num_parts: int, size: int) -> NDArray[np.
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run had used when it finished an iteration: hours of wall time, and samples."""
+    """The hours of wall time and the samples that a run had used at some iterations."""
 
     iterations: list[float]
     hours: list[float]
