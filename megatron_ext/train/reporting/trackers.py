@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import logging
 import math
 import os
 import re
@@ -34,6 +35,7 @@ from megatron_ext.train.reporting.files import is_launch
 from megatron_ext.train.reporting.records import EvaluationRecord, IterationRecord
 
 TRACKERS_FILE = "trackers.json"
+_LONGEST_CAUSE = 300
 Record = IterationRecord | EvaluationRecord
 Identity = Mapping[str, str]
 """Values by which a tracker finds one of its runs again, such as the run's id."""
@@ -227,6 +229,8 @@ class MLflow:
         # server that does not run.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+        # It would warn of each request that it repeats; a run says once that MLflow fails.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         self._mlflow = _imported("mlflow", "--mlflow-experiment", config.mlflow_experiment)
         client = self._mlflow.MlflowClient(tracking_uri=config.mlflow_tracking_uri or None)
         self._client: Any = client
@@ -532,9 +536,15 @@ class Trackers:
             if title not in self._failing:
                 self._failing.add(title)
                 say_to_stderr(
-                    f"warning: {title} cannot write ({limits.cause(error)}); training goes on, and "
+                    f"warning: {title} cannot write ({_cause(error)}); training goes on, and "
                     "what is reported meanwhile may be missing there."
                 )
+
+
+def _cause(error: BaseException) -> str:
+    """Return the reason of an error; services tell long stories."""
+    text = limits.cause(error)
+    return text if len(text) <= _LONGEST_CAUSE else f"{text[:_LONGEST_CAUSE]}…"
 
 
 def _started(kind: Kind, config: LoggingConfig, start: Start) -> Tracker:
@@ -548,7 +558,7 @@ def _started(kind: Kind, config: LoggingConfig, start: Start) -> Tracker:
         raise ConfigError.about(
             kind.flag,
             value,
-            f"starts no run in {kind.title} ({limits.cause(error)})",
+            f"starts no run in {kind.title} ({_cause(error)})",
             "repair that, or leave the flag out",
         ) from error
 
