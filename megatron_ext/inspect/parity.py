@@ -204,10 +204,11 @@ def compare(mine: Recording, truth: Recording, tolerances: Tolerances) -> Parity
     problem = mine.failure
     if problem is None and len(mine.rows) != len(truth.rows):
         problem = f"{len(mine.rows)} steps instead of {len(truth.rows)}"
-    if problem is None and mine.padded_vocab_size != truth.padded_vocab_size:
+    sizes = mine.padded_vocab_size, truth.padded_vocab_size
+    if problem is None and sizes[0] != sizes[1]:
         problem = (
-            f"the vocabulary is padded to {mine.padded_vocab_size}, not {truth.padded_vocab_size}, "
-            "which changes the model; choose another --make-vocab-size-divisible-by"
+            f"the vocabulary is padded to {sizes[0]}, not {sizes[1]}, which changes the model; "
+            f"give --padded-vocab-size {max(size or 0 for size in sizes)}"
         )
     if problem is not None:
         return Parity(mine, problem=problem)

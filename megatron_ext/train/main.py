@@ -54,6 +54,8 @@ EVERYWHERE = (
     # megatron-core and torch read checkpoints through deprecated names.
     "`load_state_dict` is deprecated and will be removed in future versions",
     "Please use DTensor instead and we are deprecating ShardedTensor",
+    # A tool reads a checkpoint in a single process on purpose.
+    r"torch\.distributed is disabled, unavailable or uninitialized",
 )
 """Regular expressions of dependencies' warnings that all ranks would print, useless to a user."""
 LOGGED = {

@@ -65,6 +65,12 @@ class HuggingFaceModel:
 
 def read_model(folder: Path) -> HuggingFaceModel:
     """Read the config.json in a folder; raise a CheckpointError if it is unusable."""
+    if not folder.exists() and len(folder.parts) == 2 and not folder.is_absolute():
+        raise CheckpointError(
+            f"There is no folder {folder} here; if it is a model of the Hugging Face hub, of which "
+            f"nothing is fetched, run `hf download {folder} --local-dir models/{folder.name}` and "
+            "give that folder."
+        )
     path = folder / "config.json"
     return parse_model(read_settings(path, "give a folder of a Hugging Face model."), path)
 
@@ -347,10 +353,12 @@ def fitting_family(gpt: Gpt) -> Family:
 
 def _fitting(gpt: Gpt) -> tuple[Family, dict[str, Any]]:
     best: tuple[str, list[tuple[str, Any, Any]]] | None = None
+    # transformers warns of special tokens beyond the vocabulary, as its defaults would be.
+    tokens = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     for name, family in FAMILIES.items():
         content = family.settings(gpt)
         try:
-            again = parse_model({**content, "vocab_size": 1}, Path("config.json"))
+            again = parse_model({**content, **tokens}, Path("config.json"))
         except CheckpointError:
             continue
         mismatches = differences(architecture_of(gpt), architecture_of(again.sections()))

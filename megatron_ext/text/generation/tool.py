@@ -312,6 +312,10 @@ def write_texts(run: Run) -> None:
     Path(generation.output_file).write_text(text, encoding="utf-8")
 
 
+SEPARATOR = "-" * 40
+"""The line between two texts on the terminal, since a text may hold empty lines."""
+
+
 class Terminal:
     """Prints prompts with their completions, in order.
 
@@ -334,7 +338,7 @@ class Terminal:
         for completion in completions:
             if completion.number > self._current:
                 if self._current >= 0:
-                    print()
+                    print(f"\n{SEPARATOR}", end="")
                 self._begin(completion.number)
                 print(completion.text, end="")
         print(flush=True)

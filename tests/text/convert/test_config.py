@@ -25,6 +25,12 @@ def read(folder: Path, **changed: Any) -> HuggingFaceModel:
     return read_model(folder)
 
 
+def test_a_name_of_the_hub_is_answered_with_its_download() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_model(Path("Qwen/Qwen3-0.6B"))
+    assert "run `hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`" in str(caught.value)
+
+
 def test_flags_of_a_model(tmp_path: Path) -> None:
     model = read(tmp_path, model_type="qwen2", rms_norm_eps=1e-6)
     assert (model.family.model_type, model.vocab_size) == ("qwen2", 300)

@@ -25,7 +25,7 @@ from megatron_ext.text.generation.requests import (
     read_prompts,
 )
 from megatron_ext.text.generation.sampling import Sampling
-from megatron_ext.text.generation.tool import Terminal
+from megatron_ext.text.generation.tool import SEPARATOR, Terminal
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import ByteLevelTokenizer
 from tests.text.tiny import END, hf_folder
@@ -139,7 +139,7 @@ def test_a_line_parts_the_prompt_from_the_answer(capsys: pytest.CaptureFixture[s
     prompts = [Prompt("2+2?", "", {}), Prompt(MESSAGES, "", {})]
     texts = [Completion(0, "4", (), "eos"), Completion(1, "yes", (), "eos")]
     Terminal(prompts).finish(texts)
-    shown = "\n[1] 2+2?\n→ 4\n\n[2] so?\n→ yes\n"
+    shown = f"\n[1] 2+2?\n→ 4\n{SEPARATOR}\n[2] so?\n→ yes\n"
     assert capsys.readouterr().out == shown
     # Of several texts that are written at once, the first is shown piece by piece.
     terminal = Terminal(prompts)

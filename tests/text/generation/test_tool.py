@@ -110,7 +110,7 @@ def test_texts_of_prompts_are_shown_on_the_terminal(
     texts = sentences()[:2]
     assert run(["--load", str(root), "--max-new-tokens", "6", "--prompt", *texts]) == 0
     told = [f"\n[{i}] {x}\n→ {expected(source, x, 6)}" for i, x in enumerate(texts, start=1)]
-    assert "\n".join(told) in capfd.readouterr().out
+    assert f"\n{tool.SEPARATOR}".join(told) in capfd.readouterr().out
     monkeypatch.setattr(tool.Terminal, "show", lambda *_: print("piece"))
     words = ["--load", str(root), "--max-new-tokens", "2", "--prompt", texts[0]]
     for stream, count in (("--stream", 2), ("--no-stream", 0)):
