@@ -62,8 +62,8 @@ ARGUMENT = re.compile(r"""add_argument\(\s*["'](--[\w-]+)["'](?:, ["'](--[\w-]+)
 OTHERS = set(
     "--standalone --nproc-per-node --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id "
     "--master-addr --master-port --max-restarts --pdb --no-deps --only-binary --python-version "
-    "--platform --implementation --shutdown-timeout --signal --requeue --signals-to-handle --local-dir "
-    "--deepspeed --deepspeed-config --zero-stage".split()
+    "--platform --implementation --shutdown-timeout --signal --requeue --signals-to-handle "
+    "--deepspeed --deepspeed-config --zero-stage --local-dir".split()
 )
 """Flags of torchrun, pytest, pip, Slurm, DeepSpeed and Hugging Face's hf."""
 FAMILY = "-"

@@ -1,16 +1,19 @@
 """Flags that do not apply in a task of one's own, and the parts that implement them."""
 
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ext.config.flags import Flag
 from megatron_ext.config.inapplicable import Inapplicable, without
 from megatron_ext.config.parser import parse_args, read_words
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import all_flags
-from megatron_ext.errors import ConfigError
-from megatron_ext.text.task import GPT, SFT
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.text.task import GPT, SFT, TEXT
 from megatron_ext.train.task import STEP_FLAGS, TaskChoice
 from tests.config.runs import SMALL
 from tests.training_runs import errors_of, parsed
@@ -172,6 +175,38 @@ def test_a_flag_that_lacks_another_is_never_ignored_in_silence(
         sentence = sentence.replace(" :", ":")
         assert [note for note in notes if note.startswith(sentence)], notes
     assert not set(notes) & set(parsed(f"{SMALL} {run}").notes)
+
+
+def other_value(flag: Flag) -> list[str]:
+    """Return words that give a flag another value than its default."""
+    if flag.type is bool:
+        return [(flag.negative if flag.default is True else flag.positive)[-1]]
+    values: Iterable[Any] = flag.choices or {int: (4, 2, 8, 1), float: (0.5, 2.0)}.get(
+        flag.type, ("x",)
+    )
+    fit = [
+        str(value)
+        for value in values
+        if value != flag.default and [value] != flag.default
+        if flag.bounds is None or flag.bounds.broken_rule(value) is None
+    ]
+    return [flag.positive[0], *fit[:1] * (flag.nargs if isinstance(flag.nargs, int) else 1)]
+
+
+@pytest.mark.slow
+def test_each_flag_alone_has_an_effect_or_a_note_or_is_refused() -> None:
+    """``alone.txt`` lists the flags that have an effect in a small run without other flags.
+
+    A flag that needs another one is no member: it gets a note, or an error.
+    """
+    usual = parsed(SMALL).notes
+    silent = set()
+    for flag in all_flags(TEXT):
+        with suppress(ConfigError, CheckpointError):
+            if parsed([*SMALL.split(), *other_value(flag)]).notes == usual:
+                silent.add(other_value(flag)[0])
+    alone = (Path(__file__).parent / "alone.txt").read_text(encoding="utf-8").split()
+    assert (silent - set(alone), set(alone) - silent) == (set(), set())
 
 
 def test_a_note_names_a_flag_as_it_was_given(tmp_path: Path) -> None:
