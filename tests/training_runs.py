@@ -99,7 +99,8 @@ def train_on_ranks(
         defaults=defaults,
     )
     config, assets = preflight(parsed.config, parsed.task.preflight)
-    run = partial(pretrain, parsed.task, config, device=device, assets=assets, prepare=prepare)
+    loaded = parsed.task.loaded()
+    run = partial(pretrain, loaded, config, device=device, assets=assets, prepare=prepare)
     gc.collect()  # the launcher freezes what is left, which is then never collected
     with mock.patch.object(loss_plot.LossPlot, "close"):
         code = fork_ranks(run, ranks)

@@ -65,12 +65,17 @@ def load() -> None:
     import megatron.core.optimizer
     import megatron.core.pipeline_parallel  # noqa: F401 - all four, for their side effects
 
-    import pretrain_gpt  # noqa: F401
-    import pretrain_video  # noqa: F401
-    from tests.training_runs import _load_matplotlib
+    from megatron_ext.text.task import TEXT
+    from megatron_ext.train.main import pretrain
+    from megatron_ext.video.task import VIDEO
 
+    pretrain.load()
+    for task in (*TEXT.tasks, *VIDEO.tasks):
+        task.loaded()
     torch.set_num_threads(1)
-    _load_matplotlib()
+    row = {"kind": "train", "iteration": 1, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-5}
+    with tempfile.TemporaryDirectory() as folder:
+        loss_plot.plot_metrics([row], Path(folder) / "loss.png")
 
 
 @contextmanager
