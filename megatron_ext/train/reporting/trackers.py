@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from megatron_ext import extras, limits
 from megatron_ext.config.output import LoggingConfig
 from megatron_ext.config.run import RunConfig
@@ -57,12 +55,24 @@ def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[st
         "params-norm": record.params_norm,
         "throughput": record.tflops_per_device if config.log_throughput else None,
     }
-    if config.log_memory_to_tensorboard and torch.cuda.is_available():
-        stats = torch.cuda.memory_stats()
-        optional["mem-reserved-bytes"] = stats["reserved_bytes.all.current"]
-        optional["mem-allocated-bytes"] = stats["allocated_bytes.all.current"]
-        optional["mem-max-allocated-bytes"] = stats["allocated_bytes.all.peak"]
+    if config.log_memory_to_tensorboard:
+        optional |= _memory_scalars()
     return scalars | {name: value for name, value in optional.items() if value is not None}
+
+
+def _memory_scalars() -> dict[str, float | None]:
+    """Return the bytes of this rank's GPU that torch holds, keyed by Megatron-LM's tags."""
+    # Flags of trackers are checked before torch is imported.
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+    }
 
 
 def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[str, float]:
@@ -524,7 +534,7 @@ class Trackers:
         if "report" in self._config.logging.tracker_artifacts:
             with self._going_on("`--tracker-artifacts report`"):
                 tool = extras.needed("report", "tool", "--tracker-artifacts report")
-                paths.append(tool.report(Path(save), None))
+                paths.append(tool.report([Path(save)], None))
         return paths
 
     @contextmanager

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.config.run import RunConfig
@@ -65,6 +66,20 @@ def test_tags_are_megatron_lms() -> None:
         "lm loss validation ppl": math.exp(1.0),
         "kept tokens validation": 0.5,
     }
+
+
+def test_the_memory_of_a_gpu_has_megatron_lms_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LoggingConfig(log_memory_to_tensorboard=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not any(name.startswith("mem") for name in trackers.iteration_scalars(_record(), config))
+    stats = {"reserved_bytes.all.current": 3, "allocated_bytes.all.current": 1}
+    stats["allocated_bytes.all.peak"] = 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    found = trackers.iteration_scalars(_record(), config)
+    assert {name: value for name, value in found.items() if name.startswith("mem")} == {
+        "mem-reserved-bytes": 3, "mem-allocated-bytes": 1, "mem-max-allocated-bytes": 2,
+    }  # fmt: skip
 
 
 class Wandb:
