@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config import sections
 from megatron_ext.config.finalize import errors_of_ranges, finalize
@@ -21,8 +21,10 @@ from megatron_ext.config.flags import Flag
 from megatron_ext.config.inapplicable import Inapplicable, answer_to, by_flag, megatron_flags
 from megatron_ext.config.run import Program, RunConfig, TaskFlags, engine_sections
 from megatron_ext.config.sections import canonical
-from megatron_ext.disk.reading import UnreadableFile, read_yaml
 from megatron_ext.errors import ConfigError, FlagError, flags_of
+
+if TYPE_CHECKING:
+    from megatron_ext.config.files import ConfigFiles
 
 Values = dict[str, dict[str, Any]]
 """Name of a section -> name of a field -> value."""
@@ -40,6 +42,8 @@ class ParsedArgs:
         task: the one of the program's tasks that the flags choose.
         given: names of the fields whose flags are on the command line.
         print_config: whether the user asked to print the configuration instead of running.
+        as_flags: the line of flags to print instead of the whole configuration; None without
+            ``--as-flags``.
     """
 
     config: RunConfig
@@ -47,6 +51,7 @@ class ParsedArgs:
     task: Any
     given: frozenset[str]
     print_config: bool = False
+    as_flags: str | None = None
 
 
 def parse_args(
@@ -82,11 +87,9 @@ def parse_args(
 
         raise SystemExit(answer(program, question, elsewhere or tuple))
     reading = reading or read_words(argv, program, elsewhere)
-    given = [reading.read_yaml(path, program) for path in reading.config_files]
-    given.append(reading.values)
+    user_values = reading.values
     try:
         # The flags choose the task, whose defaults stand below them.
-        user_values = _joined(given)
         replaced = _by_section(defaults or {}, program)
         task = program.choose(
             RunConfig.from_dict(_joined([replaced, user_values]), program.sections)
@@ -97,7 +100,7 @@ def parse_args(
         if checkpoint_config is not None:
             stored = sections.described(checkpoint_config, program.sections)
             layers.append(dict(task.stored_model(stored, bare)))
-        values = _joined([*layers, *given])
+        values = _joined([*layers, user_values])
         reading.settle_old_spellings(values)
         bare = RunConfig.from_dict(values, program.sections)
         usual = {**task.defaults, **(defaults or {})}
@@ -117,7 +120,7 @@ def parse_args(
     if reading.errors:
         raise ConfigError(reading.errors)
     entries = by_flag(task.answers(), _values(config))
-    notes = [*reading.notes, *reading.idle_notes(entries)]
+    notes = [*reading.notes, *reading.idle_notes(entries, usual)]
     if bare.model.transformer_impl == "transformer_engine" and config.device == "cpu":
         notes.append(
             "`--transformer-impl` (transformer_engine) has no effect on a CPU: Transformer Engine "
@@ -130,8 +133,10 @@ def parse_args(
     if "muon_extra_scale_factor" not in values["optimizer"]:
         notes += config.optimizer.muon_notes()
     fields = frozenset(reading.given)
-    notes += sections.withheld_notes(checkpoint_config or {}, program.sections, fields)
-    return ParsedArgs(config, notes, task, fields, reading.print_config)
+    answered = fields | reading.switched_on_by_files()
+    notes += sections.withheld_notes(checkpoint_config or {}, program.sections, answered)
+    line = reading.as_line(_joined(layers)) if reading.as_flags else None
+    return ParsedArgs(config, notes, task, fields, reading.print_config, line)
 
 
 def all_errors(
@@ -158,9 +163,8 @@ def all_errors(
     if reading.print_config:
         return list(errors)
     earlier = list(dict.fromkeys([*reading.errors, *errors]))
-    given = [reading.read_yaml(path, program) for path in reading.config_files]
     replaced = _by_section(defaults or {}, program)
-    user_values = _joined([*given, reading.values])
+    user_values = reading.values
     try:
         task = program.choose(
             RunConfig.from_dict(_joined([replaced, user_values]), program.sections)
@@ -211,7 +215,7 @@ def _by_section(values: Mapping[str, Any], program: Program) -> Values:
 def read_words(
     argv: Sequence[str], program: Program, elsewhere: Elsewhere | None = None
 ) -> Reading:
-    """Read the words of a command line into values of fields, with notes and errors.
+    """Read a command line and its ``--config`` files into values of fields, notes and errors.
 
     ``elsewhere`` returns entries about other programs' flags, so that the error about a flag that
     this program lacks can say which program has it.
@@ -233,6 +237,7 @@ def read_words(
             )
     for word, values in entries:
         reading.read_flag(word, canonical(word), values)
+    reading.finish(program)
     return reading
 
 
@@ -244,14 +249,14 @@ class Reading:
         table: spelling -> (flag, True), or (flag, False) for spellings such as ``--no-x``.
         answers: spelling of a flag that the program lacks -> entry that tells the user about it.
         elsewhere: returns entries about other programs' flags.
-        values: the values read so far, by section and field.
+        values: the values read so far, by section and field; in the end also those of the files,
+            which those of the command line replace.
         given: for the field of each flag on the command line, the flag and its spelling there, in
             backticks.
-        in_files: for the field of each flag that a ``--config`` file sets to another value than its
-            default, the flag and its name in the file.
+        config_files: the paths of the ``--config`` files.
+        layout: the name of the chosen layout of these files; None for none.
+        files: what the files say; None without files.
         unread: main spellings of the flags whose values could not be read.
-        settled: a tuple (file, key, flag, value) for each entry of a ``--config`` file about a
-            flag that this program always refuses; `settled_errors` checks them.
         renamed: for each new spelling, the old spelling that the user gave.
     """
 
@@ -260,14 +265,15 @@ class Reading:
     elsewhere: Elsewhere
     values: Values = field(default_factory=dict)
     given: dict[str, tuple[Flag, str]] = field(default_factory=dict)
-    in_files: dict[str, tuple[Flag, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     config_files: list[str] = field(default_factory=list)
+    layout: str | None = None
+    files: ConfigFiles | None = None
     print_config: bool = False
+    as_flags: bool = False
     no_position_embedding: bool = False
     unread: set[str] = field(default_factory=set)
-    settled: list[tuple[str, str, Flag, Any]] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
 
     def words(self, argv: Sequence[str]) -> Iterator[str]:
@@ -291,8 +297,10 @@ class Reading:
         ``word`` is the flag as the user wrote it; ``name`` is the same flag with two leading dashes
         and with dashes for underscores.
         """
-        if name == "--print-config":
-            self.print_config = True
+        if name in ("--print-config", "--as-flags"):
+            self._read_switch(word, name, values)
+        elif name == "--layout":
+            self._read_layout(word, values)
         elif name == "--config":
             self.config_files.extend(values)
             if not values:
@@ -309,7 +317,31 @@ class Reading:
             renamed = [old for old, entry in self.answers.items() if entry.instead]
             accepted = [*self.table, *renamed, *sections.OWN_FLAGS]
             near = difflib.get_close_matches(name, accepted, n=3, cutoff=0.6)
-            self.errors.append(_unknown(f"`{word}`", [f"`{x}`" for x in near]))
+            self.errors.append(sections.unknown(f"`{word}`", [f"`{x}`" for x in near]))
+
+    def _read_switch(self, word: str, name: str, values: list[str]) -> None:
+        """Store ``--print-config`` or ``--as-flags``, which take no value."""
+        if values:
+            rule = f"takes no value, but got {' '.join(values)}"
+            self.errors.append(FlagError(word, None, rule, "leave it out"))
+        elif name == "--print-config":
+            self.print_config = True
+        else:
+            self.as_flags = True
+
+    def _read_layout(self, word: str, values: list[str]) -> None:
+        """Store the name of the chosen layout."""
+        if len(values) != 1:
+            self.errors.append(
+                FlagError(word, None, f"takes the name of one layout, but got {len(values)}")
+            )
+            return
+        if self.layout not in (None, values[0]):
+            self.notes.append(
+                f"`{word}` ({values[0]}) takes the place of the value ({self.layout}) that was "
+                "given before it."
+            )
+        self.layout = values[0]
 
     def _answer(self, word: str, name: str, values: list[str], entry: Inapplicable) -> None:
         """Add a note or an error about a flag that the program lacks.
@@ -354,18 +386,6 @@ class Reading:
         entries[flag.field] = value
         self.given[flag.field] = flag, self._spelled(word)
 
-    def idle_notes(self, entries: Mapping[str, Inapplicable]) -> list[str]:
-        """Return a note for each given flag that has no effect in the run.
-
-        ``entries`` are those that apply in the run, by the flag's main spelling.
-        """
-        notes = []
-        for flag, named in (self.in_files | self.given).values():
-            entry = entries.get(flag.positive[0])
-            if entry is not None and not entry.remedy:
-                notes.append(entry.sentence(named))
-        return notes
-
     def _spelled(self, word: str) -> str:
         """Return a flag in backticks, followed by the old spelling if the user gave that."""
         old = self.renamed.get(word)
@@ -389,67 +409,65 @@ class Reading:
                 error = error.with_note(f"`{name}` was given as `{old}`")
         return error
 
-    def read_yaml(self, path: str, program: Program) -> Values:
-        """Return the values in the ``--config`` file ``path``, by section and field.
+    def finish(self, program: Program) -> None:
+        """Read the ``--config`` files, and check what goes only with another flag."""
+        if self.as_flags and not self.print_config:
+            self.errors.append(FlagError("--as-flags", None, "needs `--print-config`", "give both"))
+        if not self.config_files and self.layout is None:
+            return
+        from megatron_ext.config.files import ConfigFiles
 
-        In the file itself the fields may be grouped by section or listed without sections.
+        files = ConfigFiles(program, self.table, self.answers, self.elsewhere, self.layout)
+        for path in self.config_files:
+            files.read(path)
+        files.finish()
+        self.files = files
+        self.errors += files.errors
+        self.notes += files.all_notes()
+        self.values = _joined([files.below(self.values), self.values])
+
+    def idle_notes(
+        self, entries: Mapping[str, Inapplicable], usual: Mapping[str, Any]
+    ) -> list[str]:
+        """Return a note for each given flag, and each value of a file, without effect in the run.
+
+        A file's value that is the default anyway gets none, since a printed configuration has all
+        values.
+
+        Args:
+            entries: the entries that apply in the run, by the flag's main spelling.
+            usual: the task's own defaults, by field, beside those of the flags.
         """
-        try:
-            content = read_yaml(path) or {}
-        except UnreadableFile as error:
-            self.errors.append(FlagError("--config", path, f"cannot be read: {error.reason}"))
-            return {}
-        if not isinstance(content, dict):
-            self.errors.append(FlagError("--config", path, "must hold names and values"))
-            return {}
-        fields = {flag.field: flag for flag in sections.all_flags(program)}
-        lacking = sections.lacking_flags(program)
-        # A printed configuration holds fields that follow from others too.
-        derived = {
-            field.name
-            for kind in sections.sections_of(program).values()
-            for field in dataclasses.fields(kind)
-            if "help" not in field.metadata
+        in_files = {
+            name: (entry.flag, entry.named)
+            for name, entry in (self.files.entries() if self.files else {}).items()
+            if entry.value not in (entry.flag.default, usual.get(name, entry.flag.default))
         }
-        flat = {}
-        for key, value in content.items():
-            if key != "device":
-                flat.update(value if isinstance(value, dict) else {key: value})
-        values: Values = {}
-        for key, value in flat.items():
-            name = str(key).lstrip("-").replace("-", "_")
-            if name in fields:
-                named = f"`{key}` in `{path}`"
-                try:
-                    read = sections.value_of_entry(fields[name], named, value)
-                    values.setdefault(fields[name].section, {})[name] = read
-                    if read != fields[name].default:
-                        self.in_files[name] = fields[name], named
-                except ConfigError as error:
-                    self.errors += error.messages
-            elif name in lacking:
-                self.settled.append((path, str(key), lacking[name], value))
-            elif name not in derived and (
-                entry := answer_to(canonical(name), by_flag(self.elsewhere()))
-            ):
-                # Configurations that earlier versions printed have the default there.
-                if value != entry.defaults.get(name.replace("_", "-")):
-                    self.errors.append(entry.sentence(f"`{key}` in {path} ({value})"))
-            elif name not in derived:
-                near = difflib.get_close_matches(name, list(fields), n=2)
-                self.errors.append(_unknown(f"`{key}` in {path}", near))
-        return values
+        notes = []
+        for flag, named in (in_files | self.given).values():
+            answer = entries.get(flag.positive[0])
+            if answer is not None and not answer.remedy:
+                notes.append(answer.sentence(named))
+        return notes
+
+    def switched_on_by_files(self) -> frozenset[str]:
+        """Return the names of the boolean fields that the files set to True."""
+        entries = self.files.entries() if self.files else {}
+        return frozenset(name for name, entry in entries.items() if entry.value is True)
 
     def settled_errors(self, config: RunConfig) -> Iterator[str]:
-        """Yield an error for each ``--config`` entry that sets a refused flag to another value.
+        """Yield an error for each entry of a file that sets a refused flag to another value."""
+        if self.files is not None:
+            yield from self.files.settled_errors(config)
 
-        The flag's default and the value in ``config``, the run's configuration, are accepted.
+    def as_line(self, lower: Values) -> str:
+        """Return the given values as one line of flags that makes the same configuration.
+
+        ``lower`` holds the values that given ones replace, by section and field.
         """
-        for path, key, flag, value in self.settled:
-            has = getattr(config.by_name()[flag.section], flag.field)
-            if value not in (list(has) if isinstance(has, tuple) else has, flag.default):
-                entry = self.answers[flag.positive[0]]
-                yield entry.sentence(f"`{key}` in {path} ({value})")
+        from megatron_ext.config.flag_line import flag_line
+
+        return flag_line(self.values, lower, self.table)
 
     def settle_old_spellings(self, values: Values) -> None:
         """Apply a given number format and ``--no-position-embedding`` to ``values``.
@@ -479,11 +497,6 @@ class Reading:
                     "use `--position-embedding-type none`",
                 )
             )
-
-
-def _unknown(named: str, near: list[str]) -> str:
-    advice = f"did you mean {' or '.join(near)}?" if near else "see --help."
-    return f"{named} is not a flag of this program; {advice}"
 
 
 def _values(config: RunConfig) -> dict[str, Any]:

@@ -42,10 +42,14 @@ OWN_FLAGS = {
     "--help": ("[WORD ...]", "this overview, or help on what is asked"),
     "-h": ("[WORD ...]", "the same as --help"),
     "--config": ("FILE.yaml", "the same names from a file; the command line wins"),
+    "--layout": ("NAME", "the values of this layout too, one of the file's `layouts`"),
     "--print-config": ("", "print the resolved configuration as YAML and stop"),
+    "--as-flags": ("", "with --print-config: print one line of flags instead"),
     "--no-position-embedding": ("", "refused or without effect: use `--position-embedding-type`"),
 }
 """Flags that the parser handles itself, with their values and meanings."""
+LAYOUTS = "layouts"
+"""The key of a ``--config`` file under which its layouts are, where sections have their names."""
 
 
 def help_question(argv: Sequence[str]) -> str | None:
@@ -73,7 +77,7 @@ def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None
     """
     errors: list[str] = []
     renamed = [name for name, entry in megatron_flags().items() if entry.instead]
-    taken = dict.fromkeys([*OWN_FLAGS, *renamed], "the parser")
+    taken = dict.fromkeys([*OWN_FLAGS, LAYOUTS, *renamed], "the parser")
     for name, kind in engine.items():
         taken |= dict.fromkeys(_names(name, kind), f"the section `{name}`")
     for kind in sections:
@@ -249,6 +253,12 @@ def lacking_flags(program: Program) -> dict[str, Flag]:
     answers = by_flag(refused)
     flags = [flag for name, kind in sections_of(program).items() for flag in flags_of(name, kind)]
     return {flag.field: flag for flag in flags if flag.positive[0] in answers}
+
+
+def unknown(named: str, near: Sequence[str]) -> str:
+    """Return the error about a name that is no flag; ``near`` are names that resemble it."""
+    advice = f"did you mean {' or '.join(near)}?" if near else "see --help."
+    return f"{named} is not a flag of this program; {advice}"
 
 
 def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:

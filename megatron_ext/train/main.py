@@ -157,7 +157,8 @@ def main(
         )
         parsed = parsed_for_device(parse, words, stored)
         if parsed.print_config:
-            print(parsed.config.to_yaml() if first else "", end="")
+            if first:
+                print((parsed.as_flags or parsed.config.to_yaml()).rstrip("\n"))
             return 0
         logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
         task = parsed.task

@@ -305,7 +305,7 @@ def test_a_file_may_hold_flags_that_its_run_does_not_use(tmp_path: Path) -> None
     assert config_of(words, VIDEO).to_dict() == resolved
     file.write_text("num_layers: 99\n")
     (error,) = errors_of(words, VIDEO)
-    assert error.startswith(f"`num_layers` in {file} (99) has no effect on a video model")
+    assert error.startswith(f"`num_layers` in `{file}` (99) has no effect on a video model")
     file.write_text("adam_eps: 1.0e-8\n")
     assert config_of(words, VIDEO).optimizer.adam_eps == 1e-8
 
