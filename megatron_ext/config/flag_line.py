@@ -29,7 +29,7 @@ def flag_line(given: Values, lower: Values, table: Mapping[str, tuple[Flag, bool
     """
     errors = []
     words = []
-    for flag in dict.fromkeys(flag for flag, _ in table.values()):
+    for flag in {flag.field: flag for flag, _ in table.values()}.values():
         values = given.get(flag.section, {})
         if flag.field not in values:
             continue

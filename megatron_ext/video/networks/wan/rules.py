@@ -24,7 +24,11 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
-    """Return an error for each given flag without effect on a video DiT; ``resolved`` is unused."""
+    """Return an error for each given flag without effect on a video DiT.
+
+    A size that ``--video-dit-size`` gives anyway, in ``resolved``, is accepted: printed
+    configurations hold it.
+    """
     model = f"`--video-model {config.section(VideoConfig).video_model}`"
     errors = [
         FlagError(
@@ -34,7 +38,7 @@ def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
             "leave it out",
         )
         for name in SHAPE_FLAGS
-        if getattr(config.model, name) is not None
+        if getattr(config.model, name) not in (None, getattr(resolved.model, name))
     ]
     if config.optimizer.apply_wd_to_qk_layernorm:
         errors.append(
