@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ from megatron_ext.errors import ConfigError, FlagError
 
 if TYPE_CHECKING:
     from megatron_ext.config.flags import Flag
-    from megatron_ext.config.parser import Elsewhere, Values
     from megatron_ext.config.run import Program, RunConfig
+    from megatron_ext.config.sections import Elsewhere, Values
 
 ASSUMED = ("dry_run_nodes", "dry_run_gpu")
 """Fields of what a dry run assumes, which a file may hold for any run; only a dry run uses them."""
@@ -86,15 +87,16 @@ class ConfigFiles:
     def read(self, path: str) -> None:
         """Read one file."""
         try:
-            content = read_yaml(path) or {}
+            content = _content(path)
         except UnreadableFile as error:
             self.errors.append(FlagError("--config", path, f"cannot be read: {error.reason}"))
             return
         if not isinstance(content, dict):
             self.errors.append(FlagError("--config", path, "must hold names and values"))
             return
-        layouts = content.pop(sections.LAYOUTS, None) or {}
-        self.chosen.append(self._block(content, f"`{path}`"))
+        layouts = content.get(sections.LAYOUTS) or {}
+        rest = {key: value for key, value in content.items() if key != sections.LAYOUTS}
+        self.chosen.append(self._block(rest, f"`{path}`"))
         if not isinstance(layouts, dict):
             rule = "must hold the names of layouts, each with names and values"
             self.errors.append(FlagError(f"`{sections.LAYOUTS}` in `{path}`", layouts, rule))
@@ -234,6 +236,20 @@ class ConfigFiles:
             for field in dataclasses.fields(kind)
             if "help" not in field.metadata
         }
+
+
+def _content(path: str) -> Any:
+    """Return what a file holds, {} if that is nothing.
+
+    A shell's pipe, as in ``--config <(command)``, is read once in a process, although a program
+    may parse its flags several times.
+    """
+    return (read_yaml(path) if os.path.isfile(path) else _content_of_pipe(path)) or {}
+
+
+@functools.cache
+def _content_of_pipe(path: str) -> Any:
+    return read_yaml(path)
 
 
 def _value_of(entry: Entry | None) -> Any:

@@ -11,7 +11,7 @@ from megatron_ext.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_ext.config.flags import Flag
-    from megatron_ext.config.parser import Values
+    from megatron_ext.config.sections import Values
 
 
 def flag_line(given: Values, lower: Values, table: Mapping[str, tuple[Flag, bool]]) -> str:

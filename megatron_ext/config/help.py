@@ -10,15 +10,22 @@ import difflib
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import groupby
 
 from megatron_ext.config.flags import Flag, if_changed
-from megatron_ext.config.inapplicable import Inapplicable, answer_to, by_flag, megatron_flags
+from megatron_ext.config.inapplicable import answer_to, by_flag, megatron_flags
 from megatron_ext.config.parallel import ABBREVIATIONS
 from megatron_ext.config.run import Program, RunConfig, TaskFlags
-from megatron_ext.config.sections import OWN_FLAGS, all_flags, canonical, sections_of, spellings
+from megatron_ext.config.sections import (
+    OWN_FLAGS,
+    Elsewhere,
+    all_flags,
+    canonical,
+    sections_of,
+    spellings,
+)
 from megatron_ext.errors import say_to_stderr
 
 ALL = "all"
@@ -47,8 +54,6 @@ _QUESTIONS = {
     "--help all": "all flags",
 }
 """The forms of a question, which the overview explains."""
-
-Elsewhere = Callable[[], Sequence[Inapplicable]]
 
 
 def answer(program: Program, question: str, elsewhere: Elsewhere = tuple) -> int:

@@ -20,16 +20,11 @@ from megatron_ext.config.finalize import errors_of_ranges, finalize
 from megatron_ext.config.flags import Flag
 from megatron_ext.config.inapplicable import Inapplicable, answer_to, by_flag, megatron_flags
 from megatron_ext.config.run import Program, RunConfig, TaskFlags, engine_sections
-from megatron_ext.config.sections import canonical
+from megatron_ext.config.sections import Elsewhere, Values, canonical
 from megatron_ext.errors import ConfigError, FlagError, flags_of
 
 if TYPE_CHECKING:
     from megatron_ext.config.files import ConfigFiles
-
-Values = dict[str, dict[str, Any]]
-"""Name of a section -> name of a field -> value."""
-Elsewhere = Callable[[], Sequence[Inapplicable]]
-"""A function that returns entries about other programs' flags, to explain an unknown flag."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from itertools import chain, takewhile
 from typing import Any
 
 from megatron_ext.config.flags import Flag, flag, flags_of, from_checkpoint
-from megatron_ext.config.inapplicable import by_flag, megatron_flags
+from megatron_ext.config.inapplicable import Inapplicable, by_flag, megatron_flags
 from megatron_ext.config.run import (
     Program,
     engine_sections,
@@ -38,6 +38,10 @@ from megatron_ext.config.run import (
 )
 from megatron_ext.errors import CheckpointError, ConfigError, FlagError
 
+Values = dict[str, dict[str, Any]]
+"""Name of a section -> name of a field -> value."""
+Elsewhere = Callable[[], Sequence[Inapplicable]]
+"""A function that returns entries about other programs' flags, to explain an unknown flag."""
 OWN_FLAGS = {
     "--help": ("[WORD ...]", "this overview, or help on what is asked"),
     "-h": ("[WORD ...]", "the same as --help"),

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.config.parser import (
-    Elsewhere,
     ParsedArgs,
     Reading,
     all_errors,
@@ -25,6 +24,7 @@ from megatron_ext.config.parser import (
     read_words,
 )
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.sections import Elsewhere
 from megatron_ext.device import keep_launch_order, select, surely_no_gpu
 from megatron_ext.disk.host_folder import generation
 from megatron_ext.disk.writing import write_error
