@@ -75,7 +75,7 @@ def test_a_later_file_replaces_a_layout_of_an_earlier_one(file: Path, tmp_path: 
 
 def test_a_file_whose_layouts_are_not_chosen_says_so(file: Path) -> None:
     (note,) = parsed(f"{BARE} --config {file}").notes
-    assert note == f"{file} has layouts, but none is chosen; choose by `--layout`: one, 2x."
+    assert note == f"`{file}` has layouts, but none is chosen; choose by `--layout`: one, 2x."
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,17 @@ def test_a_file_whose_layouts_are_not_chosen_says_so(file: Path) -> None:
         ("lr: 1", "--layout", "`--layout` takes the name of one layout, but got 0."),
         ("lr: 1", "--layout a b", "`--layout` takes the name of one layout, but got 2."),
         ("lr: 1", "--as-flags", "`--as-flags` needs `--print-config`; give both."),
-        ("layouts: 3", "", "`layouts` in {file} (3) must hold the names of layouts"),
-        ("layouts: {a: 3}", "", "the layout a in {file} (3) must hold names and values."),
+        ("layouts: 3", "", "`layouts` in `{file}` (3) must hold the names of layouts"),
+        ("layouts: {a: 3}", "", "the layout a in `{file}` (3) must hold names and values."),
         ("layouts: {a: {}, b: {hiden_size: 3}}", "--layout a",
-         "`hiden_size` in the layout b in {file} is not a flag of this program; did you mean"),
+         "`hiden_size` in the layout b in `{file}` is not a flag of this program; did you mean"),
         ("layouts: {a: {}, b: {seed: x}}", "--layout a",
-         "`seed` in the layout b in {file} (x) must be an integer."),
+         "`seed` in the layout b in `{file}` (x) must be an integer."),
         ("layouts: {a: {layouts: {b: {sed: 2}}}}", "--layout a",
-         "`b` in the layout a in {file} is not a flag of this program"),
-        ("no_bf16: 3", "", "`no_bf16` in {file} (3) must be true or false."),
-        ("fp8: hybrid", "", "`fp8` in {file} (hybrid) is spelled `--fp8-format` now."),
-        ("use_legacy_models: true", "", "`use_legacy_models` in {file} (True) is known from"),
+         "`b` in the layout a in `{file}` is not a flag of this program"),
+        ("no_bf16: 3", "", "`no_bf16` in `{file}` (3) must be true or false."),
+        ("fp8: hybrid", "", "`fp8` in `{file}` (hybrid) is spelled `--fp8-format` now."),
+        ("use_legacy_models: true", "", "`use_legacy_models` in `{file}` (True) is known from"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_or_layout_is_refused(
@@ -118,15 +118,15 @@ def test_values_of_a_file_get_the_notes_of_flags(tmp_path: Path) -> None:
     )
     notes = parsed(f"{words} --sgd-momentum 0.25").notes
     told = "has no effect without `--position-embedding-type rope`."
-    assert f"`rotary_base` in {path} {told}" in notes
+    assert f"`rotary_base` in `{path}` {told}" in notes
     assert (
-        f"`--seed` in {path} (7) takes the place of the value (5) that was given before it."
+        f"`--seed` in `{path}` (7) takes the place of the value (5) that was given before it."
         in notes
     )
     starts = [
         "`--sgd-momentum` has no effect",
-        f"`overlap-grad-reduce` in {path} has no effect on a CPU",
-        f"`use_mcore_models` in {path} has no effect",
+        f"`overlap-grad-reduce` in `{path}` has no effect on a CPU",
+        f"`use_mcore_models` in `{path}` has no effect",
     ]
     for start in starts:
         assert len([note for note in notes if note.startswith(start)]) == 1, notes
