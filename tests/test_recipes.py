@@ -94,7 +94,7 @@ def test_a_model_has_its_published_size_and_fits(name: str, layout: str) -> None
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_text_model_is_its_published_configuration(name: str) -> None:
-    """What `--load-hf` reads in the authors' file is what the recipe says."""
+    """The recipe says what `--load-hf` reads in the authors' file."""
     layout = next(iter(content_of(name)["layouts"]))
     _, config = planned(name, layout)
     ours = {k: v for section in config.by_name().values() for k, v in vars(section).items()}

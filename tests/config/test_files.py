@@ -1,5 +1,6 @@
 """Files of ``--config``: layouts, notes as flags get them, and configurations as lines of flags."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,15 @@ def test_code_that_a_file_permits_needs_no_permission_again(tmp_path: Path) -> N
         words = f"{written(tmp_path / 'run.yaml', text)} --lr 1 --use-checkpoint-args --load x"
         notes = parsed(words, checkpoint_config=stored).notes
         assert any(line.startswith(note) for line in notes) is told
+
+
+def test_a_pipe_of_a_shell_is_read_once_for_all_parses() -> None:
+    source, sink = os.pipe()
+    with os.fdopen(source), os.fdopen(sink, "w") as file:
+        file.write("lr: 0.5\n")
+        file.close()
+        words = f"{BARE} --config /dev/fd/{source}"
+        assert [config_of(words).optimizer.lr for _ in range(2)] == [0.5, 0.5]
 
 
 RUNS: dict[str, tuple[str, Any, dict[str, Any]]] = {
