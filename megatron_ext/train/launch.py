@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +91,13 @@ class Launch:
             writes it.
         data_lines: lines that say which data the run reads and which it does not use
             (`Task.data_lines`).
+        given: names of the configuration fields that the command line sets.
     """
 
     started: float
     ends_itself: bool
     data_lines: Sequence[str] = ()
+    given: Collection[str] = ()
 
 
 def launch_of(argv: Sequence[str]) -> Launch:

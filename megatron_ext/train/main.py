@@ -190,7 +190,7 @@ def main(
         if work is None:
             # Any rank may be the reporting rank.
             lines = tuple(task.data_lines(config, assets))
-            launched = dataclasses.replace(launched, data_lines=lines)
+            launched = dataclasses.replace(launched, data_lines=lines, given=parsed.given)
         if first and work is None:
             print("\n".join(start_lines(config, parsed.given)), flush=True)
             for line in launched.data_lines:

@@ -19,7 +19,7 @@ from megatron_ext.extras.report.curves import LOSS, TRAINED
 from megatron_ext.extras.report.goodput import account, show_seconds
 from megatron_ext.extras.report.run_folder import RunFolder, read_run_folder
 from megatron_ext.extras.report.summary import planned_iterations, reached_iteration, state_of
-from megatron_ext.extras.report.tables import FAULT, settings_tables
+from megatron_ext.extras.report.tables import FAULT, NOT_GIVEN, settings_tables
 from megatron_ext.inspect.pages.charts import show
 from megatron_ext.inspect.pages.page import page_of, write_page
 from megatron_ext.inspect.pages.table import NOTHING, Table, moment, text_of
@@ -132,7 +132,8 @@ def settings_that_differ(runs: Sequence[PlottedRun]) -> Table:
     defaults: dict[tuple[str, str], str] = {}
     for run in runs:
         own: dict[tuple[str, str], str] = {}
-        for section, settings in settings_tables(run.folder):
+        for title, settings in settings_tables(run.folder):
+            section = title.removesuffix(NOT_GIVEN)
             for flag, value, default in settings.rows:
                 own[section, flag] = value
                 defaults[section, flag] = default

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from megatron_ext.train.reporting.files import (
 
 MAX_DATA_LINES = 100
 """Largest number of sentences on the data of a run."""
+NOT_GIVEN = ", not on the command line"
+"""Ends the name of a section for the settings that the command line does not give."""
 FAULT, RESTART, SAVED = "fault", "restart", "saved"
 _NOT_ENVIRONMENT = {
     "kind",
@@ -238,21 +240,28 @@ def noticed_table(folder: RunFolder) -> Table:
     return table.shortened()
 
 
-def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
+def changed_settings(config: RunConfig, given: Collection[str]) -> dict[str, list[list[str]]]:
     """Return, by section, a list [flag, value, default] for each setting not at its default.
 
-    A run stores this in metrics.jsonl at its start, since a program that later writes the report
-    may not define all sections of the run's configuration.
+    Settings that the command line gives come first, those that follow from others or come from a
+    file after them, under the section's name with `NOT_GIVEN`. A run stores this in metrics.jsonl
+    at its start, since a program that later writes the report may not define all sections of the
+    run's configuration.
+
+    Args:
+        given: names of the fields that the command line sets.
     """
-    return {
-        name: [
-            [f"--{field.replace('_', '-')}", *map(_setting, pair)]
-            for field in changed_fields(section)
-            if (pair := (getattr(section, field), default_of(section, field)))
-        ]
-        for name, section in config.by_name().items()
-        if changed_fields(section)
-    }
+    on_command_line: dict[str, list[list[str]]] = {}
+    elsewhere: dict[str, list[list[str]]] = {}
+    for name, section in config.by_name().items():
+        for field in changed_fields(section):
+            pair = getattr(section, field), default_of(section, field)
+            entry = [f"--{field.replace('_', '-')}", *map(_setting, pair)]
+            if field in given:
+                on_command_line.setdefault(name, []).append(entry)
+            else:
+                elsewhere.setdefault(f"{name}{NOT_GIVEN}", []).append(entry)
+    return on_command_line | elsewhere
 
 
 def settings_tables(folder: RunFolder) -> list[tuple[str, Table]]:

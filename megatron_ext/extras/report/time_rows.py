@@ -139,7 +139,8 @@ class TimeRows:
         if self._generation == 0:
             from megatron_ext.extras.report.tables import changed_settings
 
-            row |= {**environment(config.device), "settings": changed_settings(config)}
+            row |= environment(config.device)
+            row |= {"settings": changed_settings(config, self.launch.given)}
             row |= {"data": list(self.launch.data_lines)}
         append_row(self._path, row)
 

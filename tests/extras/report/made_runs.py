@@ -62,7 +62,9 @@ def launched_row(time: float, iteration: int, generation: int) -> Row:
     row |= {"generation": generation, "world_size": 4, "num_iterations": 400, "host": "node-07"}
     row |= {"device": "cpu", "command": "python pretrain_gpt.py --num-layers 4 --save run"}
     versions = {"megatron_ext": "0.1.0", "megatron-core": "0.16.1", "torch": "2.13.0"}
-    settings = changed_settings(config_of([*FLAGS, *mock_data()], ranks=4))
+    flags = [*FLAGS, *mock_data()]
+    given = {word.removeprefix("--").replace("-", "_") for word in flags if word[:2] == "--"}
+    settings = changed_settings(config_of(flags, ranks=4), given)
     return row | {"versions": versions, "commit": "7b714f7c0ffee", "settings": settings}
 
 

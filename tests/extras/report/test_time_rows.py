@@ -1,5 +1,6 @@
 """The rows of time agree with a clock outside of the run, and the launcher writes the report."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from megatron_ext.extras.report import time_rows as time_rows_module
 from megatron_ext.extras.report.goodput import account
 from megatron_ext.extras.report.page import write_report
 from megatron_ext.extras.report.run_folder import read_run_folder
+from megatron_ext.extras.report.tables import NOT_GIVEN
 from megatron_ext.extras.report.time_rows import TimeRows, reported_end
 from megatron_ext.parallel import recorder as recorder_module
 from megatron_ext.parallel.recorder import Recorder, open_recorder
@@ -146,6 +148,7 @@ def test_the_reporting_rank_reports_where_no_launcher_of_ours_does(
     recorder = Recorder()
     metrics = MetricsFile(tmp_path, 0)
     launched = Launch(time.time(), ends_itself=False, data_lines=["conversations: 3 <rows>"])
+    launched = dataclasses.replace(launched, given={"seq_length"})
     rows = TimeRows(tmp_path, recorder, launched, 0)
     rows.launched(config, 2)
     with Reporters([metrics], rows):
@@ -155,7 +158,8 @@ def test_the_reporting_rank_reports_where_no_launcher_of_ours_does(
     shown = capsys.readouterr().out
     assert shown.startswith("> goodput ") and f"the report is {tmp_path / 'report.html'}" in shown
     settings = read_run_folder(tmp_path).start_facts["settings"]
-    assert ["--seq-length", "32", "none"] in settings["model"]
+    assert settings["model"] == [["--seq-length", "32", "none"]]
+    assert list(settings).index("model") < list(settings).index(f"model{NOT_GIVEN}")
     page = (tmp_path / "report.html").read_text()
     assert "What was read of the data" in page and "conversations: 3 &lt;rows&gt;" in page
 
