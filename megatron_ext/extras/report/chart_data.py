@@ -124,7 +124,9 @@ def chart_data(runs: Sequence[PlottedRun], marks: Iterable[Mark] = ()) -> ChartD
         panels.append({"title": title, "smooth": title not in NOT_SMOOTHED, "series": shown})
     axes = ["iteration"]
     axes += ["samples"] if all(run.progress.samples for run in runs) else []
-    axes += ["hours"] if all(run.progress.hours for run in runs) else []
+    if all(run.progress.hours for run in runs):
+        longest = max((hours for run in runs for hours in run.progress.hours), default=0.0)
+        axes.append("hours" if longest >= 2 else "minutes")
     content = {
         "panels": panels,
         "marks": [vars(mark) for mark in marks],
@@ -133,6 +135,7 @@ def chart_data(runs: Sequence[PlottedRun], marks: Iterable[Mark] = ()) -> ChartD
                 "iteration": run.progress.iterations,
                 "samples": _short(run.progress.samples),
                 "hours": _short(run.progress.hours),
+                "minutes": _short(60 * hours for hours in run.progress.hours),
             }
             for run in runs
         ],

@@ -10,6 +10,8 @@ const curves = (() => {
     : Math.abs(v) >= 1e6 || Math.abs(v) < 1e-4 ? v.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e")
     : Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en") : String(+v.toPrecision(4));
 
+  const timed = () => view.axis === "hours" || view.axis === "minutes";
+
   // A canvas knows no CSS variables, so that an element resolves them for the current theme.
   const probe = document.createElement("i");
   probe.hidden = true;
@@ -206,7 +208,7 @@ const curves = (() => {
     if (!rows.length) { tip.hidden = true; return; }
     const middle = rows.reduce((a, b) => Math.abs(b.x - at) < Math.abs(a.x - at) ? b : a).x;
     const head = document.createElement("b");
-    head.textContent = `${view.axis} ${view.axis === "hours" ? short(middle) : Math.round(middle).toLocaleString("en")}`;
+    head.textContent = `${view.axis} ${timed() ? short(middle) : Math.round(middle).toLocaleString("en")}`;
     tip.replaceChildren(head, ...rows.slice(0, 16).map(({ series, x, i }) => {
       const row = document.createElement("span"), swatch = document.createElement("i");
       swatch.style.background = `var(--${series.colour})`;
@@ -278,7 +280,7 @@ const curves = (() => {
 
   function tools() {
     const [low, high] = view.zoom || whole;
-    const typed = (x) => view.axis === "hours" || high - low < 10 ? +x.toPrecision(6) : Math.round(x);
+    const typed = (x) => timed() || high - low < 10 ? +x.toPrecision(6) : Math.round(x);
     byId("zoom-from").value = typed(low);
     byId("zoom-to").value = typed(high);
     byId("zoom-out").disabled = !view.zoom;

@@ -36,8 +36,10 @@ _NOT_ENVIRONMENT = {
     "num_iterations",
     "settings",
     "data",
+    "command",
+    "folder",
 }
-"""Keys in the row about a start of the ranks that the table of the environment leaves out."""
+"""Keys in the row about a start of the ranks that other parts of the page show."""
 NOTICED = {
     "spike": "spike",
     "non_finite": "not finite",

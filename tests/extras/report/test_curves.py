@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from megatron_ext.extras.report import curves as curves_module
+from megatron_ext.extras.report import samples
 from megatron_ext.extras.report.chart_data import PlottedRun, chart_data
 from megatron_ext.extras.report.comparison import names_of, render_comparison
 from megatron_ext.extras.report.curves import Curve, Panel, panels_of, progress_of, thinned
 from megatron_ext.extras.report.goodput import account
 from megatron_ext.extras.report.run_folder import RunFolder, read_run_folder
+from megatron_ext.video.sampling import clips
 from tests.extras.report.made_runs import (
     BEGAN,
     Row,
@@ -135,6 +137,8 @@ def test_an_iteration_has_its_hours_and_samples() -> None:
     progress = progress_of(folder, account(rows))
     assert progress.iterations == [0, 10, 30]
     assert progress.hours == pytest.approx([0, 1, 3]) and progress.samples == [0, 160, 640]
+    run = PlottedRun("a", folder, account(rows), panels_of(folder), progress)
+    assert chart_data([run]).axes == ["iteration", "samples", "hours"]
     many = RunFolder(Path("x"), rows=[train(i, consumed_samples=i) for i in range(5000)])
     progress = progress_of(many, account([]))
     assert len(progress.iterations) <= 450 and progress.iterations[-1] == 4999
@@ -188,3 +192,23 @@ def test_runs_are_named_by_the_parts_of_their_paths_that_differ() -> None:
     assert names_of([Path("/x/a/run"), Path("/y/b/run")]) == ["a/run", "b/run"]
     assert names_of([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert names_of([Path("/x/a/run"), Path("/y/a/run")]) == ["x/a/run", "y/a/run"]
+
+
+def test_samples_are_spread_over_the_run_and_have_the_names_that_runs_give_them(
+    tmp_path: Path,
+) -> None:
+    assert (samples.SHEET, samples.LIST) == (clips.CONTACT_SHEET, clips.LIST)
+    assert samples.samples_of(tmp_path) == ([], 0)
+    for iteration in range(1, 31):
+        folder = tmp_path / "samples" / f"iter_{iteration:07}"
+        folder.mkdir(parents=True)
+        (folder / clips.LIST).write_text(f'{{"path": "{clips.clip_name(0)}", "text": "a\\nb"}}\n')
+        (folder / clips.CONTACT_SHEET).write_bytes(
+            b"\x89PNG\r\n\x1a\n" if iteration > 1 else b"<svg"
+        )
+    (tmp_path / "samples" / "iter_0000031").symlink_to(tmp_path)
+    shown, count = samples.samples_of(tmp_path)
+    assert count == 30 and [one.iteration for one in shown] == [1, 5, 9, 13, 18, 22, 26, 30]
+    assert [bool(one.picture) for one in shown] == [False, *[True] * 7]
+    assert shown[-1].clips == [("sample_000.mp4", "a b")]
+    assert shown[-1].folder == "samples/iter_0000030"
