@@ -39,7 +39,7 @@ from benchmarks.gpu_setup import (
     table_row,
 )
 from benchmarks.targets import ATTENTION, verdict
-from megatron_ext.device.gpus import seconds_of
+from megatron_ext.device.rates import seconds_of
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext

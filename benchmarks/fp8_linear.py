@@ -40,7 +40,7 @@ from benchmarks.gpu_setup import (
 )
 from benchmarks.targets import FP8_OVER_BF16, verdict
 from megatron_ext.config.precision import Fp8Config
-from megatron_ext.device.gpus import seconds_of
+from megatron_ext.device.rates import seconds_of
 from megatron_ext.layers.fp8.linear import KeptWeights
 from megatron_ext.layers.fp8.scaling import RECIPES, Parts
 from megatron_ext.layers.linear import ColumnParallelLinear

@@ -47,7 +47,7 @@ from benchmarks.gpu_setup import (
 )
 from benchmarks.peers import OURS, PEERS, Place, version_of_peer
 from benchmarks.targets import MFU, OVER_PEERS, verdict
-from megatron_ext.device.gpus import seconds_of
+from megatron_ext.device.rates import seconds_of
 from megatron_ext.errors import MegatronExtError
 
 HEAD = (

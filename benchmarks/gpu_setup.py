@@ -19,7 +19,8 @@ from benchmarks.streaming_setup import heading, one_rank, saved_as, show, table_
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
-from megatron_ext.device.gpus import has_fp8, matrix_rate, peak_flops
+from megatron_ext.device.gpus import peak_flops
+from megatron_ext.device.rates import has_fp8, matrix_rate
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.text.task import GPT, TEXT

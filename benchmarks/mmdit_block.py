@@ -39,7 +39,7 @@ from benchmarks.gpu_setup import (
     table_row,
 )
 from benchmarks.targets import VIDEO_MFU, verdict
-from megatron_ext.device.gpus import seconds_of
+from megatron_ext.device.rates import seconds_of
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD

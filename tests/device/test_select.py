@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext import device as devices
-from megatron_ext.device import Device, gpus, select
+from megatron_ext.device import Device, gpus, rates, select
 from megatron_ext.errors import ConfigError
 
 
@@ -86,7 +86,7 @@ def test_eight_bit_units_begin_with_ada(monkeypatch: pytest.MonkeyPatch) -> None
     gpu = torch.device("cuda", 0)
     for capability, has in (((8, 6), False), ((8, 9), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, has=capability: has)
-        assert gpus.has_fp8(gpu) is has
+        assert rates.has_fp8(gpu) is has
 
 
 def test_the_rates_of_the_chosen_gpu_are_printed(
@@ -95,8 +95,8 @@ def test_the_rates_of_the_chosen_gpu_are_printed(
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(gpus, "rates", lambda device: {"bf16": 1.0 + device.index})
-    assert gpus.main(["--index", "3"]) == 0
+    monkeypatch.setattr(rates, "rates", lambda device: {"bf16": 1.0 + device.index})
+    assert rates.main(["--index", "3"]) == 0
     assert json.loads(capsys.readouterr().out) == {"bf16": 4.0}
     assert chosen == [torch.device("cuda", 3)]
 

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ext.device import gpus
-from megatron_ext.device.gpus import copy_rate, has_fp8, matrix_rate, seconds_of
+from megatron_ext.device import rates
+from megatron_ext.device.rates import copy_rate, has_fp8, matrix_rate, seconds_of
 from megatron_ext.device.streams import destroy_graphs, other_threads_go_on, to_device
 from megatron_ext.errors import DeviceNotSupported
 from megatron_ext.parallel.context import ParallelContext
@@ -96,11 +96,11 @@ def test_rates_count_operations_and_bytes(monkeypatch: pytest.MonkeyPatch) -> No
         work()
         return 1.0
 
-    monkeypatch.setattr(gpus, "seconds_of", took_a_second)
+    monkeypatch.setattr(rates, "seconds_of", took_a_second)
     assert matrix_rate(CPU, torch.float32, 16) == 2 * 16**3
     assert matrix_rate(CPU, torch.bfloat16, 16) == 2 * 16**3
     assert copy_rate(CPU, 1000) == 2000
-    assert gpus.rates(CPU, 16, 1000) == {"bf16": 2 * 16**3, "fp8": None, "copy": 2000}
+    assert rates.rates(CPU, 16, 1000) == {"bf16": 2 * 16**3, "fp8": None, "copy": 2000}
     assert not has_fp8(CPU)
     with pytest.raises(DeviceNotSupported, match="compute capability 8.9 or newer"):
         matrix_rate(CPU, torch.float8_e4m3fn, 16)
@@ -108,6 +108,6 @@ def test_rates_count_operations_and_bytes(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpus.main(["--index", "0"]) == 1
+    assert rates.main(["--index", "0"]) == 1
     found = capsys.readouterr()
     assert (found.out, found.err) == ("", "torch can use no GPU here\n")

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.attention import SHAPES, Inputs, Shape, make_inputs, measure, ours
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.device.gpus import seconds_of
+from megatron_ext.device.rates import seconds_of
 from megatron_ext.layers import flex_attention as flex
 from megatron_ext.layers import sdpa
 from megatron_ext.layers.attention import DotProductAttention

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.config.precision import Fp8Config
-from megatron_ext.device.gpus import has_fp8
+from megatron_ext.device.rates import has_fp8
 from megatron_ext.layers.fp8.casting import Function, cast_by_magnitude, cast_with
 from megatron_ext.layers.fp8.linear import KeptWeights, fp8_linear
 from megatron_ext.layers.fp8.matrices import (

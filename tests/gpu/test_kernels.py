@@ -9,7 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cross_entropy import GPU_SIZE, WAYS, Inputs, Setting, make_inputs, one_pass
-from megatron_ext.device.gpus import copy_rate, has_fp8, matrix_rate, peak_flops
+from megatron_ext.device.gpus import peak_flops
+from megatron_ext.device.rates import copy_rate, has_fp8, matrix_rate
 from megatron_ext.inspect.doctor.examine import examine
 from megatron_ext.inspect.doctor.host import ThisMachine
 from megatron_ext.layers import compiled as module

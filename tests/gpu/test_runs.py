@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.device.gpus import has_fp8
+from megatron_ext.device.rates import has_fp8
 from megatron_ext.optim.update import decides_on_device
 from megatron_ext.train.loop import IntervalMetrics
 from tests.gpu.runs import LAYOUTS, losses, needs_gpus, one_gpu, train

@@ -29,7 +29,7 @@ TRYING_SECONDS = 180.0
 MEASURE = """
 import sys
 sys.path.insert(0, {root!r})
-from megatron_ext.device.gpus import main
+from megatron_ext.device.rates import main
 sys.exit(main(["--index", "{index}"]))
 """
 GRAPH = """

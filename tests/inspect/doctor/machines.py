@@ -104,7 +104,7 @@ class Machine(ThisMachine):
     def _python(self, code: str) -> Outcome:
         self.ran.append(code)
         answers: dict[str, Any] = {
-            "device.gpus": self.rates,
+            "device.rates": self.rates,
             "cuDriverGetVersion": self.torch,
             "CUDAGraph": self.probes.get("graph", {"seconds": 0.0}),
             "torch.compile": self.probes.get("compile", {"seconds": 12.3}),

@@ -55,7 +55,7 @@ def test_without_a_gpu_it_says_what_it_cannot_know() -> None:
     assert "TFLOP/s" not in text and "TB/s" not in text
     assert "compute capability 8.9 or newer" in text and "fp8 recipes" not in text
     assert found.to_dict()["gpus"] == ()
-    tried = ("device.gpus", "CUDAGraph", "torch.compile")
+    tried = ("device.rates", "CUDAGraph", "torch.compile")
     assert not any(word in code for word in tried for code in machine.ran)
     names = {finding.name for finding in found.findings}
     assert not names & {"CUDA graphs", "torch.compile", "links of GPUs", "RDMA network"}
