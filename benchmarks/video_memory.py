@@ -48,7 +48,7 @@ from megatron_ext.train.loop import train
 from megatron_ext.train.main import preflight, silence_known_warnings
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
-from megatron_ext.video.data.preprocess import main as preprocess
+from megatron_ext.video.data.cli import main as preprocess
 from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.task import FLOW, VIDEO
 

@@ -12,7 +12,7 @@ from benchmarks.video_memory import KINDS, measure, row
 from examples.custom_model.dit import TASK
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.callbacks.callback import Callback
-from megatron_ext.video.data.preprocess import main
+from megatron_ext.video.data.cli import main
 from tests.training_runs import train_on_ranks, train_steps
 
 CLIPS = Path(__file__).resolve().parents[2] / "examples" / "video" / "make_clips.py"

@@ -17,8 +17,8 @@ import torch
 from megatron_ext.config.run import RunConfig
 from megatron_ext.video import task
 from megatron_ext.video.config.run import ConditionConfig
+from megatron_ext.video.data.cli import parse_options
 from megatron_ext.video.data.geometry import parse_plan
-from megatron_ext.video.data.preprocess import parse_options
 from megatron_ext.video.networks.mmdit.config import MMDiTConfig
 from tests.examples.scripts import EXAMPLES, calls, rows, smoke, stub, succeed
 from tests.training_runs import config_of

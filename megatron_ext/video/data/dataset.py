@@ -33,12 +33,12 @@ from megatron_ext.video.data.encode import (
 )
 from megatron_ext.video.data.geometry import Bucket, BucketPlan
 from megatron_ext.video.data.manifest import (
-    VideoPreprocessOptions,
     buckets_of,
     make_manifest,
     read_manifest,
     sample_options,
 )
+from megatron_ext.video.data.options import VideoPreprocessOptions
 from megatron_ext.video.data.register import read_register, row_keys
 from megatron_ext.video.data.sampler import Members
 from megatron_ext.video.data.shards import Shard, read_null

@@ -1,4 +1,4 @@
-"""The options of preprocessing clips, and the manifest of a dataset, which records them."""
+"""The manifest of a dataset of encoded clips, which records the options of its making."""
 
 from __future__ import annotations
 
@@ -8,62 +8,23 @@ import math
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_ext.config.flags import COUNT, PROCESSES
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import DataError
 from megatron_ext.video.config.encoding import (
     FOLDERS,
     HASHED,
     PATCH,
-    CodecConfig,
-    EncodeConfig,
-    TextEncoderConfig,
 )
 from megatron_ext.video.data import shards
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.encode import reference_names
 from megatron_ext.video.data.geometry import Bucket, BucketPlan
+from megatron_ext.video.data.options import STORAGES, VideoPreprocessOptions
 from megatron_ext.video.data.register import stamp
 from megatron_ext.video.data.text_encoders import TextEncoder
-
-
-@dataclass(frozen=True)
-class VideoPreprocessOptions:
-    """The options of one run of tools/preprocess_video.py; its ``--help`` explains them.
-
-    A value out of range raises ConfigError.
-    """
-
-    input: str
-    output: str
-    plan: BucketPlan
-    codec: CodecConfig = field(default_factory=CodecConfig)
-    text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
-    encode: EncodeConfig = field(default_factory=EncodeConfig)
-    storage: str = "float32"
-    workers: int = 1
-    clips_per_shard: int = 1000
-    drop_missing: bool = False
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for flag, value, numbers in (
-            ("workers", self.workers, PROCESSES),
-            ("clips-per-shard", self.clips_per_shard, COUNT),
-        ):
-            if rule := numbers.broken_rule(value):
-                raise ConfigError(f"`--{flag}` ({value}) {rule}; leave it out for the default.")
-        if self.storage not in shards.STORAGES:
-            raise ConfigError(
-                f"`--storage` ({self.storage}) must be one of {', '.join(shards.STORAGES)}."
-            )
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("`--device` (cuda) needs a GPU that torch finds; use cpu.")
 
 
 def sample_options(
@@ -233,9 +194,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 f"{path} names {name}, which leads out of the folder; get the data from a source "
                 "that you trust."
             )
-    if manifest["storage"] not in shards.STORAGES:
+    if manifest["storage"] not in STORAGES:
         raise DataError(
             f"{path} has the storage {manifest['storage']}, which must be one of "
-            f"{', '.join(shards.STORAGES)}; {shards.ADVICE} again."
+            f"{', '.join(STORAGES)}; {shards.ADVICE} again."
         )
     return manifest

@@ -6,39 +6,33 @@ whose list has more rows also keeps them, and encodes only the new rows.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
 import secrets
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from filelock import FileLock, Timeout
 
 from megatron_ext import limits
-from megatron_ext.config.flags import flags_of
 from megatron_ext.data.part_pool import Advance, PartPool, Work
 from megatron_ext.data.progress import Progress
-from megatron_ext.disk.reading import UnreadableFile, read_text
 from megatron_ext.disk.writing import lock_path, write_text
-from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
+from megatron_ext.errors import DataError, MegatronExtError, say_to_stderr
 from megatron_ext.video.config.encoding import (
     HASHED,
     PATCH,
-    CodecConfig,
     EncodeConfig,
-    TextEncoderConfig,
 )
 from megatron_ext.video.data import shards
 from megatron_ext.video.data.clips import Clip, list_folder, read_list
@@ -54,13 +48,13 @@ from megatron_ext.video.data.encode import (
     report,
     sample_rate,
 )
-from megatron_ext.video.data.geometry import Drop, parse_plan
+from megatron_ext.video.data.geometry import Drop
 from megatron_ext.video.data.manifest import (
-    VideoPreprocessOptions,
     make_manifest,
     sample_options,
     weights_stamp,
 )
+from megatron_ext.video.data.options import VideoPreprocessOptions
 from megatron_ext.video.data.register import (
     REGISTER,
     Entry,
@@ -728,80 +722,3 @@ def _publish(
             for path in folder.glob(f"{name}_*"):
                 path.unlink()
     return kept
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message[:1].upper()}{message[1:]}; see --help.")
-
-
-_SECTIONS = {"codec": CodecConfig, "text_encoder": TextEncoderConfig, "encode": EncodeConfig}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="preprocess_video.py",
-        description="Turns clips with captions into shards of latents and text embeddings.",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--input", required=True,
-        help="clips: a jsonl or csv of path and text, or a folder with .txt files")  # fmt: skip
-    add("--output", required=True, help="folder of the dataset to write")
-    add("--buckets", required=True, metavar="JSON", help="bucket plan: a file, or JSON such as "
-        '{"256px": {"17": [probability, micro-batch size]}}, or {"17": probability}')  # fmt: skip
-    for kind in _SECTIONS.values():
-        for flag in flags_of("", kind):
-            help_ = f"{flag.help}: {' or '.join(flag.choices)}" if flag.choices else flag.help
-            help_ = help_.replace("%", "%%")
-            if flag.type is bool:
-                add(flag.positive[0], action=argparse.BooleanOptionalAction, default=flag.default,
-                    help=help_)  # fmt: skip
-                continue
-            add(flag.positive[0], type=flag.type, nargs="*" if flag.nargs else None,
-                default=flag.default, help=help_)  # fmt: skip
-    add("--storage", default="float32", help="type of the stored numbers: float32 or bfloat16")
-    add("--workers", type=int, default=1, help="processes that encode")
-    add("--clips-per-shard", type=int, default=1000, help="most clips of a shard")
-    add("--drop-missing", action="store_true",
-        help="take samples out of --output whose clips are not in --input any more")  # fmt: skip
-    add("--device", default="cpu", choices=("cpu", "cuda"),
-        help="where codec and text encoder compute")  # fmt: skip
-    return parser
-
-
-def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
-    """Parse a command line; raise ConfigError for a wrong flag."""
-    values = vars(_parser().parse_args(list(argv)))
-    given = values.pop("buckets")
-    if not given.lstrip().startswith("{"):
-        try:
-            given = read_text(given)
-        except UnreadableFile as error:
-            raise ConfigError(
-                f"`--buckets` ({given}) must be JSON or a file with it, but cannot be read "
-                f"({error.reason}); correct it."
-            ) from None
-    sections = {
-        name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
-        for name, kind in _SECTIONS.items()
-    }
-    return VideoPreprocessOptions(plan=parse_plan(given), **sections, **values)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return the exit code.
-
-    The code is 0 for success, 1 for bad input, 2 for bad flags, and 130 after an interrupt.
-    """
-    try:
-        preprocess(parse_options(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:
-        say_to_stderr("Interrupted; what is encoded is kept, so run the same command again.")
-        return 130
-    except MegatronExtError as error:
-        for sentence in error.messages:
-            say_to_stderr(f"error: {sentence}")
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0

@@ -47,7 +47,8 @@ from megatron_ext.video.data.dataset import (
 )
 from megatron_ext.video.data.encode import reference_name
 from megatron_ext.video.data.geometry import BucketPlan, parse_plan
-from megatron_ext.video.data.manifest import VideoPreprocessOptions, read_manifest
+from megatron_ext.video.data.manifest import read_manifest
+from megatron_ext.video.data.options import VideoPreprocessOptions
 from megatron_ext.video.data.priced_shape import clip_of_shape, prepare_shape
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan, must_mix
 from megatron_ext.video.data.sets import (

@@ -32,7 +32,6 @@ from megatron_ext.errors import DataError
 from megatron_ext.video.data.encode import VideoSample
 
 FORMAT = 1
-STORAGES = ("float32", "bfloat16")
 _FIELDS = ("latents", "text", "pooled", "geometry", "caption")
 _GEOMETRY = 6
 MANIFEST = "manifest.json"

@@ -27,10 +27,10 @@ from megatron_ext.inspect.preview.videos import (
     _section,
 )
 from megatron_ext.video.config.run import MODES, ConditionConfig
+from megatron_ext.video.data.cli import main as preprocess
 from megatron_ext.video.data.conditions import draw_modes, frame_masks
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.geometry import Bucket
-from megatron_ext.video.data.preprocess import main as preprocess
 from megatron_ext.video.data.randomness import draw_uniforms
 from megatron_ext.video.data.sampler import BucketSteps, Members
 from megatron_ext.video.data.setup import open_split

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig
 from megatron_ext.video.data import codecs
+from megatron_ext.video.data.cli import main
 from megatron_ext.video.data.codec import (
     DiffusersCodec,
     PatchCodec,
@@ -27,7 +28,6 @@ from megatron_ext.video.data.codec import (
 )
 from megatron_ext.video.data.dataset import OnlineVideos, ShardedVideos
 from megatron_ext.video.data.encode import ClipEncoder
-from megatron_ext.video.data.preprocess import main
 from megatron_ext.video.data.randomness import generator
 from megatron_ext.video.data.text_encoders import text_encoder_from_manifest
 from tests.video.data.making import PLAN, pictures, planned, write_gif, write_vaes

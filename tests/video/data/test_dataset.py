@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from megatron_ext.errors import DataError
 from megatron_ext.video.config.encoding import EncodeConfig
+from megatron_ext.video.data.cli import main
 from megatron_ext.video.data.dataset import (
     OnlineVideos,
     ShardedVideos,
@@ -22,8 +23,7 @@ from megatron_ext.video.data.dataset import (
 )
 from megatron_ext.video.data.encode import VideoSample
 from megatron_ext.video.data.geometry import Bucket, parse_plan
-from megatron_ext.video.data.manifest import VideoPreprocessOptions
-from megatron_ext.video.data.preprocess import main
+from megatron_ext.video.data.options import VideoPreprocessOptions
 from megatron_ext.video.data.sampler import (
     BucketSteps,
     Geometry,

@@ -22,18 +22,18 @@ from megatron_ext.data.part_pool import PartPool
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data import preprocess as run_module
+from megatron_ext.video.data.cli import main, parse_options
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.encode import PlannedClip
 from megatron_ext.video.data.geometry import Bucket, ClipShape, parse_plan
 from megatron_ext.video.data.manifest import (
-    VideoPreprocessOptions,
     make_manifest,
     sample_options,
     weights_stamp,
 )
-from megatron_ext.video.data.preprocess import main, parse_options
+from megatron_ext.video.data.options import VideoPreprocessOptions
 from megatron_ext.video.data.shards import ShardWriter
 from megatron_ext.video.data.text_encoders import build_text_encoder
 from tests.video.data import making

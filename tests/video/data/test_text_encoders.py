@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import TextEncoderConfig
+from megatron_ext.video.data.cli import main
 from megatron_ext.video.data.codec import public
 from megatron_ext.video.data.dataset import ShardedVideos, collate
-from megatron_ext.video.data.preprocess import main
 from megatron_ext.video.data.text_encoders import (
     build_text_encoder,
     encoder_checks,
