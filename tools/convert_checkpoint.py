@@ -38,15 +38,24 @@ if __name__ == "__main__":
 
 from collections.abc import Sequence
 
-from megatron_ext.checkpoint.conversion import PRECISIONS
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.flags import COUNT, NATURAL, SIZE
+from megatron_ext.config.precision import PRECISIONS
 from megatron_ext.errors import CheckpointError, MegatronExtError
-from megatron_ext.text.convert.huggingface import Export, Import, export_model, import_model
 from megatron_ext.train.main import silence_known_warnings
-from megatron_ext.video.convert import STORED_ROLES, is_streaming, reader_of
-from megatron_ext.video.networks.lookup import conversions, streamed_conversion
+from megatron_ext.train.task import later
 from megatron_ext.video.networks.network import Conversion
+from megatron_ext.video.streaming.config import STORED_ROLES
+
+# Imported when they are called, so that help and a wrong option need no torch.
+_LANGUAGE_MODELS = "megatron_ext.text.convert.huggingface"
+Export = later(f"{_LANGUAGE_MODELS}:Export")
+Import = later(f"{_LANGUAGE_MODELS}:Import")
+export_model = later(f"{_LANGUAGE_MODELS}:export_model")
+import_model = later(f"{_LANGUAGE_MODELS}:import_model")
+is_streaming = later("megatron_ext.video.convert:is_streaming")
+reader_of = later("megatron_ext.video.convert:reader_of")
+streamed_conversion = later("megatron_ext.video.networks.lookup:streamed_conversion")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,8 +137,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     video.add_argument(
         "--network", choices=STORED_ROLES, help="network of a streaming run to write (generator)"
     )
-    names = [*dict.fromkeys(name for x in conversions() for name in x.namings)]
-    video.add_argument("--naming", choices=names, help="tensor names to write (diffusers)")
+    video.add_argument("--naming", help="tensor names to write, diffusers or original (diffusers)")
 
 
 _LANGUAGE = (
@@ -203,6 +211,9 @@ def _export(args: argparse.Namespace) -> None:
         conversion = streamed_conversion()
         _refuse(args, _LANGUAGE, f"{conversion.title}, which has no vocabulary")
         network = args.network or next(iter(STORED_ROLES))
+        if args.naming not in (None, *conversion.namings):
+            known = ", ".join(conversion.namings)
+            raise CheckpointError(f"`--naming` ({args.naming}) must be one of {known}.")
         conversion.export_weights(**order, network=network, naming=args.naming)
     else:
         _refuse(args, _VIDEO, "a language model")

@@ -37,7 +37,11 @@ from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_
 from megatron_ext.text.sft.store import is_part_of_store
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.video.data.inspect import inspect_videos, is_video_set
+from megatron_ext.train.task import later
+
+# Imported when they are called, since they need torch.
+inspect_videos = later("megatron_ext.video.data.inspect:inspect_videos")
+is_video_set = later("megatron_ext.video.data.inspect:is_video_set")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -27,25 +27,27 @@ if __name__ == "__main__":
 
 from collections.abc import Sequence
 
-from megatron_ext.checkpoint.conversion import Network, export_adapters, merge_checkpoint
-from megatron_ext.checkpoint.state import CRITIC
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.flags import NATURAL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import described
 from megatron_ext.device import select
 from megatron_ext.errors import CheckpointError, MegatronExtError
-from megatron_ext.text.convert.adapters import peft_layers
-from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import silence_known_warnings
-from megatron_ext.video.convert import is_streaming
+from megatron_ext.train.task import later
 from megatron_ext.video.networks.lookup import streamed_conversion
-from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.networks import network_of
+from megatron_ext.video.streaming.config import STORED_ROLES, StreamingConfig
 from megatron_ext.video.streaming.task import STREAMING
 
-NETWORKS = ("generator", CRITIC)
+# Imported when they are called, so that help and a wrong option need no torch.
+_CONVERSION = "megatron_ext.checkpoint.conversion"
+export_adapters = later(f"{_CONVERSION}:export_adapters")
+is_streaming = later("megatron_ext.video.convert:is_streaming")
+merge_checkpoint = later(f"{_CONVERSION}:merge_checkpoint")
+network_of = later("megatron_ext.video.streaming.networks:network_of")
+network_of_gpt = later(f"{_CONVERSION}:Network")
+peft_layers = later("megatron_ext.text.convert.adapters:peft_layers")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
             help="iteration of the checkpoint to read; default: the latest",
         )
         command.add_argument(
-            "--network", choices=NETWORKS, help="network of a streaming run; default: the generator"
+            "--network",
+            choices=STORED_ROLES,
+            help="network of a streaming run; default: the generator",
         )
     merge.add_argument("--save", type=Path, required=True, help="folder for the new checkpoint")
     merge.add_argument(
@@ -95,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _merge(args: argparse.Namespace) -> None:
     run, streams = _saved_run(args)
-    network = network_of(args.network) if streams else Network(build_gpt_chunk)
+    network = network_of(args.network) if streams else network_of_gpt(GPT.model_chunk)
     base = args.pretrained_checkpoint
     print(
         merge_checkpoint(
@@ -107,9 +111,8 @@ def _merge(args: argparse.Namespace) -> None:
 def _export(args: argparse.Namespace) -> None:
     run, streams = _saved_run(args)
     if streams:
-        sizes = run.section(StreamingConfig).sizes(
-            "critic" if args.network == CRITIC else "generator"
-        )
+        role = "critic" if args.network == "critic" else "generator"
+        sizes = run.section(StreamingConfig).sizes(role)
         layers = streamed_conversion().adapters(sizes)
     else:
         layers = peft_layers(run, args.load)
@@ -118,7 +121,7 @@ def _export(args: argparse.Namespace) -> None:
         args.load,
         args.output,
         layers,
-        section=CRITIC if args.network == CRITIC else None,
+        section="critic" if args.network == "critic" else None,
         step=args.ckpt_step,
         base_model=args.base_model,
     )

@@ -39,22 +39,37 @@ if __name__ == "__main__":
 
 
 from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from megatron_ext.config.flags import COUNT, WEIGHT
 from megatron_ext.device import Device, select
 from megatron_ext.errors import ConfigError
-from megatron_ext.inspect.cores import Environment, choose_environments, record_on, serve
 from megatron_ext.inspect.layouts import (
     NamedLayout,
     parse_layout,
     refuse_random_draws,
     split_layouts,
 )
-from megatron_ext.inspect.parity import Parity, Recording, Tolerances, compare, record, table
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.train.task import later
+
+if TYPE_CHECKING:
+    from megatron_ext.inspect.cores import Environment
+    from megatron_ext.inspect.parity import Parity, Recording, Tolerances
+
+# Imported when they are called, so that help and a wrong option need no torch.
+_CORES = "megatron_ext.inspect.cores"
+choose_environments = later(f"{_CORES}:choose_environments")
+record_on = later(f"{_CORES}:record_on")
+serve = later(f"{_CORES}:serve")
+_PARITY = "megatron_ext.inspect.parity"
+compare = later(f"{_PARITY}:compare")
+record = later(f"{_PARITY}:record")
+table = later(f"{_PARITY}:table")
+tolerances_of = later(f"{_PARITY}:Tolerances")
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = "tp2,tp2sp,pp2,pp2vpp2,cp2,cp2a2a,dp2,tp2pp2"
@@ -73,8 +88,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--against", default="dp1", help="layout to compare others with (dp1)")
     parser.add_argument("--cores", help="releases of megatron-core, such as 0.16.1,0.19.2")
     parser.add_argument("--steps", type=COUNT.integer, default=10, help="training steps (10)")
-    parser.add_argument("--loss-tolerance", type=WEIGHT.number, default=Tolerances.loss)
-    parser.add_argument("--gradient-tolerance", type=WEIGHT.number, default=Tolerances.gradient)
+    parser.add_argument("--loss-tolerance", type=WEIGHT.number, default=1e-6)
+    parser.add_argument("--gradient-tolerance", type=WEIGHT.number, default=1e-5)
     parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(own)
     device = select()
@@ -90,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    tolerances = Tolerances(args.loss_tolerance, args.gradient_tolerance)
+    tolerances = tolerances_of(args.loss_tolerance, args.gradient_tolerance)
     with tempfile.TemporaryDirectory(prefix="parity_") as name:
         runs = train(words, truth, layouts, args.steps, cores, Path(name), device)
         return prove(runs, layouts, tolerances)

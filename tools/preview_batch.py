@@ -32,8 +32,13 @@ from rich.console import Console
 
 from megatron_ext.config.flags import COUNT, NATURAL
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.inspect.preview.main import Options, preview
 from megatron_ext.text.task import TEXT
+from megatron_ext.train.task import later
+
+# Imported when they are called, so that help and a wrong option need no torch.
+Options = later("megatron_ext.inspect.preview.main:Options")
+preview = later("megatron_ext.inspect.preview.main:preview")
+preview_videos = later("megatron_ext.inspect.preview.videos:preview_videos")
 
 _VIDEO_FLAG = "--video-data-path"
 """The flag that tells the flags of pretrain_video.py, which needs it, from those of
@@ -60,8 +65,6 @@ def main(argv: Sequence[str]) -> int:
     )
     try:
         if any(word.replace("_", "-").startswith(_VIDEO_FLAG) for word in words):
-            from megatron_ext.inspect.preview.videos import preview_videos
-
             warnings = preview_videos(words, options, console)
         else:
             warnings = preview(TEXT, words, options, console)

@@ -44,9 +44,6 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 
-PRECISIONS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
-"""dtype of the weights -> the command-line flags that make a run use it."""
-
 
 @contextmanager
 def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContext]:

@@ -13,6 +13,8 @@ from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, f
 
 TE_RECIPES = ("blockwise", "mxfp8", "custom")
 TORCH_RECIPES = ("rowwise",)
+PRECISIONS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
+"""dtype of the weights -> the command-line flags that make a run use it."""
 SCALE = Range(0, 2.0**64, above=True)
 """The valid loss scales: above 0, at most 2**64."""
 

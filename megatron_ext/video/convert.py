@@ -14,9 +14,6 @@ from megatron_ext.video.networks.network import Conversion
 CLASS = "_class_name"
 """The entry that names the class in a video network's config.json; language models have none."""
 
-STORED_ROLES = {"generator": "", "critic": "critic."}
-"""Networks in a checkpoint of a streaming run, with the prefixes of their parameters' names."""
-
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a video network; raise CheckpointError if it cannot be read."""

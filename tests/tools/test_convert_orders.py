@@ -72,9 +72,15 @@ def test_options_of_an_export_are_its_order(tool: Any, monkeypatch: pytest.Monke
     assert asked == [(load, None), (load, 0)]
 
 
-def test_a_streaming_run_has_networks_and_names(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_streaming_run_has_networks_and_names(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     given: list[dict[str, Any]] = []
-    conversion = SimpleNamespace(title="Wan", export_weights=lambda **order: given.append(order))
+    conversion = SimpleNamespace(
+        title="Wan",
+        namings=("diffusers", "original"),
+        export_weights=lambda **order: given.append(order),
+    )
     monkeypatch.setattr(tool, "read_run_config", lambda *_: {})
     monkeypatch.setattr(tool, "is_streaming", lambda stored: True)
     monkeypatch.setattr(tool, "streamed_conversion", lambda: conversion)
@@ -82,6 +88,9 @@ def test_a_streaming_run_has_networks_and_names(tool: Any, monkeypatch: pytest.M
     assert tool.main(words) == 0
     more = "--network critic --naming original --ckpt-step 7 --ema --max-shard-size 2GB"
     assert tool.main([*words, *more.split()]) == 0
+    assert tool.main([*words, "--naming", "other"]) == 2
+    said = "error: `--naming` (other) must be one of diffusers, original.\n"
+    assert capsys.readouterr().err == said
     assert [(order["network"], order["naming"]) for order in given] == [
         ("generator", None),
         ("critic", "original"),

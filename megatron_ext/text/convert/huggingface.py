@@ -20,6 +20,7 @@ from megatron_ext.checkpoint.stored import choose, read_run_config
 from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.config.model import padded_size
 from megatron_ext.config.parser import parse_args
+from megatron_ext.config.precision import PRECISIONS
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.layers.chunks import build_chunks
@@ -288,7 +289,7 @@ def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
             model.vocab_size, order.make_vocab_size_divisible_by, order.tensor_parallel_size
         ),
     }
-    words = [*words_of(fields), *conversion.PRECISIONS[dtype]]
+    words = [*words_of(fields), *PRECISIONS[dtype]]
     if any(path.name.startswith("tokenizer") for path in tokenizer_files(order.source)):
         folder = str(order.source.resolve())
         words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import COUNT, SIZE, Range, UsersOwn, changed_fields, derived, flag
 from megatron_ext.errors import FlagError, exclusive
 from megatron_ext.text.config.sft import is_date
-from megatron_ext.text.generation.sampling import Sampling
+
+if TYPE_CHECKING:
+    from megatron_ext.text.generation.sampling import Sampling
 
 _DRAWN = ("temperature", "top_k", "top_p")
 _PLAIN = "give `--prompt`, `--prompt-file` or `--interactive`"
@@ -66,6 +69,9 @@ class GenerationConfig(UsersOwn):
 
     def sampling(self, seed: int) -> Sampling:
         """Return the sampling options that the flags give; all requests share them."""
+        # Its module imports torch, which the flags do not need.
+        from megatron_ext.text.generation.sampling import Sampling
+
         return Sampling(
             max_new_tokens=self.max_new_tokens,
             do_sample=self.do_sample,

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Role = Literal["generator", "critic", "teacher"]
 """The name of one of the three networks of a streaming run."""
+STORED_ROLES = {"generator": "", "critic": "critic."}
+"""Networks in a checkpoint of a streaming run, with the prefixes of their parameters' names."""
 
 _frames = partial(flag, unit="latent frames", bounds=SIZE)
 _SIZES = streamed().streamed_sizes

@@ -27,12 +27,11 @@ from megatron_ext.config.sections import described
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.video.config.rules import SECTIONS
-from megatron_ext.video.convert import STORED_ROLES
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
 from megatron_ext.video.networks.wan.convert.config import config_json
 from megatron_ext.video.networks.wan.convert.names import Naming, shapes, to_wan, wan_names
 from megatron_ext.video.networks.wan.convert.weights import STEM
-from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.streaming.config import STORED_ROLES, StreamingConfig
 
 _PARTS = ("embedder.", "blocks.", "head.")
 """The prefixes that the names of a video DiT's parameters can have."""

@@ -20,7 +20,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_ext.checkpoint.conversion import (
-    PRECISIONS,
     one_rank,
     only_dtype,
     refuse_checkpoints,
@@ -34,7 +33,7 @@ from megatron_ext.checkpoint.safetensors_files import (
 )
 from megatron_ext.checkpoint.unpickling import plain_content
 from megatron_ext.config.output import CheckpointConfig
-from megatron_ext.config.precision import PrecisionConfig
+from megatron_ext.config.precision import PRECISIONS, PrecisionConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.video.config.rules import SECTIONS
