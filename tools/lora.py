@@ -111,8 +111,7 @@ def _merge(args: argparse.Namespace) -> None:
 def _export(args: argparse.Namespace) -> None:
     run, streams = _saved_run(args)
     if streams:
-        role = "critic" if args.network == "critic" else "generator"
-        sizes = run.section(StreamingConfig).sizes(role)
+        sizes = run.section(StreamingConfig).sizes(args.network or "generator")
         layers = streamed_conversion().adapters(sizes)
     else:
         layers = peft_layers(run, args.load)

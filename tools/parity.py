@@ -88,8 +88,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--against", default="dp1", help="layout to compare others with (dp1)")
     parser.add_argument("--cores", help="releases of megatron-core, such as 0.16.1,0.19.2")
     parser.add_argument("--steps", type=COUNT.integer, default=10, help="training steps (10)")
-    parser.add_argument("--loss-tolerance", type=WEIGHT.number, default=1e-6)
-    parser.add_argument("--gradient-tolerance", type=WEIGHT.number, default=1e-5)
+    parser.add_argument(
+        "--loss-tolerance",
+        type=WEIGHT.number,
+        dest="loss",
+        default=argparse.SUPPRESS,
+        help="largest relative difference of losses and gradient norms that passes (1e-6)",
+    )
+    parser.add_argument(
+        "--gradient-tolerance",
+        type=WEIGHT.number,
+        dest="gradient",
+        default=argparse.SUPPRESS,
+        help="largest relative difference of a gradient that passes (1e-5)",
+    )
     parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(own)
     device = select()
@@ -105,7 +117,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    tolerances = tolerances_of(args.loss_tolerance, args.gradient_tolerance)
+    given = {name: value for name, value in vars(args).items() if name in ("loss", "gradient")}
+    tolerances = tolerances_of(**given)
     with tempfile.TemporaryDirectory(prefix="parity_") as name:
         runs = train(words, truth, layouts, args.steps, cores, Path(name), device)
         return prove(runs, layouts, tolerances)

@@ -138,8 +138,8 @@ NOT_COMPARED = frozenset(
 class Tolerances:
     """The largest relative differences that pass; ``loss`` is also the limit for gradient norms."""
 
-    loss: float
-    gradient: float
+    loss: float = 1e-6
+    gradient: float = 1e-5
 
 
 @dataclass(frozen=True)

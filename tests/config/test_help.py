@@ -95,7 +95,7 @@ def test_a_flag_is_found_however_it_is_spelled(
 
 
 def test_all_that_is_known_about_a_flag_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "    replaces          --fp8\n" in asked(capsys, "--fp8-format")
+    assert "    replaces          --fp8, " in asked(capsys, "--fp8-format")
     assert "    also              --no-bf16\n" in asked(capsys, "--bf16")
     assert "It has no effect without `--optimizer muon`." in asked(capsys, "--muon-momentum")
     assert "resuming          a run that resumes must give" in asked(capsys, "--window-size")
