@@ -94,10 +94,9 @@ def _take_custom(
     """
     from megatron_ext.optim.custom import findings, load_optimizer, take_parameters
 
-    build = load_optimizer(flags)
     for part in parts_of(optimizer):
         if getattr(part, "optimizer", None) is not None:
-            own = build()
+            own = load_optimizer(flags)
             take_parameters(own, part.optimizer)
             part.optimizer = own
     ranks = groups.tp.size()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
@@ -34,6 +35,9 @@ TRIAL_SCALES = (1.0, 100.0, 0.01, 1.0)
 """Factors of the gradients in the updates of a trial."""
 
 
+Build = Callable[[list[Parameter]], "Managed"]
+
+
 class Managed(Custom):
     """The base class that an optimizer of the user's own is given, beside its own class.
 
@@ -41,11 +45,13 @@ class Managed(Custom):
     user's own `step` finds there what it has put there itself: a tensor, a number, or nothing.
 
     Attributes:
+        build: makes another optimizer of the same class and options, of some parameters.
         count_type: type of the step count that the user's class keeps for a parameter; None if it
             keeps none.
         counts_in_group: whether the user's class keeps a step count in its parameter groups.
     """
 
+    build: Build
     count_type: type[Any] | None = None
     counts_in_group: bool = False
 
@@ -82,19 +88,14 @@ class Managed(Custom):
 
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state that the user's class makes of a copy whose gradient is zero."""
-        copy = parameter.detach().clone()
+        copy = Parameter(parameter.detach().clone())
         copy.grad = torch.zeros_like(copy)
-        alone = {**group, "params": [copy]}
-        groups = self.param_groups
-        self.param_groups = [alone]
-        others, self.state = self.state, type(self.state)(dict)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                super().step()
-            state = dict(self.state.get(copy, {}))
-        finally:
-            self.param_groups = groups
-            self.state = others
+        other = self.build([copy])
+        (alone,) = other.param_groups
+        alone.update({name: x for name, x in group.items() if name != "params"})
+        with torch.random.fork_rng(devices=[]):
+            super(Managed, other).step()
+        state = dict(other.state.get(copy, {}))
         self.count_type = type(state["step"]) if "step" in state else None
         self.counts_in_group = "step" in alone
         count = state.get("step")
@@ -133,8 +134,8 @@ class Findings:
     odd: str | None
 
 
-def load_optimizer(flags: OptimizerConfig) -> Callable[[], Managed]:
-    """Return a function that builds the optimizer that ``flags`` name, without parameters.
+def load_optimizer(flags: OptimizerConfig) -> Managed:
+    """Build the optimizer that ``flags`` name, without parameters.
 
     Raises:
         ConfigError: the class is missing or unfit, or an option does not fit it.
@@ -152,16 +153,19 @@ def load_optimizer(flags: OptimizerConfig) -> Callable[[], Managed]:
         raise ConfigError.about(
             "--weight-decay", flags.weight_decay, f"is no option of {spec}", "use 0"
         )
-    # torch refuses views as parameters, which shards are. So parameters are put in afterwards, as
-    # megatron-core does.
-    build = functools.partial(kind, [torch.nn.Parameter(torch.empty(0))], **options)
+    build = functools.partial(kind, **options)
     try:
-        build()
+        # torch refuses views as parameters, which shards are. So parameters are put in afterwards,
+        # as megatron-core does.
+        own = build([Parameter(torch.empty(0))])
     except (TypeError, ValueError) as error:
         raise ConfigError.about(
             FLAG, spec, f"cannot be built with {options}: {error}", "correct `--optimizer-args`"
         ) from error
-    return build
+    own.param_groups = []
+    own.state.clear()
+    own.build = build
+    return own
 
 
 @functools.lru_cache(maxsize=8)
@@ -198,7 +202,6 @@ def take_parameters(own: Managed, inner: torch.optim.Optimizer) -> None:
         {**own.defaults, **{name: x for name, x in group.items() if name not in of_adam}}
         for group in inner.param_groups
     ]
-    own.state.clear()
 
 
 @functools.lru_cache(maxsize=8)
@@ -206,31 +209,28 @@ def _try(spec: str, arguments: tuple[str, ...]) -> Findings:
     flags = OptimizerConfig(
         optimizer_class=spec, optimizer_args=list(arguments), lr=0.01, weight_decay=0.0
     )
-    build = load_optimizer(flags)
     random = torch.Generator().manual_seed(1)
     weight = torch.randn(TRIAL_SHAPE, generator=random)
     gradients = [scale * torch.randn(TRIAL_SHAPE, generator=random) for scale in TRIAL_SCALES]
-    whole, state = _moved(build, [weight], [[x] for x in gradients])
+    whole, state = _moved(load_optimizer(flags), [weight], [[x] for x in gradients])
     cut = [[x.flatten()[:TRIAL_CUT], x.flatten()[TRIAL_CUT:]] for x in (weight, *gradients)]
-    pieces, _ = _moved(build, cut[0], cut[1:])
+    pieces, _ = _moved(load_optimizer(flags), cut[0], cut[1:])
     kept = {name: x for name, x in state.items() if name != "step"}
     shapes = {name: tuple(getattr(x, "shape", ())) for name, x in kept.items()}
     odd = next((name for name, shape in shapes.items() if shape != TRIAL_SHAPE), None)
     return Findings(
         is_elementwise=torch.allclose(whole, pieces, rtol=1e-4, atol=1e-6, equal_nan=True),
-        width=sum(x.element_size() for x in kept.values() if isinstance(x, Tensor)),
+        width=sum(x.nbytes for x in kept.values() if isinstance(x, Tensor)) // weight.numel(),
         odd=None if odd is None else f"`{odd}` of shape {shapes[odd]}",
     )
 
 
 def _moved(
-    build: Callable[[], Managed], weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+    optimizer: Managed, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the flattened weights after some updates, and the state of the first weight."""
-    optimizer = build()
     own = [weight.clone() for weight in weights]
     optimizer.param_groups = [{**optimizer.defaults, "params": own}]
-    optimizer.state.clear()
     with torch.random.fork_rng(devices=[]):
         for each in gradients:
             for weight, gradient in zip(own, each, strict=True):
@@ -271,7 +271,9 @@ def check_optimizer(config: RunConfig) -> None:
             "`--use-distributed-optimizer` divides among ranks",
             "leave the latter out",
         )
-    if found.odd is not None and (flags.use_distributed_optimizer or config.checkpoint.is_used):
+    checkpoint = config.checkpoint
+    saves = checkpoint.is_used or checkpoint.non_persistent_save_interval is not None
+    if found.odd is not None and (flags.use_distributed_optimizer or saves):
         needing = "--use-distributed-optimizer" if flags.use_distributed_optimizer else "--save"
         raise ConfigError.about(
             FLAG,

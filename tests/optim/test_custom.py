@@ -1,6 +1,5 @@
 """Optimizers of the user's own, against plain torch, in layouts and through checkpoints."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.optim.custom import Managed, findings, load_optimizer
+from megatron_ext.optim.custom import findings, load_optimizer
 from megatron_ext.optim.update import parts_of
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
@@ -270,11 +269,9 @@ def test_what_cannot_be_used_is_refused(file: Path, tmp_path: Path, words: str) 
 
 
 def test_state_begins_before_the_first_update_without_moving_a_weight(file: Path) -> None:
-    build: Callable[[], Managed] = load_optimizer(flags_of(file, "Counting", weight_decay=0.0))
-    optimizer = build()
+    optimizer = load_optimizer(flags_of(file, "Counting", weight_decay=0.0))
     weight = torch.ones(3)
     optimizer.param_groups = [{**optimizer.defaults, "params": [weight]}]
-    optimizer.state.clear()
     optimizer.start_state()
     assert torch.equal(weight, torch.ones(3))
     state = optimizer.state[weight]
