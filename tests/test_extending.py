@@ -33,10 +33,6 @@ ON = "--train-iters 4 --override-opt-param-scheduler"
 OF_PARTS = {
     "block alone": ("a transformer block", DRY),
     "block cut": ("a transformer block", f"{DRY} {TP2} {SAME}"),
-    "block resumed": (
-        "a transformer block",
-        f"{DRY} {TP2} {SAME} --load out/a_transformer_block {ON}",
-    ),
     "norm of torch": ("a norm", f"{TP2} --normalization RMSNorm"),
     "norm resumed": ("a norm", f"{PP2} --load out/a_norm {ON}"),
     "usual attention": (
@@ -77,7 +73,9 @@ REFUSED = {
 }
 DRIVER = """
 import json, os, runpy, sys
-import megatron_ext.train.main, pretrain_gpt, pretrain_video
+import megatron_ext.checkpoint.resume, megatron_ext.checkpoint.manager, megatron_ext.train.pretrain
+import megatron_ext.text.run, megatron_ext.text.step, megatron_ext.text.model.gpt
+import megatron_ext.text.data.gpt, megatron_ext.video.step, megatron_ext.losses.custom
 codes = {}
 for name, words in json.load(open("cases.json")).items():
     pid = os.fork()
@@ -183,7 +181,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         commands[name] = [program, *tiny, *words.split(), "--save", save]
     (folder / "cases.json").write_text(json.dumps(commands))
     env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=env, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=env, check=True, timeout=600)
     return folder, found
 
 
@@ -277,7 +275,7 @@ def test_parts_that_compute_the_same_train_the_same(name: str, stock: str, built
     assert losses[-1] != losses[0]
 
 
-@pytest.mark.parametrize("name", ["block resumed", "norm resumed", "attention resumed"])
+@pytest.mark.parametrize("name", ["norm resumed", "attention resumed"])
 def test_new_parts_go_on_in_another_layout(name: str, built: Built) -> None:
     assert len(losses_of(built, name)) == 1
 
