@@ -153,7 +153,8 @@ def load_optimizer(flags: OptimizerConfig) -> Managed:
         raise ConfigError.about(
             "--weight-decay", flags.weight_decay, f"is no option of {spec}", "use 0"
         )
-    build = functools.partial(kind, **options)
+    constructor: Any = kind  # Its signature is the user's.
+    build: Build = functools.partial(constructor, **options)
     try:
         # torch refuses views as parameters, which shards are. So parameters are put in afterwards,
         # as megatron-core does.

@@ -121,6 +121,7 @@ def test_muon_goes_on_bit_for_bit(flags: str, ranks: int, tmp_path: Path) -> Non
         (SHARED, 1),
         ("--optimizer muon", 1),
         ("--optimizer sgd", 1),
+        (f"--optimizer-class torch.optim:RMSprop {SHARED}", 2),
         (EXPERTS, 2),
         (f"{EXPERTS} {SHARED}", 2),
     ],

@@ -235,3 +235,31 @@ def test_layers_compile_as_often_after_a_transposed_embedding(context: ParallelC
                 block(x.requires_grad_(), None).sum().backward()
         counts.append(backend.frame_count)
     assert counts[0] == counts[1] > 4
+
+
+class Cubed(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+@pytest.mark.parametrize("place", ["pre_mlp_layernorm", "self_attention.q_layernorm"])
+@ranks()
+def test_a_norm_of_ones_own_stays_where_others_are_fused(
+    context: ParallelContext, place: str
+) -> None:
+    plain = torch_block
+
+    def with_own(*arguments: Any) -> Any:
+        block = plain(*arguments)
+        for layer in block.layers:
+            layer.set_submodule(place, Cubed())
+        return block
+
+    changes = {"qk_layernorm": True}
+    with mock.patch.dict(globals(), torch_block=with_own):
+        want = gradients(context, changes)
+        with compiled_on_cpu():
+            got = gradients(context, changes)
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-12)
