@@ -16,7 +16,7 @@ from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.main import check_folders
-from megatron_ext.train.reporting import build, trackers
+from megatron_ext.train.reporting import build, services, trackers
 from megatron_ext.train.reporting.records import EvaluationRecord
 from tests.train.reporting.made_up import COMMON, FULL, VALIDATION
 from tests.train.reporting.made_up import record_of as _record
@@ -421,7 +421,7 @@ def test_a_tracker_that_breaks_is_said_once_and_the_others_go_on(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trackers.MLflow, "SECONDS_TO_END", 0.05)
+    monkeypatch.setattr(services.MLflow, "SECONDS_TO_END", 0.05)
     with build.Reporters([], None, started(config_with(MLFLOW, WANDB))) as reporters:
         mlflow.fault = MlflowError("API_DOWN")
         for iteration in range(1, 4):
