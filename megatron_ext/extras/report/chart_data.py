@@ -96,12 +96,11 @@ def chart_data(runs: Sequence[PlottedRun], marks: Iterable[Mark] = ()) -> ChartD
     titles = list(dict.fromkeys(panel.title for run in runs for panel in run.panels))
     figures = list[Figure]()
     panels = list[dict[str, Any]]()
-    values = Table(
-        ("value", "last", "at", "first", "lowest", "at iteration", "highest", "at  iteration",
-         "not finite"),
-        numeric=frozenset({"last", "at", "first", "lowest", "at iteration", "highest",
-                           "at  iteration", "not finite"}),
+    columns = (
+        "value", "last", "last at", "first", "lowest", "lowest at", "highest", "highest at",
+        "not finite",
     )  # fmt: skip
+    values = Table(columns, numeric=frozenset(columns[1:]))
     for title in titles:
         shown = list[dict[str, Any]]()
         ends = list[str]()

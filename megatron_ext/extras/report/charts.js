@@ -207,6 +207,7 @@ const curves = (() => {
     });
     if (!rows.length) { tip.hidden = true; return; }
     const middle = rows.reduce((a, b) => Math.abs(b.x - at) < Math.abs(a.x - at) ? b : a).x;
+    const apart = 0.01 * (plot.scales.x.max - plot.scales.x.min);
     const head = document.createElement("b");
     head.textContent = `${view.axis} ${timed() ? short(middle) : Math.round(middle).toLocaleString("en")}`;
     tip.replaceChildren(head, ...rows.slice(0, 16).map(({ series, x, i }) => {
@@ -215,7 +216,7 @@ const curves = (() => {
       const { y } = series;
       let text = ` ${series.name} ${y[i] === null ? "not finite" : short(y[i])}`;
       if (series.shown) text += ` (smoothed ${short(series.shown[1][nearest(series.shown[0], x)] ?? NaN)})`;
-      if (series.dots && x !== middle) text += ` at ${short(x)}`;
+      if (Math.abs(x - middle) > (series.dots ? 0 : apart)) text += ` at ${short(x)}`;
       row.append(swatch, text);
       return row;
     }));
