@@ -75,6 +75,14 @@ def test_each_recipe_is_tested() -> None:
     assert set(PUBLISHED) == {name for name in BILLIONS if "video_model" not in content_of(name)}
 
 
+def test_the_manual_lists_each_recipe_and_its_layouts() -> None:
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w[\w.]*)\.yaml` \| .* \| (.*) \|$", text, re.MULTILINE)
+    assert [name for name, _ in rows] == [*BILLIONS, *sorted(TINY)]
+    for name, listed in rows:
+        assert listed.split(", ") == list(content_of(name)["layouts"])
+
+
 @pytest.mark.parametrize(
     ("name", "layout"), [(name, layout) for name, layout in layouts() if name not in TINY]
 )

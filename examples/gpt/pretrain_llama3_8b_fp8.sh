@@ -3,30 +3,13 @@
 #
 #   bash examples/gpt/pretrain_llama3_8b_fp8.sh DATA_PREFIX TOKENIZER CHECKPOINTS
 #
-# The matrix products of the layers are in fp8; everything else is as in pretrain_llama3_8b.sh. If
+# The matrix products of the layers are in fp8; everything else is as in recipes/llama3_8b.yaml. If
 # Transformer Engine is installed its layers are used, otherwise those of torch; the run says which.
 # IMPL=torch or IMPL=transformer_engine chooses. SMOKE=1 runs the same architecture at a tiny size on
 # generated data; on a CPU, fp8 is emulated by quantizing to fp8 and multiplying in full precision.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
-
-MODEL=(
-    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
-    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128
-    --seq-length 8192 --max-position-embeddings 8192
-    --position-embedding-type rope --rotary-base 500000
-    --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights
-    --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.0134
-)
-TRAINING=(
-    --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125
-    --lr 1.5e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-samples 1949218
-    --lr-warmup-samples 3906
-    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
-    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-)
 
 # e4m3 in the forward pass, e5m2 for gradients; each tensor is scaled by its own largest entry. The
 # first and the last layer, where rounding hurts the loss most, stay in bf16.
@@ -35,17 +18,14 @@ FP8=(
     --transformer-impl "${IMPL:-auto}"
 )
 
-# fp8 pays off for large matrix products, so the layers are split as little as memory allows:
-# according to --dry-run a GPU needs 65 GB.
-LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel)
-
 if [[ -n "${SMOKE:-}" ]]; then
     GPUS=4 OUT="${OUT:-out/smoke/llama3_8b_fp8}"
     DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,10,0)
     LAST=(
         --num-layers 4 --hidden-size 64 --ffn-hidden-size 224 --kv-channels 8
-        --num-attention-heads 8 --num-query-groups 2 --seq-length 32 --max-position-embeddings 32
-        --global-batch-size 4 --train-samples 16 --lr-decay-samples 16 --lr-warmup-samples 4
+        --num-attention-heads 8 --num-query-groups 2 --padded-vocab-size 256
+        --seq-length 32 --max-position-embeddings 32
+        --global-batch-size 4 --train-iters 4 --lr-warmup-iters 1
         --eval-interval 2 --eval-iters 1 --log-interval 1
     )
 else
@@ -55,7 +35,7 @@ else
     LAST=(--eval-interval 500 --eval-iters 10 --log-interval 10 --log-throughput)
 fi
 
-# If a flag is given twice, the last value counts.
-exec "$PYTHON" pretrain_gpt.py --nproc-per-node "$GPUS" \
-    "${LAYOUT[@]}" "${MODEL[@]}" "${TRAINING[@]}" "${FP8[@]}" "${DATA[@]}" \
-    --save "$OUT" --load "$OUT" --save-interval 500 "${LAST[@]}"
+# Flags win over the recipe; if a flag is given twice, the last value counts.
+exec "$PYTHON" pretrain_gpt.py --config recipes/llama3_8b.yaml --layout 8xH100 \
+    --nproc-per-node "$GPUS" "${FP8[@]}" "${DATA[@]}" \
+    --save "$OUT" --load "$OUT" --save-interval 500 "${LAST[@]}" "${@:4}"

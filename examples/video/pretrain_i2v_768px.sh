@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The last stage of Open-Sora 2.0 (arXiv:2503.09642): the model of stage 1 learns 768px, and to
-# continue given frames. On 8 GPUs of 80 GB or more, in bf16: 4-way context parallel, for sequences of
-# up to 76,544 tokens, and 2-way tensor parallel; more nodes are data parallel.
+# continue given frames. recipes/open_sora_2_768px.yaml has the model, its training and layouts, for
+# sequences of up to 76,544 tokens; LAYOUT chooses one (8xH200), and more nodes are data parallel.
 #
 #   VAE=... T5=... CLIP=... bash examples/video/pretrain_i2v_768px.sh \
 #       CLIPS LATENTS STAGE1_CHECKPOINTS CHECKPOINTS
@@ -13,30 +13,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
 source examples/lib/nodes.sh
 
-# For such long sequences all blocks are recomputed in the backward pass, which is the default.
-MODEL=(--mmdit-size 11b)
-
-# Of 8 clips, 1 is given no frame, 5 are given the first, 1 the last, and 1 both. The model has a branch
-# for given frames that the checkpoint of stage 1 lacks. It is initialized to zero, so that the initial
-# model is exactly that of stage 1. Given frames do not count in the loss.
-TASK=(--t2v-weight 1 --i2v-head-weight 5 --i2v-tail-weight 1 --i2v-loop-weight 1)
-
-# A step has 48 micro-batches of one bucket (of 130 to 2 clips), as on the 192 GPUs of Open-Sora, where
-# four share a sequence. Other flags have the defaults of pretrain_video.py; see stage 1.
-TRAINING=(
-    --train-iters 13000 --micro-batch-size 1 --global-batch-size "${MICROBATCHES:-48}"
-    --weight-decay 0.01 --clip-grad 1.0
-    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-)
+CHANGES=(${MICROBATCHES:+--global-batch-size "$MICROBATCHES"})
 if [[ -n "${OPENSORA:-}" ]]; then
     # Open-Sora's intermediate stage, image to video at 256px, has --lr 1e-5.
-    TRAINING+=(--lr 5e-5 --lr-warmup-iters 0 --adam-beta2 0.999 --weight-decay 0
+    CHANGES+=(--lr 5e-5 --lr-warmup-iters 0 --adam-beta2 0.999 --weight-decay 0
         --reference-loss all --ema-decay 0)
 fi
-
-# A rank has 6 billion weights, which take 36 GB with their gradients. Optimizer state and averages take
-# 95 GB, shared by the ranks with the same weights: 4 on one node.
-LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 4)
 
 if [[ -n "${SMOKE:-}" ]]; then
     GPUS=4 OUT="${OUT:-out/smoke/i2v_768px}"
@@ -44,8 +26,7 @@ if [[ -n "${SMOKE:-}" ]]; then
     OUT="$STAGE1" bash examples/video/pretrain_stage1_256px.sh
     source examples/video/smoke_latents.sh
     smoke_latents "$LATENTS" '{"32px": {"9": [1.0, 2]}}'
-    LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2)
-    LAST=(--mmdit-size tiny --global-batch-size 4 --train-iters 4
+    LAST=(--mmdit-size tiny --context-parallel-size 2 --global-batch-size 4 --train-iters 4
         --lr 1e-3 --lr-warmup-iters 1 --log-interval 1)
 else
     GPUS=8
@@ -67,8 +48,8 @@ if [[ -n "${ONLY_LATENTS:-}" ]]; then
     exit 0
 fi
 
-# If a flag is given twice, the last value counts.
-run_on_nodes "$GPUS" pretrain_video.py \
-    "${LAYOUT[@]}" "${MODEL[@]}" "${TASK[@]}" "${TRAINING[@]}" --video-data-path "$LATENTS" \
+# Flags win over the recipe; if a flag is given twice, the last value counts.
+run_on_nodes "$GPUS" pretrain_video.py --config recipes/open_sora_2_768px.yaml \
+    --layout "${LAYOUT:-8xH200}" "${CHANGES[@]}" --video-data-path "$LATENTS" \
     --pretrained-checkpoint "$STAGE1" --save "$OUT" --resume-mode auto \
-    --save-interval 500 --keep-last 3 "${LAST[@]}"
+    --save-interval 500 --keep-last 3 "${LAST[@]}" "${@:5}"

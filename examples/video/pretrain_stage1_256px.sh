@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Stage 1 of Open-Sora 2.0 (arXiv:2503.09642): an MMDiT with 11.9 billion weights learns to generate
-# videos of 256px from captions. On 8 GPUs of 80 GB or more, in bf16: 4-way tensor parallel, the rest
-# data parallel.
+# videos of 256px from captions. recipes/open_sora_2.yaml has the model, its training and layouts, of
+# which LAYOUT chooses one: 8xH200, or 8xH100 for GPUs of 80 GB.
 #
 #   VAE=... T5=... CLIP=... bash examples/video/pretrain_stage1_256px.sh CLIPS LATENTS CHECKPOINTS
 #
@@ -15,40 +15,20 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
 source examples/lib/nodes.sh
 
-# The model has 19 double and 38 single blocks of width 3072. The first 8 double blocks and all single
-# blocks are recomputed in the backward pass; with more memory fewer need to be.
-MODEL=(--mmdit-size 11b --recompute-double-blocks 8 --recompute-single-blocks 38)
-
-# Text to video only: no frames are given. Images are clips of one frame.
-TASK=(--t2v-weight 1 --i2v-head-weight 0 --i2v-tail-weight 0 --i2v-loop-weight 0)
-
-# Other flags have the defaults of pretrain_video.py: lr 1e-4 after 1000 steps of warm-up, betas 0.9 and
-# 0.95, epsilon 1e-15, gradients clipped to 1, an average of the weights with decay 0.9999.
-# A step has 224 micro-batches of one bucket, as Open-Sora's 224 GPUs have one each. The bucket plan sets
-# the clips of a micro-batch: 45 images, or 12 to 3 videos. So any number of nodes trains alike.
-TRAINING=(
-    --train-iters 85000 --micro-batch-size 1 --global-batch-size "${MICROBATCHES:-224}"
-    --weight-decay 0.01 --clip-grad 1.0
-    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-)
+CHANGES=(${MICROBATCHES:+--global-batch-size "$MICROBATCHES"})
 if [[ -n "${OPENSORA:-}" ]]; then
     # Open-Sora starts from the weights of FLUX.1-dev, with a lower, constant rate and no average.
-    TRAINING+=(--lr 5e-5 --lr-warmup-iters 0 --adam-beta2 0.999 --weight-decay 0
+    CHANGES+=(--lr 5e-5 --lr-warmup-iters 0 --adam-beta2 0.999 --weight-decay 0
         --reference-loss all --ema-decay 0)
 fi
-
-# A rank has 3 billion weights, which take 18 GB with their gradients. Optimizer state and averages take
-# 48 GB, shared by the replicas: 2 on one node (see benchmarks/video_memory.py).
-LAYOUT=(--tensor-model-parallel-size 4 --sequence-parallel)
 
 if [[ -n "${SMOKE:-}" ]]; then
     GPUS=4 OUT="${OUT:-out/smoke/stage1_256px}"
     LATENTS="$OUT/latents"
     source examples/video/smoke_latents.sh
     smoke_latents "$LATENTS" '{"32px": {"9": [0.5, 2]}, "16px": {"9": [1.0, 4]}}'
-    LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel)
-    LAST=(--mmdit-size tiny --recompute-double-blocks 1 --global-batch-size 4 --train-iters 4
-        --lr 1e-3 --lr-warmup-iters 1 --log-interval 1)
+    LAST=(--mmdit-size tiny --recompute-double-blocks 1 --tensor-model-parallel-size 2
+        --global-batch-size 4 --train-iters 4 --lr 1e-3 --lr-warmup-iters 1 --log-interval 1)
 else
     GPUS=8
     CLIPS="${1:?usage: $0 CLIPS LATENTS CHECKPOINTS}"
@@ -68,7 +48,7 @@ if [[ -n "${ONLY_LATENTS:-}" ]]; then
     exit 0
 fi
 
-# If a flag is given twice, the last value counts.
-run_on_nodes "$GPUS" pretrain_video.py \
-    "${LAYOUT[@]}" "${MODEL[@]}" "${TASK[@]}" "${TRAINING[@]}" --video-data-path "$LATENTS" \
-    --save "$OUT" --resume-mode auto --save-interval 500 --keep-last 3 "${LAST[@]}"
+# Flags win over the recipe; if a flag is given twice, the last value counts.
+run_on_nodes "$GPUS" pretrain_video.py --config recipes/open_sora_2.yaml \
+    --layout "${LAYOUT:-8xH200}" "${CHANGES[@]}" --video-data-path "$LATENTS" \
+    --save "$OUT" --resume-mode auto --save-interval 500 --keep-last 3 "${LAST[@]}" "${@:4}"
