@@ -136,6 +136,19 @@ def test_the_tiny_gpt_learns(layout: str, tmp_path: Path) -> None:
     assert rows[-1]["lm loss"] < rows[0]["lm loss"] - 0.5
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_layout_of_its_recipe(tmp_path: Path) -> None:
+    words = f"--config {RECIPES['tiny_gpt']} --train-iters 6 --mock-data --save-interval 3 "
+    words += "--tokenizer-type NullTokenizer --vocab-size 255 --padded-vocab-size 256"
+    whole = train_steps(f"{words} --layout 1xCPU", tmp_path / "whole")
+    save = tmp_path / "run"
+    train_steps(f"{words} --layout 2xCPU --exit-interval 3", save, ranks=2)
+    rows = train_steps(f"{words} --layout 1xCPU --load {save}", tmp_path / "again")
+    assert [row["iteration"] for row in rows] == [4, 5, 6]
+    for row, wanted in zip(rows, whole[3:], strict=True):
+        assert row["lm loss"] == pytest.approx(wanted["lm loss"], rel=1e-4)
+
+
 @pytest.mark.parametrize("layout", content_of("tiny_video")["layouts"])
 @pytest.mark.slow
 def test_the_tiny_video_model_trains(layout: str, tmp_path: Path) -> None:
