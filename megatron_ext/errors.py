@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from megatron_ext import limits
 
@@ -157,6 +157,28 @@ class MachineFault(MegatronExtError):
 
 class DeviceNotSupported(MegatronExtError):
     """A call needs a GPU, but this machine has none."""
+
+
+def run_all(checks: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[MegatronExtError]]:
+    """Run all checks; return their results, and the errors of those that raised one."""
+    results: list[Any] = []
+    errors: list[MegatronExtError] = []
+    for check in checks:
+        try:
+            results.append(check())
+        except MegatronExtError as error:
+            errors.append(error)
+    return results, errors
+
+
+def all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run all checks, and return their results; if some fail, raise their errors together."""
+    results, errors = run_all(checks)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError([sentence for error in errors for sentence in error.messages])
+    return results
 
 
 def end_on_interrupt() -> None:

@@ -98,8 +98,9 @@ def _generation() -> int | None:
     return None if failed else major.value
 
 
-_DEVICE_FILES = "nvidia*", "dxg", "nvhost*", "nvmap", "nvgpu"
-"""Patterns of files in /dev that a CUDA driver has: on servers, in WSL, and on Jetson."""
+DEVICE_FILES = Path("/dev")
+_OF_CUDA = "nvidia*", "dxg", "nvhost*", "nvmap", "nvgpu"
+"""Patterns of the names of a CUDA driver's `DEVICE_FILES`: on servers, in WSL, and on Jetson."""
 
 
 def surely_no_gpu() -> bool:
@@ -120,7 +121,7 @@ def surely_no_gpu() -> bool:
         return False
     if build.get("cuda", "unknown") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return True
-    if sys.platform != "linux" or any(any(Path("/dev").glob(x)) for x in _DEVICE_FILES):
+    if sys.platform != "linux" or any(any(DEVICE_FILES.glob(x)) for x in _OF_CUDA):
         return False
     try:
         ctypes.CDLL("libcuda.so.1")

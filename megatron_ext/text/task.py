@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ext.config.inapplicable import names_of
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import FlagError
+from megatron_ext.errors import FlagError, all_of
 from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.inapplicable import TEXT_FLAGS
@@ -95,6 +95,20 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
     return errors
 
 
+def prepare_pretraining(config: RunConfig) -> tuple[RunConfig, Any]:
+    """Raise an error at once if a file is missing; then prepare the run, see `Task.preflight`."""
+    all_of(gpt_inputs(config))
+    prepared: tuple[RunConfig, Any] = later(f"{RUN}:prepare_gpt")(config)
+    return prepared
+
+
+def prepare_fine_tuning(config: RunConfig) -> tuple[RunConfig, Any]:
+    """Raise an error at once if a file is missing; then prepare the run, see `Task.preflight`."""
+    all_of(conversation_inputs(config))
+    prepared: tuple[RunConfig, Any] = later("megatron_ext.text.sft.task:prepare_sft")(config)
+    return prepared
+
+
 GPT_STEP = later("megatron_ext.text.step:gpt_forward_step")
 GPT_CHUNK = later("megatron_ext.text.model.gpt:build_gpt_chunk")
 
@@ -106,7 +120,7 @@ GPT = Task(
     stored_model=stored_text_model,
     described_model=model_of_folder,
     initial_weights=later(f"{RUN}:weights_of_folder"),
-    preflight=later(f"{RUN}:prepare_gpt"),
+    preflight=prepare_pretraining,
     inputs=gpt_inputs,
     data_lines=later(f"{RUN}:tokenizer_lines"),
     datasets=later(f"{RUN}:build_datasets"),
@@ -133,7 +147,7 @@ GPT = Task(
 SFT = dataclasses.replace(
     GPT,
     rules=training_rules,
-    preflight=later("megatron_ext.text.sft.task:prepare_sft"),
+    preflight=prepare_fine_tuning,
     inputs=conversation_inputs,
     datasets=later("megatron_ext.text.sft.dataset:build_splits"),
     data_lines=later("megatron_ext.text.sft.task:conversation_lines"),

@@ -32,6 +32,8 @@ from megatron_ext.errors import (
     EXIT_CODE_INTERRUPTED,
     ConfigError,
     MegatronExtError,
+    all_of,
+    run_all,
     say_to_stderr,
 )
 from megatron_ext.train.exit_signal import ExitSignal, loss_at_end
@@ -252,7 +254,7 @@ def parsed_for_device(
     if "torch" not in sys.modules:
         if surely_no_gpu():
             return parse(device="cpu", reading=words)
-        on_cpu, on_gpu = (_run_all([partial(parse, device=x)])[1] for x in ("cpu", "cuda"))
+        on_cpu, on_gpu = (run_all([partial(parse, device=x)])[1] for x in ("cpu", "cuda"))
         if on_cpu and on_gpu and on_cpu[0].messages == on_gpu[0].messages:
             raise on_cpu[0]
     if splits_layers(words, stored):
@@ -340,28 +342,6 @@ def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
         raise ConfigError(errors)
 
 
-def _run_all(checks: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[MegatronExtError]]:
-    """Run all checks; return their results, and the errors of those that raised one."""
-    results: list[Any] = []
-    errors: list[MegatronExtError] = []
-    for check in checks:
-        try:
-            results.append(check())
-        except MegatronExtError as error:
-            errors.append(error)
-    return results, errors
-
-
-def _all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run all checks, and return their results; if some fail, raise their errors together."""
-    results, errors = _run_all(checks)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise ConfigError([sentence for error in errors for sentence in error.messages])
-    return results
-
-
 def input_errors(task: Task, config: RunConfig) -> list[str]:
     """Return a sentence for each input of a run that does not exist or is damaged.
 
@@ -376,7 +356,7 @@ def input_errors(task: Task, config: RunConfig) -> list[str]:
     if checkpoint.is_used and not checkpoint.addresses:
         checks.append(partial(find, checkpoint))
     checks += [*_check_classes(config), *task.inputs(config)]
-    return [sentence for error in _run_all(checks)[1] for sentence in error.messages]
+    return [sentence for error in run_all(checks)[1] for sentence in error.messages]
 
 
 def _check_classes(config: RunConfig) -> list[Callable[[], Any]]:
@@ -410,7 +390,7 @@ def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]
     if config.checkpoint.is_used or not initializes:
         checks.append(partial(check_start, config.checkpoint, initializes=initializes))
     checks += [*_check_classes(config), partial(check_data, config)]
-    config, assets = _all_of(checks)[-1]
+    config, assets = all_of(checks)[-1]
     if config.checkpoint.is_used:
         check_resume(config)
     return config, assets

@@ -436,6 +436,7 @@ def test_what_is_checked_before_a_run_starts(
         checkpoint=SimpleNamespace(is_used=used),
         model=SimpleNamespace(perform_initialization=initializes),
         loss=SimpleNamespace(loss=None),
+        optimizer=SimpleNamespace(optimizer_class=None),
     )
     assert preflight(config, lambda config: (config, "assets")) == (config, "assets")
     assert events == ["folders", *["start"] * start, *["resume"] * resume]
@@ -449,6 +450,7 @@ def test_one_error_keeps_its_class_and_several_are_told_together(
         checkpoint=SimpleNamespace(is_used=True),
         model=SimpleNamespace(perform_initialization=True),
         loss=SimpleNamespace(loss=None),
+        optimizer=SimpleNamespace(optimizer_class=None),
     )
 
     def fail(error: MegatronExtError) -> Any:
@@ -551,7 +553,9 @@ def test_a_checkpoint_elsewhere_is_not_looked_for_here(
     monkeypatch.setattr(module, "find", lambda checkpoint: refuse_all("no checkpoint"))
     checkpoint = SimpleNamespace(is_used=used, addresses=addresses)
     config: Any = SimpleNamespace(
-        checkpoint=SimpleNamespace(resolved=lambda: checkpoint), loss=SimpleNamespace(loss=None)
+        checkpoint=SimpleNamespace(resolved=lambda: checkpoint),
+        loss=SimpleNamespace(loss=None),
+        optimizer=SimpleNamespace(optimizer_class=None),
     )
     task: Any = SimpleNamespace(inputs=lambda config: [lambda: refuse_all("no data")])
     assert input_errors(task, config) == [*["no checkpoint"] * looks, "no data"]
