@@ -1,54 +1,52 @@
 #!/usr/bin/env python3
 """Plan a run on any number of GPUs, without a GPU and without starting anything.
 
-Prints all errors of the flags. If there are none, prints parameters and memory of each pipeline
-stage, the bubble of the schedule, the bytes of each kind of communication, estimated step time and
-MFU, the time of each class of kernels with the assumed rates, and whether the run fits into memory.
+Prints all errors of the flags. If there are none, prints whether the run fits into memory, the
+estimated step time and MFU, parameters and memory of each pipeline stage, the bubble of the
+schedule, the bytes of each kind of communication, and the time of each class of kernels with the
+assumed rates.
 
     python tools/plan.py --world-size 64 --gpu H100 [--png plan.png] -- <flags of pretrain_gpt.py>
-    python tools/plan.py --world-size 64 --gpu H100 --search -- <flags of pretrain_gpt.py>
+    python tools/plan.py --world-size 64 --gpu H100 --search --flags 2 -- <flags of pretrain_gpt.py>
     python tools/plan.py --world-size 64 --gpu H200 --video -- <flags of pretrain_video.py>
 
 ``--gpu`` also takes a file that ``tools/doctor.py --json`` has written, whose measured rates then
 replace the assumed ones. ``--search`` tries tensor, pipeline, virtual, context and expert sizes,
-micro-batches and recomputation, and lists the fastest layouts that fit. The vocabulary size comes
-from the tokenizer, or from ``--padded-vocab-size``; the lengths of videos come from their data.
+micro-batches and recomputation in place of those that the flags give, and lists the fastest layouts
+that fit; ``--flags N`` prints the whole commands of the first N. ``--json`` prints all figures as
+JSON. The vocabulary size comes from the tokenizer, or from ``--padded-vocab-size``; the lengths of
+videos come from their data or ``--dry-run-shape``, which a search needs.
 Exit code 0: the run fits; 1: it does not; 2: the flags have errors.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron_ext.errors import end_on_interrupt, run_program
+from megatron_ext.errors import ConfigError, MegatronExtError, end_on_interrupt, run_program
 
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.config.flags import COUNT, SIZE
+from megatron_ext.config.flags import COUNT, NATURAL, SIZE
 from megatron_ext.config.output import GPU_NAMES
-from megatron_ext.config.parser import ParsedArgs, parse_args
-from megatron_ext.config.run import RunConfig
-from megatron_ext.device.gpus import Gpu
-from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.layers.transformer_config import check_core
-from megatron_ext.planning.hardware import gpu_named
-from megatron_ext.planning.memory import worst_case
-from megatron_ext.planning.report import console, save_pictures, search_table, show
-from megatron_ext.planning.step_time import search
-from megatron_ext.planning.task_cost import TaskCost
-from megatron_ext.text.run import with_tokenizer
-from megatron_ext.text.task import TEXT
-from megatron_ext.train.main import preflight, silence_known_warnings
-from megatron_ext.train.task import TaskChoice
-from megatron_ext.video.task import VIDEO
+
+if TYPE_CHECKING:
+    from megatron_ext.config.parser import ParsedArgs
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.planning.sheet import Report
+    from megatron_ext.planning.step_time import Estimate
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,90 +67,256 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--count", type=COUNT.integer, default=10, metavar="N", help="layouts to list (10)"
     )
+    parser.add_argument(
+        "--flags", type=NATURAL.integer, default=0, metavar="N",
+        help="with --search: print the whole commands of the N fastest layouts",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--png", type=Path, help="draw schedule and memory")
     args = parser.parse_args(own)
+    from megatron_ext.planning.hardware import gpu_named
+    from megatron_ext.train.main import silence_known_warnings
+
     silence_known_warnings("cpu")
     try:
-        gpu = gpu_named(args.gpu, "--gpu")
-        if args.video:
-            refuse_for_video(args)
-            config, cost = read_video(words, args.world_size, args.gpu)
-        else:
-            config, cost = read(words, 1 if args.search else args.world_size, args.gpu)
-        if args.search:
-            return propose(config, args.world_size, gpu, cost, args.count)
-        return plan(config, gpu, cost, args.png)
+        gpu_named(args.gpu, "--gpu")
+        refuse_options(args)
+        planner = Planner(args, tuple(words))
+        return propose(planner) if args.search else plan(planner)
     except MegatronExtError as error:
         print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
         return 2
 
 
-def read(words: Sequence[str], world_size: int, gpu: str) -> tuple[RunConfig, TaskCost | None]:
-    """Return the configuration of the text run that flags describe, and its cost model.
-
-    Raises:
-        ConfigError: the flags have errors; the exception has a sentence for each.
-    """
-    arguments = parsed(words, TEXT, world_size, gpu)
-    config: RunConfig = arguments.config
-    if not config.model.padded_vocab_size:
-        config, _ = with_tokenizer(config)
-    return config, arguments.task.cost
-
-
-def read_video(
-    words: Sequence[str], world_size: int, gpu: str
-) -> tuple[RunConfig, TaskCost | None]:
-    """Open the data of a video run; return the configuration and the cost model of the run.
-
-    Raises:
-        ConfigError, DataError: flags or data have errors; the exception has a sentence for each.
-    """
-    arguments = parsed(words, VIDEO, world_size, gpu)
-    config, _ = preflight(arguments.config, arguments.task.preflight)
-    return config, arguments.task.cost
-
-
-def parsed(words: Sequence[str], program: TaskChoice, world_size: int, gpu: str) -> ParsedArgs:
-    """Parse the flags of a run for a dry run without its GPUs; print notes on the flags."""
-    planned = {"dry_run": True, "dry_run_gpu": gpu}
-    arguments = parse_args(words, program, world_size=world_size, device="cuda", defaults=planned)
-    for note in arguments.notes:
-        print(f"> {note}")
-    return arguments
-
-
-def refuse_for_video(args: argparse.Namespace) -> None:
-    """Raise a ConfigError with a sentence on each given option that is only for text models."""
-    given = {"search": args.search, "png": args.png is not None}
-    errors = [
-        f"`--{name}` is there for text models alone; leave it out with `--video`."
-        for name, is_given in given.items()
-        if is_given
-    ]
+def refuse_options(args: argparse.Namespace) -> None:
+    """Raise a ConfigError with a sentence on each given option that has no effect here."""
+    errors = []
+    if args.video and args.png is not None:
+        errors.append("`--png` is there for text models alone; leave it out with `--video`.")
+    if args.search and args.png is not None:
+        errors.append("`--png` draws one plan; leave it out with `--search`.")
+    if args.flags and not args.search:
+        errors.append(f"`--flags` ({args.flags}) needs `--search`; give both.")
     if errors:
         raise ConfigError(errors)
 
 
-def plan(config: RunConfig, gpu: Gpu, cost: TaskCost | None, png: Path | None) -> int:
-    """Print the plan, draw its pictures into ``png`` if given, and return the exit code."""
+@dataclass(frozen=True)
+class Planner:
+    """Reads the flags of runs as their program would, for a dry run without its GPUs.
+
+    Attributes:
+        args: the options of this tool.
+        words: the flags of the run.
+    """
+
+    args: argparse.Namespace
+    words: tuple[str, ...]
+
+    @property
+    def script(self) -> str:
+        """Return the name of the program whose flags are read."""
+        return "pretrain_video.py" if self.args.video else "pretrain_gpt.py"
+
+    @property
+    def program(self) -> Any:
+        """Return the program whose flags are read."""
+        if self.args.video:
+            from megatron_ext.video.task import VIDEO
+
+            return VIDEO
+        from megatron_ext.text.task import TEXT
+
+        return TEXT
+
+    def parsed(self, words: Sequence[str], world_size: int) -> ParsedArgs:
+        """Parse flags; raise a ConfigError with a sentence for each error."""
+        from megatron_ext.config.parser import parse_args
+
+        planned = {"dry_run": True, "dry_run_gpu": self.args.gpu}
+        return parse_args(
+            words, self.program, world_size=world_size, device="cuda", defaults=planned
+        )
+
+    def completed(self, arguments: ParsedArgs) -> RunConfig:
+        """Return a run's configuration with what follows from its tokenizer or its clips.
+
+        Raises:
+            ConfigError, DataError: flags or data have errors; it has a sentence for each.
+        """
+        config: RunConfig = arguments.config
+        with redirect_stdout(sys.stderr if self.args.json else sys.stdout):
+            if self.args.video:
+                from megatron_ext.train.main import preflight
+
+                return preflight(config, arguments.task.preflight)[0]
+            if config.model.padded_vocab_size:
+                return config
+            from megatron_ext.text.run import with_tokenizer
+
+            return with_tokenizer(config)[0]
+
+
+def plan(planner: Planner) -> int:
+    """Print the plan, draw its pictures if asked, and return the exit code."""
+    from megatron_ext.layers.transformer_config import check_core
+    from megatron_ext.planning.hardware import gpu_named
+    from megatron_ext.planning.memory import worst_case
+    from megatron_ext.planning.report import report_of, save_pictures
+
+    args = planner.args
+    gpu = gpu_named(args.gpu, "--gpu")
+    arguments = planner.parsed(planner.words, args.world_size)
+    tell(args, arguments.notes)
+    config = planner.completed(arguments)
+    cost = arguments.task.cost
     check_core(config)
-    fits = show(config, gpu, cost)
-    if png is not None and cost is not None:
+    report = report_of(config, gpu, cost)
+    print_report(args, report)
+    if args.png is not None and cost is not None:
         network, _ = worst_case(cost.cases(config))
-        print("wrote " + " and ".join(str(path) for path in save_pictures(network, png, gpu)))
-    return 0 if fits else 1
+        written = save_pictures(network, args.png, gpu)
+        tell(args, ["wrote " + " and ".join(str(path) for path in written)])
+    return 0 if report.fits else 1
 
 
-def propose(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost | None, count: int) -> int:
-    """Print a table of the ``count`` fastest layouts that fit.
+def propose(planner: Planner) -> int:
+    """Print the fastest layouts that fit and, if asked, their commands.
 
     Return the exit code: 1 if no layout fits, else 0.
     """
-    assert cost is not None
-    result = search(config, TEXT.choose(config), world_size, gpu, cost, count=count)
-    console().print(search_table(result))
+    from megatron_ext.planning.hardware import gpu_named
+    from megatron_ext.planning.layouts import PARALLEL, START, LayoutFlags, decided_fields, without
+    from megatron_ext.planning.proposal import check_line, command, fewest_words, proposal
+    from megatron_ext.planning.search import search
+
+    args = planner.args
+    program = planner.program
+    gpu = gpu_named(args.gpu, "--gpu")
+    started = without(planner.words, program, {*START, *PARALLEL})
+    arguments = planner.parsed(started, 1)
+    check_searchable(planner, started, arguments)
+    cost = arguments.task.cost
+    kept = without(planner.words, program, decided_fields(arguments.config, cost))
+    arguments = planner.parsed(kept, 1)
+    tell(args, arguments.notes)
+    base = planner.completed(arguments)
+    complete = completion(planner, base)
+
+    def parse(words: Sequence[str]) -> RunConfig:
+        return complete(planner.parsed([*kept, *words], args.world_size))
+
+    flags = LayoutFlags(program, cost, base)
+    kept = without(kept, program, {"micro_batch_size"})
+    result = search(base, flags, parse, args.world_size, gpu, count=args.count)
+    report = proposal(result, args.world_size, gpu, given_estimate(planner, complete))
+    commands = []
+    for layout in result.best[: len(result.best) if args.json else args.flags]:
+        words = [word for entry in fewest_words(layout, parse) for word in entry]
+        commands.append(command(planner.script, [*kept, *words], args.world_size, gpu))
+    if args.json:
+        print(json.dumps({**report.as_json(), "commands": commands}, indent=1))
+        return 0 if result.best else 1
+    report.show()
+    for number, text in enumerate(commands):
+        layout = result.best[number]
+        print(f"\n# {number + 1}. {layout.candidate}: {layout.cost.seconds:.3g} s a step")
+        print(text)
+    if commands:
+        print("\n" + check_line(planner.script, args.world_size, args.gpu, gpu))
+    elif result.best:
+        print("\n`--flags 1` prints the whole command of the first layout.")
     return 0 if result.best else 1
+
+
+def check_searchable(planner: Planner, words: Sequence[str], arguments: ParsedArgs) -> None:
+    """Raise a ConfigError if the layouts of a run cannot be compared from its flags alone.
+
+    ``arguments`` are those of ``words`` on one rank.
+    """
+    errors = []
+    cost = arguments.task.cost
+    if cost is None or cost.report is not None:
+        errors.append(
+            "`--search` compares runs that train one network, and this task trains several or "
+            "names no `cost`; leave `--search` out."
+        )
+    elif planner.args.video:
+        from megatron_ext.video.config.run import VideoConfig
+
+        if arguments.config.section(VideoConfig).dry_run_shape is None:
+            errors.append(
+                "`--search` with `--video` needs `--dry-run-shape`, since it does not open the "
+                "data for each layout; give one, such as `--dry-run-shape 768x768x129`."
+            )
+    if not has_batch(planner, words, arguments.config):
+        errors.append(
+            "`--search` needs `--global-batch-size`, the same for all layouts, since it compares "
+            "the time of a step; give it."
+        )
+    if errors:
+        raise ConfigError(errors)
+
+
+def has_batch(planner: Planner, words: Sequence[str], config: RunConfig) -> bool:
+    """Return whether the flags give the global batch size, which otherwise grows with the ranks.
+
+    ``config`` is that of ``words`` on one rank.
+    """
+    try:
+        other = planner.parsed(words, 2).config
+    except ConfigError:
+        return True
+    return bool(other.training.global_batch_size == config.training.global_batch_size)
+
+
+def completion(planner: Planner, base: RunConfig) -> Callable[[ParsedArgs], RunConfig]:
+    """Return a function that does for each layout what `Planner.completed` does for ``base``.
+
+    It opens no tokenizer again.
+    """
+    if planner.args.video:
+        return planner.completed
+    from megatron_ext.text.run import padded_to_ranks
+
+    def padded(arguments: ParsedArgs) -> RunConfig:
+        config: RunConfig = arguments.config
+        size = base.model.unpadded_vocab_size
+        if config.model.padded_vocab_size or not size:
+            return config
+        return replace(config, model=padded_to_ranks(config.model, config.parallel, size))
+
+    return padded
+
+
+def given_estimate(
+    planner: Planner, complete: Callable[[ParsedArgs], RunConfig]
+) -> Estimate | None:
+    """Return the estimate of the run with the user's own layout; None if that cannot run."""
+    from megatron_ext.planning.hardware import gpu_named
+    from megatron_ext.planning.memory import worst_case
+    from megatron_ext.planning.step_time import estimate
+
+    try:
+        arguments = planner.parsed(planner.words, planner.args.world_size)
+        network, ranks = worst_case(arguments.task.cost.cases(complete(arguments)))
+    except MegatronExtError:
+        return None
+    return estimate(network, gpu_named(planner.args.gpu, "--gpu"), ranks=ranks)
+
+
+def print_report(args: argparse.Namespace, report: Report) -> None:
+    """Print a report as tables or as JSON."""
+    if args.json:
+        print(json.dumps(report.as_json(), indent=1))
+    else:
+        report.show()
+
+
+def tell(args: argparse.Namespace, notes: Sequence[str]) -> None:
+    """Print notes; beside JSON, to stderr."""
+    for note in notes:
+        print(f"> {note}", file=sys.stderr if args.json else sys.stdout)
 
 
 if __name__ == "__main__":

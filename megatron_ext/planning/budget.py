@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from megatron_ext.device.gpus import GB, TFLOPS
 from megatron_ext.planning.hardware import FLASH_3, GAP, GRAPH_GAP
 from megatron_ext.planning.kernels import KINDS, Work
+from megatron_ext.planning.sheet import Column, Sheet
 from megatron_ext.planning.step_time import Clock, Estimate, estimate, rank_volume, step_volume
 
 
@@ -73,21 +72,25 @@ def _line(kind: str, estimated: Estimate, works: Sequence[Work]) -> Line:
     return Line(kind, seconds, ", ".join(words), flops, moved, sum(work.kernels for work in works))
 
 
-def budget_table(estimated: Estimate) -> Table:
+def budget_sheet(estimated: Estimate) -> Sheet:
     """Return a table of the classes of kernels in a step, with the assumed rates."""
-    table = Table(
-        "class", "what", "TFLOP", "GB", "kernels", "assumed rates", "ms", "share",
-        title="time of a step on the slowest rank, by class of kernels",
-    )  # fmt: skip
+    columns = [
+        Column("class", "class"),
+        Column("what", "what"),
+        Column("TFLOP", "flops", lambda x: f"{x / TFLOPS:,.1f}" if x else ""),
+        Column("GB", "bytes", lambda x: f"{x / GB:,.1f}" if x else ""),
+        Column("kernels", "kernels", lambda x: f"{x:,.0f}" if x else ""),
+        Column("assumed rates", "assumed_rates"),
+        Column("ms", "seconds", lambda x: f"{1e3 * x:.1f}"),
+        Column("share", "share", "{:.1%}".format),
+    ]
+    rows = []
     for line in budget(estimated):
-        counts = (line.flops / TFLOPS, line.num_bytes / GB)
-        shown = [f"{count:,.1f}" if count else "" for count in counts]
-        shown.append(f"{line.kernels:,.0f}" if line.kernels else "")
-        share = f"{line.seconds / estimated.seconds:.1%}"
-        what = KINDS.get(line.kind, "")
-        table.add_row(line.kind, what, *shown, line.rates, f"{1e3 * line.seconds:.1f}", share)
-    table.caption = _caption(estimated)
-    return table
+        counts = (line.flops, line.num_bytes, line.kernels)
+        share = line.seconds / estimated.seconds
+        rows.append([line.kind, KINDS.get(line.kind, ""), *counts, line.rates, line.seconds, share])
+    title = "time of a step on the slowest rank, by class of kernels"
+    return Sheet("step_time", title, columns, rows, _caption(estimated))
 
 
 def _caption(estimated: Estimate) -> str:

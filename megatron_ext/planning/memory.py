@@ -55,11 +55,12 @@ def memory(network: Network) -> list[RankMemory]:
     costs = [network.activations(stage) for stage in stages]
     deferred = [network.deferred(stage) for stage in stages]
     ranks = []
+    plan = network.schedule.short()
     for rank in range(network.sizes.pp):
         mine = network.stages_of(rank)
         weights = tuple(tuple(network.weights(stage)) for stage in mine)
         state = rank_state(network.config, network.sizes, rank, weights)
-        peak = walk(network.schedule, rank, costs, deferred=deferred, boundary=network.boundary)
+        peak = walk(plan, rank, costs, deferred=deferred, boundary=network.boundary)
         fp8_weights = sum(network.fp8_weights(stage) for stage in mine)
         ranks.append(RankMemory(rank, tuple(mine), weights, state, *peak, fp8_weights))
     return ranks

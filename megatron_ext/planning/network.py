@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.training import TrainingConfig
+from megatron_ext.planning.pipeline import Schedule, microbatches
 from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, Summed
 from megatron_ext.planning.state import LINEAR, Weight
-from megatron_ext.schedules.orders import build_plan
-from megatron_ext.schedules.plan import Plan
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from megatron_ext.planning.kernels import Work
 
 MULTIPLY_AND_ADD = 2
@@ -129,23 +124,6 @@ def fp8_bytes(fp8: Fp8Config, weights: Iterable[Weight]) -> int:
     return (2 - fp8.fp8_param_gather) * numbers
 
 
-def microbatches(parallel: ParallelConfig, training: TrainingConfig) -> int:
-    """Return the number of micro-batches per rank in a step with the full global batch."""
-    micro, batch = training.batch_sizes
-    return max(1, batch // (micro * parallel.data_parallel_size))
-
-
-def step_plan(parallel: ParallelConfig, training: TrainingConfig) -> Plan:
-    """Return the pipeline schedule of a step with the full global batch."""
-    return build_plan(
-        (parallel.pipeline_schedule or "no-pipelining").removeprefix("core-"),
-        pipeline_size=parallel.pipeline_model_parallel_size,
-        num_microbatches=microbatches(parallel, training),
-        num_chunks=parallel.virtual_pipeline_model_parallel_size or 1,
-        group_size=parallel.microbatch_group_size_per_vp_stage,
-    )
-
-
 class Network(ABC):
     """The cost formulas of one model in a run, for one rank and one micro-batch."""
 
@@ -168,9 +146,9 @@ class Network(ABC):
         return microbatches(self.config.parallel, self.config.training)
 
     @property
-    def schedule(self) -> Plan:
+    def schedule(self) -> Schedule:
         """Return the pipeline schedule of a step."""
-        return step_plan(self.config.parallel, self.config.training)
+        return Schedule.of(self.config.parallel, self.config.training)
 
     def stages_of(self, rank: int) -> list[Stage]:
         """Return the stages of a pipeline rank, in the order of its chunks."""
@@ -334,7 +312,3 @@ class Case:
     name: str = ""
     share: float = 1.0
     columns: Mapping[str, str] = field(default_factory=dict)
-
-
-Report = tuple[Sequence["Table | str"], bool]
-"""The parts of a report in order, and whether the run fits the given GPU."""

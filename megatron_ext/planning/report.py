@@ -1,14 +1,11 @@
-"""Tables and pictures of a run's cost: parameters, memory, bubble, messages and time."""
+"""The plan of a run: its memory, bubble, messages and time, as tables, JSON and pictures."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.config.rules.optimizer import sharding_errors
@@ -16,16 +13,18 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import GB, Gpu
 from megatron_ext.disk.figures import new_figure
 from megatron_ext.layers.transformer_config import check_core
-from megatron_ext.planning.budget import budget_table
+from megatron_ext.planning.budget import budget_sheet
 from megatron_ext.planning.hardware import assumed, gpu_named, size
 from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
-from megatron_ext.planning.network import Case, Network, Report, Volume, step_plan
+from megatron_ext.planning.network import Case, Network, Volume
+from megatron_ext.planning.pipeline import Schedule
+from megatron_ext.planning.sheet import Column, Report, Sheet
 from megatron_ext.planning.state import ROUTED, distinct
-from megatron_ext.planning.step_time import Estimate, SearchResult, estimate, rank_volume
+from megatron_ext.planning.step_time import Estimate, estimate, rank_volume
 from megatron_ext.planning.task_cost import TaskCost
 from megatron_ext.schedules.picture import save as save_schedule
 from megatron_ext.schedules.picture import write_figure
-from megatron_ext.schedules.plan import Plan, price
+from megatron_ext.schedules.plan import price
 
 NO_COST = (
     "This task does not say what its model costs, so memory and time are not estimated; give the "
@@ -33,15 +32,8 @@ NO_COST = (
 )
 
 
-def console() -> Console:
-    """Return a console as wide as the terminal, or 160 columns wide if there is no terminal."""
-    return Console(
-        width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, soft_wrap=False
-    )
-
-
 def print_plan(config: RunConfig, cost: TaskCost | None) -> bool:
-    """Print the cost of a run for ``--dry-run``, as `show` does, on the GPU of ``--dry-run-gpu``.
+    """Print the plan of a run for ``--dry-run``, on the GPU of ``--dry-run-gpu``.
 
     Return whether the run fits this GPU; without that flag, return True.
 
@@ -50,27 +42,22 @@ def print_plan(config: RunConfig, cost: TaskCost | None) -> bool:
     """
     check_core(config)
     name = config.planning.dry_run_gpu
-    return show(config, None if name is None else gpu_named(name), cost)
+    report = report_of(config, None if name is None else gpu_named(name), cost)
+    report.show()
+    return report.fits
 
 
-def show(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> bool:
-    """Print the report of a run; return whether the run fits the GPU, or True without a GPU.
+def report_of(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> Report:
+    """Return the report of a run.
 
-    Times are printed only with a GPU. Without ``cost``, only the schedule is printed.
+    It has times only with a GPU. Without ``cost``, it has only the schedule.
     """
-    parts: Sequence[Table | str]
     if cost is None:
-        plan = step_plan(config.parallel, config.training)
-        parts = [NO_COST, schedule_line(plan)]
-        fits = True
-    elif cost.report is not None:
-        parts, fits = cost.report(config, gpu)
-    else:
-        parts, fits = report_cases(cost.cases(config), gpu, cost)
-    out = console()
-    for part in parts:
-        out.print(part)
-    return fits
+        line, values = schedule_line(Schedule.of(config.parallel, config.training))
+        return Report(True, [NO_COST, line], values)
+    if cost.report is not None:
+        return cost.report(config, gpu)
+    return report_cases(cost.cases(config), gpu, cost)
 
 
 def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Report:
@@ -80,39 +67,79 @@ def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Repo
     and the run counts as one that fits.
     """
     network, ranks = worst_case(cases)
-    parts: list[Table | str] = [headline(network, ranks), parameter_table(ranks)]
-    if cases[0].name:
-        parts.append(bucket_table(cases, gpu))
-    parts += [memory_table(network, ranks), recomputation_table(network, cost)]
-    parts += [volume_table(network, ranks), schedule_line(network.schedule)]
+    sheets = [bucket_sheet(cases, gpu)] if cases[0].name else []
+    sheets += [stage_sheet(ranks), memory_sheet(network, ranks), recomputation_sheet(network, cost)]
+    sheets.append(volume_sheet(network, ranks))
+    line, values = schedule_line(network.schedule)
+    lines = [headline(network, ranks), line]
+    values = {**run_values(network, ranks), **values, "peak_bytes": fullest(ranks).total}
     if gpu is None:
-        return parts, True
-    estimated = estimate(network, gpu)
-    parts += [*time_lines(estimated, cost), budget_table(estimated)]
-    parts += [reserve_table(estimated), assumption_table(gpu)]
-    return parts, estimated.fits
+        return Report(True, lines, values, sheets)
+    estimated = estimate(network, gpu, ranks=ranks)
+    sheets += [budget_sheet(estimated), reserve_sheet(estimated), assumption_sheet(gpu)]
+    values |= estimate_values(estimated)
+    return Report(estimated.fits, [*time_lines(estimated, cost), *lines], values, sheets)
 
 
-def headline(network: Network, ranks: list[RankMemory]) -> str:
-    """Return a line with the layout, parameters, micro-batches and number formats of a run."""
+def run_values(network: Network, ranks: list[RankMemory]) -> dict[str, Any]:
+    """Return the sizes of a run for JSON: ranks, batches, parameters and number format."""
     x = network.sizes
-    config = network.config
-    sizes = {"tp": x.tp, "cp": x.cp, "pp": x.pp, "dp": x.dp, "ep": x.ep}
-    shown = " × ".join(f"{name} {count}" for name, count in sizes.items() if count > 1) or "1 rank"
+    return {
+        "ranks": network.config.parallel.world_size,
+        "tensor_parallel_size": x.tp,
+        "context_parallel_size": x.cp,
+        "pipeline_parallel_size": x.pp,
+        "data_parallel_size": x.dp,
+        "expert_parallel_size": x.ep,
+        "parameters": model_parameters(ranks),
+        "active_parameters": active_parameters(ranks, network),
+        "num_microbatches": network.num_microbatches,
+        "micro_batch_size": x.b,
+        "tokens_per_sample": network.tokens,
+        "number_format": _numbers(network.config),
+    }
+
+
+def estimate_values(estimated: Estimate) -> dict[str, Any]:
+    """Return the estimated memory and time of a step for JSON."""
+    gpu = estimated.gpu
+    return {
+        "gpu": gpu.name,
+        "gpu_memory_bytes": gpu.memory,
+        "peak_bytes": estimated.peak,
+        "reserve_bytes": sum(estimated.reserve.values()),
+        "step_seconds": estimated.seconds,
+        "tokens_per_second": estimated.tokens_per_second,
+        "model_flops_utilization": estimated.mfu,
+        "datasheet_flops_per_second": gpu.peak(estimated.network.sizes.width),
+        "bubble_share": estimated.price.bubble_share,
+    }
+
+
+def _numbers(config: RunConfig) -> str:
+    """Return the number formats of a run, such as "bf16, layers in fp8 (hybrid, tensorwise)"."""
     numbers = "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32"
     if config.fp8.fp8_format is not None:
         numbers += f", layers in fp8 ({config.fp8.fp8_format}, {config.fp8.fp8_recipe})"
     if config.model.transformer_impl == "transformer_engine":
         numbers += "; Transformer Engine's layers priced as the torch layers"
+    return numbers
+
+
+def headline(network: Network, ranks: list[RankMemory]) -> str:
+    """Return a line with the layout, parameters, micro-batches and number formats of a run."""
+    x = network.sizes
+    world = network.config.parallel.world_size
+    sizes = {"tp": x.tp, "cp": x.cp, "pp": x.pp, "dp": x.dp, "ep": x.ep}
+    shown = " × ".join(f"{name} {count}" for name, count in sizes.items() if count > 1)
     count = model_parameters(ranks)
     active = active_parameters(ranks, network)
     counted = f"{count / 10**6:,.1f} M parameters"
     if active < count:
         counted += f" ({active / 10**6:,.1f} M of them used by a token)"
-    return (
-        f"plan: {config.parallel.world_size} ranks ({shown}), {counted}, "
-        f"{network.num_microbatches} micro-batches of {x.b} × {network.tokens} tokens, "
-        f"{numbers}"
+    return (f"plan: {world} ranks ({shown})" if world > 1 else "plan: 1 rank") + (
+        f", {counted}, {network.num_microbatches} micro-batches of {x.b} × {network.tokens} "
+        f"tokens, {_numbers(network.config)}"
     )
 
 
@@ -129,31 +156,45 @@ def active_parameters(ranks: list[RankMemory], network: Network) -> int:
     return distinct(chunks) - routed // count * (count - used)
 
 
-def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:
+def bucket_sheet(cases: Sequence[Case], gpu: Gpu | None) -> Sheet:
     """Return a table with a row for each kind of batch (bucket).
 
     It marks the most frequent kind, and the kind with the highest memory peak. With a GPU, it has
     the estimated seconds of a step.
     """
-    table = Table(
-        "bucket", *cases[0].columns, "share of steps", "peak", "step (s)", "", title="buckets"
-    )
+    own = [Column(name, name.replace(" ", "_").replace("+", "and")) for name in cases[0].columns]
+    columns = [
+        Column("bucket", "bucket"),
+        *own,
+        Column("share of steps", "share_of_steps", "{:.1%}".format),
+        Column("peak", "peak_bytes", size),
+        Column("step (s)", "step_seconds", _seconds),
+        Column("", "marks", ", ".join),
+    ]
     peaks = [fullest(memory(case.network)).total for case in cases]
     typical = max(cases, key=lambda case: case.share)
+    rows = []
     for case, peak in zip(cases, peaks, strict=True):
-        seconds = "" if gpu is None else f"{estimate(case.network, gpu).seconds:.3g}"
-        notes = ["worst"] * (peak == max(peaks)) + ["typical"] * (case == typical)
-        table.add_row(
-            case.name, *case.columns.values(), f"{case.share:.1%}", size(peak), seconds,
-            ", ".join(notes),
-        )  # fmt: skip
-    table.caption = "all other tables are of the worst bucket"
-    return table
+        seconds = None if gpu is None else estimate(case.network, gpu).seconds
+        marks = ["worst"] * (peak == max(peaks)) + ["typical"] * (case == typical)
+        rows.append([case.name, *case.columns.values(), case.share, peak, seconds, marks])
+    caption = "all other tables, and the lines above, are of the worst bucket"
+    return Sheet("buckets", "buckets", columns, rows, caption)
 
 
-def parameter_table(ranks: list[RankMemory]) -> Table:
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def stage_sheet(ranks: list[RankMemory]) -> Sheet:
     """Return a table of each stage's pipeline rank, layers and number of parameters."""
-    table = Table("stage", "pipeline rank", "holds", "parameters of a rank", title="stages")
+    columns = [
+        Column("stage", "stage"),
+        Column("pipeline rank", "pipeline_rank"),
+        Column("holds", "holds"),
+        Column("parameters of a rank", "parameters_of_a_rank", "{:,}".format),
+    ]
+    rows = []
     for stage, weights in sorted(
         ((stage, w) for rank in ranks for stage, w in zip(rank.stages, rank.weights, strict=True)),
         key=lambda entry: entry[0].index,
@@ -166,43 +207,61 @@ def parameter_table(ranks: list[RankMemory]) -> Table:
         contents += [f"{stage.depths} MTP"] * (stage.depths > 0)
         contents += ["output"] * stage.head
         count = sum(weight.numel for weight in weights)
-        table.add_row(str(stage.index), str(stage.rank), ", ".join(contents), f"{count:,}")
-    return table
+        rows.append([stage.index, stage.rank, ", ".join(contents), count])
+    return Sheet("stages", "stages of the pipeline", columns, rows)
 
 
-def memory_table(network: Network, ranks: list[RankMemory]) -> Table:
+def memory_sheet(network: Network, ranks: list[RankMemory]) -> Sheet:
     """Return a table with the memory of each pipeline rank.
 
     If the run does not shard its optimizer state, or its gradients, over its replicas, the caption
     names a flag that does, and the bytes that would be left.
     """
-    table = Table(
-        "pipeline rank", "weights", "gradients", "optimizer", "EMA", "fp8 weights", "activations",
-        "in flight", "for a moment", "peak", title="memory of a rank",
-    )  # fmt: skip
+    columns = [
+        Column("pipeline rank", "pipeline_rank"),
+        Column("weights", "weights_bytes", size),
+        Column("gradients", "gradients_bytes", size),
+        Column("optimizer", "optimizer_bytes", size),
+        Column("EMA", "ema_bytes", size, optional=True),
+        Column("fp8 weights", "fp8_weights_bytes", size, optional=True),
+        Column("in flight", "microbatches_in_flight"),
+        Column("activations", "activations_bytes", size),
+        Column("transient", "transient_bytes", size),
+        Column("peak", "peak_bytes", size),
+    ]
+    rows = []
     for rank in ranks:
         state = rank.state
-        parts = (state.parameters, state.gradients, state.optimizer, state.average)
-        table.add_row(
-            str(rank.rank),
-            *(size(part) for part in (*parts, rank.fp8_weights, rank.activations)),
-            str(rank.in_flight),
-            size(rank.transient),
-            size(rank.total),
-        )
+        parts = [state.parameters, state.gradients, state.optimizer, state.average]
+        moving = [rank.in_flight, rank.activations, rank.transient, rank.total]
+        rows.append([rank.rank, *parts, rank.fp8_weights, *moving])
+    caption = (
+        "in flight: micro-batches whose activations a rank holds at its peak; transient: memory "
+        "that only the running pass needs"
+    )
+    if (saving := _saving(network)) is not None:
+        caption += f"\n{saving}"
+    return Sheet("memory", "memory of a rank", columns, rows, caption, merges=True)
+
+
+def _saving(network: Network) -> str | None:
+    """Return a line with a flag that shards more over the replicas, and the bytes that it leaves.
+
+    Return None if there is none.
+    """
     x = network.sizes
     config = network.config
     if not config.optimizer.use_distributed_optimizer and x.dp * x.cp > 1:
         others = memory(network.with_config(_distributed(config)))
         most = max(rank.state.optimizer for rank in others)
-        table.caption = f"with --use-distributed-optimizer: optimizer {size(most)}"
-    elif x.dp * x.cp > 1 and not config.optimizer.shards_gradients:
+        return f"with --use-distributed-optimizer: optimizer {size(most)}"
+    if x.dp * x.cp > 1 and not config.optimizer.shards_gradients:
         sharded = _sharded(config)
         if not list(sharding_errors(sharded)):
             most = max(x.state.gradients for x in memory(network.with_config(sharded)))
             name = "--data-parallel-sharding-strategy optim_grads"
-            table.caption = f"with {name}: gradients {size(most)}"
-    return table
+            return f"with {name}: gradients {size(most)}"
+    return None
 
 
 def _distributed(config: RunConfig) -> RunConfig:
@@ -216,91 +275,110 @@ def _sharded(config: RunConfig) -> RunConfig:
     return replace(config, optimizer=optimizer)
 
 
-def recomputation_table(network: Network, cost: TaskCost) -> Table:
+def recomputation_sheet(network: Network, cost: TaskCost) -> Sheet:
     """Return a table with a row for each recomputation mode.
 
     It shows the bytes that a layer keeps, and the activations and peak memory of the fullest rank.
     """
-    table = Table(
-        "recomputation", "a layer keeps", "fullest rank: activations", "peak",
-        title="activations by recomputation",
-    )  # fmt: skip
+    columns = [
+        Column("recomputation", "recomputation"),
+        Column("a layer keeps", "bytes_kept_by_a_layer", size),
+        Column("fullest rank: activations", "activations_bytes", size),
+        Column("peak", "peak_bytes", size),
+    ]
+    rows = []
     for mode in cost.modes_with(network.config.cuda_graphs):
         other = network.with_config(cost.recompute(network.config, mode))
         kept = other.layer_input if mode == "full" else other.layer().kept
         most = fullest(memory(other))
-        table.add_row(mode, size(kept), size(most.activations + most.transient), size(most.total))
+        rows.append([mode, kept, most.activations + most.transient, most.total])
     loss = network.loss()
+    caption = ""
     if loss is not None:
-        table.caption = (
-            f"of them logits and loss: {size(loss.kept)}, for a moment {size(loss.transient)}"
-        )
-    return table
+        caption = f"of them logits and loss: {size(loss.kept)}, transient {size(loss.transient)}"
+    return Sheet("recomputation", "activations by recomputation", columns, rows, caption)
 
 
-def volume_table(network: Network, ranks: list[RankMemory]) -> Table:
+def volume_sheet(network: Network, ranks: list[RankMemory]) -> Sheet:
     """Return a table with the bytes that each pipeline rank sends in a step.
 
     It has a column for each kind of communication in `Volume`.
     """
     names = [field.name for field in fields(Volume)]
-    table = Table("pipeline rank", *names, title="bytes that a rank sends in a step")
+    columns = [Column("pipeline rank", "pipeline_rank")]
+    columns += [Column(name, f"{name}_bytes", size, optional=True) for name in names]
+    rows = []
     for rank in ranks:
         volume = rank_volume(network, rank, network.num_microbatches)
-        table.add_row(str(rank.rank), *(size(getattr(volume, name)) for name in names))
-    return table
+        rows.append([rank.rank, *(getattr(volume, name) for name in names)])
+    caption = "" if any(any(row[1:]) for row in rows) else "none: there is one rank"
+    title = "bytes that a rank sends in a step"
+    return Sheet("sent", title, columns, rows, caption, merges=True)
 
 
-def schedule_line(plan: Plan) -> str:
-    """Return a line with the bubble of the schedule, assuming equally slow stages."""
-    return (
-        f"schedule {plan.schedule}: bubble {price(plan).bubble_share:.1%} of the step with "
-        f"{plan.num_microbatches} micro-batches (equal stages, forward : input gradient : weight "
-        "gradient = 1 : 1 : 1)"
+def schedule_line(schedule: Schedule) -> tuple[str, dict[str, Any]]:
+    """Return a line with the bubble of the schedule, assuming equally slow stages, and its values.
+
+    Forward pass, input gradient and weight gradient are taken to be equally long.
+    """
+    bubble = schedule.time().bubble_share
+    line = (
+        f"schedule {schedule.name}: bubble {bubble:.1%} of the step with "
+        f"{schedule.num_microbatches} micro-batches (equal stages, forward : input gradient : "
+        "weight gradient = 1 : 1 : 1)"
     )
+    return line, {"schedule": schedule.name, "equal_stages_bubble_share": bubble}
 
 
 def time_lines(estimated: Estimate, cost: TaskCost) -> list[str]:
-    """Return lines with a step's time, throughput and MFU, and whether the run fits the GPU.
+    """Return lines that say whether the run fits the GPU, and a step's time, throughput and MFU.
 
-    If it does not, the last line is advice, for which ``cost`` gives the recomputation modes.
+    If it does not fit, the second line is advice, for which ``cost`` gives the recomputation modes.
     """
     gpu = estimated.gpu
     reserve = sum(estimated.reserve.values())
     lines = [
-        f"estimated on {gpu.name}: {estimated.seconds:.3g} s a step, "
-        f"{estimated.tokens_per_second:,.0f} tokens/s, MFU {estimated.mfu:.1%} of "
-        f"{gpu.peak(estimated.network.sizes.width) / 1e12:.0f} TFLOP/s, bubble "
-        f"{estimated.price.bubble_share:.1%}",
         f"{'fits' if estimated.fits else 'DOES NOT FIT'}: {size(estimated.peak)} and a reserve of "
-        f"{size(reserve)} make {size(estimated.peak + reserve)} of {size(gpu.memory)}",
+        f"{size(reserve)} make {size(estimated.peak + reserve)} of {size(gpu.memory)}"
     ]
     if not estimated.fits:
         lines.append(_advice(estimated, cost))
+    lines.append(
+        f"estimated on {gpu.name}: {estimated.seconds:.3g} s a step, "
+        f"{estimated.tokens_per_second:,.0f} tokens/s, MFU {estimated.mfu:.1%} of "
+        f"{gpu.peak(estimated.network.sizes.width) / 1e12:.0f} TFLOP/s, bubble "
+        f"{estimated.price.bubble_share:.1%}"
+    )
     return lines
 
 
-def reserve_table(estimated: Estimate) -> Table:
+def reserve_sheet(estimated: Estimate) -> Sheet:
     """Return a table of the memory that must stay free on each GPU; see `reserve_on`."""
-    table = Table("reserve (assumed)", "bytes", title="kept free on each GPU")
-    for name, count in estimated.reserve.items():
-        table.add_row(name, size(count))
-    return table
+    columns = [Column("reserve (assumed)", "what"), Column("bytes", "bytes", size)]
+    rows = list(estimated.reserve.items())
+    return Sheet("reserve", "kept free on each GPU", columns, rows)
 
 
-def assumption_table(gpu: Gpu) -> Table:
+def assumption_sheet(gpu: Gpu) -> Sheet:
     """Return a table of the assumed efficiencies; it marks those replaced by rates of ``gpu``."""
-    table = Table("assumed", "share", "of what, and why", title="what the time rests on")
-    for name, value, what, replaced in assumed(gpu):
-        table.add_row(name, "measured" if replaced else value, what)
+    columns = [
+        Column("assumed", "name"),
+        Column("share", "share"),
+        Column("of what, and why", "of_what_and_why"),
+    ]
+    rows = [
+        (name, "measured" if replaced else value, what)
+        for name, value, what, replaced in assumed(gpu)
+    ]
+    caption = ""
     if gpu.measured is not None:
         measured = gpu.measured
         eight = "" if measured.fp8 is None else f", fp8 {measured.fp8 / 1e12:.0f} TFLOP/s"
-        table.caption = (
+        caption = (
             f"measured ({measured.source}): bf16 {measured.bf16 / 1e12:.0f} TFLOP/s{eight}, copy "
             f"{measured.copy / 1e12:.2f} TB/s; links are the datasheet's"
         )
-    return table
+    return Sheet("assumptions", "what the time rests on", columns, rows, caption)
 
 
 def _advice(estimated: Estimate, cost: TaskCost) -> str:
@@ -326,27 +404,6 @@ def _advice(estimated: Estimate, cost: TaskCost) -> str:
     return "neither the distributed optimizer nor recomputation suffices; use more ranks (--search)"
 
 
-def search_table(result: SearchResult) -> Table:
-    """Return a table of the best layouts of a search."""
-    table = Table(
-        "layout", "dp", "micro-batch", "recompute", "step (s)", "tokens/s", "MFU", "bubble", "peak",
-        title=f"best of {result.fitting} layouts that fit ({result.tried} tried)",
-    )  # fmt: skip
-    for candidate, cost in result.best:
-        table.add_row(
-            str(candidate),
-            str(cost.network.sizes.dp),
-            str(candidate.micro_batch),
-            candidate.recompute,
-            f"{cost.seconds:.3g}",
-            f"{cost.tokens_per_second:,.0f}",
-            f"{cost.mfu:.1%}",
-            f"{cost.price.bubble_share:.1%}",
-            size(cost.peak),
-        )
-    return table
-
-
 def save_pictures(network: Network, path: Path, gpu: Gpu) -> list[Path]:
     """Draw the schedule of a run into ``path``, and the memory of each pipeline rank beside it.
 
@@ -356,7 +413,8 @@ def save_pictures(network: Network, path: Path, gpu: Gpu) -> list[Path]:
     Raises:
         ConfigError: a file cannot be written, or its suffix is no image format.
     """
-    save_schedule(network.schedule, price(network.schedule), path)
+    plan = network.schedule.plan()
+    save_schedule(plan, price(plan), path)
     second = path.with_name(f"{path.stem}_memory{path.suffix}")
     ranks = memory(network)
     parts = {

@@ -1,4 +1,4 @@
-"""An estimate of a step's time, and the search for the fastest layouts.
+"""An estimate of a step's time.
 
 The estimate is a model, not a measurement, and depends on the assumptions in `hardware.Efficiency`.
 It compares layouts of one model on one kind of GPU well, but its seconds are rough.
@@ -6,23 +6,19 @@ It compares layouts of one model on one kind of GPU well, but its seconds are ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
-from megatron_ext.config.finalize import finalize
 from megatron_ext.config.optimizer import OptimizerConfig
-from megatron_ext.config.run import RunConfig, TaskFlags
 from megatron_ext.device.gpus import Gpu
-from megatron_ext.errors import ConfigError
 from megatron_ext.planning.hardware import DEFAULT, Efficiency, Rates, reserve_on
 from megatron_ext.planning.kernels import Phase, Work, update_work
-from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
+from megatron_ext.planning.memory import RankMemory, fullest, memory
 from megatron_ext.planning.muon import muon_volume, muon_work
 from megatron_ext.planning.network import Network, Volume, ring
+from megatron_ext.planning.pipeline import PipelineTime
 from megatron_ext.planning.stages import FP32, Stage
-from megatron_ext.planning.task_cost import TaskCost
-from megatron_ext.schedules.plan import Durations, Price, price
+from megatron_ext.schedules.plan import Durations
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class Estimate:
 
     Attributes:
         ranks: memory of each pipeline rank.
-        price: time and bubble of the simulated pipeline schedule, in seconds.
+        price: time and bubble of the pipeline schedule, in seconds.
         seconds: time of a step, including the optimizer's update.
         flops: operations of a step on all ranks together, without recomputation.
     """
@@ -39,7 +35,7 @@ class Estimate:
     network: Network
     rates: Rates
     ranks: list[RankMemory]
-    price: Price
+    price: PipelineTime
     seconds: float
     flops: float
 
@@ -88,7 +84,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Return whether the fullest rank's `peak` and `reserve` fit the GPU's memory together."""
-        return _fits(self.gpu, self.network, self.ranks)
+        return needed_on(self.gpu, self.network, self.ranks) <= self.gpu.memory
 
 
 def _reserve(gpu: Gpu, network: Network, ranks: Sequence[RankMemory]) -> dict[str, int]:
@@ -96,9 +92,9 @@ def _reserve(gpu: Gpu, network: Network, ranks: Sequence[RankMemory]) -> dict[st
     return reserve_on(gpu, network.sizes, most.activations + most.transient)
 
 
-def _fits(gpu: Gpu, network: Network, ranks: Sequence[RankMemory]) -> bool:
-    reserve = sum(_reserve(gpu, network, ranks).values())
-    return fullest(ranks).total + reserve <= gpu.memory
+def needed_on(gpu: Gpu, network: Network, ranks: Sequence[RankMemory]) -> int:
+    """Return the bytes that the fullest rank's peak and the reserve take together on a GPU."""
+    return fullest(ranks).total + sum(_reserve(gpu, network, ranks).values())
 
 
 @dataclass(frozen=True)
@@ -188,19 +184,24 @@ class Clock:
         return max(range(self.network.sizes.pp), key=lambda x: sum(astuple(self.rank_durations(x))))
 
 
-def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Estimate:
+def estimate(
+    network: Network,
+    gpu: Gpu,
+    efficiency: Efficiency = DEFAULT,
+    ranks: list[RankMemory] | None = None,
+) -> Estimate:
     """Estimate the time and memory of a run's step on ``gpu``.
 
     All stages are assumed to be as slow as the slowest one, which determines the steady phase of a
-    pipeline.
+    pipeline. ``ranks`` is the memory of the pipeline ranks; None to compute it.
 
     Raises:
         ConfigError: the run uses fp8, which the GPU lacks.
     """
     rates = Rates(gpu, efficiency)
     clock = Clock(network, rates)
-    ranks = memory(network)
-    cost = price(network.schedule, clock.rank_durations(clock.slowest()), clock.latency())
+    ranks = ranks or memory(network)
+    cost = network.schedule.time(clock.rank_durations(clock.slowest()), clock.latency())
     seconds = cost.makespan + max(map(clock.after, ranks))
     return Estimate(network, rates, ranks, cost, seconds, network.step_flops())
 
@@ -242,151 +243,3 @@ def step_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Vo
     copied = sum(weight.numel for weight in trained if weight.shared)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     return total + Volume(data=data, embedding=float(copied * (FP32 if in_fp32 else x.width)))
-
-
-MOST_CHUNKS = 4
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout to try: parallel sizes, virtual chunks, micro-batch size and recomputation mode.
-
-    ``chunks`` is the number of virtual chunks of a pipeline rank; ``recompute`` is one of
-    `TaskCost.modes`.
-    """
-
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    chunks: int
-    micro_batch: int
-    recompute: str
-
-    def of(self, config: RunConfig, task: TaskFlags, world_size: int, cost: TaskCost) -> RunConfig:
-        """Return ``config`` changed to this layout on ``world_size`` ranks.
-
-        The result is resolved and checked as before a run, with the rules of ``task`` too. Raise a
-        ConfigError if the run is not possible in this layout.
-        """
-        parallel = replace(
-            config.parallel,
-            tensor_model_parallel_size=self.tp,
-            pipeline_model_parallel_size=self.pp,
-            context_parallel_size=self.cp,
-            expert_model_parallel_size=self.ep,
-            expert_tensor_parallel_size=1 if cost.num_experts(config) else None,
-            num_layers_per_virtual_pipeline_stage=None,
-            num_virtual_stages_per_pipeline_rank=self.chunks if self.chunks > 1 else None,
-            pipeline_schedule=None,
-            pipeline_model_parallel_layout=None,
-            microbatch_group_size_per_vp_stage=None,
-            decoder_first_pipeline_num_layers=None,
-            decoder_last_pipeline_num_layers=None,
-            sequence_parallel=self.tp > 1,
-        )
-        shares = config.optimizer.optimizer != "sgd"
-        if config.optimizer.optimizer == "custom":
-            from megatron_ext.optim.custom import findings
-
-            shares = findings(config.optimizer).is_elementwise
-        run = replace(
-            config,
-            parallel=parallel,
-            training=replace(config.training, micro_batch_size=self.micro_batch),
-            optimizer=replace(config.optimizer, use_distributed_optimizer=shares),
-        )
-        return finalize(cost.recompute(run, self.recompute), task, world_size, config.device)
-
-    def __str__(self) -> str:
-        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.chunks, "cp": self.cp, "ep": self.ep}
-        return "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "dp"
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The fastest layouts that fit the GPU's memory.
-
-    Attributes:
-        best: the layouts with their estimates, the fastest first.
-        tried: number of tried pairs of a layout and a recomputation mode that can run, whether or
-            not they fit.
-        fitting: number of layouts that fit, each with the first mode that makes it fit.
-    """
-
-    best: list[tuple[Candidate, Estimate]]
-    tried: int
-    fitting: int
-
-
-def candidates(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost) -> Iterator[Candidate]:
-    """Yield the layouts to try, each with every mode of recomputation that the run can use.
-
-    Tensor parallelism stays within a node of ``gpu``. Micro-batch sizes are the run's, its half,
-    its quarter and so on, down to 1.
-    """
-    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    layers = config.model.num_layers or 1
-    in_node = [size for size in sizes if size <= gpu.per_node]
-    cuts = [size for size in sizes if size <= layers]
-    num_experts = cost.num_experts(config) or 1
-    experts = [size for size in sizes if num_experts % size == 0]
-    micro = config.training.micro_batch_size or 1
-    batches = sorted({max(1, micro >> shift) for shift in range(micro.bit_length())})
-    for tp, pp, cp, ep in product(in_node, cuts, sizes, experts):
-        if world_size % (tp * pp * cp) or world_size % (ep * pp):
-            continue
-        for chunks in range(1, MOST_CHUNKS + 1 if pp > 1 else 2):
-            if layers % (pp * chunks) == 0:
-                for batch, mode in product(batches, cost.modes_with(config.cuda_graphs)):
-                    yield Candidate(tp, pp, cp, ep, chunks, batch, mode)
-
-
-def search(
-    config: RunConfig,
-    task: TaskFlags,
-    world_size: int,
-    gpu: Gpu,
-    cost: TaskCost,
-    *,
-    count: int = 10,
-) -> SearchResult:
-    """Return the fastest layouts of a run that fit on ``world_size`` GPUs.
-
-    Each layout uses the first mode of recomputation of `TaskCost.modes` that fits.
-
-    Args:
-        config: the run's configuration. A search replaces its layout (see `Candidate`) and keeps
-            its other flags, except that it lets Adam and Muon use the distributed optimizer, and
-            adds sequence parallelism to tensor parallelism.
-        cost: cost of the task; its ``from_flags`` must be True.
-        count: the largest number of layouts to return.
-
-    Raises:
-        ConfigError: no layout can run, whatever the memory; the message has up to 5 reasons.
-    """
-    tried = 0
-    priced = list[tuple[Candidate, Estimate]]()
-    errors = dict[str, None]()
-    settled = set[Candidate]()
-    for candidate in candidates(config, world_size, gpu, cost):
-        layout = replace(candidate, recompute="")
-        if layout in settled:
-            continue
-        try:
-            run = candidate.of(config, task, world_size, cost)
-        except ConfigError as error:
-            errors |= dict.fromkeys(error.messages)
-            settled.add(layout)
-            continue
-        tried += 1
-        network, ranks = worst_case(cost.cases(run))
-        if not _fits(gpu, network, ranks):
-            continue
-        settled.add(layout)
-        priced.append((candidate, estimate(network, gpu)))
-    if not tried:
-        none = f"No layout of {world_size} ranks can run this model."
-        raise ConfigError([none, *list(errors)[:5]])
-    priced.sort(key=lambda entry: entry[1].seconds)
-    return SearchResult(priced[:count], tried, len(priced))

@@ -14,7 +14,8 @@ from megatron_ext.config.run import RunConfig
 
 if TYPE_CHECKING:
     from megatron_ext.device.gpus import Gpu
-    from megatron_ext.planning.network import Case, Report
+    from megatron_ext.planning.network import Case
+    from megatron_ext.planning.sheet import Report
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.device.gpus import GPUS
-from megatron_ext.planning.budget import budget, budget_table
+from megatron_ext.planning.budget import budget, budget_sheet
 from megatron_ext.planning.hardware import DEFAULT, GAP, Rates
 from megatron_ext.planning.kernels import KINDS, Phase, Work, gradient_bytes, update_work
 from megatron_ext.planning.memory import memory
@@ -102,12 +102,12 @@ def test_bytes_of_an_update_by_weight() -> None:
 
 def test_the_table_says_the_share_of_the_matrix_rate() -> None:
     found = estimate(llama_network(), H200)
-    shown = str(budget_table(found).caption)
+    shown = str(budget_sheet(found).caption)
     reached = f"at {H200.bf16 * DEFAULT.products / 1e12:.0f} TFLOP/s"
     assert f"{reached}, take {found.matrix_share:.1%} of it" in shown
     assert "where flash attention 3 is installed" in shown
     assert "flash attention 3" not in str(
-        budget_table(estimate(llama_network(), GPUS["B200"])).caption
+        budget_sheet(estimate(llama_network(), GPUS["B200"])).caption
     )
     assert found.mfu == pytest.approx(found.matrix_share * DEFAULT.products)
 

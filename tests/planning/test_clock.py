@@ -1,4 +1,4 @@
-"""Over which links and how often the messages of a step go, and which layouts a search tries."""
+"""Over which links and how often the messages of a step go."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -7,27 +7,14 @@ from typing import Any
 import pytest
 
 from megatron_ext.device.gpus import GPUS
-from megatron_ext.errors import ConfigError
-from megatron_ext.planning import step_time
 from megatron_ext.planning.hardware import DEFAULT, GAP, Rates
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.muon import muon_volume, muon_work
 from megatron_ext.planning.network import Volume
 from megatron_ext.planning.stages import Ranks
 from megatron_ext.planning.state import Weight
-from megatron_ext.planning.step_time import (
-    Candidate,
-    Clock,
-    candidates,
-    estimate,
-    search,
-    step_volume,
-    update_volume,
-)
-from megatron_ext.schedules.plan import price
+from megatron_ext.planning.step_time import Clock, estimate, step_volume, update_volume
 from megatron_ext.text.cost.network import GptNetwork
-from megatron_ext.text.cost.task_cost import GPT_COST
-from megatron_ext.text.task import GPT
 from tests.planning.measure import configuration
 from tests.text.cost import layouts
 from tests.text.cost.layouts import llama, llama_network
@@ -133,7 +120,7 @@ def test_the_step_ends_with_the_rank_that_updates_longest() -> None:
     assert found.seconds == pytest.approx(found.price.makespan + max(after))
     # The first micro-batch passes three borders between stages, and so does the last gradient.
     passes = clock.rank_durations(clock.slowest())
-    silent = price(found.network.schedule, passes, 0.0).makespan
+    silent = found.network.schedule.time(passes).makespan
     assert found.price.makespan - silent >= 5.99 * clock.latency() > 0
 
 
@@ -206,94 +193,3 @@ def test_muon_deals_the_matrices_of_experts_to_their_replicas() -> None:
     split = dataclasses.replace(dense, numel=12)
     sent = muon_volume(halves, ranks, [split])
     assert sent.tensor == pytest.approx(2 * 2 * 1 / 2 * steps * 16 / 8)
-
-
-def test_candidates_have_every_size_that_divides_ranks_layers_and_experts() -> None:
-    config = llama("--num-layers 12 --micro-batch-size 4")
-    found = [*candidates(config, 4, GPUS["H100"], GPT_COST)]
-    assert {x.recompute for x in found} == {*GPT_COST.modes}
-    assert {x.micro_batch for x in found} == {1, 2, 4}
-    assert {(x.tp, x.pp, x.cp) for x in found} == {
-        (tp, pp, cp)
-        for tp in (1, 2, 4) for pp in (1, 2, 4) for cp in (1, 2, 4) if tp * pp * cp <= 4
-    }  # fmt: skip
-    assert {x.ep for x in found} == {1}
-    # 12 layers in 2 stages have up to 3 chunks of equal length, and none of 4; in 4 stages 1 and 3.
-    assert {(x.pp, x.chunks) for x in found} == {(1, 1), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3)}
-    deep = [*candidates(llama("--num-layers 16"), 2, GPUS["H100"], GPT_COST)]
-    assert {x.chunks for x in deep if x.pp == 2} == {1, 2, 4}
-    flat = [*candidates(llama("--num-layers 2"), 4, GPUS["H100"], GPT_COST)]
-    assert {x.pp for x in flat} == {1, 2}  # A stage has one layer at least.
-    experts = dataclasses.replace(GPT_COST, num_experts=lambda _: 6)
-    found = [*candidates(config, 4, GPUS["H100"], experts)]
-    assert {(x.pp, x.ep) for x in found} == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)}
-
-
-def test_a_candidate_is_a_run_with_its_flags() -> None:
-    config = llama("--use-tp-pp-dp-mapping")
-    layout = Candidate(tp=2, pp=2, cp=1, ep=1, chunks=2, micro_batch=4, recompute="full")
-    run = layout.of(config, GPT, 8, GPT_COST)
-    sizes = Ranks.of(run)
-    assert (sizes.tp, sizes.pp, sizes.dp, sizes.b, sizes.sequence_parallel) == (2, 2, 2, 4, True)
-    assert run.parallel.virtual_pipeline_model_parallel_size == 2
-    assert run.model.recompute_granularity == "full"
-    assert run.optimizer.use_distributed_optimizer
-    plain = dataclasses.replace(layout, tp=1, chunks=1, recompute="none").of(
-        config, GPT, 8, GPT_COST
-    )
-    assert not plain.parallel.sequence_parallel
-    assert plain.parallel.virtual_pipeline_model_parallel_size is None
-    sgd = layout.of(llama("--optimizer sgd"), GPT, 8, GPT_COST)
-    assert not sgd.optimizer.use_distributed_optimizer
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 12",
-        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 12",
-        "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1",
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*20|t*12L",
-        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 "
-        "--microbatch-group-size-per-virtual-pipeline-stage 8",
-    ],
-)
-def test_a_candidate_takes_nothing_from_the_stages_of_the_run(flags: str) -> None:
-    for chunks in (1, 2):
-        layout = Candidate(tp=2, pp=2, cp=1, ep=1, chunks=chunks, micro_batch=1, recompute="none")
-        plain, other = (layout.of(llama(x), GPT, 8, GPT_COST) for x in ("", flags))
-        assert other.parallel == plain.parallel
-
-
-def test_a_candidate_cuts_no_expert_over_tensor_ranks() -> None:
-    config = llama("--num-experts 4")
-    layout = Candidate(tp=2, pp=1, cp=1, ep=2, chunks=1, micro_batch=1, recompute="none")
-    assert layout.of(config, GPT, 8, GPT_COST).parallel.expert_tensor_parallel_size == 1
-
-
-def test_a_search_takes_the_first_mode_that_fits_and_counts_layouts_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        step_time,
-        "candidates",
-        lambda *_: [
-            Candidate(tp, 1, 1, 1, 1, batch, mode)
-            for tp, batch in ((8, 1), (7, 1), (4, 1), (1, 16))
-            for mode in GPT_COST.modes
-        ],
-    )
-    found = search(llama(), GPT, 8, GPUS["H100"], GPT_COST, count=1)
-    # 7 ranks are impossible; a micro-batch of 16 fits in no mode.
-    assert (found.tried, found.fitting, len(found.best)) == (5, 2, 1)
-    several = search(llama(), GPT, 8, GPUS["H100"], GPT_COST)
-    assert [candidate.recompute for candidate, _ in several.best] == ["none"] * 2
-    seconds = [cost.seconds for _, cost in several.best]
-    assert seconds == sorted(seconds) and found.best[0][1].seconds == seconds[0]
-    monkeypatch.setattr(
-        step_time, "candidates", lambda *_: [Candidate(3, 1, 1, 1, 1, 1, x) for x in GPT_COST.modes]
-    )
-    with pytest.raises(ConfigError) as caught:
-        search(llama(), GPT, 8, GPUS["H100"], GPT_COST)
-    assert caught.value.messages[0] == "No layout of 8 ranks can run this model."
-    assert 1 < len(caught.value.messages) == len(set(caught.value.messages)) <= 6

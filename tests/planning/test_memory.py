@@ -13,7 +13,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.planning import memory as memory_module
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.memory import check_host_memory, fullest, memory, walk, worst_case
-from megatron_ext.planning.network import Case, fp8_bytes, step_plan
+from megatron_ext.planning.network import Case, fp8_bytes
+from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, in_order, recomputed
 from megatron_ext.planning.state import (
     Linear,
@@ -98,7 +99,7 @@ def test_the_memory_of_a_rank_is_that_of_all_its_chunks(monkeypatch: pytest.Monk
     network: Any = SimpleNamespace(
         config=None,
         sizes=SimpleNamespace(pp=1),
-        schedule=build_plan("interleaved", pipeline_size=1, num_microbatches=1, num_chunks=2),
+        schedule=Schedule("interleaved", 1, 1, 2, None),
         boundary=0,
         stages=lambda: stages,
         stages_of=lambda _: stages,
@@ -118,13 +119,13 @@ def test_the_memory_of_a_rank_has_what_waits_and_what_has_arrived(
     """The first rank holds two micro-batches, the second one; each has one message waiting."""
     monkeypatch.setattr(memory_module, "rank_state", lambda *_: State())
     stages = [Stage.of_layers([index], index, 2, rank=index) for index in range(2)]
-    plan = build_plan("zb-h1", pipeline_size=2, num_microbatches=6)
+    schedule = Schedule("zb-h1", 2, 6, 1, None)
     peaks = {(0, 0): [200, 100], (40, 0): [200, 140], (0, 300): [500, 400]}
     for (deferred, boundary), expected in peaks.items():
         network: Any = SimpleNamespace(
             config=None,
             sizes=SimpleNamespace(pp=2),
-            schedule=plan,
+            schedule=schedule,
             boundary=boundary,
             stages=lambda: stages,
             stages_of=lambda rank: [stages[rank]],
@@ -305,9 +306,9 @@ def test_the_kind_of_batch_with_the_highest_peak_decides() -> None:
 
 def test_a_step_has_at_least_one_micro_batch() -> None:
     config = layouts.llama("--global-batch-size 16 --micro-batch-size 2")
-    assert step_plan(config.parallel, config.training).num_microbatches == 1
+    assert Schedule.of(config.parallel, config.training).num_microbatches == 1
     four = layouts.llama("--global-batch-size 64 --micro-batch-size 2")
-    assert step_plan(four.parallel, four.training).num_microbatches == 4
+    assert Schedule.of(four.parallel, four.training).num_microbatches == 4
 
 
 HOST = "megatron_ext.planning.memory.this_host"

@@ -3,34 +3,32 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.table import Table
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.device.gpus import GB, GPUS, Gpu, Measured
 from megatron_ext.planning import budget, report
-from megatron_ext.planning.budget import Line, budget_table
+from megatron_ext.planning.budget import Line, budget_sheet
 from megatron_ext.planning.hardware import FLASH_3, size
 from megatron_ext.planning.memory import fullest, memory
 from megatron_ext.planning.network import Case
 from megatron_ext.planning.report import (
-    assumption_table,
-    bucket_table,
+    assumption_sheet,
+    bucket_sheet,
     headline,
-    memory_table,
-    parameter_table,
-    recomputation_table,
+    memory_sheet,
+    recomputation_sheet,
     report_cases,
-    reserve_table,
+    reserve_sheet,
     save_pictures,
-    search_table,
+    stage_sheet,
     time_lines,
-    volume_table,
+    volume_sheet,
 )
-from megatron_ext.planning.step_time import Candidate, SearchResult, estimate
+from megatron_ext.planning.sheet import WIDTH, Column, Report, Sheet
+from megatron_ext.planning.step_time import estimate
 from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.text.cost.task_cost import GPT_COST
 from tests.planning.measure import configuration
@@ -46,8 +44,9 @@ def network_of(name: str = "", more: str = "") -> GptNetwork:
     return GptNetwork.of(configuration(flags))
 
 
-def rows_of(table: Table) -> list[dict[str, str]]:
-    """Return the cells of each row by the heading of their column."""
+def rows_of(sheet: Sheet) -> list[dict[str, str]]:
+    """Return the printed cells of each row by the heading of their column."""
+    table = sheet.table()
     headings = [str(column.header) for column in table.columns]
     columns = [[str(cell) for cell in column.cells] for column in table.columns]
     return [dict(zip(headings, row, strict=True)) for row in zip(*columns, strict=True)]
@@ -62,8 +61,7 @@ def test_the_headline_names_layout_size_and_numbers() -> None:
     for flags, numbers in (("", "fp32"), ("--fp16", "fp16"), ("--bf16", "bf16")):
         small = network_of(more=flags)
         assert headline(small, memory(small)) == (
-            "plan: 1 ranks (1 rank), 0.3 M parameters, 4 micro-batches of 2 × 128 tokens, "
-            f"{numbers}"
+            f"plan: 1 rank, 0.3 M parameters, 4 micro-batches of 2 × 128 tokens, {numbers}"
         )
     config = dataclasses.replace(
         layouts.llama(), fp8=Fp8Config(fp8_format="hybrid", fp8_recipe="rowwise")
@@ -83,39 +81,39 @@ TABLE = 512 * 64
 
 
 def test_stages_hold_their_layers_and_parameters_in_the_order_of_the_model() -> None:
-    stages = rows_of(parameter_table(memory(network_of("pp2vpp2"))))
+    stages = rows_of(stage_sheet(memory(network_of("pp2vpp2"))))
     assert [tuple(row.values()) for row in stages] == [
         ("0", "0", "embedding, layer 0", f"{TABLE + LAYER:,}"),
         ("1", "1", "layer 1", f"{LAYER:,}"),
         ("2", "0", "layer 2", f"{LAYER:,}"),
         ("3", "1", "layer 3, output", f"{LAYER + 64 + TABLE:,}"),
     ]
-    depth = rows_of(parameter_table(memory(network_of("mtp1 pp2"))))
+    depth = rows_of(stage_sheet(memory(network_of("mtp1 pp2"))))
     assert [row["holds"] for row in depth] == ["embedding, layers 0-1", "layers 2-3, 1 MTP, output"]
 
 
 def test_the_memory_of_each_rank_is_in_its_column() -> None:
     """A bf16 weight of Llama 3 8B has a gradient and, with its fp32 copy, 12 bytes of state."""
     network = llama_network("--ema-decay 0.9")
-    (row,) = rows_of(memory_table(network, ranks := memory(network)))
+    (row,) = rows_of(memory_sheet(network, ranks := memory(network)))
     billion = 8_030_261_248 / GB
     assert [row[name] for name in ("weights", "gradients", "optimizer", "EMA")] == [
         f"{count * billion:,.2f} GB" for count in (2, 4, 12, 4)
     ]
-    moving = [row[name] for name in ("fp8 weights", "activations", "for a moment", "peak")]
-    counts = (0, ranks[0].activations, ranks[0].transient, ranks[0].total)
+    moving = [row[name] for name in ("activations", "transient", "peak")]
+    counts = (ranks[0].activations, ranks[0].transient, ranks[0].total)
     assert moving == [size(count) for count in counts]
     assert row["in flight"] == "1"
     stages = llama_network("--pipeline-model-parallel-size 4")
-    found = rows_of(memory_table(stages, memory(stages)))
+    found = rows_of(memory_sheet(stages, memory(stages)))
     assert [row["in flight"] for row in found] == ["4", "3", "2", "1"]
 
 
 def test_a_caption_says_what_sharding_the_state_would_leave() -> None:
     def caption(more: str) -> str | None:
         network = llama_network(more)
-        text = memory_table(network, memory(network)).caption
-        return None if text is None else str(text)
+        _, *saving = memory_sheet(network, memory(network)).caption.splitlines()
+        return saving[0] if saving else None
 
     eighth = f"{12 * 8_030_261_248 / 8 / GB:,.2f} GB"
     for more in ("", "--context-parallel-size 8"):
@@ -141,11 +139,11 @@ def test_a_caption_says_what_sharding_the_state_would_leave() -> None:
 
 def test_recomputation_keeps_less_of_a_layer_and_its_input_at_least() -> None:
     network = llama_network(SHARED)
-    table = recomputation_table(network, GPT_COST)
+    table = recomputation_sheet(network, GPT_COST)
     none, selective, full = rows_of(table)
     loss = network.loss()
     assert str(table.caption) == (
-        f"of them logits and loss: {size(loss.kept)}, for a moment {size(loss.transient)}"
+        f"of them logits and loss: {size(loss.kept)}, transient {size(loss.transient)}"
     )
     assert [row["recomputation"] for row in (none, selective, full)] == [*GPT_COST.modes]
     assert none["a layer keeps"] == size(network.layer().kept)
@@ -154,24 +152,24 @@ def test_recomputation_keeps_less_of_a_layer_and_its_input_at_least() -> None:
     assert none["fullest rank: activations"] == size(rank.activations + rank.transient)
     assert none["peak"] == size(rank.total)
     graphed = llama_network(f"{SHARED} --cuda-graph-impl local")
-    assert len(rows_of(recomputation_table(graphed, GPT_COST))) == 1
+    assert len(rows_of(recomputation_sheet(graphed, GPT_COST))) == 1
 
 
 def test_bytes_are_those_of_a_whole_step() -> None:
     """Two stages of four replicas: 32 micro-batches, each of a bf16 tensor [8192, 4096]."""
     network = llama_network("--pipeline-model-parallel-size 2")
     ranks = memory(network)
-    rows = rows_of(volume_table(network, ranks))
+    rows = volume_sheet(network, ranks).records()
     for row, rank in zip(rows, ranks, strict=True):
-        assert row["pipeline"] == size(32 * 8192 * 4096 * 2)
-        assert row["data"] == size(2 * 3 / 4 * rank.state.gradients)
-        assert row["tensor"] == row["context"] == row["expert"] == "–"
+        assert row["pipeline_bytes"] == 32 * 8192 * 4096 * 2
+        assert row["data_bytes"] == 2 * 3 / 4 * rank.state.gradients
+        assert row["tensor_bytes"] == row["context_bytes"] == row["expert_bytes"] == 0
 
 
 def test_lines_of_time_and_memory_name_the_same_step() -> None:
     gpu = GPUS["H200"]
     found = estimate(llama_network(SHARED), gpu)
-    time, fits = time_lines(found, GPT_COST)
+    fits, time = time_lines(found, GPT_COST)
     assert f"estimated on {gpu.name}: {found.seconds:.3g} s a step" in time
     assert f"{128 * 8192 / found.seconds:,.0f} tokens/s" in time
     assert f"MFU {found.mfu:.1%} of {gpu.bf16 / 1e12:.0f} TFLOP/s, bubble 0.0%" in time
@@ -180,7 +178,7 @@ def test_lines_of_time_and_memory_name_the_same_step() -> None:
         f"fits: {size(found.peak)} and a reserve of {size(reserve)} make "
         f"{size(found.peak + reserve)} of {size(gpu.memory)}"
     )
-    kept = {row["reserve (assumed)"]: row["bytes"] for row in rows_of(reserve_table(found))}
+    kept = {row["reserve (assumed)"]: row["bytes"] for row in rows_of(reserve_sheet(found))}
     assert kept == {name: size(count) for name, count in found.reserve.items()}
 
 
@@ -214,8 +212,8 @@ def test_a_run_that_does_not_fit_gets_the_first_remedy(
     needed = fullest(memory(network.with_config(runs[fitting]))).total
     needed += sum(estimate(network, H100).reserve.values())
     gpu = dataclasses.replace(H100, memory=needed + spare)
-    *_, last = time_lines(estimate(network, gpu), GPT_COST)
-    assert last == remedy
+    _, advice, _ = time_lines(estimate(network, gpu), GPT_COST)
+    assert advice == remedy
 
 
 def test_exactly_enough_memory_fits() -> None:
@@ -225,23 +223,24 @@ def test_exactly_enough_memory_fits() -> None:
     for spare, fits in ((0, True), (-1, False)):
         gpu = dataclasses.replace(H100, memory=needed + spare)
         assert estimate(network, gpu).fits is fits
-        assert report_cases([Case(network)], gpu, GPT_COST)[1] is fits
+        assert report_cases([Case(network)], gpu, GPT_COST).fits is fits
 
 
 def test_the_parts_of_a_report_are_in_order() -> None:
     def titles(cases: list[Case], gpu: Gpu | None) -> list[str]:
-        parts, _ = report_cases(cases, gpu, GPT_COST)
-        return [str(x.title) if isinstance(x, Table) else x.split()[0] for x in parts]
+        report = report_cases(cases, gpu, GPT_COST)
+        return [*(line.split()[0] for line in report.lines), *(x.title for x in report.sheets)]
 
     network = llama_network(SHARED)
-    plan = ["plan:", "stages", "memory of a rank", "activations by recomputation"]
-    plan += ["bytes that a rank sends in a step", "schedule"]
-    assert titles([Case(network)], None) == plan
+    lines = ["plan:", "schedule"]
+    plan = ["stages of the pipeline", "memory of a rank", "activations by recomputation"]
+    plan += ["bytes that a rank sends in a step"]
+    assert titles([Case(network)], None) == lines + plan
     named = titles([Case(network, "wide", 0.5), Case(network, "high", 0.5)], None)
-    assert named == [*plan[:2], "buckets", *plan[2:]]
+    assert named == [*lines, "buckets", *plan]
     timed = titles([Case(network)], GPUS["H200"])
     assert timed == [
-        *plan, "estimated", "fits:",
+        "fits:", "estimated", *lines, *plan,
         "time of a step on the slowest rank, by class of kernels", "kept free on each GPU",
         "what the time rests on",
     ]  # fmt: skip
@@ -254,7 +253,7 @@ def test_rows_of_the_budget_have_units_and_shares(monkeypatch: pytest.MonkeyPatc
         Line("waiting", found.seconds / 2, "for others"),
     ]
     monkeypatch.setattr(budget, "budget", lambda _: lines)
-    table = budget_table(found)
+    table = budget_sheet(found)
     first, second = rows_of(table)
     assert (first["TFLOP"], first["GB"], first["kernels"]) == ("3,000.0", "5.0", "1,234")
     assert (first["ms"], first["share"]) == (f"{250 * found.seconds:.1f}", "25.0%")
@@ -274,7 +273,7 @@ def test_rows_of_the_budget_have_units_and_shares(monkeypatch: pytest.MonkeyPatc
 def test_measured_rates_are_marked() -> None:
     measured = Measured(8e14, 1.4e15, 4.2e12, "machine.json")
     gpu = dataclasses.replace(H100, measured=measured)
-    table = assumption_table(gpu)
+    table = assumption_sheet(gpu)
     shares = {row["assumed"]: row["share"] for row in rows_of(table)}
     assert {name for name, share in shares.items() if share == "measured"} == {
         "products", "fp8_products", "copies",
@@ -283,29 +282,28 @@ def test_measured_rates_are_marked() -> None:
         "measured (machine.json): bf16 800 TFLOP/s, fp8 1400 TFLOP/s, copy 4.20 TB/s; links are "
         "the datasheet's"
     )
-    assert "measured" not in {row["share"] for row in rows_of(assumption_table(H100))}
-    older = assumption_table(dataclasses.replace(H100, measured=Measured(8e14, None, 4.2e12, "x")))
+    assert "measured" not in {row["share"] for row in rows_of(assumption_sheet(H100))}
+    older = assumption_sheet(dataclasses.replace(H100, measured=Measured(8e14, None, 4.2e12, "x")))
     marked = {row["assumed"] for row in rows_of(older) if row["share"] == "measured"}
     assert marked == {"products", "copies"}
     assert str(older.caption).startswith("measured (x): bf16 800 TFLOP/s, copy 4.20 TB/s; ")
 
 
-def test_the_best_layouts_are_listed_with_their_figures() -> None:
-    cost: Any = SimpleNamespace(
-        network=SimpleNamespace(sizes=SimpleNamespace(dp=3)),
-        seconds=1.234567,
-        tokens_per_second=98765.4,
-        mfu=0.4321,
-        price=SimpleNamespace(bubble_share=0.0625),
-        peak=70 * GB,
-    )
-    layout = Candidate(tp=2, pp=4, cp=1, ep=1, chunks=2, micro_batch=5, recompute="full")
-    table = search_table(SearchResult([(layout, cost)], tried=9, fitting=4))
-    assert str(table.title) == "best of 4 layouts that fit (9 tried)"
-    (row,) = rows_of(table)
-    assert [*row.values()] == [
-        "tp2pp4vpp2", "3", "5", "full", "1.23", "98,765", "43.2%", "6.2%", "70.00 GB",
-    ]  # fmt: skip
+def test_equal_rows_are_joined_and_empty_columns_left_out_but_not_in_json(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    columns = [Column("rank", "rank"), Column("sent", "sent_bytes", size)]
+    columns.append(Column("none", "none_bytes", size, optional=True))
+    rows = [(0, 5, 0), (1, 7 * GB, 0), (2, 7 * GB, 0), (3, 5, 0)]
+    sheet = Sheet("sent", "bytes", columns, rows, "x" * 150, merges=True)
+    assert rows_of(sheet) == [
+        {"rank": "0", "sent": "0.00 MB"},
+        {"rank": "1-2", "sent": "7.00 GB"},
+        {"rank": "3", "sent": "0.00 MB"},
+    ]
+    assert sheet.records()[2] == {"rank": 2, "sent_bytes": 7 * GB, "none_bytes": 0}
+    Report(True, ["y" * 150], {}, [sheet]).show()
+    assert max(map(len, capfd.readouterr().out.splitlines())) <= WIDTH
 
 
 def test_the_worst_and_the_most_frequent_kind_of_batch_are_marked() -> None:
@@ -316,7 +314,7 @@ def test_the_worst_and_the_most_frequent_kind_of_batch_are_marked() -> None:
         Case(large, "wide", 0.3, columns),
         Case(small, "usual", 0.6, columns),
     ]
-    rows = rows_of(bucket_table(cases, H100))
+    rows = rows_of(bucket_sheet(cases, H100))
     assert [(row["bucket"], row["share of steps"], row[""]) for row in rows] == [
         ("rare", "10.0%", ""),
         ("wide", "30.0%", "worst"),
@@ -325,9 +323,9 @@ def test_the_worst_and_the_most_frequent_kind_of_batch_are_marked() -> None:
     peaks = [size(fullest(memory(case.network)).total) for case in cases]
     assert [row["peak"] for row in rows] == peaks
     assert rows[1]["step (s)"] == f"{estimate(large, H100).seconds:.3g}"
-    assert [row["step (s)"] for row in rows_of(bucket_table(cases, None))] == ["", "", ""]
-    parts, _ = report_cases(cases, None, GPT_COST)
-    assert parts[0] == headline(large, memory(large))
+    assert [row["step (s)"] for row in rows_of(bucket_sheet(cases, None))] == ["", "", ""]
+    report = report_cases(cases, None, GPT_COST)
+    assert report.lines[0] == headline(large, memory(large))
 
 
 def test_bars_of_the_picture_stand_on_each_other(

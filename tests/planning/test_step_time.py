@@ -1,4 +1,4 @@
-"""The time of a step, and the search for the layouts that take least of it."""
+"""The time of a step, and the rates that it rests on."""
 
 import dataclasses
 import json
@@ -17,9 +17,8 @@ from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.memory import walk
 from megatron_ext.planning.stages import LayerBytes, Ranks
 from megatron_ext.planning.state import Weight, buckets
-from megatron_ext.planning.step_time import candidates, estimate, search
+from megatron_ext.planning.step_time import estimate
 from megatron_ext.schedules.orders import build_plan
-from megatron_ext.text.cost.task_cost import GPT_COST
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import main
 from tests.text.cost.layouts import MODEL, llama, llama_network
@@ -35,21 +34,6 @@ def test_time_grows_with_the_bubble_and_stays_below_the_peak_rate() -> None:
     assert one.tokens_per_second == pytest.approx(128 * 8192 / one.seconds)
     slower = estimate(llama_network("--use-distributed-optimizer"), gpu, Efficiency(products=0.35))
     assert slower.seconds > 1.5 * one.seconds
-
-
-def test_search_finds_layouts_that_fit_and_sorts_them_or_says_why_not() -> None:
-    gpu = GPUS["A100-40GB"]
-    config = llama("--num-layers 8 --hidden-size 8192 --num-attention-heads 64")
-    found = search(config, GPT, 8, gpu, GPT_COST, count=5)
-    times = [cost.seconds for _, cost in found.best]
-    assert len(times) == 5 and times == sorted(times)
-    assert all(cost.fits for _, cost in found.best)
-    assert found.fitting < found.tried
-    layouts = {str(candidate) for candidate in candidates(config, 8, gpu, GPT_COST)}
-    assert {"dp", "tp8", "tp2pp2", "pp2vpp4", "cp8"} <= layouts
-    with pytest.raises(ConfigError, match="No layout of 7 ranks") as caught:
-        search(llama("--global-batch-size 128"), GPT, 7, GPUS["H100"], GPT_COST)
-    assert any("`--global-batch-size` (128)" in text for text in caught.value.messages)
 
 
 PLAN = build_plan("1f1b", pipeline_size=2, num_microbatches=4)

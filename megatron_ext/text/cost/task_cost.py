@@ -10,8 +10,18 @@ from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.train.task import later
 
 RECOMPUTATION: dict[str, dict[str, object]] = {
-    "none": {"recompute_granularity": None},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "none": {
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_modules": None,
+    },
+    "selective": {
+        "recompute_granularity": "selective",
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_modules": ["core_attn"],
+    },
     "full": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

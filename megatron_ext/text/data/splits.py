@@ -115,7 +115,7 @@ def _report(config: RunConfig, plan: RunPlan) -> None:
         print(packing_sentence(plan.order, cuts), flush=True)
         tables.append(packing_table(plan, cuts))
     if config.planning.dry_run:
-        from megatron_ext.planning.report import console
+        from megatron_ext.planning.sheet import console
 
         for table in tables:
             console().print(table)

@@ -17,7 +17,7 @@ from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec
-from megatron_ext.video.data.text_encoders import build_text_encoder
+from megatron_ext.video.data.text_encoders import TextEncoder, build_text_encoder
 from megatron_ext.video.model.tokens import grid
 from megatron_ext.video.networks.lookup import network_of, with_widths
 
@@ -31,7 +31,7 @@ def prepare_shape(config: RunConfig) -> RunConfig:
     ConfigError is raised if the codec or the network cannot take clips of this shape.
     """
     codec = _codec(config.section(CodecConfig))
-    text = build_text_encoder(config.section(TextEncoderConfig))
+    text = _text_encoder(config.section(TextEncoderConfig))
     widths: dict[str, Any] = {
         "latent_channels": codec.channels,
         "text_width": text.width,
@@ -80,3 +80,8 @@ def clip_of_shape(config: RunConfig) -> Clip:
 @lru_cache(maxsize=1)
 def _codec(config: CodecConfig) -> VideoCodec:
     return build_codec(config)
+
+
+@lru_cache(maxsize=1)
+def _text_encoder(config: TextEncoderConfig) -> TextEncoder:
+    return build_text_encoder(config)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-from rich.table import Table
+from typing import Any
 
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.planning.hardware import reserve_on, size
-from megatron_ext.planning.network import Report
+from megatron_ext.planning.sheet import Column, Report, Sheet
 from megatron_ext.planning.stages import FP32, Ranks, Stage
 from megatron_ext.planning.state import State, Weight, distinct, rank_state
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
@@ -220,40 +219,58 @@ def not_estimated(config: RunConfig) -> list[str]:
 
 
 def report(config: RunConfig, gpu: Gpu | None) -> Report:
-    """Return the plan of a run: tables, text, and whether the run fits into the GPU's memory.
+    """Return the plan of a run: its verdict, text and tables.
 
     If ``gpu`` is None, the run counts as fitting.
     """
     ranks = Ranks.of(config)
     memory = streaming_memory(config)
-    networks = Table(
-        "network", "parameters", "of a rank", "weights", "gradients", "optimizer", "EMA",
-        title="networks on a rank",
-    )  # fmt: skip
+    columns = [
+        Column("network", "network"),
+        Column("parameters", "parameters", lambda count: f"{count / 1e6:,.1f} M"),
+        Column("of a rank", "parameters_of_a_rank", "{:,}".format),
+        *(
+            Column(name, f"{name.lower()}_bytes", size)
+            for name in ("weights", "gradients", "optimizer", "EMA")
+        ),
+    ]
+    rows = []
     for network in memory.networks:
         state = network.state
         kinds = (state.parameters, state.gradients, state.optimizer, state.average)
-        parameters = f"{network.parameters / 1e6:,.1f} M"
-        networks.add_row(network.name, parameters, f"{state.count:,}", *map(size, kinds))
-    passes = Table("pass", "holds at most", title="activations, of one pass at a time")
-    for name, num_bytes in memory.passes.items():
-        passes.add_row(name, size(num_bytes))
+        rows.append([network.name, network.parameters, state.count, *kinds])
+    networks = Sheet("networks", "networks on a rank", columns, rows)
+    columns = [Column("pass", "pass"), Column("holds at most", "bytes", size)]
+    passes = Sheet(
+        "passes", "activations, of one pass at a time", columns, list(memory.passes.items())
+    )
     largest, num_bytes = memory.largest
-    parts: list[Table | str] = [
+    lines = [
         f"plan: {config.parallel.world_size} ranks (tp {ranks.tp} × cp {ranks.cp} × dp "
         f"{ranks.dp}), three networks, {ranks.b} sequence(s) at a time, "
         f"{'bf16' if ranks.half else 'fp32'}",
-        networks,
-        passes,
         f"at the peak: {size(memory.state.total)} of networks, {size(memory.cache)} of cache, "
         f"{size(num_bytes)} of {largest}: {size(memory.total)}",
     ]
+    values: dict[str, Any] = {
+        "ranks": config.parallel.world_size,
+        "tensor_parallel_size": ranks.tp,
+        "context_parallel_size": ranks.cp,
+        "data_parallel_size": ranks.dp,
+        "micro_batch_size": ranks.b,
+        "number_format": "bf16" if ranks.half else "fp32",
+        "networks_bytes": memory.state.total,
+        "cache_bytes": memory.cache,
+        "peak_bytes": memory.total,
+    }
     fits = True
     if gpu is not None:
         kept = sum(reserve_on(gpu, ranks, num_bytes).values())
         fits = memory.total + kept <= gpu.memory
-        parts.append(
+        values |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.memory, "reserve_bytes": kept}
+        verdict = (
             f"{'fits' if fits else 'DOES NOT FIT'} on {gpu.name}: with an assumed reserve of "
             f"{size(kept)} it takes {size(memory.total + kept)} of {size(gpu.memory)}"
         )
-    return [*parts, *not_estimated(config)], fits
+        lines = [verdict, *lines]
+    return Report(fits, lines, values, [networks, passes], not_estimated(config))

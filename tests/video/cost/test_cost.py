@@ -267,7 +267,7 @@ def test_networks_of_streaming_exactly_and_largest_pass_nearly(name: str, tmp_pa
 def test_a_dry_run_says_what_is_unknown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = [*flags_of(tmp_path, "--train-iters 1"), "--dry-run", "--dry-run-gpu", "H100"]
     assert main(VIDEO, flags) == 0
-    shown = capfd.readouterr().out
+    shown = " ".join(capfd.readouterr().out.split())
     for name in ("generator", "critic", "teacher"):
         assert name in shown
     assert "fits on H100" in shown

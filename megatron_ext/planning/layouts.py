@@ -1,0 +1,312 @@
+"""The layouts that a search tries, and the flags of each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import groupby, product
+from typing import Any
+
+from megatron_ext.config import sections
+from megatron_ext.config.flags import Flag, flags_of
+from megatron_ext.config.inapplicable import answer_to, megatron_flags
+from megatron_ext.config.rules.parallel import share_errors
+from megatron_ext.config.run import Program, RunConfig
+from megatron_ext.device.gpus import Gpu
+from megatron_ext.errors import ConfigError
+from megatron_ext.planning.network import Network
+from megatron_ext.planning.task_cost import TaskCost
+
+MOST_CHUNKS = 4
+"""The largest number of virtual chunks on a pipeline rank that a search tries."""
+
+PARALLEL = (
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "expert_model_parallel_size expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage "
+    "num_virtual_stages_per_pipeline_rank pipeline_schedule pipeline_model_parallel_layout "
+    "microbatch_group_size_per_vp_stage sequence_parallel decoder_first_pipeline_num_layers "
+    "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split distribute_saved_activations"
+).split()
+"""Fields whose flags a search decides itself, beside those of recomputation."""
+
+START = ("nproc_per_node", "dry_run", "dry_run_nodes", "dry_run_gpu")
+"""Fields whose flags say how a run is started, and not what it computes."""
+
+
+def words_of(flag: Flag, value: Any) -> list[str]:
+    """Return the words of a command line that set a flag; [] for None, which no words can set."""
+    if value is None:
+        return []
+    if flag.type is bool:
+        return [(flag.positive if value else flag.negative)[0]]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [flag.positive[0], *map(str, values)]
+
+
+def without(words: Sequence[str], program: Program, dropped: Collection[str]) -> list[str]:
+    """Return a command line without the flags of the fields ``dropped``, and without ``--layout``.
+
+    Old spellings of these flags are left out too.
+    """
+    table = sections.spellings(sections.all_flags(program))
+    renamed = megatron_flags()
+
+    def drops(word: str) -> bool:
+        name = sections.canonical(word.partition("=")[0])
+        entry = answer_to(name, renamed)
+        now = entry.instead.split() if entry is not None and entry.instead else [name]
+        if name == "--layout":
+            return True
+        return any(table[each][0].field in dropped for each in now if each in table)
+
+    kept: list[str] = []
+    dropping = False
+    for word in words:
+        if word.startswith("--"):
+            dropping = drops(word)
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout to try: parallel sizes, virtual chunks, micro-batch size and recomputation mode.
+
+    Attributes:
+        chunks: virtual chunks of a pipeline rank.
+        recompute: one of `TaskCost.modes`.
+        stages: the value of ``--pipeline-model-parallel-layout``; None to cut the layers evenly.
+    """
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    chunks: int
+    micro_batch: int
+    recompute: str
+    stages: str | None = None
+
+    def __str__(self) -> str:
+        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.chunks, "cp": self.cp, "ep": self.ep}
+        return "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "dp"
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Return the parallel sizes, without which two layouts are variants of each other."""
+        return self.tp, self.pp, self.cp, self.ep
+
+
+@dataclass(frozen=True)
+class LayoutFlags:
+    """The flags with which a search describes layouts of one run.
+
+    Attributes:
+        program: the program that the flags are for.
+        cost: the cost of the run's task.
+        base: the configuration without flags of a layout, for one rank.
+    """
+
+    program: Program
+    cost: TaskCost
+    base: RunConfig
+
+    @cached_property
+    def _flags(self) -> dict[str, Flag]:
+        return {flag.field: flag for flag in sections.all_flags(self.program)}
+
+    @cached_property
+    def _recomputation(self) -> dict[str, dict[str, Any]]:
+        return {mode: recomputation(self.base, self.cost, mode) for mode in self.cost.modes}
+
+    @cached_property
+    def _shards(self) -> bool:
+        """Return whether the distributed optimizer can shard the run's optimizer."""
+        optimizer = self.base.optimizer
+        if optimizer.optimizer == "custom":
+            from megatron_ext.optim.custom import findings
+
+            return findings(optimizer).is_elementwise
+        return optimizer.optimizer != "sgd"
+
+    def words(self, candidate: Candidate) -> list[list[str]]:
+        """Return the words of each flag that a layout needs."""
+        values: dict[str, Any] = {
+            "tensor_model_parallel_size": candidate.tp,
+            "pipeline_model_parallel_size": candidate.pp,
+            "context_parallel_size": candidate.cp,
+            "sequence_parallel": candidate.tp > 1,
+            "micro_batch_size": candidate.micro_batch,
+            **self._recomputation[candidate.recompute],
+        }
+        if self.cost.num_experts(self.base):
+            values["expert_model_parallel_size"] = candidate.ep
+            values["expert_tensor_parallel_size"] = 1
+        if candidate.stages is not None:
+            values["pipeline_model_parallel_layout"] = candidate.stages
+        elif candidate.chunks > 1:
+            values["num_virtual_stages_per_pipeline_rank"] = candidate.chunks
+        if self._shards:
+            values["use_distributed_optimizer"] = True
+        entries = [words_of(self._flags[name], value) for name, value in values.items()]
+        return [words for words in entries if words]
+
+
+def recomputation(config: RunConfig, cost: TaskCost, mode: str) -> dict[str, Any]:
+    """Return the values of the flags that differ between modes of recomputation, for ``mode``."""
+    runs = {name: cost.recompute(config, name) for name in cost.modes}
+    chosen = runs[mode].by_name()
+    return {
+        flag.field: getattr(section, flag.field)
+        for name, section in chosen.items()
+        for flag in flags_of(name, type(section))  # type: ignore[arg-type]
+        if any(
+            getattr(run.by_name()[name], flag.field) != getattr(section, flag.field)
+            for run in runs.values()
+        )
+    }
+
+
+def decided_fields(config: RunConfig, cost: TaskCost) -> set[str]:
+    """Return the fields whose flags a search decides: of the layout, and of recomputation."""
+    return {*PARALLEL, *START, *recomputation(config, cost, cost.modes[0])}
+
+
+def candidates(
+    config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost, network: Network | None = None
+) -> Iterator[Candidate]:
+    """Yield the layouts to try, each with every mode of recomputation that the run can use.
+
+    Tensor parallelism stays within a node of ``gpu``. Micro-batch sizes are the run's, its half,
+    its quarter and so on, down to 1. Layers are cut evenly where that is possible; else, with the
+    ``network`` of one rank, so that the slowest stage is as fast as can be.
+    """
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    layers = config.model.num_layers or 1
+    in_node = [size for size in sizes if size <= gpu.per_node]
+    cuts = [size for size in sizes if size <= layers]
+    num_experts = cost.num_experts(config) or 1
+    experts = [size for size in sizes if num_experts % size == 0]
+    micro = config.training.micro_batch_size or 1
+    batches = sorted({max(1, micro >> shift) for shift in range(micro.bit_length())})
+    modes = cost.modes_with(config.cuda_graphs)
+    anyhow = config.model.blocks_dealt_by_cost
+    for pp, chunks in product(cuts, range(1, MOST_CHUNKS + 1)):
+        if chunks > 1 and pp == 1:
+            continue
+        stages = None
+        if layers % (pp * chunks) and not anyhow:
+            if network is None or pp * chunks > layers:
+                continue
+            stages = balanced(network, pp, chunks)
+            if stages is None:
+                continue
+        for tp, cp, ep in product(in_node, sizes, experts):
+            if world_size % (tp * pp * cp) or world_size % (ep * pp):
+                continue
+            for batch, mode in product(batches, modes):
+                yield Candidate(tp, pp, cp, ep, chunks, batch, mode, stages)
+
+
+def refuse_misfits(config: RunConfig, candidate: Candidate, world_size: int) -> None:
+    """Raise a ConfigError if a size of a layout does not divide what it shares out.
+
+    Most layouts that cannot run fail here, long before all rules have been checked.
+    """
+    parallel = replace(
+        config.parallel,
+        tensor_model_parallel_size=candidate.tp,
+        context_parallel_size=candidate.cp,
+        sequence_parallel=candidate.tp > 1,
+    )
+    # Only a fixed sequence limits the layout in this way.
+    errors = [] if config.model.blocks_dealt_by_cost else list(share_errors(parallel, config.model))
+    training = replace(config.training, micro_batch_size=candidate.micro_batch)
+    replicas = world_size // (candidate.tp * candidate.pp * candidate.cp)
+    errors += training.errors(replicas)
+    if errors:
+        raise ConfigError(errors)
+
+
+def balanced(network: Network, pipeline_size: int, chunks: int) -> str | None:
+    """Return a value of ``--pipeline-model-parallel-layout`` whose slowest stage is fastest.
+
+    ``network`` is that of one rank. Return None if multi-token prediction would get a place where
+    it cannot be.
+    """
+    parts = _parts(network)
+    count = pipeline_size * chunks
+    if len(parts) < count:
+        return None
+    low = max(seconds for _, seconds in parts)
+    high = sum(seconds for _, seconds in parts)
+    for _ in range(30):
+        middle = (low + high) / 2
+        fits = len(_dealt(parts, count, middle)) == count
+        low, high = (low, middle) if fits else (middle, high)
+    stages = ["".join(letters) for letters in _dealt(parts, count, high)]
+    stages[0] = "E" + stages[0]
+    depths = [index for index, stage in enumerate(stages) if "m" in stage]
+    if depths and (depths[0] % pipeline_size == 0 or depths[0] < count - pipeline_size):
+        return None
+    return _spelled(stages)
+
+
+def _parts(network: Network) -> list[tuple[str, float]]:
+    """Return the letters of each part of a model that no stage can cut, and its operations."""
+    (whole,) = network.stages()
+    bare = replace(whole, layers=(), depths=0, embedding=False, final_norm=False, head=False)
+    parts = [("t", network.flops(replace(bare, layers=(x,))).forward) for x in whole.layers]
+    if whole.depths:
+        depths = network.flops(replace(bare, depths=whole.depths)).forward
+        parts.append(("m" * whole.depths, depths))
+    return [*parts, ("L", network.flops(replace(bare, head=True)).forward)]
+
+
+def _dealt(parts: Sequence[tuple[str, float]], count: int, limit: float) -> list[list[str]]:
+    """Deal parts to ``count`` stages, each of which takes at most ``limit`` in all.
+
+    Each stage gets one part at least. The result has more stages if the limit is too low.
+    """
+    stages: list[list[str]] = [[]]
+    taken = 0.0
+    for index, (letters, seconds) in enumerate(parts):
+        left = len(parts) - index
+        must_open = left <= count - len(stages)
+        if stages[-1] and (taken + seconds > limit or must_open):
+            stages.append([])
+            taken = 0.0
+        stages[-1].append(letters)
+        taken += seconds
+    return stages
+
+
+def _spelled(stages: Sequence[str]) -> str:
+    """Return stages such as ["Ett", "tt", "tt", "L"] as a flag's value: "Et*2|(t*2|)*2,L"."""
+    *before, last = [_short(stage) for stage in stages]
+    text = ""
+    for stage, same in groupby(before):
+        times = len(list(same))
+        text += f"{stage}|" if times == 1 else f"({stage}|)*{times},"
+    return text + last
+
+
+def _short(stage: str) -> str:
+    runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
+    return "".join(letter if times == 1 else f"{letter}*{times}," for letter, times in runs).rstrip(
+        ","
+    )
+
+
+def size_fields(candidate: Candidate) -> Mapping[str, Any]:
+    """Return the sizes of a layout by their names in JSON."""
+    names = {
+        "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size",
+        "cp": "context_parallel_size", "ep": "expert_parallel_size",
+        "chunks": "virtual_chunks", "micro_batch": "micro_batch_size",
+        "recompute": "recomputation", "stages": "pipeline_layout",
+    }  # fmt: skip
+    return {names[x.name]: getattr(candidate, x.name) for x in fields(candidate)}

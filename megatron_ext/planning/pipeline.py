@@ -1,0 +1,121 @@
+"""The schedule of a step for plans: its time and memory, from as few micro-batches as decide them.
+
+After its warm-up, a pipeline repeats the same actions: micro-batch by micro-batch (1F1B), or group
+by group (interleaved). So the time of a step grows by the same amount with each repetition, and its
+memory not at all. A step of thousands of micro-batches need not be simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.training import TrainingConfig
+from megatron_ext.schedules.orders import build_plan
+from megatron_ext.schedules.plan import EVEN, Durations, Plan, price
+
+SIMULATED = {"no-pipelining": 2, "1f1b": 2, "interleaved": 4}
+"""Schedule -> the periods (`Schedule.period`) to simulate; other schedules are simulated whole."""
+
+
+def microbatches(parallel: ParallelConfig, training: TrainingConfig) -> int:
+    """Return the number of micro-batches per rank in a step with the full global batch."""
+    micro, batch = training.batch_sizes
+    return max(1, batch // (micro * parallel.data_parallel_size))
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """The time of a step's forward and backward passes on the busiest pipeline rank.
+
+    Attributes:
+        makespan: time from the first start to the last end.
+        bubble: the time in which the rank waits for others.
+    """
+
+    makespan: float
+    bubble: float
+
+    @property
+    def bubble_share(self) -> float:
+        """Return the fraction of the time in which the rank waits for others."""
+        return self.bubble / self.makespan if self.makespan else 0.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The pipeline schedule of a step with the full global batch.
+
+    Attributes:
+        name: a name of ``--pipeline-schedule`` without "core-".
+        group: micro-batches that an interleaved chunk runs before the next chunk; None for the
+            pipeline size.
+    """
+
+    name: str
+    pipeline_size: int
+    num_microbatches: int
+    num_chunks: int
+    group: int | None
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, training: TrainingConfig) -> Schedule:
+        """Return the schedule of a run's steps."""
+        return cls(
+            (parallel.pipeline_schedule or "no-pipelining").removeprefix("core-"),
+            parallel.pipeline_model_parallel_size,
+            microbatches(parallel, training),
+            parallel.virtual_pipeline_model_parallel_size or 1,
+            parallel.microbatch_group_size_per_vp_stage,
+        )
+
+    def plan(self, num_microbatches: int | None = None) -> Plan:
+        """Return the actions of all ranks for a step; None stands for its own micro-batches."""
+        return build_plan(
+            self.name,
+            pipeline_size=self.pipeline_size,
+            num_microbatches=num_microbatches or self.num_microbatches,
+            num_chunks=self.num_chunks,
+            group_size=self.group,
+        )
+
+    @property
+    def period(self) -> int:
+        """Return after how many micro-batches the steady phase repeats itself.
+
+        In 1F1B it does so after one, if messages take no time; else only after the messages of as
+        many micro-batches as there are stages.
+        """
+        interleaves = self.name == "interleaved"
+        return (self.group if interleaves else None) or self.pipeline_size
+
+    @property
+    def simulated(self) -> int:
+        """Return the number of micro-batches to simulate, at most those of the step.
+
+        The rest of the step is a multiple of `period`.
+        """
+        least = SIMULATED.get(self.name, 0) * self.period
+        if not least or self.num_microbatches <= least + self.period:
+            return self.num_microbatches
+        return least + (self.num_microbatches - least) % self.period
+
+    def short(self) -> Plan:
+        """Return the actions of a step with `simulated` micro-batches.
+
+        It holds as many activations at its peak as the whole step.
+        """
+        return self.plan(self.simulated)
+
+    def time(self, durations: Durations = EVEN, latency: float = 0.0) -> PipelineTime:
+        """Return the time of a step, for the durations of a stage and of a message between two."""
+        count = self.simulated
+        cost = price(self.short(), durations, latency)
+        left = (self.num_microbatches - count) // self.period
+        if not left:
+            return PipelineTime(cost.makespan, cost.bubble)
+        before = price(self.plan(count - self.period), durations, latency)
+        return PipelineTime(
+            cost.makespan + left * (cost.makespan - before.makespan),
+            cost.bubble + left * (cost.bubble - before.bubble),
+        )

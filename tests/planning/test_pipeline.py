@@ -1,0 +1,40 @@
+"""A step's schedule is simulated with few micro-batches, and costs what the whole one costs."""
+
+import random
+
+import pytest
+
+from megatron_ext.planning.memory import walk
+from megatron_ext.planning.pipeline import Schedule
+from megatron_ext.planning.stages import LayerBytes
+from megatron_ext.schedules.plan import Durations, price
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_short_step_has_the_time_and_the_memory_of_the_whole_one(seed: int) -> None:
+    draw = random.Random(seed)
+    name = draw.choice(["no-pipelining", "1f1b", "interleaved", "interleaved", "zb-h1"])
+    size = 1 if name == "no-pipelining" else draw.choice([2, 3, 4])
+    chunks = draw.choice([2, 3, 4]) if name == "interleaved" else 1
+    group = size + draw.randrange(3) if name == "interleaved" and seed % 2 else None
+    schedule = Schedule(name, size, draw.randrange(6 * size, 12 * size), chunks, group)
+    durations = Durations(draw.uniform(0.5, 1), draw.uniform(0.5, 1), draw.uniform(0, 1))
+    latency = draw.choice([0, 0.01, 0.3]) * durations.forward
+    whole = schedule.plan()
+    cost = price(whole, durations, latency)
+    short = schedule.time(durations, latency)
+    assert short.makespan == pytest.approx(cost.makespan)
+    assert short.bubble_share == pytest.approx(cost.bubble_share, abs=1e-9)
+    costs = [LayerBytes(draw.randrange(1, 20), draw.randrange(5)) for _ in range(size * chunks)]
+    for rank in range(size):
+        held = walk(whole, rank, costs, deferred=[2] * size, boundary=3)
+        assert walk(schedule.short(), rank, costs, deferred=[2] * size, boundary=3) == held
+
+
+def test_a_long_step_is_not_simulated_whole() -> None:
+    for name, chunks in (("1f1b", 1), ("interleaved", 4)):
+        schedule = Schedule(name, 8, 100_001, chunks, None)
+        assert schedule.simulated < 50
+        assert (schedule.num_microbatches - schedule.simulated) % schedule.period == 0
+        work = 100_001 * 3 * chunks
+        assert schedule.time().makespan == pytest.approx(work, rel=1e-3)
