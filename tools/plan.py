@@ -186,19 +186,31 @@ def propose(planner: Planner) -> int:
     Return the exit code: 1 if no layout fits, else 0.
     """
     from megatron_ext.planning.hardware import gpu_named
-    from megatron_ext.planning.layouts import PARALLEL, START, LayoutFlags, decided_fields, without
+    from megatron_ext.planning.layouts import (
+        PARALLEL,
+        START,
+        LayoutFlags,
+        decided_fields,
+        fixed_errors,
+        one_rank,
+        without,
+    )
     from megatron_ext.planning.proposal import check_line, command, fewest_words, proposal
     from megatron_ext.planning.search import search
 
     args = planner.args
     program = planner.program
     gpu = gpu_named(args.gpu, "--gpu")
+    alone = one_rank(program)
     started = without(planner.words, program, {*START, *PARALLEL})
-    arguments = planner.parsed(started, 1)
-    check_searchable(planner, started, arguments)
+    arguments = planner.parsed([*started, *alone], 1)
+    check_searchable(planner, [*started, *alone], arguments)
     cost = arguments.task.cost
-    kept = without(planner.words, program, decided_fields(arguments.config, cost))
-    arguments = planner.parsed(kept, 1)
+    decided = decided_fields(arguments.config, cost)
+    kept = without(planner.words, program, decided)
+    arguments = planner.parsed([*kept, *alone], 1)
+    if errors := fixed_errors(arguments.config, arguments.task.defaults, decided):
+        raise ConfigError(errors)
     tell(args, arguments.notes)
     base = planner.completed(arguments)
     complete = completion(planner, base)

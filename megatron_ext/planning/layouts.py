@@ -14,7 +14,7 @@ from megatron_ext.config.inapplicable import answer_to, megatron_flags
 from megatron_ext.config.rules.parallel import share_errors
 from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.device.gpus import Gpu
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.task_cost import TaskCost
 
@@ -30,6 +30,9 @@ PARALLEL = (
     "account_for_loss_in_pipeline_split distribute_saved_activations"
 ).split()
 """Fields whose flags a search decides itself, beside those of recomputation."""
+
+SIZES = PARALLEL[:4]
+"""The fields of the parallel sizes that a layout's flags always give."""
 
 START = ("nproc_per_node", "dry_run", "dry_run_nodes", "dry_run_gpu")
 """Fields whose flags say how a run is started, and not what it computes."""
@@ -69,6 +72,12 @@ def without(words: Sequence[str], program: Program, dropped: Collection[str]) ->
         if not dropping:
             kept.append(word)
     return kept
+
+
+def one_rank(program: Program) -> list[str]:
+    """Return the flags of a run without parallelism; they replace sizes of a ``--config`` file."""
+    flags = {flag.field: flag for flag in sections.all_flags(program)}
+    return [word for name in SIZES if name in flags for word in words_of(flags[name], 1)]
 
 
 @dataclass(frozen=True)
@@ -173,6 +182,35 @@ def recomputation(config: RunConfig, cost: TaskCost, mode: str) -> dict[str, Any
 def decided_fields(config: RunConfig, cost: TaskCost) -> set[str]:
     """Return the fields whose flags a search decides: of the layout, and of recomputation."""
     return {*PARALLEL, *START, *recomputation(config, cost, cost.modes[0])}
+
+
+def fixed_errors(
+    config: RunConfig, task_defaults: Mapping[str, Any], decided: Collection[str]
+) -> list[FlagError]:
+    """Return an error for each value that a search decides and that a ``--config`` file fixes.
+
+    No flag can take these values back. Sizes are no error, since the flags of a layout replace
+    them.
+
+    Args:
+        config: the configuration without flags of a layout.
+        task_defaults: the defaults of the run's task, by field.
+        decided: the fields that the search decides.
+    """
+    replaced = {*SIZES, "expert_tensor_parallel_size", "sequence_parallel", *START}
+    usual = {**task_defaults, "pipeline_schedule": "no-pipelining"}
+    return [
+        FlagError(
+            f"`{flag.field}` in a `--config` file",
+            value,
+            "fixes what `--search` tries in several ways",
+            "remove it from the file, or put it under `layouts`",
+        )
+        for name, section in config.by_name().items()
+        for flag in flags_of(name, type(section))  # type: ignore[arg-type]
+        if flag.field in decided and flag.field not in replaced
+        if (value := getattr(section, flag.field)) != usual.get(flag.field, flag.default)
+    ]
 
 
 def candidates(

@@ -21,6 +21,7 @@ from megatron_ext.planning.layouts import (
     decided_fields,
     without,
 )
+from megatron_ext.planning.memory import worst_case
 from megatron_ext.planning.proposal import command, proposal
 from megatron_ext.planning.search import SearchResult, StateBound, search
 from megatron_ext.planning.stages import Ranks
@@ -190,7 +191,7 @@ def test_the_quick_bound_is_below_what_a_layout_needs(more: str) -> None:
             continue
         run = of(Candidate(tp, pp, cp, ep, 1, 1, "none"), more)
         network = GptNetwork.of(run)
-        ranks = searching.worst_case(GPT_COST.cases(run))[1]
+        ranks = worst_case(GPT_COST.cases(run))[1]
         assert bound.bytes_of(Candidate(tp, pp, cp, ep, 1, 1, "none")) < needed_on(
             H100, network, ranks
         )

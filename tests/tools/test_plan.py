@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,33 @@ def test_a_search_needs_one_batch_and_clips_of_one_shape(
     words = shlex.join(MODEL).replace("--global-batch-size 8", "").split()
     assert main([*"--world-size 4 --search --".split(), *words]) == 2
     assert "`--search` needs `--global-batch-size`" in capfd.readouterr().err
+
+
+def test_a_search_replaces_the_sizes_of_a_file_and_refuses_what_no_flag_takes_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    own = [
+        *"--world-size 2 --search --json -- --config".split(),
+        str(path),
+        "--layout",
+        "2",
+        *MODEL,
+    ]
+    sizes = "tensor_model_parallel_size: 2\npipeline_model_parallel_size: 2\n"
+    layouts = "layouts: {'2': {recompute_granularity: selective}}\n"
+    path.write_text(f"{sizes}{layouts}", encoding="utf-8")
+    assert main(own) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert {x["pipeline_parallel_size"] for x in found["layouts"]} == {1, 2}
+    flat = next(i for i, x in enumerate(found["layouts"]) if x["pipeline_parallel_size"] == 1)
+    assert "--pipeline-model-parallel-size 1" in found["commands"][flat]
+    path.write_text(f"recompute_granularity: selective\n{sizes}{layouts}", encoding="utf-8")
+    assert main(own) == 2
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "error: `recompute_granularity` in a `--config` file (selective) fixes what `--search` "
+        "tries in several ways; remove it from the file, or put it under `layouts`."
+    )
 
 
 MOE = "--bf16 --num-experts 4 --moe-ffn-hidden-size 96 --moe-layer-freq [0,1,1,1]"
