@@ -33,8 +33,9 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.text.convert.huggingface import Import, import_model
 from megatron_ext.text.generation.decode import Decoder, Request
 from megatron_ext.text.generation.forward import PackedForward
+from megatron_ext.text.generation.run import build_frozen_chunk
 from megatron_ext.text.generation.sampling import Sampling
-from megatron_ext.text.generation.tool import build_frozen_chunk, inference_task, model_defaults
+from megatron_ext.text.generation.tool import inference_task, model_defaults
 from megatron_ext.text.tokenizers.base import NullTokenizer
 from megatron_ext.train.launch import fork_ranks
 

@@ -25,12 +25,13 @@ if __name__ == "__main__":
 
 from collections.abc import Sequence
 
+from megatron_ext.config.sections import help_question
 from megatron_ext.text.evaluation.tool import evaluate
 
 
 def main(argv: Sequence[str]) -> int:
     """Score the model that the flags name; return the exit code."""
-    if {"--help", "-h"} & set(argv):
+    if help_question(argv) == "":
         print(__doc__)
     return evaluate(argv)
 

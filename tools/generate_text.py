@@ -26,12 +26,13 @@ if __name__ == "__main__":
 
 from collections.abc import Sequence
 
+from megatron_ext.config.sections import help_question
 from megatron_ext.text.generation.tool import generate_text
 
 
 def main(argv: Sequence[str]) -> int:
     """Complete the prompts of the flags; return the exit code."""
-    if {"--help", "-h"} & set(argv):
+    if help_question(argv) == "":
         print(__doc__)
     return generate_text(argv)
 

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 
 from collections.abc import Sequence
 
+from megatron_ext.config.sections import help_question
 from megatron_ext.video.sampling.tool import sample_video
 from megatron_ext.video.streaming.tool import sample_streaming
 from megatron_ext.video.task import VIDEO
@@ -39,7 +40,7 @@ STREAMING = "--streaming"
 
 def main(argv: Sequence[str]) -> int:
     """Sample clips or, with ``--streaming``, long videos; return the exit code."""
-    if {"--help", "-h"} & set(argv):
+    if help_question(argv) == "":
         print(__doc__)
     words = [word for word in argv if word != STREAMING]
     return sample_streaming(words) if STREAMING in argv else sample_video(VIDEO, words)

@@ -27,8 +27,8 @@ TEMPORARY = "a file in a temporary folder that this process has made"
 FRESH = "a folder that the same function has just made, or that must be empty"
 PROC = "a file of the kernel"
 WRITES = {
-    ("text/generation/tool.py", "write_text"): USERS_OWN,
-    ("text/evaluation/tool.py", "write_text"): USERS_OWN,
+    ("text/generation/run.py", "write_text"): USERS_OWN,
+    ("text/evaluation/run.py", "write_text"): USERS_OWN,
     ("inspect/doctor/examine.py", "write_text"): USERS_OWN,
     ("extras/chaos/goodput.py", "savefig"): USERS_OWN,
     ("schedules/picture.py", "savefig"): USERS_OWN,

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -16,15 +17,27 @@ from megatron_ext.config.flags import COUNT, WEIGHT
 from megatron_ext.device import select
 from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import ConfigError
-from megatron_ext.extras.chaos.campaign import Campaign
 from megatron_ext.extras.chaos.goodput import plot_goodput
-from megatron_ext.extras.chaos.outcome import Result
-from megatron_ext.extras.chaos.plan import draw, draw_by_time, own_layout, parse_kinds
-from megatron_ext.extras.chaos.table import as_rows, outcomes, problems
 from megatron_ext.inspect.layouts import NamedLayout, split_layouts
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.train.task import later
 from megatron_ext.video.task import VIDEO
+
+if TYPE_CHECKING:
+    from megatron_ext.extras.chaos.campaign import Campaign
+    from megatron_ext.extras.chaos.outcome import Result
+
+# Imported when they are called, so that help and a wrong option need no torch.
+_HERE = "megatron_ext.extras.chaos"
+as_rows = later(f"{_HERE}.table:as_rows")
+campaign_of = later(f"{_HERE}.campaign:Campaign")
+draw = later(f"{_HERE}.plan:draw")
+draw_by_time = later(f"{_HERE}.plan:draw_by_time")
+outcomes = later(f"{_HERE}.table:outcomes")
+own_layout = later(f"{_HERE}.plan:own_layout")
+parse_kinds = later(f"{_HERE}.plan:parse_kinds")
+problems = later(f"{_HERE}.table:problems")
 
 PROGRAMS = {"pretrain_gpt.py": TEXT, "pretrain_video.py": VIDEO}
 
@@ -41,7 +54,7 @@ def main(argv: Sequence[str], description: str) -> int:
     args = _parser(description).parse_args(own)
     silence_known_warnings(select().kind)
     folder = Path(args.folder or tempfile.mkdtemp(prefix="chaos_"))
-    campaign = Campaign(PROGRAMS[args.program], words, folder)
+    campaign: Campaign = campaign_of(PROGRAMS[args.program], words, folder)
     try:
         layouts = (
             split_layouts(args.layouts) if args.layouts else [own_layout(words, campaign.program)]

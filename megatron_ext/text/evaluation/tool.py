@@ -1,31 +1,19 @@
-"""The program tools/evaluate.py: score a checkpoint on tasks of lm-eval, in any layout."""
+"""The program tools/evaluate.py: scores a checkpoint on tasks of lm-eval, in any layout.
+
+What needs torch is in `text.evaluation.run`, so that the flags are read without it.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.disk.writing import write_error
-from megatron_ext.errors import ConfigError
 from megatron_ext.text.evaluation.config import ResultsConfig, TaskEvaluationConfig
-from megatron_ext.text.evaluation.scores import check_tasks, scored, table
-from megatron_ext.text.generation.tool import (
-    inference_rules,
-    inference_task,
-    prepare,
-    run_model,
-)
-from megatron_ext.text.run import with_tokenizer
-from megatron_ext.text.sft.chat import load_chat_tokenizer, with_known_date
-from megatron_ext.text.tokenizers import TokenizerConfig
-from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.text.generation.tool import inference_rules, inference_task, run_model
+from megatron_ext.train.task import later
 
-if TYPE_CHECKING:
-    from megatron_ext.train.run import Run
+RUN = "megatron_ext.text.evaluation.run"
 
 
 def evaluation_rules(given: RunConfig, run: RunConfig) -> list[str]:
@@ -41,66 +29,13 @@ def evaluation_rules(given: RunConfig, run: RunConfig) -> list[str]:
     return errors
 
 
-def prepare_evaluation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check before the model is built whether it, the tasks and the results file can be used.
-
-    Return the configuration with the vocabulary size filled in, and the tokenizer.
-    """
-    config, tokenizer = prepare(config)
-    results = config.section(ResultsConfig)
-    if results.results_file is not None:
-        error = write_error("--results-file", results.results_file, is_file=True)
-        if error is not None:
-            raise ConfigError(error)
-    check_tasks(config.section(TaskEvaluationConfig))
-    _chat_tokenizer(config, tokenizer)
-    return config, tokenizer
-
-
-def _chat_tokenizer(config: RunConfig, tokenizer: Tokenizer, *, tells: bool = False) -> Any:
-    if not config.section(ResultsConfig).apply_chat_template:
-        return None
-    settings = config.section(TokenizerConfig)
-    flag = "--apply-chat-template"
-    loaded = load_chat_tokenizer(tokenizer, settings, None, flag=flag, template_flag=None)
-    dated, sentence = with_known_date(loaded, config.section(ResultsConfig).trained_date)
-    if sentence is not None and tells:
-        print(f"> {sentence}", flush=True)
-    return dated
-
-
 EVALUATION = replace(
     inference_task(TaskEvaluationConfig, ResultsConfig),
     rules=evaluation_rules,
-    preflight=prepare_evaluation,
+    preflight=later(f"{RUN}:prepare_evaluation"),
 )
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """Run tools/evaluate.py with command-line arguments; return its exit code."""
-    return run_model(argv, EVALUATION, "tools/evaluate.py", evaluate_model, {})
-
-
-def evaluate_model(run: Run) -> None:
-    """Score the model on the tasks; on rank 0 print a table and write the results file."""
-    config, tokenizer = with_tokenizer(run.config)
-    own = config.section(ResultsConfig)
-    flags = config.section(TaskEvaluationConfig)
-    chat_tokenizer = None
-    if run.context.rank == 0:
-        chat_tokenizer = _chat_tokenizer(config, tokenizer, tells=True)
-    results = scored(
-        run,
-        tokenizer,
-        flags,
-        bootstrap_iters=own.bootstrap_iters,
-        chat_tokenizer=chat_tokenizer,
-    )
-    if results is None:
-        return
-    from lm_eval.utils import handle_non_serializable
-
-    print("\n".join(table(results)), flush=True)
-    if own.results_file is not None:
-        text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
-        Path(own.results_file).write_text(text + "\n", encoding="utf-8")
+    return run_model(argv, EVALUATION, "tools/evaluate.py", later(f"{RUN}:evaluate_model"), {})

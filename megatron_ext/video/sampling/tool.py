@@ -8,23 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.parser import read_words
-from megatron_ext.config.sections import described
+from megatron_ext.config.sections import described, help_question
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
-from megatron_ext.train.task import Task, TaskChoice, no_datasets
+from megatron_ext.train.task import Task, TaskChoice, later, no_datasets
 from megatron_ext.video.config.rules import ENCODING
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.config.stored import stored_network
-from megatron_ext.video.data.setup import manifest_of
 from megatron_ext.video.networks.lookup import with_widths
-from megatron_ext.video.sampling.generate import check_sampling
-from megatron_ext.video.sampling.samples import ClipSampler
 from megatron_ext.video.task import VIDEO
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.train.run import Run
+
+# Imported when they are called, so that the flags are read without torch.
+ClipSampler = later("megatron_ext.video.sampling.samples:ClipSampler")
+check_sampling = later("megatron_ext.video.sampling.generate:check_sampling")
+manifest_of = later("megatron_ext.video.data.setup:manifest_of")
 
 DefaultsOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 """A function of (configuration stored in a checkpoint, the command line's flags of checkpoints).
@@ -103,7 +105,7 @@ def run_sampling(
         sample: called with the `Run` on all ranks, instead of training.
     """
     try:
-        defaults = {} if {"-h", "--help"} & {*argv} else _defaults(argv, defaults_of)
+        defaults = {} if help_question(argv) is not None else _defaults(argv, defaults_of)
     except MegatronExtError as error:
         return refuse(error)
     return main(program, argv, defaults=defaults, work=sample)

@@ -9,26 +9,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.train.task import Task
+from megatron_ext.train.task import Task, later
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import SampleConfig
-from megatron_ext.video.data.codecs import build_codec
-from megatron_ext.video.data.text_encoders import build_text_encoder
 from megatron_ext.video.sampling.tool import run_sampling
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
-from megatron_ext.video.streaming.long_videos import LongVideoSampler, Throughput
-from megatron_ext.video.streaming.prepare import sized
-from megatron_ext.video.streaming.prompts import encode_captions, video_prompts
 from megatron_ext.video.streaming.rules import check_options
 from megatron_ext.video.streaming.task import STREAMING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_ext.config.run import RunConfig
     from megatron_ext.train.run import Run
+    from megatron_ext.video.streaming.long_videos import Throughput
+
+# Imported when they are called, so that the flags are read without torch.
+LongVideoSampler = later("megatron_ext.video.streaming.long_videos:LongVideoSampler")
+build_codec = later("megatron_ext.video.data.codecs:build_codec")
+build_text_encoder = later("megatron_ext.video.data.text_encoders:build_text_encoder")
+encode_captions = later("megatron_ext.video.streaming.prompts:encode_captions")
+sized = later("megatron_ext.video.streaming.prepare:sized")
+video_prompts = later("megatron_ext.video.streaming.prompts:video_prompts")
 
 _STORED = ("streaming", "lora", "codec", "text_encoder")
 """Sections of a checkpoint's configuration that determine the model and how it is sampled."""
@@ -70,6 +73,9 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
         CheckpointError: the checkpoint with the frozen weights is gone, or
             ``--pretrained-checkpoint`` is given for a checkpoint without adapters.
     """
+    # Its module imports torch, which the flags do not need.
+    from megatron_ext.checkpoint.adapters import FrozenBase
+
     load = given["load"]
     elsewhere = given.get("pretrained_checkpoint")
     base = FrozenBase.under(Path(load), given.get("ckpt_step"))
@@ -117,7 +123,8 @@ def sample_at_once(run: Run) -> None:
     def encode(captions: Sequence[str]) -> Tensor:
         # Build the encoder here, so that its memory is free when the videos are sampled.
         build = partial(build_text_encoder, text, device)
-        return encode_captions(captions, build, shape, run.context, device)
+        encoded: Tensor = encode_captions(captions, build, shape, run.context, device)
+        return encoded
 
     codec = partial(build_codec, config.section(CodecConfig), device)
     sampler = LongVideoSampler(run, encode, codec)

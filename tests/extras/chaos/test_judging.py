@@ -292,7 +292,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             problems = ("bad",) if "--bad" in self.words else ()
             return Result(case, replace(ENDED, code=0), (), None, problems)
 
-    monkeypatch.setattr(tool_module, "Campaign", Made)
+    monkeypatch.setattr(tool_module, "campaign_of", Made)
     monkeypatch.setattr(tool_module, "report", lambda campaign, results, args: None)
 
     def call(*words: str) -> tuple[int, Path, list[Case]]:

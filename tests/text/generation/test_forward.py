@@ -17,7 +17,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.generation.forward import NewTokens, PackedForward, check_model
-from megatron_ext.text.generation.tool import build_frozen_chunk
+from megatron_ext.text.generation.run import build_frozen_chunk
 from tests.ranks import ParallelContext, ranks
 from tests.text.convert.models import SIZES
 from tests.training_runs import SMALL, config_of

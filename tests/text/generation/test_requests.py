@@ -24,8 +24,8 @@ from megatron_ext.text.generation.requests import (
     end_tokens,
     read_prompts,
 )
+from megatron_ext.text.generation.run import SEPARATOR, Terminal
 from megatron_ext.text.generation.sampling import Sampling
-from megatron_ext.text.generation.tool import SEPARATOR, Terminal
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import ByteLevelTokenizer
 from tests.text.tiny import END, hf_folder

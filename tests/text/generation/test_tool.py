@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.generation import run as writing
 from megatron_ext.text.generation import tool
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Completion, PartialText, Request
@@ -110,8 +111,8 @@ def test_texts_of_prompts_are_shown_on_the_terminal(
     texts = sentences()[:2]
     assert run(["--load", str(root), "--max-new-tokens", "6", "--prompt", *texts]) == 0
     told = [f"\n[{i}] {x}\n→ {expected(source, x, 6)}" for i, x in enumerate(texts, start=1)]
-    assert f"\n{tool.SEPARATOR}".join(told) in capfd.readouterr().out
-    monkeypatch.setattr(tool.Terminal, "show", lambda *_: print("piece"))
+    assert f"\n{writing.SEPARATOR}".join(told) in capfd.readouterr().out
+    monkeypatch.setattr(writing.Terminal, "show", lambda *_: print("piece"))
     words = ["--load", str(root), "--max-new-tokens", "2", "--prompt", texts[0]]
     for stream, count in (("--stream", 2), ("--no-stream", 0)):
         assert run([*words, stream]) == 0
@@ -320,7 +321,7 @@ def test_a_conversation_keeps_what_was_asked_and_answered(
     writer.context = SimpleNamespace(is_reporting_rank=True, reporting_rank=0)
     config = config_of(SMALL).with_section(GenerationConfig(interactive=True, chat=chat))
     encoder: Any = encode
-    tool._converse(config, encoder, writer)
+    writing._converse(config, encoder, writer)
     if chat:
         one = {"role": "user", "content": "one"}
         answered = [one, {"role": "assistant", "content": "text 1"}]
@@ -350,4 +351,4 @@ def test_a_tokenizer_with_fewer_tokens_than_the_trained_one_is_refused() -> None
     model = dataclasses.replace(config_of([*SMALL]).model, unpadded_vocab_size=600)
     config = dataclasses.replace(config_of([*SMALL]), model=model)
     with pytest.raises(ConfigError, match="has 600 tokens, but the tokenizer"):
-        tool.prepare(config)
+        writing.prepare(config)

@@ -15,8 +15,9 @@ from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.text.generation.decode import Completion, Decoder, Request
 from megatron_ext.text.generation.forward import PackedForward
+from megatron_ext.text.generation.run import build_frozen_chunk
 from megatron_ext.text.generation.sampling import Sampling
-from megatron_ext.text.generation.tool import build_frozen_chunk, inference_task, model_defaults
+from megatron_ext.text.generation.tool import inference_task, model_defaults
 from megatron_ext.text.run import weights_of_folder
 from megatron_ext.text.tokenizers.base import NullTokenizer
 from tests.ranks import on_ranks

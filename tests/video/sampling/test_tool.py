@@ -107,7 +107,8 @@ def test_videos_are_sampled_as_the_run_trained(
     content = config_of(flags_of(tmp_path, f"{words} --train-iters 1"), VIDEO).to_dict()
     content["checkpoint"]["pretrained_average"] = True
     monkeypatch.setattr(
-        streaming_tool, "FrozenBase", SimpleNamespace(under=lambda load, step: under[load, step])
+        "megatron_ext.checkpoint.adapters.FrozenBase",
+        SimpleNamespace(under=lambda load, step: under[load, step]),
     )
     under = {(Path("saved"), None): None, (Path("saved"), 7): SimpleNamespace(path=None)}
 
