@@ -8,7 +8,7 @@ torch spec keeps the local spec's parameter names and order of initialization.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
@@ -48,9 +48,6 @@ from megatron_ext.layers.transformer_layer import (
     TransformerLayer,
     get_bias_dropout_add,
 )
-
-ChangeLayers = Callable[[TransformerBlockSubmodules], TransformerBlockSubmodules]
-"""A function from the specs of some layers and of the norm after them to the specs to build."""
 
 
 def has_transformer_engine() -> bool:
@@ -204,13 +201,18 @@ def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig
 
 
 def layer_spec(
-    transformer_config: TransformerConfig, *, impl: str, vp_stage: int | None = None
+    transformer_config: TransformerConfig,
+    *,
+    impl: str,
+    vp_stage: int | None = None,
+    all_layers: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return the specs of a pipeline chunk's decoder layers and of the final norm.
 
     Args:
         impl: ``transformer_engine`` for Transformer Engine's layers, anything else for ours.
         vp_stage: index of the chunk on this rank under virtual pipeline parallelism.
+        all_layers: whether to return the specs of all layers of the decoder instead.
 
     Raises:
         ConfigError: an option needs Transformer Engine, which is not installed, or the length of
@@ -221,6 +223,10 @@ def layer_spec(
         block = gpt_specs.get_gpt_decoder_block_spec(
             transformer_config, True, normalization=normalization, vp_stage=vp_stage
         )
+        if all_layers:
+            block.layer_specs = gpt_specs.get_gpt_decoder_layer_specs(
+                transformer_config, True, normalization=normalization
+            )
         _adapted(block.layer_specs, transformer_config)
         return block
     # megatron-core discards the outputs of these modules with a function of Transformer Engine.
@@ -232,11 +238,15 @@ def layer_spec(
             "installed; use core_attn, mlp, moe or shared_experts."
         )
     pattern = expert_pattern(transformer_config)
-    first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
-    count = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
-    own = pattern[first : first + count]
+    own = pattern if all_layers else pattern[layers_of_chunk(transformer_config, vp_stage)]
     layers = [torch_layer_spec(transformer_config, moe=moe) for moe in own]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+
+
+def layers_of_chunk(transformer_config: TransformerConfig, vp_stage: int | None) -> slice:
+    """Return which of the decoder's layers a pipeline chunk of this rank holds."""
+    first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
+    return slice(first, first + get_num_layers_to_build(transformer_config, vp_stage=vp_stage))
 
 
 def mtp_block_spec(
@@ -244,23 +254,26 @@ def mtp_block_spec(
     *,
     impl: str,
     vp_stage: int | None = None,
-    change_layers: ChangeLayers = lambda block: block,
+    layer: ModuleSpec | None = None,
 ) -> ModuleSpec | None:
     """Return the spec of the multi-token-prediction block; None if this chunk has none.
 
-    Each of its layers has the spec of the decoder's last layer, changed by ``change_layers``.
+    Each of its layers has the spec ``layer``, by default that of the decoder's last layer.
     """
     if impl == TE_IMPL:
-        layers = gpt_specs.get_gpt_decoder_layer_specs(
-            transformer_config, True, normalization=transformer_config.normalization
-        )
-        _adapted(layers, transformer_config)
+        layers = [layer]
+        if layer is None:
+            layers = gpt_specs.get_gpt_decoder_layer_specs(
+                transformer_config, True, normalization=transformer_config.normalization
+            )
+            _adapted(layers, transformer_config)
         # megatron-core accepts a single layer only of its own class, but a block with layers of any
         # class.
-        block = change_layers(TransformerBlockSubmodules(layer_specs=layers))
+        block = TransformerBlockSubmodules(layer_specs=layers)
         return gpt_specs.get_gpt_mtp_block_spec(transformer_config, block, True, vp_stage=vp_stage)
-    layer = torch_layer_spec(transformer_config, moe=expert_pattern(transformer_config)[-1])
-    block = change_layers(TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm))
+    if layer is None:
+        layer = torch_layer_spec(transformer_config, moe=expert_pattern(transformer_config)[-1])
+    block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm)
     return gpt_specs.get_gpt_mtp_block_spec_for_backend(
         transformer_config, block, TorchSpecProvider(), vp_stage=vp_stage
     )

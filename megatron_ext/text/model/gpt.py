@@ -1,7 +1,7 @@
 """Builds a pipeline chunk of a GPT from megatron-core's GPTModel or HybridModel."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer import TransformerConfig
@@ -11,12 +11,15 @@ from torch import Tensor
 from megatron_ext import core
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.specs import ChangeLayers, layer_spec, mtp_block_spec
+from megatron_ext.layers.specs import layer_spec, layers_of_chunk, mtp_block_spec
 from megatron_ext.layers.subclass import specialize
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.model.language import TextModel
+
+if TYPE_CHECKING:
+    from megatron_ext.layers.changed_specs import ChangeLayers
 
 
 class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
@@ -76,7 +79,7 @@ def build_gpt_chunk(
     post_process: bool,
     vp_stage: int | None = None,
     model_class: Callable[..., TextModel] = GPTModel,
-    change_layers: ChangeLayers = lambda block: block,
+    change_layers: "ChangeLayers | None" = None,
 ) -> TextModel:
     """Build one model chunk of this pipeline rank.
 
@@ -85,8 +88,8 @@ def build_gpt_chunk(
         post_process: whether the chunk holds the output layer.
         vp_stage: index of the chunk on this rank, with virtual pipelining.
         model_class: `GPTModel`, a subclass of it, or a function that returns an instance.
-        change_layers: gets the specs of the chunk's layers and of the final norm, and returns those
-            to build. It is also called for the layers of multi-token prediction.
+        change_layers: gets the specs of all layers of the decoder and of the final norm, and
+            returns those to build. Layers of multi-token prediction are built like the last layer.
 
     Raise a ConfigError if the vocabulary size is not set.
     """
@@ -97,15 +100,20 @@ def build_gpt_chunk(
             "`--vocab-size` is not known: give a tokenizer or `--vocab-size` with NullTokenizer."
         )
     impl = model.transformer_impl
-    mtp_spec = None
+    last = mtp_spec = None
+    if change_layers is None:
+        block = layer_spec(transformer_config, impl=impl, vp_stage=vp_stage)
+    else:
+        from megatron_ext.layers.changed_specs import changed_specs
+
+        block = changed_specs(transformer_config, change_layers, impl=impl, vp_stage=vp_stage)
+        last = block.layer_specs[-1]
+        block.layer_specs = block.layer_specs[layers_of_chunk(transformer_config, vp_stage)]
     if model.mtp_num_layers and core.mtp_on_this_chunk(transformer_config, vp_stage):
-        mtp_spec = mtp_block_spec(
-            transformer_config, impl=impl, vp_stage=vp_stage, change_layers=change_layers
-        )
-    block = layer_spec(transformer_config, impl=impl, vp_stage=vp_stage)
+        mtp_spec = mtp_block_spec(transformer_config, impl=impl, vp_stage=vp_stage, layer=last)
     chunk = _model_class(config, model_class)(
         config=transformer_config,
-        transformer_layer_spec=change_layers(block),
+        transformer_layer_spec=block,
         vocab_size=model.padded_vocab_size,
         max_sequence_length=positions.max_position_embeddings,
         pre_process=pre_process,
