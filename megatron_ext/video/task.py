@@ -21,6 +21,7 @@ from megatron_ext.video.config.rules import (
 )
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.stored import stored_video_model
+from megatron_ext.video.inputs import video_inputs
 from megatron_ext.video.networks.lookup import chosen, network_of
 from megatron_ext.video.networks.network import VideoNetwork
 from megatron_ext.video.streaming.task import STREAMING
@@ -36,7 +37,7 @@ FLOW = Task(
     rules=flow_rules,
     stored_model=stored_video_model,
     preflight=later(f"{DATA}:prepare_video"),
-    inputs=later(f"{DATA}:video_inputs"),
+    inputs=video_inputs,
     datasets=later(f"{DATA}:build_video_datasets"),
     source=later(f"{DATA}:VideoSource"),
     model_chunk=later(f"{PARTS}:build_chunk"),

@@ -48,6 +48,7 @@ ANSWERS = {
     "video --video-data-path latents --micro-batch-size 1 --train-iters 1 --print-config": (
         "0|[]|True"
     ),
+    "video --vidoe-model mmdit": "2|[]|error: `--micro-batch-size` is missing",
     f"gpt {MODEL} --mock-data --hiden-size 64": (
         "2|[]|error: `--hiden-size` is not a flag of this program; did you mean `--hidden-size`"
     ),
@@ -62,6 +63,8 @@ ANSWERS = {
     f"gpt {MODEL} --data-path nowhere/b": (
         "2|['numpy']|error: Dataset index nowhere/b.idx does not exist"
     ),
+    # The manifest of encoded clips is read by the module of their shards.
+    "video --video-data-path nowhere --lr -1": "2|['numpy']|error: nowhere/manifest.json does not",
 }
 """For each command line, the beginning of what `SCRIPT` prints."""
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import DataError
 from megatron_ext.video.config.encoding import (
@@ -19,18 +19,20 @@ from megatron_ext.video.config.encoding import (
     PATCH,
 )
 from megatron_ext.video.data import shards
-from megatron_ext.video.data.codec import VideoCodec
-from megatron_ext.video.data.encode import reference_names
 from megatron_ext.video.data.geometry import Bucket, BucketPlan
 from megatron_ext.video.data.options import STORAGES, VideoPreprocessOptions
-from megatron_ext.video.data.register import stamp
-from megatron_ext.video.data.text_encoders import TextEncoder
+
+if TYPE_CHECKING:
+    from megatron_ext.video.data.codec import VideoCodec
+    from megatron_ext.video.data.text_encoders import TextEncoder
 
 
 def sample_options(
     options: VideoPreprocessOptions, codec: VideoCodec, text_encoder: TextEncoder
 ) -> dict[str, Any]:
     """Return the settings that determine how clips become samples, as the manifest stores them."""
+    from megatron_ext.video.data.encode import reference_names
+
     return {
         "format": shards.FORMAT,
         "codec": codec.identity,
@@ -51,6 +53,8 @@ def weights_stamp(options: VideoPreprocessOptions) -> str:
 
     It covers sizes and modification times of all files of the codec's VAE and the text encoder.
     """
+    from megatron_ext.video.data.register import stamp
+
     models = [options.codec.codec, options.text_encoder.t5_path, options.text_encoder.clip_path]
     files = [sorted(Path(model).rglob("*")) for model in models if model]
     weights = [stamp(path) for model in files for path in model if path.is_file()]

@@ -10,9 +10,10 @@ from typing import Any
 
 from megatron_ext.data.progress import Progress
 from megatron_ext.errors import DataError
+from megatron_ext.video.data.blend import Blend
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.manifest import buckets_of
-from megatron_ext.video.data.sets import Blend, joined_manifest
+from megatron_ext.video.data.sets import joined_manifest
 from megatron_ext.video.data.shards import (
     FORMAT,
     MANIFEST,

@@ -35,8 +35,7 @@ from megatron_ext.train.task import Datasets
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig, VideoConfig
 from megatron_ext.video.cost.clip import Clip
-from megatron_ext.video.data.clips import read_list
-from megatron_ext.video.data.codecs import check_codec_folder
+from megatron_ext.video.data.blend import Blend, blend_of
 from megatron_ext.video.data.conditions import Text, sections
 from megatron_ext.video.data.dataset import (
     ShardedVideos,
@@ -52,14 +51,11 @@ from megatron_ext.video.data.options import VideoPreprocessOptions
 from megatron_ext.video.data.priced_shape import clip_of_shape, prepare_shape
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan, must_mix
 from megatron_ext.video.data.sets import (
-    Blend,
     JoinedVideos,
-    blend_of,
     check_not_empty,
     joined_manifest,
 )
 from megatron_ext.video.data.shards import MANIFEST, read_null
-from megatron_ext.video.data.text_encoders import encoder_checks
 from megatron_ext.video.model.tokens import grid
 from megatron_ext.video.networks.lookup import network_of, with_widths
 from megatron_ext.video.sampling.generate import check_sampling
@@ -275,31 +271,6 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
         micro_batch_range=(min(sizes), max(sizes)),
     )
     return dataclasses.replace(config, model=model, training=training, optimizer=optimizer), None
-
-
-def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return a check for each list or folder of clips, and for each folder of an encoder.
-
-    A check is a function that reads the file or folder and raises an error if that is not possible.
-    Encoders are checked only for ``--online-encoding`` and ``--dry-run-shape``.
-    """
-    video = config.section(VideoConfig)
-    encoder = config.section(TextEncoderConfig)
-    if video.dry_run_shape is not None:
-        return encoder_checks(encoder)
-    blend = partial(blend_of, video.video_data_path or ())
-    try:
-        paths = blend().paths
-    except ConfigError:
-        return [blend]
-    given = [("--video-data-path", path) for path in paths]
-    if video.video_valid_path is not None:
-        given += [("--video-valid-path", path) for path in video.video_valid_path]
-    if not video.online_encoding:
-        return [partial(read_manifest, Path(path)) for _, path in given]
-    checks: list[Callable[[], Any]] = [partial(read_list, path, flag=flag) for flag, path in given]
-    codec = partial(check_codec_folder, config.section(CodecConfig))
-    return [*checks, *encoder_checks(encoder), codec]
 
 
 def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:

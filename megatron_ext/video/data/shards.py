@@ -16,12 +16,10 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megatron_ext.data.indexed import bin_path, idx_path, read_index
 from megatron_ext.data.indexed_writer import IndexedWriter
@@ -29,7 +27,11 @@ from megatron_ext.disk.bus import cut_in_use
 from megatron_ext.disk.reading import UnreadableFile, read_json_object, shortened
 from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import DataError
-from megatron_ext.video.data.encode import VideoSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_ext.video.data.encode import VideoSample
 
 FORMAT = 1
 _FIELDS = ("latents", "text", "pooled", "geometry", "caption")
@@ -92,6 +94,8 @@ def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
 
     ``storage`` is "float32", or "bfloat16", whose bits are stored as int16.
     """
+    import torch
+
     flat = tensor.detach().reshape(-1)
     if storage == "bfloat16":
         return flat.bfloat16().view(torch.int16).numpy()
@@ -149,6 +153,8 @@ class ShardWriter:
 
     def add(self, sample: VideoSample, bucket: int) -> None:
         """Append one clip; ``bucket`` is the number of its bucket in the manifest."""
+        import torch
+
         tensors = {"latents": sample.latents, "text": sample.text, "pooled": sample.pooled}
         tensors |= {name: sample.references.get(name, torch.zeros(0)) for name in self._references}
         values = {name: to_storage(tensor, self._storage) for name, tensor in tensors.items()}
@@ -222,6 +228,8 @@ class Field:
         The dtype is ``storage``, "float32" or "bfloat16". DataError is raised if the number of
         values does not fit the shape.
         """
+        import torch
+
         values = self[row]
         tensor = torch.from_numpy(values)
         if storage == "bfloat16":
@@ -290,6 +298,8 @@ class Shard:
 
         DataError is raised if a file has changed or does not fit the others.
         """
+        from megatron_ext.video.data.encode import VideoSample
+
         manifest = self._manifest
         storage = self._manifest["storage"]
         fields = self.fields

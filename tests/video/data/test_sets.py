@@ -11,11 +11,12 @@ import pytest
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig
+from megatron_ext.video.data.blend import blend_of
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.geometry import parse_plan
 from megatron_ext.video.data.register import Entry, Register, write_register
 from megatron_ext.video.data.sampler import BucketSteps, Members
-from megatron_ext.video.data.sets import JoinedVideos, blend_of, check_not_empty
+from megatron_ext.video.data.sets import JoinedVideos, check_not_empty
 from tests.video import clips as tiny
 
 
