@@ -6,7 +6,8 @@ r"""Score a checkpoint or a Hugging Face model on tasks of lm-eval, in any layou
         --pipeline-model-parallel-size 2 --eval-tasks-path my_tasks --eval-tasks my_task
 
 With ``--load``, model, tokenizer and precision are those of the checkpoint; ``--load-hf`` names a
-folder of a Hugging Face model. All other flags are those of pretrain_gpt.py.
+folder of a Hugging Face model. All other flags are those of pretrain_gpt.py;
+``--help results`` lists those of this tool alone.
 It needs the package lm_eval (the extra ``eval``). Your own tasks in YAML files need no network.
 """
 

@@ -7,7 +7,8 @@ r"""Write texts with a checkpoint of pretrain_gpt.py or a Hugging Face model, in
     python tools/generate_text.py --load RUN --interactive --chat
 
 With ``--load``, model, tokenizer and precision are those of the checkpoint; ``--load-hf`` names a
-folder of a Hugging Face model. All other flags are those of pretrain_gpt.py.
+folder of a Hugging Face model. All other flags are those of pretrain_gpt.py;
+``--help generation`` lists those of this tool alone.
 The same seed gives the same texts in every layout, in fp32. Multi-token prediction is not used.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = sorted(path.name for path in (ROOT / "tools").glob("*.py") if path.stem != "plan")
+TOOLS = sorted(path.name for path in (ROOT / "tools").glob("*.py"))
 SLOW = ("torch", "megatron", "transformers", "matplotlib", "pyarrow", "safetensors", "tokenizers")
 """Packages whose import takes a large part of a second or more."""
 PROBE = f"""

@@ -65,7 +65,7 @@ class TaskEvaluationConfig(UsersOwn):
 
 @dataclass(frozen=True)
 class ResultsConfig(UsersOwn):
-    """The flags that only tools/evaluate.py has."""
+    """The flags of the scores that tools/evaluate.py writes, and how it makes them."""
 
     results_file: str | None = flag(None, "JSON file for lm-eval's results")
     apply_chat_template: bool = flag(

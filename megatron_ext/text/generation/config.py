@@ -18,7 +18,7 @@ _PLAIN = "give `--prompt`, `--prompt-file` or `--interactive`"
 
 @dataclass(frozen=True)
 class GenerationConfig(UsersOwn):
-    """The flags of tools/generate_text.py that choose prompts and how they are continued."""
+    """The flags of prompts and how they are continued, for tools/generate_text.py alone."""
 
     prompt: list[str] | None = flag(None, "texts to continue", nargs="+")
     prompt_file: str | None = flag(

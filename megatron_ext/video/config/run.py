@@ -27,7 +27,7 @@ from megatron_ext.video.networks import NETWORKS
 
 @dataclass(frozen=True)
 class VideoConfig:
-    """The flags of pretrain_video.py for task, network and data.
+    """The flags of task, network and data of pretrain_video.py.
 
     Attributes:
         video: always True; it marks a stored configuration as one of a video run.

@@ -81,7 +81,7 @@ def is_causal(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class VideoDiTConfig(Changeable):
-    """The flags of a video DiT that apply only in ``--task flow``.
+    """The flags of a video DiT in ``--task flow`` alone.
 
     `WindowConfig` has the flags that also apply in ``--task streaming``.
 
