@@ -8,6 +8,7 @@ import pytest
 from megatron_ext.config.flags import flag
 from megatron_ext.config.help import SHORT, answer
 from megatron_ext.config.inapplicable import of_program
+from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import TaskFlags
 from megatron_ext.config.sections import all_flags, help_question, sections_of
 from megatron_ext.text.config.inapplicable import TEXT_FLAGS
@@ -108,6 +109,13 @@ def test_usual_abbreviations_are_known(question: str, capsys: pytest.CaptureFixt
     shown = asked(capsys, question)
     assert shown.startswith("  --tensor-model-parallel-size RANKS\n")
     assert "--tp-comm-overlap" in shown
+
+
+def test_an_abbreviation_on_the_command_line_is_spelled_out() -> None:
+    (error,) = read_words(["--tp", "2"], PROGRAM).errors
+    assert error == (
+        "`--tp` is not a flag of this program; did you mean `--tensor-model-parallel-size`?"
+    )
 
 
 @pytest.mark.parametrize(
