@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from megatron_ext.checkpoint import publish
 from megatron_ext.data import loader
 from megatron_ext.text.task import TEXT
-from megatron_ext.train import loop, main
+from megatron_ext.train import loop, main, pretrain
 from megatron_ext.train.callbacks import evaluation
 
 REACHED = "reached"
@@ -63,10 +63,10 @@ def slowed(moment: str, folder: Path) -> Callable[[list[str]], int]:
         unfinished.rename(folder / f"rank_{os.environ['RANK']}")
         if moment == "start":
             stay()
-        return pretrain(*args, **options)
+        return trained(*args, **options)
 
-    pretrain = main.pretrain
-    main.pretrain = leaving_its_id
+    trained = pretrain.pretrain
+    pretrain.pretrain = leaving_its_id
     if moment == "training":
         slow(loop, "next_inputs", is_late=lambda run: run.progress.iteration >= _FIRST_STEP)
     elif moment == "evaluation":
