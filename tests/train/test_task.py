@@ -1,12 +1,17 @@
 """Copies of tasks, and which flags a choice of tasks leaves out."""
 
 import dataclasses
+import gc
+import sys
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from megatron_ext.config.inapplicable import Inapplicable
+from megatron_ext.text.step import gpt_forward_step
 from megatron_ext.text.task import GPT
-from megatron_ext.train.task import Task, TaskChoice, later
+from megatron_ext.train.task import STEP_FLAGS, Task, TaskChoice, definition_of, later
 
 
 def entry(flags: str) -> Inapplicable:
@@ -64,3 +69,25 @@ def test_a_changed_choice_still_picks_one_of_its_own_tasks() -> None:
 def test_an_import_waits_for_the_first_call() -> None:
     assert later("no.such:name") is not None
     assert later("math:prod")([2, 3], start=7) == 42
+
+
+def test_a_function_that_is_named_counts_as_itself() -> None:
+    """A task may have GPT's step by its name or as the function, with the flags of both."""
+    assert definition_of(GPT.forward_step) == definition_of(gpt_forward_step)  # type: ignore[arg-type]
+    loaded = GPT.loaded()
+    assert loaded.forward_step is gpt_forward_step
+    assert loaded.loaded().forward_step is gpt_forward_step
+    for task in (GPT, loaded, GPT.replace(forward_step=gpt_forward_step)):
+        refused = {name for entry in task.answers() for name in entry.flags.split()}
+        assert refused.isdisjoint(STEP_FLAGS.split())
+
+
+def test_imports_leave_the_collector_of_garbage_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for enabled in (True, False):
+        monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+        (gc.enable if enabled else gc.disable)()
+        try:
+            assert later("colorsys:rgb_to_yiq").load()(0, 0, 0) == (0, 0, 0)
+            assert gc.isenabled() is enabled
+        finally:
+            gc.enable()
