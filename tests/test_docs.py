@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import io
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +126,8 @@ def flags_of_tool(path: Path) -> frozenset[str]:
     """Return the flags of a tool's --help, with those of its subcommands."""
     spec = importlib.util.spec_from_file_location(f"tool_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
+    # A dataclass looks its module up there.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     text = help_of(module.main, [])
     for command in re.findall(r"\{(\w+(?:,\w+)+)\}", text.split("\n\n")[0]):
