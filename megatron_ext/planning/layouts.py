@@ -21,6 +21,9 @@ from megatron_ext.planning.task_cost import TaskCost
 MOST_CHUNKS = 4
 """The largest number of virtual chunks on a pipeline rank that a search tries."""
 
+LEAST_SLICE = 512
+"""The fewest tokens of a sequence that a search gives to a context-parallel rank beyond a node."""
+
 PARALLEL = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "expert_model_parallel_size expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage "
@@ -218,13 +221,16 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield the layouts to try, each with every mode of recomputation that the run can use.
 
-    Tensor parallelism stays within a node of ``gpu``. Micro-batch sizes are the run's, its half,
-    its quarter and so on, down to 1. Layers are cut evenly where that is possible; else, with the
-    ``network`` of one rank, so that the slowest stage is as fast as can be.
+    Tensor parallelism stays within a node of ``gpu``, and so does context parallelism whose ranks
+    would have fewer than `LEAST_SLICE` tokens of a sequence. Micro-batch sizes are the run's, its
+    half, its quarter and so on, down to 1. Layers are cut evenly where that is possible; else, with
+    the ``network`` of one rank, so that the slowest stage is as fast as can be.
     """
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     layers = config.model.num_layers or 1
     in_node = [size for size in sizes if size <= gpu.per_node]
+    most_slices = max(gpu.per_node, (config.model.seq_length or 0) // LEAST_SLICE)
+    slices = [size for size in sizes if size <= most_slices]
     cuts = [size for size in sizes if size <= layers]
     num_experts = cost.num_experts(config) or 1
     experts = [size for size in sizes if num_experts % size == 0]
@@ -242,7 +248,7 @@ def candidates(
             stages = balanced(network, pp, chunks)
             if stages is None:
                 continue
-        for tp, cp, ep in product(in_node, sizes, experts):
+        for tp, cp, ep in product(in_node, slices, experts):
             if world_size % (tp * pp * cp) or world_size % (ep * pp):
                 continue
             for batch, mode in product(batches, modes):

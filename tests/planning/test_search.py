@@ -72,6 +72,9 @@ def test_candidates_have_every_size_that_divides_ranks_layers_and_experts() -> N
     assert {(x.pp, x.chunks) for x in uneven if x.stages} == {(2, 4), (4, 2)}
     flat = [*candidates(llama("--num-layers 2"), 4, H100, GPT_COST)]
     assert {x.pp for x in flat} == {1, 2}  # A stage has one layer at least.
+    # A slice of a sequence across nodes has 512 of its 8192 tokens at least.
+    wide = [*candidates(config, 64, H100, GPT_COST)]
+    assert {x.cp for x in wide} == {1, 2, 4, 8, 16}
     experts = dataclasses.replace(GPT_COST, num_experts=lambda _: 6)
     found = [*candidates(config, 4, H100, experts)]
     assert {(x.pp, x.ep) for x in found} == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)}
