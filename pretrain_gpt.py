@@ -35,7 +35,7 @@ def video_flags() -> list[Inapplicable]:
 def program(argv: list[str]) -> int:
     """Train, or audit the flags if `AUDIT` is among the arguments; return the exit code."""
     question = help_question(argv)
-    if question == "":
+    if question in ("", "all"):
         print(__doc__)
     elif question is None and AUDIT in argv:
         return audit([word for word in argv if word != AUDIT])

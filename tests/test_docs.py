@@ -4,10 +4,8 @@ import ast
 import contextlib
 import functools
 import importlib
-import importlib.util
 import io
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,11 +122,7 @@ def arguments_of(path: Path) -> frozenset[str]:
 @functools.cache
 def flags_of_tool(path: Path) -> frozenset[str]:
     """Return the flags of a tool's --help, with those of its subcommands."""
-    spec = importlib.util.spec_from_file_location(f"tool_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its module up there.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = importlib.import_module(f"tools.{path.stem}")
     text = help_of(module.main, [])
     for command in re.findall(r"\{(\w+(?:,\w+)+)\}", text.split("\n\n")[0]):
         text += "".join(help_of(module.main, [name]) for name in command.split(","))

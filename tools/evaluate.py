@@ -32,7 +32,7 @@ from megatron_ext.text.evaluation.tool import evaluate
 
 def main(argv: Sequence[str]) -> int:
     """Score the model that the flags name; return the exit code."""
-    if help_question(argv) == "":
+    if help_question(argv) in ("", "all"):
         print(__doc__)
     return evaluate(argv)
 

@@ -33,7 +33,7 @@ from megatron_ext.text.generation.tool import generate_text
 
 def main(argv: Sequence[str]) -> int:
     """Complete the prompts of the flags; return the exit code."""
-    if help_question(argv) == "":
+    if help_question(argv) in ("", "all"):
         print(__doc__)
     return generate_text(argv)
 

@@ -40,7 +40,7 @@ STREAMING = "--streaming"
 
 def main(argv: Sequence[str]) -> int:
     """Sample clips or, with ``--streaming``, long videos; return the exit code."""
-    if help_question(argv) == "":
+    if help_question(argv) in ("", "all"):
         print(__doc__)
     words = [word for word in argv if word != STREAMING]
     return sample_streaming(words) if STREAMING in argv else sample_video(VIDEO, words)
