@@ -306,8 +306,8 @@ def _closest(word: str, candidates: Sequence[str], count: int) -> list[str]:
 
 def _some(names: Sequence[str]) -> str:
     """Return the first names and the number of the others."""
-    shown, others = names[: FEW // 2], len(names) - FEW // 2
-    return ", ".join(shown) + (f" and {others} more" if others > 0 else "")
+    others = len(names) - FEW // 2
+    return ", ".join(names[: FEW // 2]) + (f" and {others} more" if others > 0 else "")
 
 
 def _capital(sentence: str) -> str:

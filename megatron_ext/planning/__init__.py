@@ -9,7 +9,8 @@ Each module imports only modules above it:
 - hardware.py: rates that GPUs reach
 - pipeline.py: the schedule of a step, priced from as few micro-batches as decide it
 - network.py: `Network`, the formulas of a model's cost
-- memory.py: peak memory of each pipeline rank, and the check of a run on CPUs before it starts
+- host_memory.py: the check of a run on CPUs before it starts
+- memory.py: peak memory of each pipeline rank
 - muon.py: operations and messages of the Muon optimizer
 - step_time.py: time of a step
 - layouts.py: the layouts that a search tries, and the flags of each

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
-from megatron_ext.planning.pipeline import Schedule, microbatches
 from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, Summed
 from megatron_ext.planning.state import LINEAR, Weight
 
 if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work
+    from megatron_ext.planning.pipeline import Schedule
 
 MULTIPLY_AND_ADD = 2
 """Floating-point operations of one multiply-add."""
@@ -143,11 +143,14 @@ class Network(ABC):
     @property
     def num_microbatches(self) -> int:
         """Return the number of micro-batches of a rank in a step."""
-        return microbatches(self.config.parallel, self.config.training)
+        return self.schedule.num_microbatches
 
     @property
     def schedule(self) -> Schedule:
         """Return the pipeline schedule of a step."""
+        # Only plans simulate it; a run asks a network for its bytes and operations.
+        from megatron_ext.planning.pipeline import Schedule
+
         return Schedule.of(self.config.parallel, self.config.training)
 
     def stages_of(self, rank: int) -> list[Stage]:

@@ -93,7 +93,7 @@ def silence_known_warnings(device: str) -> None:
 
 
 check_core = later("megatron_ext.layers.transformer_config:check_core")
-check_host_memory = later("megatron_ext.planning.memory:check_host_memory")
+check_host_memory = later("megatron_ext.planning.host_memory:check_host_memory")
 pretrain = later("megatron_ext.train.pretrain:pretrain")
 print_plan = later("megatron_ext.planning.report:print_plan")
 reported_end = later("megatron_ext.train.reporting.build:reported_end")

@@ -12,7 +12,8 @@ from megatron_ext.device.host import this_host
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning import memory as memory_module
 from megatron_ext.planning.hardware import size
-from megatron_ext.planning.memory import check_host_memory, fullest, memory, walk, worst_case
+from megatron_ext.planning.host_memory import check_host_memory
+from megatron_ext.planning.memory import fullest, memory, walk, worst_case
 from megatron_ext.planning.network import Case, fp8_bytes
 from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, in_order, recomputed
@@ -311,7 +312,7 @@ def test_a_step_has_at_least_one_micro_batch() -> None:
     assert Schedule.of(four.parallel, four.training).num_microbatches == 4
 
 
-HOST = "megatron_ext.planning.memory.this_host"
+HOST = "megatron_ext.planning.host_memory.this_host"
 WORDS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 512 "
     "--max-position-embeddings 512 --micro-batch-size 12 --global-batch-size 24 --lr 1e-3 "

@@ -131,7 +131,8 @@ def _name(path: Path) -> str:
 def command_of(folder: RunFolder) -> str:
     """Return the command line of a run, with a line for its folder; "" if the run has none."""
     facts = folder.start_facts
-    command, where = facts.get("command"), facts.get("folder")
+    command = facts.get("command")
+    where = facts.get("folder")
     if not isinstance(command, str):
         return ""
     lines = [f"cd {shlex.quote(where)}"] if isinstance(where, str) else []

@@ -193,7 +193,8 @@ def tiles(
     figures = []
     if train:
         last = train[-1]
-        reached, planned = reached_iteration(folder, state), planned_iterations(folder)
+        reached = reached_iteration(folder, state)
+        planned = planned_iterations(folder)
         of = "" if planned is None else f" / {planned:,}"
         figures.append(("iteration", f"{reached:,}{of}"))
         name = main_loss(train)

@@ -15,7 +15,8 @@ from megatron_ext.device.host import this_host
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.planning.hardware import gpu_named
-from megatron_ext.planning.memory import check_host_memory, memory
+from megatron_ext.planning.host_memory import check_host_memory
+from megatron_ext.planning.memory import memory
 from megatron_ext.planning.network import Volume
 from megatron_ext.planning.report import model_parameters
 from megatron_ext.planning.state import rank_state
@@ -72,7 +73,7 @@ def test_a_run_that_only_evaluates_needs_memory_for_its_weights_alone(
     params = model_parameters(memory(GptNetwork.of(training)))
     for factor, allowed in ((3, []), (10, [evaluating]), (24, [evaluating, training])):
         host = dataclasses.replace(this_host(), memory=factor * params)
-        monkeypatch.setattr("megatron_ext.planning.memory.this_host", lambda host=host: host)
+        monkeypatch.setattr("megatron_ext.planning.host_memory.this_host", lambda host=host: host)
         for config in (evaluating, training):
             if config in allowed:
                 check_host_memory(config, GPT.cost)
