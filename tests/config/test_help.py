@@ -26,6 +26,11 @@ class Program(TaskFlags):
 PROGRAM = Program(sections=SECTIONS, inapplicable=TEXT_FLAGS)
 
 
+@pytest.fixture(autouse=True)
+def _as_wide_as_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def asked(capsys: pytest.CaptureFixture[str], question: str, program: Program = PROGRAM) -> str:
     assert answer(program, question) == 0
     return capsys.readouterr().out
