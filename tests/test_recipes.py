@@ -66,8 +66,7 @@ def planned(name: str, layout: str) -> tuple[ParsedArgs, RunConfig]:
     is_video = "video_model" in content_of(name)
     words = ["--config", str(RECIPES[name]), "--layout", layout, *planning_flags(name)]
     found = parsed(words, VIDEO if is_video else TEXT, ranks=0)
-    config = preflight(found.config, found.task.preflight)[0] if is_video else found.config
-    return found, config
+    return found, preflight(found.config, found.task.preflight)[0]
 
 
 def test_each_recipe_is_tested() -> None:

@@ -313,7 +313,8 @@ class Reading:
             renamed = [old for old, entry in self.answers.items() if entry.instead]
             accepted = [*self.table, *renamed, *sections.OWN_FLAGS]
             near = difflib.get_close_matches(name, accepted, n=3, cutoff=0.6)
-            usual = ABBREVIATIONS.get(name.removeprefix("--"))
+            bare = name.removeprefix("--")
+            usual = ABBREVIATIONS.get(bare) or sections.TRAINER_NAMES.get(bare)
             near = [usual] if usual in self.table else near
             self.errors.append(sections.unknown(f"`{word}`", [f"`{x}`" for x in near]))
 

@@ -52,6 +52,28 @@ OWN_FLAGS = {
     "--no-position-embedding": ("", "refused or without effect: use `--position-embedding-type`"),
 }
 """Flags that the parser handles itself, with their values and meanings."""
+TRAINER_NAMES = {
+    "learning-rate": "--lr",
+    "max-steps": "--train-iters",
+    "num-train-epochs": "--train-epochs",
+    "per-device-train-batch-size": "--micro-batch-size",
+    "gradient-accumulation-steps": "--global-batch-size",
+    "gradient-checkpointing": "--recompute-granularity",
+    "max-grad-norm": "--clip-grad",
+    "warmup-steps": "--lr-warmup-iters",
+    "warmup-ratio": "--lr-warmup-fraction",
+    "lr-scheduler-type": "--lr-decay-style",
+    "model-name-or-path": "--load-hf",
+    "max-length": "--seq-length",
+    "max-seq-length": "--seq-length",
+    "output-dir": "--save",
+    "resume-from-checkpoint": "--load",
+    "logging-steps": "--log-interval",
+    "save-steps": "--save-interval",
+    "eval-steps": "--eval-interval",
+    "fsdp": "--data-parallel-sharding-strategy",
+}
+"""The flags by the names that Hugging Face's trainers give them, without dashes."""
 LAYOUTS = "layouts"
 """The key of a ``--config`` file under which its layouts are, where sections have their names."""
 

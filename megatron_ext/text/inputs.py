@@ -24,6 +24,26 @@ INDEXED = "megatron_ext.data.indexed"
 SFT = "megatron_ext.text.sft"
 
 
+def plans_without_data(config: RunConfig) -> bool:
+    """Return whether a dry run can do without a tokenizer and data, of which the flags name none.
+
+    ``--padded-vocab-size``, which a plan needs, must be given; recipes give it.
+    """
+    data = config.section(DataConfig)
+    data_flags = (
+        data.mock_data,
+        data.data_path,
+        data.train_data_path,
+        data.data_args_path,
+        data.per_split_data_args_path,
+        data.data_schedule,
+        config.section(HuggingFaceConfig).load_hf,
+    )
+    tokenizer = config.section(TokenizerConfig)
+    named = any(data_flags) or tokenizer != TokenizerConfig()
+    return config.planning.dry_run and bool(config.model.padded_vocab_size) and not named
+
+
 def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     """Return functions that each raise an error if a file of the run cannot be used.
 
@@ -42,6 +62,8 @@ def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 def gpt_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     """Return functions that each raise an error if a tokenizer's file or a dataset is unusable."""
+    if plans_without_data(config):
+        return []
     return [*tokenizer_inputs(config), *dataset_checks(config)]
 
 

@@ -21,6 +21,7 @@ from megatron_ext.text.data.blend import source_options
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import build_mock_datasets, check_mock_data
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
+from megatron_ext.text.inputs import plans_without_data
 from megatron_ext.text.task import FOLDERS, loads_folder
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
@@ -69,11 +70,14 @@ def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     return dataclasses.replace(config, model=model), tokenizer
 
 
-def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
+def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer | None]:
     """Check a run's data before the model is built.
 
-    Return the configuration with the padded vocabulary size filled in, and the tokenizer.
+    Return the configuration with the padded vocabulary size filled in, and the tokenizer, which is
+    None for a dry run that names none.
     """
+    if plans_without_data(config):
+        return config, None
     config, tokenizer = with_tokenizer(config)
     if is_direct(config):
         config = later(f"{DIRECT}:prepare_direct")(config, tokenizer)

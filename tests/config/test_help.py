@@ -10,7 +10,13 @@ from megatron_ext.config.help import SHORT, answer
 from megatron_ext.config.inapplicable import of_program
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import TaskFlags
-from megatron_ext.config.sections import all_flags, help_question, sections_of
+from megatron_ext.config.sections import (
+    TRAINER_NAMES,
+    all_flags,
+    help_question,
+    sections_of,
+    spellings,
+)
 from megatron_ext.text.config.inapplicable import TEXT_FLAGS
 from megatron_ext.text.config.rules import SECTIONS
 from megatron_ext.video.config.rules import SECTIONS as VIDEO_SECTIONS
@@ -121,6 +127,14 @@ def test_an_abbreviation_on_the_command_line_is_spelled_out() -> None:
     assert error == (
         "`--tp` is not a flag of this program; did you mean `--tensor-model-parallel-size`?"
     )
+
+
+def test_names_of_other_trainers_lead_to_flags_that_exist() -> None:
+    known = spellings(all_flags(PROGRAM)).keys()
+    assert set(TRAINER_NAMES.values()) <= known
+    assert not {f"--{name}" for name in TRAINER_NAMES} & known
+    (error,) = read_words(["--learning_rate", "2"], PROGRAM).errors
+    assert error == "`--learning_rate` is not a flag of this program; did you mean `--lr`?"
 
 
 @pytest.mark.parametrize(

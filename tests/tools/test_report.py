@@ -47,9 +47,14 @@ def test_folders_and_outputs_that_cannot_be_used_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path / "none")]) == 2
+    assert main([str(tmp_path)]) == 2
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "metrics.jsonl").touch()
     assert main([str(tmp_path), "--output", str(tmp_path / "no" / "page.html")]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"error: `folder` ({tmp_path / 'none'}) must be the save folder of a run; give another.",
+        f"error: `folder` ({tmp_path}) must be the save folder of a run, but holds no log such as "
+        "metrics.jsonl; give another.",
         f"error: `--output` ({tmp_path / 'no' / 'page.html'}) cannot be written (No such file or "
         "directory); give another path.",
     ]

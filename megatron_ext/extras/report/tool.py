@@ -83,7 +83,8 @@ def report(folders: Sequence[Path], output: Path | None) -> Path:
     one.
 
     Raises:
-        ConfigError: there is no such folder, it is given twice, or the report cannot be written.
+        ConfigError: there is no such folder, it is given twice or holds no log of a run, or the
+            report cannot be written.
     """
     # A page needs much more than the help of the tool.
     from megatron_ext import limits
@@ -92,6 +93,12 @@ def report(folders: Sequence[Path], output: Path | None) -> Path:
     from megatron_ext.extras.report.run_folder import read_run_folder
 
     _check(folders)
+    for folder in folders:
+        if not any(folder.glob("*.jsonl")):
+            raise ConfigError(
+                f"`folder` ({folder}) must be the save folder of a run, but holds no log such as "
+                "metrics.jsonl; give another."
+            )
     path = output
     if path is None or path == _DEFAULT:
         path = folders[0] / REPORT_FILE if len(folders) == 1 else Path(COMPARISON_FILE)
