@@ -19,6 +19,7 @@ from megatron_ext.config.sections import (
 )
 from megatron_ext.text.config.inapplicable import TEXT_FLAGS
 from megatron_ext.text.config.rules import SECTIONS
+from megatron_ext.text.task import TEXT
 from megatron_ext.video.config.rules import SECTIONS as VIDEO_SECTIONS
 
 
@@ -130,7 +131,7 @@ def test_an_abbreviation_on_the_command_line_is_spelled_out() -> None:
 
 
 def test_names_of_other_trainers_lead_to_flags_that_exist() -> None:
-    known = spellings(all_flags(PROGRAM)).keys()
+    known = spellings(all_flags(TEXT)).keys()
     assert set(TRAINER_NAMES.values()) <= known
     assert not {f"--{name}" for name in TRAINER_NAMES} & known
     (error,) = read_words(["--learning_rate", "2"], PROGRAM).errors

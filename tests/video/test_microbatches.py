@@ -16,7 +16,6 @@ from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.randomness import draw_microbatch
 from megatron_ext.video.loss import FlowTargets
 from megatron_ext.video.model.tokens import pack
-from megatron_ext.video.networks import network as network_module
 from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.step import FlowMicrobatch
 from tests.video.networks.test_flags import mmdit, wan
@@ -139,7 +138,7 @@ def test_a_micro_batchs_share_of_a_step_is_that_of_its_average_rank(
         asked.append((weights, counts, options))
         return 0.25
 
-    monkeypatch.setattr(network_module, "share_of_step", share)
+    monkeypatch.setattr("megatron_ext.losses.contract.share_of_step", share)
     config = mmdit()
     training = dataclasses.replace(config.training, calculate_per_token_loss=per_token)
     network = network_of(dataclasses.replace(config, training=training))

@@ -14,6 +14,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from megatron_ext.disk.reading import read_text
 from megatron_ext.extras.report.curves import (
     MAX_POINTS,
     NOT_SMOOTHED,
@@ -205,7 +206,7 @@ def as_data_block(content: object) -> Markup:
 
 @cache
 def _asset(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8").strip()
+    return read_text(Path(__file__).parent / name).strip()
 
 
 def chart_style() -> Markup:

@@ -534,6 +534,7 @@ def test_the_tool_writes_where_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "other.html"
+    (tmp_path / "metrics.jsonl").touch()
     assert tool([str(tmp_path), "--output", str(output)], "") == 0
     assert output.exists() and not (tmp_path / "report.html").exists()
     assert capsys.readouterr().out == f"wrote {output}\n"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.evaluation import run as runs
 from megatron_ext.text.evaluation import scores, service, tool
 from megatron_ext.text.evaluation.config import ResultsConfig, TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import TaskScores, table, values_of
@@ -142,15 +143,15 @@ def test_the_program_prints_a_table_and_writes_its_results(
     utils = SimpleNamespace(handle_non_serializable=str)
     monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(utils=utils))
     monkeypatch.setitem(sys.modules, "lm_eval.utils", utils)
-    monkeypatch.setattr(tool, "scored", scored)
-    monkeypatch.setattr(tool, "with_tokenizer", lambda config: (config, "tokenizer"))
+    monkeypatch.setattr(runs, "scored", scored)
+    monkeypatch.setattr(runs, "with_tokenizer", lambda config: (config, "tokenizer"))
     file = tmp_path / "results.json"
     own = ResultsConfig(results_file=str(file), bootstrap_iters=9, apply_chat_template=True)
     config = config_of(SMALL).with_section(own, TaskEvaluationConfig(eval_tasks=["tiny"]))
-    monkeypatch.setattr(tool, "load_chat_tokenizer", lambda *_, **__: "loaded")
-    monkeypatch.setattr(tool, "with_known_date", lambda loaded, date: (f"dated {loaded}", "a day"))
+    monkeypatch.setattr(runs, "load_chat_tokenizer", lambda *_, **__: "loaded")
+    monkeypatch.setattr(runs, "with_known_date", lambda loaded, date: (f"dated {loaded}", "a day"))
     run: Any = SimpleNamespace(config=config, context=SimpleNamespace(rank=rank))
-    tool.evaluate_model(run)
+    runs.evaluate_model(run)
     told = capsys.readouterr().out
     assert given["bootstrap_iters"] == 9
     if rank == 0:
@@ -165,16 +166,16 @@ def test_a_program_checks_its_flags_before_it_loads_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checked: list[Any] = []
-    monkeypatch.setattr(tool, "prepare", lambda config: (config, "tokenizer"))
-    monkeypatch.setattr(tool, "check_tasks", checked.append)
+    monkeypatch.setattr(runs, "prepare", lambda config: (config, "tokenizer"))
+    monkeypatch.setattr(runs, "check_tasks", checked.append)
     flags = TaskEvaluationConfig(eval_tasks=["tiny"])
     config = config_of(SMALL).with_section(flags)
     fine = config.with_section(ResultsConfig(results_file=str(tmp_path / "x.json")))
-    assert tool.prepare_evaluation(fine) == (fine, "tokenizer")
+    assert runs.prepare_evaluation(fine) == (fine, "tokenizer")
     assert (checked, capsys.readouterr().out) == ([flags], "")
     bad = config.with_section(ResultsConfig(results_file="/proc/x/y"))
     with pytest.raises(ConfigError, match=r"`--results-file` \(/proc/x/y\) cannot be written"):
-        tool.prepare_evaluation(bad)
+        runs.prepare_evaluation(bad)
     monkeypatch.setattr(tool, "inference_rules", lambda given, run: ["another"])
     none = config.with_section(TaskEvaluationConfig(eval_tasks_interval=2))
     assert tool.evaluation_rules(none, none) == [
@@ -201,9 +202,9 @@ def test_a_rank_that_prints_gets_the_scores_of_rank_0(monkeypatch: pytest.Monkey
 def test_a_chat_template_is_looked_for_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tool, "prepare", lambda config: (config, ByteLevelTokenizer()))
-    monkeypatch.setattr(tool, "check_tasks", lambda flags: None)
+    monkeypatch.setattr(runs, "prepare", lambda config: (config, ByteLevelTokenizer()))
+    monkeypatch.setattr(runs, "check_tasks", lambda flags: None)
     config = config_of(SMALL).with_section(TaskEvaluationConfig(eval_tasks=["tiny"]))
     with pytest.raises(ConfigError, match="has no chat template|needs|cannot"):
-        tool.prepare_evaluation(config.with_section(ResultsConfig(apply_chat_template=True)))
-    tool.prepare_evaluation(config.with_section(ResultsConfig()))
+        runs.prepare_evaluation(config.with_section(ResultsConfig(apply_chat_template=True)))
+    runs.prepare_evaluation(config.with_section(ResultsConfig()))

@@ -330,8 +330,8 @@ def test_a_run_fits_with_the_reserve_of_its_gpu_to_the_byte(
     monkeypatch.setattr(cost, "reserve_on", lambda *_: {"a": 1000, "b": 500})
     for spare, fits in ((1500, True), (1499, False)):
         gpu = replace(GPUS["H100"], memory=memory.total + spare)
-        parts, found = cost.report(config, gpu)
-        assert found is fits
-        (line,) = [part for part in parts if isinstance(part, str) and " on H100" in part]
+        found = cost.report(config, gpu)
+        assert found.fits is fits
+        (line,) = [line for line in found.lines if " on H100" in line]
         assert line.startswith("fits on" if fits else "DOES NOT FIT on")
-    assert cost.report(config, None)[1] is True
+    assert cost.report(config, None).fits is True
