@@ -451,6 +451,7 @@ def test_artifacts_are_uploaded_when_asked_for_and_only_of_a_run_that_ends_well(
 ) -> None:
     for step in (4, 8):
         (tmp_path / f"iter_{step:07d}").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
     newest, report = str(tmp_path / "iter_0000008"), str(tmp_path / "report.html")
     plain = f"{MLFLOW} {WANDB} {TRACKIO} --save {tmp_path}"
     both = f"{plain} --tracker-artifacts checkpoint report"
