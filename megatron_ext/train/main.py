@@ -168,7 +168,7 @@ def main(
         staged = stage(parsed.config, is_first=first) if parsed.config.checkpoint.addresses else []
         config, assets = preflight(parsed.config, task.preflight)
         device = select(config.parallel.distributed_backend)
-        if device.kind != config.device:
+        if device.kind == "cuda" and config.device == "cpu":
             # torch finds a GPU although nothing else did.
             parsed = parse(device=device.kind)
             config, assets = preflight(parsed.config, task.preflight)

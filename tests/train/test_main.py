@@ -563,3 +563,10 @@ def test_a_checkpoint_elsewhere_is_not_looked_for_here(
 
 def refuse_all(sentence: str) -> None:
     raise CheckpointError(sentence)
+
+
+def test_a_dry_run_for_a_gpu_checks_its_data_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*training_runs.SMALL, *"--make-vocab-size-divisible-by 128".split()]
+    words += "--tensor-model-parallel-size 2 --nproc-per-node 2".split()
+    assert main(TEXT, [*words, "--dry-run", "--dry-run-gpu", "H100"]) == 0
+    assert capsys.readouterr().out.count("The vocabulary is padded to 256") == 1
