@@ -51,16 +51,26 @@ def flag_line(given: Values, lower: Values, table: Mapping[str, tuple[Flag, bool
     return shlex.join(words)
 
 
-def _words(flag: Flag, value: Any) -> list[str] | None:
-    """Return the words that set a flag to a value, or None if no words do."""
-    if isinstance(value, bool):
+def words_of(flag: Flag, value: Any) -> list[str]:
+    """Return the words of a command line that set a flag; [] for None, which no words can set."""
+    if value is None:
+        return []
+    if flag.type is bool:
         return [flag.positive[0] if value else flag.negative[-1]]
-    words = [str(each) for each in (value if isinstance(value, (list, tuple)) else [value])]
-    if value is None or any(word.startswith("--") for word in words):
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [flag.positive[0], *map(str, values)]
+
+
+def _words(flag: Flag, value: Any) -> list[str] | None:
+    """Return the words that set a flag to a value, or None if none are read as this value."""
+    words = words_of(flag, value)
+    if not words or flag.type is bool:
+        return words or None
+    name, *given = words
+    if any(word.startswith("--") for word in given):
         return None
     try:
-        read = value_of_words(flag, flag.positive[0], words)
+        read = value_of_words(flag, name, given)
     except ConfigError:
         return None
-    as_list = list(value) if isinstance(value, tuple) else value
-    return [flag.positive[0], *words] if read == as_list else None
+    return words if read == (list(value) if isinstance(value, tuple) else value) else None

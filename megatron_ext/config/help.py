@@ -16,7 +16,6 @@ from itertools import groupby
 
 from megatron_ext.config.flags import Flag, if_changed
 from megatron_ext.config.inapplicable import answer_to, by_flag, megatron_flags
-from megatron_ext.config.parallel import ABBREVIATIONS
 from megatron_ext.config.run import Program, RunConfig, TaskFlags
 from megatron_ext.config.sections import (
     OWN_FLAGS,
@@ -25,6 +24,7 @@ from megatron_ext.config.sections import (
     canonical,
     sections_of,
     spellings,
+    usual_flag,
 )
 from megatron_ext.errors import say_to_stderr
 
@@ -159,8 +159,8 @@ class Manual:
         if name in self.table:
             flag, _ = self.table[name]
             return [flag], [self._details(flag)]
-        if ABBREVIATIONS.get(name.removeprefix("--")) in self.table:
-            return self._named(ABBREVIATIONS[name.removeprefix("--")])
+        if (usual := usual_flag(name)) in self.table:
+            return self._named(str(usual))
         if name in OWN_FLAGS:
             return [], [self._item(name, *OWN_FLAGS[name])]
         entry = answer_to(name, self.lacking) or answer_to(name, by_flag(self.elsewhere()))

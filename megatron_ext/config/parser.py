@@ -19,7 +19,6 @@ from megatron_ext.config import sections
 from megatron_ext.config.finalize import errors_of_ranges, finalize
 from megatron_ext.config.flags import Flag
 from megatron_ext.config.inapplicable import Inapplicable, answer_to, by_flag, megatron_flags
-from megatron_ext.config.parallel import ABBREVIATIONS
 from megatron_ext.config.run import Program, RunConfig, TaskFlags, engine_sections
 from megatron_ext.config.sections import Elsewhere, Values, canonical
 from megatron_ext.errors import ConfigError, FlagError, flags_of
@@ -313,8 +312,7 @@ class Reading:
             renamed = [old for old, entry in self.answers.items() if entry.instead]
             accepted = [*self.table, *renamed, *sections.OWN_FLAGS]
             near = difflib.get_close_matches(name, accepted, n=3, cutoff=0.6)
-            bare = name.removeprefix("--")
-            usual = ABBREVIATIONS.get(bare) or sections.TRAINER_NAMES.get(bare)
+            usual = sections.usual_flag(name)
             near = [usual] if usual in self.table else near
             self.errors.append(sections.unknown(f"`{word}`", [f"`{x}`" for x in near]))
 

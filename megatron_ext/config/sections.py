@@ -29,6 +29,7 @@ from typing import Any
 
 from megatron_ext.config.flags import Flag, flag, flags_of, from_checkpoint
 from megatron_ext.config.inapplicable import Inapplicable, by_flag, megatron_flags
+from megatron_ext.config.parallel import ABBREVIATIONS
 from megatron_ext.config.run import (
     Program,
     engine_sections,
@@ -76,6 +77,12 @@ TRAINER_NAMES = {
 """The flags by the names that Hugging Face's trainers give them, without dashes."""
 LAYOUTS = "layouts"
 """The key of a ``--config`` file under which its layouts are, where sections have their names."""
+
+
+def usual_flag(name: str) -> str | None:
+    """Return the flag that ``name``, with or without dashes, abbreviates or is elsewhere."""
+    bare = name.removeprefix("--")
+    return ABBREVIATIONS.get(bare) or TRAINER_NAMES.get(bare)
 
 
 def help_question(argv: Sequence[str]) -> str | None:

@@ -9,6 +9,7 @@ from itertools import groupby, product
 from typing import Any
 
 from megatron_ext.config import sections
+from megatron_ext.config.flag_line import words_of
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.inapplicable import answer_to, megatron_flags
 from megatron_ext.config.rules.parallel import share_errors
@@ -39,16 +40,6 @@ SIZES = PARALLEL[:4]
 
 START = ("nproc_per_node", "dry_run", "dry_run_nodes", "dry_run_gpu")
 """Fields whose flags say how a run is started, and not what it computes."""
-
-
-def words_of(flag: Flag, value: Any) -> list[str]:
-    """Return the words of a command line that set a flag; [] for None, which no words can set."""
-    if value is None:
-        return []
-    if flag.type is bool:
-        return [(flag.positive if value else flag.negative)[0]]
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [flag.positive[0], *map(str, values)]
 
 
 def without(words: Sequence[str], program: Program, dropped: Collection[str]) -> list[str]:

@@ -29,18 +29,11 @@ def plans_without_data(config: RunConfig) -> bool:
 
     ``--padded-vocab-size``, which a plan needs, must be given; recipes give it.
     """
-    data = config.section(DataConfig)
-    data_flags = (
-        data.mock_data,
-        data.data_path,
-        data.train_data_path,
-        data.data_args_path,
-        data.per_split_data_args_path,
-        data.data_schedule,
-        config.section(HuggingFaceConfig).load_hf,
+    named = (
+        config.section(DataConfig).given_sources()
+        or config.section(HuggingFaceConfig).load_hf is not None
+        or config.section(TokenizerConfig) != TokenizerConfig()
     )
-    tokenizer = config.section(TokenizerConfig)
-    named = any(data_flags) or tokenizer != TokenizerConfig()
     return config.planning.dry_run and bool(config.model.padded_vocab_size) and not named
 
 

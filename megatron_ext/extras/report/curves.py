@@ -16,6 +16,7 @@ from megatron_ext.extras.report.goodput import PREFIX, Goodput
 from megatron_ext.extras.report.run_folder import Row, RunFolder
 from megatron_ext.inspect.pages.table import text_of
 from megatron_ext.train.reporting.files import TIME, number
+from megatron_ext.train.reporting.loss_plot import losses_of
 
 MAX_POINTS = 2400
 """Number of points above which a curve is thinned; see `thinned`."""
@@ -120,12 +121,6 @@ class Panel:
 
     title: str
     curves: list[Curve] = field(default_factory=list)
-
-
-def losses_of(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of the losses in a row of metrics.jsonl."""
-    # `train/loss` repeats another loss under a common name.
-    return [name for name in row if name.endswith("loss") and "/" not in name]
 
 
 def main_loss(rows: Sequence[Mapping[str, Any]]) -> str | None:

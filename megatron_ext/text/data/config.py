@@ -115,7 +115,8 @@ class DataConfig:
             return dataclasses.replace(self, split=DEFAULT_SPLIT)
         return self
 
-    def own_errors(self, *, full_validation: bool) -> list[FlagError]:
+    def given_sources(self) -> list[str]:
+        """Return the flags that give data of training, of which a run has one."""
         ways = {
             "--data-path": self.data_path,
             "--data-args-path": self.data_args_path,
@@ -124,7 +125,10 @@ class DataConfig:
             "--train-data-path": self.train_data_path,
             "--data-schedule": self.data_schedule,
         }
-        given = [name for name, value in ways.items() if value]
+        return [name for name, value in ways.items() if value]
+
+    def own_errors(self, *, full_validation: bool) -> list[FlagError]:
+        given = self.given_sources()
         errors = []
         if len(given) > 1:
             errors.append(exclusive(*given, remedy="give one source of data"))

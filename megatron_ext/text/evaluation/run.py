@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.disk.writing import write_error
-from megatron_ext.errors import ConfigError
 from megatron_ext.text.evaluation.config import ResultsConfig, TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import check_tasks, scored, table
-from megatron_ext.text.generation.run import prepare
+from megatron_ext.text.generation.run import check_output, prepare
 from megatron_ext.text.run import with_tokenizer
 from megatron_ext.text.sft.chat import load_chat_tokenizer, with_known_date
 from megatron_ext.text.tokenizers import TokenizerConfig
@@ -27,11 +25,7 @@ def prepare_evaluation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     Return the configuration with the vocabulary size filled in, and the tokenizer.
     """
     config, tokenizer = prepare(config)
-    results = config.section(ResultsConfig)
-    if results.results_file is not None:
-        error = write_error("--results-file", results.results_file, is_file=True)
-        if error is not None:
-            raise ConfigError(error)
+    check_output("--results-file", config.section(ResultsConfig).results_file)
     check_tasks(config.section(TaskEvaluationConfig))
     _chat_tokenizer(config, tokenizer)
     return config, tokenizer

@@ -51,6 +51,13 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     return config, tokenizer
 
 
+def check_output(flag: str, path: str | None) -> None:
+    """Raise a ConfigError if the file that ``flag`` names cannot be written; None names none."""
+    error = None if path is None else write_error(flag, path, is_file=True)
+    if error is not None:
+        raise ConfigError(error)
+
+
 def prepare_generation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """Check as `prepare` does, and also check the prompts and the output file.
 
@@ -58,10 +65,7 @@ def prepare_generation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """
     config, tokenizer = prepare(config)
     generation = config.section(GenerationConfig)
-    if generation.output_file is not None:
-        error = write_error("--output-file", generation.output_file, is_file=True)
-        if error is not None:
-            raise ConfigError(error)
+    check_output("--output-file", generation.output_file)
     encode = Encoder(config, tokenizer)
     if not generation.interactive and generation.prompt_file != "-":
         _requests(config, encode, read_prompts(generation))

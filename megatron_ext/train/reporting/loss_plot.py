@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +54,14 @@ def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: list[int]) -> None:
+def losses_of(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the losses in a row of metrics.jsonl."""
     # `train/loss` repeats another loss under a common name.
-    names = dict.fromkeys(
-        name for row in train for name in row if name.endswith("loss") and "/" not in name
-    )
+    return [name for name in row if name.endswith("loss") and "/" not in name]
+
+
+def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: list[int]) -> None:
+    names = dict.fromkeys(name for row in train for name in losses_of(row))
     for name in names:
         _draw(axes, *_series(train, name), label=f"{name}, training")
     first = next(iter(names), "lm loss")

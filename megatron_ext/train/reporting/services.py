@@ -241,7 +241,8 @@ class MLflow:
 
     def _settle(self, seconds: float) -> None:
         """Wait for the request that is on its way; raise its error if it has failed."""
-        sending, self._sending = self._sending, None
+        sending = self._sending
+        self._sending = None
         if sending is not None:
             sending.result(seconds)
 
