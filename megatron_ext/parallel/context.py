@@ -226,7 +226,12 @@ def init_groups(
             get_embedding_ranks=get_embedding_ranks,
             create_gloo_process_groups=True,
         )
-        return _checked_context(layout, timeout, recorder or Recorder())
+        context = _checked_context(layout, timeout, recorder or Recorder())
+        if device.backend == "gloo":
+            # Gloo's connections are complete on this rank, perhaps not yet on others, to whom this
+            # rank would be lost if it ended now.
+            torch.distributed.barrier()
+        return context
     except BaseException:
         destroy_groups()
         raise
