@@ -56,6 +56,7 @@ def copied_bytes() -> int:
 def measure(run: Run, saves: int, result: Path) -> None:
     """Train two steps, and write the seconds of alternating saves of rank 0 to a file."""
     train(run)
+    assert run.saves is not None
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * saves + 2):
         run.saves.wait()

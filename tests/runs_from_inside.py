@@ -9,7 +9,7 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.text.task import GPT
-from megatron_ext.train.callbacks.callback import WeightAverage
+from megatron_ext.train.callbacks.optional import WeightAverage
 from megatron_ext.train.loop import IntervalMetrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run

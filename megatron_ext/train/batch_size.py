@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.config.batch_size import number_of_iterations, samples_after
 from megatron_ext.config.training import TrainingConfig
+
+if TYPE_CHECKING:
+    from megatron_ext.checkpoint.best import BestCheckpoint
 
 
 def split_sizes(
@@ -116,6 +118,8 @@ class Progress:
         Older versions did not count the updates of the averaged weights. In ``values`` of theirs,
         each training step is taken as one update, and ``average_start`` is unknown.
         """
+        from megatron_ext.checkpoint.best import BestCheckpoint
+
         names = {field.name for field in fields(cls)}
         counters = {name: value for name, value in values.items() if name in names}
         if "average_updates" not in counters and counters.get("iteration"):

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,22 +14,26 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from torch import Tensor
 
 from megatron_ext.train.batch_size import StepStats
-from megatron_ext.train.callbacks.callback import (
-    Callback,
-    Decision,
-    GarbageCollection,
-    SaveWatch,
-    StepProfiler,
-    StopConditions,
-    WeightAverage,
-    overridden,
-)
-from megatron_ext.train.callbacks.evaluation import EarlyStopping, Evaluation
+from megatron_ext.train.callbacks.callback import Callback, Decision, StopConditions, overridden
 from megatron_ext.train.callbacks.non_finite import NonFinite
 from megatron_ext.train.reporting.records import IterationRecord
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepInputs, StepResult, means_of
 from megatron_ext.train.supervision import supervision_of
+from megatron_ext.train.task import later
+
+if TYPE_CHECKING:
+    from megatron_ext.train.callbacks.evaluation import EarlyStopping
+
+# Callbacks that only a flag asks for are imported when a run needs them.
+_CALLBACKS = "megatron_ext.train.callbacks"
+early_stopping_of = later(f"{_CALLBACKS}.evaluation:EarlyStopping")
+evaluation_of = later(f"{_CALLBACKS}.evaluation:Evaluation")
+garbage_collection_of = later(f"{_CALLBACKS}.optional:GarbageCollection")
+invariants_of = later(f"{_CALLBACKS}.invariants:Invariants")
+profiler_of = later(f"{_CALLBACKS}.optional:StepProfiler")
+save_watch_of = later("megatron_ext.train.saves:SaveWatch")
+weight_average_of = later(f"{_CALLBACKS}.optional:WeightAverage")
 
 
 def train(run: Run) -> int | None:
@@ -41,8 +46,8 @@ def train(run: Run) -> int | None:
             if run.save(superseded, is_last=is_last):
                 run.saved_at = run.progress.iteration
 
-    early_stopping = EarlyStopping(run)
-    if early_stopping.exhausted:
+    early_stopping = early_stopping_of(run) if run.config.training.evaluates else None
+    if early_stopping is not None and early_stopping.exhausted:
         reason = early_stopping.exhausted
         run.reporters.say(f"nothing to do at iteration {run.progress.iteration} ({reason})")
         save(is_last=True)
@@ -96,39 +101,37 @@ def train(run: Run) -> int | None:
 
 
 def callbacks_of(
-    run: Run, early_stopping: EarlyStopping, settle: Callable[[], None]
+    run: Run, early_stopping: EarlyStopping | None, settle: Callable[[], None]
 ) -> list[Callback]:
     """Return the callbacks that a run's flags and task need, in the order in which they are called.
 
-    ``early_stopping`` is included if the run evaluates. ``settle`` is a function that waits for the
-    last update and counts it as applied or skipped.
+    ``early_stopping`` is None if the run does not evaluate. ``settle`` is a function that waits for
+    the last update and counts it as applied or skipped.
     """
     training = run.config.training
     callbacks: list[Callback] = []
     if run.ema is not None:
-        callbacks.append(WeightAverage(run))
+        callbacks.append(weight_average_of(run))
     if training.profile and run.context.rank in training.profile_ranks:
-        callbacks.append(StepProfiler(run))
+        callbacks.append(profiler_of(run))
     if training.check_invariants is not None:
-        from megatron_ext.train.callbacks.invariants import Invariants
-
-        callbacks.append(Invariants(run))
+        callbacks.append(invariants_of(run))
     if NonFinite.tells(run.config):
         callbacks.append(NonFinite(run))
     callbacks += supervision_of(run.config).callbacks(run, settle)
-    if training.evaluates:
-        callbacks.append(Evaluation(run, callbacks))
+    if early_stopping is not None:
+        callbacks.append(evaluation_of(run, callbacks))
     callbacks += [built for build in run.task.callbacks if (built := build(run)) is not None]
     if training.manual_gc:
-        callbacks.append(GarbageCollection(run))
+        callbacks.append(garbage_collection_of(run))
     if StopConditions.apply(run):
         callbacks.append(StopConditions(run))
-    if training.evaluates:
+    if early_stopping is not None:
         callbacks.append(early_stopping)
-    if run.config.checkpoint.save is not None:
+    if run.saves is not None:
         # The last callback: whether a checkpoint is the best depends on whether others save it
         # anyway.
-        callbacks.append(SaveWatch(run))
+        callbacks.append(save_watch_of(run, run.saves))
     return callbacks
 
 
@@ -383,5 +386,5 @@ class IntervalMetrics:
             peak_flops=run.peak_flops,
             memory=memory_of(run.device),
             epoch=run.progress.epoch,
-            failed_saves=0 if run.config.checkpoint.save is None else run.saves.num_failed,
+            failed_saves=0 if run.saves is None else run.saves.num_failed,
         )

@@ -23,7 +23,6 @@ from megatron_ext.parallel.context import (
 )
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.parallel.recorder import Recorder, open_recorder
-from megatron_ext.train.callbacks.evaluation import evaluate_at_end
 from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.launch import Launch
 from megatron_ext.train.loop import train
@@ -35,7 +34,8 @@ from megatron_ext.train.task import Task, later
 
 INJECTED = "MEGATRON_EXT_FAULTS"
 """The environment variable that tells the add-on ``chaos`` which faults to inject into a run."""
-# A run that does not save imports no code for it.
+# A run that does not save or evaluate imports no code for it.
+evaluate_at_end = later("megatron_ext.train.callbacks.evaluation:evaluate_at_end")
 _CHECKPOINT = "megatron_ext.checkpoint"
 ending = later(f"{_CHECKPOINT}.background:ending")
 hold_save_folder = later(f"{_CHECKPOINT}.publish:hold_save_folder")

@@ -29,7 +29,6 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import Progress
 from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.reporting.build import Reporters
-from megatron_ext.train.saves import Saves
 from megatron_ext.train.step import StepRunner
 from megatron_ext.train.task import Task
 
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_ext.checkpoint.best import BestCheckpoint
     from megatron_ext.checkpoint.manager import CheckpointManager
     from megatron_ext.optim.ema import ShardedEMA
+    from megatron_ext.train.saves import Saves
 
 
 class StopRequests:
@@ -109,6 +109,7 @@ class Run:
         rewinds: pairs of iterations, one for each time that the run went back to an earlier state:
             the iteration that it had reached, and the iteration of the restored state.
         checkpoints: saves and loads checkpoints; None if the run does neither.
+        saves: tells how saves end; None without ``--save``.
         saved_at: iteration of the newest save, or of the checkpoint that the run has loaded.
         seq_length: tokens of a sample in the next training step; None if the task has no such
             length.
@@ -138,7 +139,7 @@ class Run:
     ema_sources: dict[str, list[BatchSource]] = field(default_factory=dict)
     reporters: Reporters = field(default_factory=lambda: Reporters([]))
     peak_flops: float | None = None
-    saves: Saves = field(default_factory=lambda: Saves(None, 0))
+    saves: Saves | None = None
     stores: Sequence[Any] = field(default_factory=list)
     restored_from: str = "start"
     rewinds: list[tuple[int, int]] = field(default_factory=list)
@@ -177,7 +178,7 @@ class Run:
         in a run that tolerates failed saves, except for the last save of the run (``is_last``);
         otherwise raise a CheckpointError.
         """
-        if self.config.checkpoint.save is None or self.optimizer is None:
+        if self.saves is None or self.optimizer is None:
             return True
         self.settle_best()
         self._best_if_failed, self.best_before = self.best_before, None
@@ -191,7 +192,7 @@ class Run:
         All ranks call this together before they use the list. It waits until that save has ended.
         """
         before, self._best_if_failed = self._best_if_failed, None
-        if before is not None and self.saves.newest_has_failed():
+        if before is not None and self.saves is not None and self.saves.newest_has_failed():
             self.progress.best_checkpoints = before
 
     def save_now(self, superseded: Collection[int] = (), *, waits: bool) -> None:
@@ -225,6 +226,8 @@ class Run:
 
         All ranks call this together.
         """
+        if self.saves is None:
+            return
         with self.context.recorder.phase("save"):
             self.saves.finish(functools.partial(self.save_now, ()), self.progress.iteration)
 

@@ -27,7 +27,6 @@ from megatron_ext.train.batch_size import Progress, split_sizes
 from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.reporting.start import implementation_line, parameters_line
 from megatron_ext.train.run import Run, StopRequests, count_parameters
-from megatron_ext.train.saves import Saves
 from megatron_ext.train.step import StepRunner
 from megatron_ext.train.supervision import supervision_of
 from megatron_ext.train.task import Datasets, Task
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_ext.checkpoint.manager import CheckpointManager
     from megatron_ext.checkpoint.state import LoadedCheckpoint
     from megatron_ext.optim.ema import ShardedEMA
+    from megatron_ext.train.saves import Saves
 
 
 def build_run(
@@ -210,10 +210,14 @@ def _checkpoints(
 
 def _saves(
     config: RunConfig, context: ParallelContext, background: BackgroundSaves | None
-) -> Saves:
-    """Return the `Saves` of a run, which reports the outcome of each save."""
-    tolerant = config.checkpoint.async_save or config.fault_tolerance.may_be_restarted
+) -> Saves | None:
+    """Return the `Saves` of a run, which reports the outcome of each save; None without saves."""
     save = config.checkpoint.save
+    if save is None:
+        return None
+    from megatron_ext.train.saves import Saves
+
+    tolerant = config.checkpoint.async_save or config.fault_tolerance.may_be_restarted
     return Saves(save, context.rank, background=background, tolerant=tolerant)
 
 

@@ -17,7 +17,6 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.train import loop
 from megatron_ext.train.batch_size import Progress, StepStats
 from megatron_ext.train.callbacks.callback import Callback, Decision, overridden
-from megatron_ext.train.callbacks.evaluation import EarlyStopping
 from megatron_ext.train.loop import IntervalMetrics, Sums, callbacks_of, count_step
 from megatron_ext.train.reporting.records import IterationRecord
 from megatron_ext.train.step import StepResult, means_of, reduce_step
@@ -41,9 +40,7 @@ FEATURES = {
 def test_a_run_has_the_callbacks_that_its_flags_need(context: ParallelContext) -> None:
     for words, names in FEATURES.items():
         run = build([*FLAGS, *words.split()], context)
-        built = [
-            type(each).__name__ for each in callbacks_of(run, EarlyStopping(run), run.runner.settle)
-        ]
+        built = [type(each).__name__ for each in callbacks_of(run, None, run.runner.settle)]
         assert sorted(built) == sorted([*names, "NonFinite"]), words
 
 
@@ -53,9 +50,8 @@ def test_a_run_that_saves_or_evaluates_has_callbacks_for_it(
 ) -> None:
     words = f"--save {tmp_path} --save-interval 2 --eval-iters 1 --eval-interval 2"
     run = build([*FLAGS, *words.split()], context)
-    built = [
-        type(each).__name__ for each in callbacks_of(run, EarlyStopping(run), run.runner.settle)
-    ]
+    early_stopping = loop.early_stopping_of(run)
+    built = [type(each).__name__ for each in callbacks_of(run, early_stopping, run.runner.settle)]
     assert [name for name in built if name != "DataLedger"] == [
         "NonFinite", "Evaluation", "StopConditions", "EarlyStopping", "SaveWatch",
     ]  # fmt: skip
@@ -318,7 +314,7 @@ def looped(
     def count(run: Any, *_: Any) -> None:
         progress.advance(StepStats(1, 1, 1.0), None)
 
-    checkpoint = SimpleNamespace(save="here", save_interval=None, keep_best=None)
+    checkpoint = SimpleNamespace(save="here", save_interval=None)
     run: Any = SimpleNamespace(
         events=events,
         pauses=pauses,
@@ -326,9 +322,7 @@ def looped(
         num_iterations=3,
         saved_at=0,
         save=save,
-        config=SimpleNamespace(
-            checkpoint=checkpoint, training=SimpleNamespace(early_stop_patience=None)
-        ),
+        config=SimpleNamespace(checkpoint=checkpoint, training=SimpleNamespace(evaluates=False)),
         valid_sources=[],
         reporters=Reports(),
         batch_size=SimpleNamespace(changes=sizes is not None, update=update, global_batch_size=4),
@@ -406,7 +400,7 @@ def test_a_run_whose_patience_is_over_saves_and_does_nothing(
 ) -> None:
     progress = Progress(iteration=2, stale_evaluations=4, lowest_loss=1.0)
     saved: list[bool] = []
-    training = SimpleNamespace(early_stop_patience=4, early_stop_min_delta=0.0)
+    training = SimpleNamespace(evaluates=True, early_stop_patience=4, early_stop_min_delta=0.0)
     checkpoint = SimpleNamespace(save="here", save_interval=None, keep_best=None)
     code, run = looped(
         monkeypatch,

@@ -63,7 +63,8 @@ class Rewind:
     def go_back(self) -> int | None:
         """Load the newest checkpoint's state; return its iteration, or None if there is none."""
         run = self._run
-        run.saves.wait()
+        if run.saves is not None:
+            run.saves.wait()
         iteration = self.newest()
         if iteration is None:
             return None

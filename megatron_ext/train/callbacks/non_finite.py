@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_ext import core
 from megatron_ext.config.fault_tolerance import VALIDATE
 from megatron_ext.config.run import RunConfig
-from megatron_ext.disk.events import append_event
 from megatron_ext.layers.chunks import named_parameters
 from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import UpdateResult, parts_of
@@ -50,6 +49,8 @@ def announce(run: Run, kind: str, sentence: str, **facts: Any) -> None:
     """
     run.reporters.say(sentence)
     if run.context.is_reporting_rank:
+        from megatron_ext.disk.events import append_event
+
         ranks = facts.get("ranks") or []
         rank = ranks[0] if len(ranks) == 1 else None
         append_event(run.config.checkpoint.save, kind, rank=rank, **facts)

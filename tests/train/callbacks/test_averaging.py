@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.train.batch_size import Progress
-from megatron_ext.train.callbacks.callback import WeightAverage
+from megatron_ext.train.callbacks.optional import WeightAverage
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.runs_from_inside import spoil_steps

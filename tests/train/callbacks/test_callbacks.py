@@ -14,16 +14,12 @@ import torch
 from megatron_ext.checkpoint.files import published
 from megatron_ext.text.task import GPT
 from megatron_ext.train.batch_size import Progress
-from megatron_ext.train.callbacks import callback
+from megatron_ext.train.callbacks import optional
 from megatron_ext.train.callbacks.callback import (
     Callback,
     Decision,
-    GarbageCollection,
     Losses,
-    SaveWatch,
-    StepProfiler,
     StopConditions,
-    WeightAverage,
     due,
 )
 from megatron_ext.train.callbacks.invariants import (
@@ -33,7 +29,9 @@ from megatron_ext.train.callbacks.invariants import (
     check_replicas,
     check_zeroed,
 )
+from megatron_ext.train.callbacks.optional import GarbageCollection, StepProfiler, WeightAverage
 from megatron_ext.train.run import Run
+from megatron_ext.train.saves import SaveWatch
 from megatron_ext.train.step import StepResult
 from tests.training_runs import TINY, mock_data, train, train_on_ranks, training_rows, without
 
@@ -150,11 +148,11 @@ def test_a_failed_save_is_repeated_and_a_save_that_is_due_stays_due() -> None:
     for repeats, due_already, saved in (
         (False, False, False), (True, False, True), (False, True, True), (True, True, True),
     ):  # fmt: skip
-        run.saves = SimpleNamespace(
+        saves: Any = SimpleNamespace(
             must_repeat=lambda repeats=repeats: repeats, look=lambda: looks.append("look")
         )
         decision = Decision(save=due_already)
-        watch = SaveWatch(run)
+        watch = SaveWatch(run, saves)
         watch.after_step()
         watch.decide(decision)
         assert decision.save is saved
@@ -176,7 +174,7 @@ def test_garbage_is_collected_at_the_interval_and_around_evaluations(
         disable=lambda: events.append("off"),
         collect=lambda generation=2: events.append(generation),
     )
-    monkeypatch.setattr(callback, "gc", fake)
+    monkeypatch.setattr(optional, "gc", fake)
     for around in (True, False):
         run = run_at(0, manual_gc_interval=2, manual_gc_eval=around)
         collector = GarbageCollection(run)
