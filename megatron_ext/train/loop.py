@@ -32,7 +32,7 @@ evaluation_of = later(f"{_CALLBACKS}.evaluation:Evaluation")
 garbage_collection_of = later(f"{_CALLBACKS}.optional:GarbageCollection")
 invariants_of = later(f"{_CALLBACKS}.invariants:Invariants")
 profiler_of = later(f"{_CALLBACKS}.optional:StepProfiler")
-save_watch_of = later("megatron_ext.train.saves:SaveWatch")
+save_watch_of = later(f"{_CALLBACKS}.optional:SaveWatch")
 weight_average_of = later(f"{_CALLBACKS}.optional:WeightAverage")
 
 

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron_ext.disk.events import append_event
 from megatron_ext.errors import CheckpointError
-from megatron_ext.train.callbacks.callback import Callback, Decision
 
 if TYPE_CHECKING:
     from megatron_ext.checkpoint.background import BackgroundSaves
-    from megatron_ext.train.run import Run
 
 
 class Write(Protocol):
@@ -170,17 +168,3 @@ class Saves:
                 stall=stall,
                 seconds=stall if seconds is None else seconds,
             )
-
-
-class SaveWatch(Callback):
-    """Reports the outcome of background saves; requests another save if the newest one failed."""
-
-    def __init__(self, run: Run, saves: Saves) -> None:
-        super().__init__(run)
-        self._saves = saves
-
-    def after_step(self) -> None:
-        self._saves.look()
-
-    def decide(self, decision: Decision) -> None:
-        decision.save |= self._saves.must_repeat()

@@ -1,4 +1,4 @@
-"""Short callbacks that flags ask for: averaged weights, garbage collection and profiling."""
+"""Short callbacks that flags ask for: averaged weights, garbage collection, profiling and saves."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from megatron_ext.disk.writing import cleared
-from megatron_ext.train.callbacks.callback import Callback, Losses, due
+from megatron_ext.train.callbacks.callback import Callback, Decision, Losses, due
 from megatron_ext.train.run import Run
+from megatron_ext.train.saves import Saves
 from megatron_ext.train.step import StepResult
 
 
@@ -96,3 +97,17 @@ class StepProfiler(Callback):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(cleared(self._path)))
             self._profiler = None
+
+
+class SaveWatch(Callback):
+    """Reports the outcome of background saves; requests another save if the newest one failed."""
+
+    def __init__(self, run: Run, saves: Saves) -> None:
+        super().__init__(run)
+        self._saves = saves
+
+    def after_step(self) -> None:
+        self._saves.look()
+
+    def decide(self, decision: Decision) -> None:
+        decision.save |= self._saves.must_repeat()

@@ -29,9 +29,13 @@ from megatron_ext.train.callbacks.invariants import (
     check_replicas,
     check_zeroed,
 )
-from megatron_ext.train.callbacks.optional import GarbageCollection, StepProfiler, WeightAverage
+from megatron_ext.train.callbacks.optional import (
+    GarbageCollection,
+    SaveWatch,
+    StepProfiler,
+    WeightAverage,
+)
 from megatron_ext.train.run import Run
-from megatron_ext.train.saves import SaveWatch
 from megatron_ext.train.step import StepResult
 from tests.training_runs import TINY, mock_data, train, train_on_ranks, training_rows, without
 
