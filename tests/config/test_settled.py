@@ -58,16 +58,18 @@ def test_no_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors_of(SMALL) == ("`OMP_NUM_THREADS` (0) must be at least 1.",)
 
 
-def test_ranks_that_torchrun_has_started_are_not_started_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    words = f"{SMALL} --nproc-per-node 2"
+def test_a_number_of_ranks_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on GPUs starts torchrun with its own flags, and layouts of recipes have this one."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    words = f"{SMALL} --nproc-per-node 4"
     assert config_of(words, ranks=2)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert config_of(SMALL, ranks=2)
-    (error,) = errors_of(words, ranks=2)
-    assert error.startswith("`--nproc-per-node` (2) is for a run without torchrun, which has star")
+    for fitting in (SMALL, f"{SMALL} --nproc-per-node 2"):
+        assert config_of(fitting, ranks=4)
+    assert errors_of(words, ranks=2) == (
+        "`--nproc-per-node` (4) must be the number of ranks that torchrun has started on this "
+        "machine (2); leave it out, or give it to torchrun.",
+    )
 
 
 def test_planned_machines_have_ranks_too() -> None:

@@ -181,13 +181,15 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[Fl
             f"has {len(parallel.cp_comm_type)} values, but must have one for all layers or one "
             f"for each of the {layers}",
         )
-    started = int(os.environ.get("WORLD_SIZE", "0"))
-    if started and parallel.nproc_per_node > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+    # Without torchrun, a run on GPUs starts it and hands its own flags on to the ranks.
+    started = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    is_other = parallel.nproc_per_node not in (1, started)
+    if started and is_other and "TORCHELASTIC_RUN_ID" in os.environ:
         yield FlagError(
             "--nproc-per-node",
             parallel.nproc_per_node,
-            f"is for a run without torchrun, which has started {started} ranks",
-            "give it to torchrun instead",
+            f"must be the number of ranks that torchrun has started on this machine ({started})",
+            "leave it out, or give it to torchrun",
         )
 
 
