@@ -121,7 +121,8 @@ def test_a_run_with_four_faults_ends_as_one_without(
 
     assert run_with(no_fault, save, ["--train-iters", "2", "--seed", "7"]) == 0
     capfd.readouterr()
-    assert run_with(strike, save, [*words, "--max-restarts", "4"]) == 0
+    anew = ["--resume-mode", "disable", "--max-restarts", "4"]
+    assert run_with(strike, save, [*words, *anew]) == 0
     assert rows_of(save) == rows_of(tmp_path / "whole")
     assert weights(save) == weights(tmp_path / "whole") and len(weights(save)) == 2
     events = [event for event in read_events(save) if event["kind"] in ("fault", "restart")]
