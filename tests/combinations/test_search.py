@@ -40,18 +40,18 @@ def passes(case: Case) -> None:
         pytest.fail(f"{last.kind}\n{commands}\n{last.text}\n{replay}", pytrace=False)
 
 
-@pytest.mark.parametrize("case", numbers("gpt", 16, slow=84))
+@pytest.mark.parametrize("case", numbers("gpt", 16, slow=34))
 def test_a_combination_trains_or_is_refused(case: Case) -> None:
     passes(case)
 
 
-@pytest.mark.parametrize("case", numbers("gpt", 3, "one rank", slow=27, seed=16))
+@pytest.mark.parametrize("case", numbers("gpt", 3, "one rank", slow=9, seed=16))
 def test_a_layout_trains_as_one_rank_does(case: Case) -> None:
     passes(case)
 
 
 @pytest.mark.skipif(not core.HAS_HYBRID_MODEL, reason="this megatron-core has no HybridModel")
-@pytest.mark.parametrize("case", numbers("gpt", 3, "one rank", slow=17, seed=18))
+@pytest.mark.parametrize("case", numbers("gpt", 3, "one rank", slow=6, seed=18))
 def test_a_pattern_of_layers_trains_as_on_one_rank(case: Case) -> None:
     passes(as_pattern(case))
 
@@ -59,10 +59,10 @@ def test_a_pattern_of_layers_trains_as_on_one_rank(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *numbers("gpt", 2, "resume", slow=28),
-        *numbers("sft", 1, "resume", slow=14),
-        *numbers("flow", 1, "resume", slow=14),
-        *numbers("streaming", 1, "resume", slow=14),
+        *numbers("gpt", 2, "resume", slow=10),
+        *numbers("sft", 1, "resume", slow=5),
+        *numbers("flow", 1, "resume", slow=5),
+        *numbers("streaming", 1, "resume", slow=5),
     ],
 )
 def test_a_run_resumes_to_the_same_bits(case: Case) -> None:
@@ -72,17 +72,17 @@ def test_a_run_resumes_to_the_same_bits(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *numbers("gpt", 1, "kill", slow=24, seed=19),
-        *numbers("sft", 1, "kill", slow=8, seed=19),
-        *numbers("flow", 0, "kill", slow=8, seed=19),
-        *numbers("streaming", 0, "kill", slow=8, seed=19),
+        *numbers("gpt", 1, "kill", slow=8, seed=19),
+        *numbers("sft", 1, "kill", slow=3, seed=19),
+        *numbers("flow", 0, "kill", slow=3, seed=19),
+        *numbers("streaming", 0, "kill", slow=3, seed=19),
     ],
 )
 def test_a_run_goes_on_after_a_kill_as_if_there_had_been_none(case: Case) -> None:
     passes(case)
 
 
-@pytest.mark.parametrize("case", numbers("gpt", 1, "relayout", slow=19, seed=17))
+@pytest.mark.parametrize("case", numbers("gpt", 1, "relayout", slow=6, seed=17))
 def test_a_run_goes_on_in_another_layout(case: Case) -> None:
     passes(case)
 
