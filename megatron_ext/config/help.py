@@ -170,27 +170,33 @@ class Manual:
         parts = [self._filled(entry.sentence(f"`{name}`")), *map(self._details, flags)]
         return flags, parts
 
-    def _details(self, flag: Flag) -> list[str]:
-        """Return all that is known about one flag."""
+    def facts(self, flag: Flag) -> dict[str, str]:
+        """Return what is known about a flag beside its meaning: sentences and values by label."""
         old = [
             name
             for name, entry in self.lacking.items()
             if entry.instead.split()[:1] in [[spelled] for spelled in flag.positive]
         ]
+        own = flag.positive[0].removeprefix("--")
+        entries = [x for x in self.task.answers() if x.holds is not None and own in x.flags.split()]
         facts = {
             "values": _values(flag),
-            "default": self._default(flag),
+            "default": self.default(flag),
             "also": ", ".join(x for x in (*flag.positive, *flag.negative) if x != flag.shown),
             "replaces": ", ".join(old),
             "resuming": _IF_CHANGED[if_changed(self.kinds[flag.section])[flag.field]],
-            "section": f"{flag.section}; see `--help {flag.section}`",
+            "note": " ".join(_capital(entry.sentence("it")) for entry in entries),
         }
-        own = flag.positive[0].removeprefix("--")
-        entries = [x for x in self.task.answers() if x.holds is not None and own in x.flags.split()]
-        notes = " ".join(_capital(entry.sentence("it")) for entry in entries)
+        return {label: fact for label, fact in facts.items() if fact}
+
+    def _details(self, flag: Flag) -> list[str]:
+        """Return all that is known about one flag."""
         lines = [*self._flag(flag), ""]
-        for label, fact in {**facts, "note": notes}.items():
-            lines += self._row(f"  {label}", fact, 22) if fact else []
+        facts = self.facts(flag)
+        note = {"note": facts.pop("note")} if "note" in facts else {}
+        section = {"section": f"{flag.section}; see `--help {flag.section}`"}
+        for label, fact in {**facts, **section, **note}.items():
+            lines += self._row(f"  {label}", fact, 22)
         return lines
 
     def _section(self, name: str) -> list[str]:
@@ -252,18 +258,18 @@ class Manual:
             or any(_in_name(question, str(choice)) for choice in flag.choices or ())
         ]
 
+    def meaning(self, flag: Flag) -> str:
+        """Return what giving a flag does, without its default."""
+        is_on = flag.type is bool and self.default(flag) == "on"
+        return f"switch off: {flag.help}" if is_on else flag.help
+
     def _flag(self, flag: Flag) -> list[str]:
-        return self._item(flag.shown, _metavar(flag), self._meaning(flag))
+        default = self.default(flag)
+        plain = flag.type is bool and default in ("on", "off")
+        bracket = f" [{default}]" if default and not plain else ""
+        return self._item(flag.shown, metavar(flag), self.meaning(flag) + bracket)
 
-    def _meaning(self, flag: Flag) -> str:
-        """Return a flag's text, with its default in the task in brackets."""
-        default = self._default(flag)
-        if flag.type is bool:
-            meaning = f"switch off: {flag.help}" if default == "on" else flag.help
-            return f"{meaning} [{default}]" if default not in ("on", "off") else meaning
-        return f"{flag.help} [{default}]" if default else flag.help
-
-    def _default(self, flag: Flag) -> str:
+    def default(self, flag: Flag) -> str:
         """Return a flag's default in the task; "" for none, "on" or "off" for a switch."""
         of_task = self.task.defaults
         default = of_task.get(flag.field, of_task.get(f"usual_{flag.field}", flag.default))
@@ -314,7 +320,8 @@ def _capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def _metavar(flag: Flag) -> str:
+def metavar(flag: Flag) -> str:
+    """Return the words that stand for a flag's values, such as "N"; "" for a switch."""
     if flag.type is bool:
         return ""
     if flag.choices:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.config.help import Manual
 from megatron_ext.config.inapplicable import answer_to, megatron_flags
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.sections import OWN_FLAGS, all_flags, spellings
@@ -13,12 +14,17 @@ from tests.config.runs import SMALL
 from tests.training_runs import errors_of, parsed
 
 ROOT = Path(__file__).parents[2]
-NAMES = dict(
-    line.split() for line in (Path(__file__).parent / "megatron_flags.txt").read_text().splitlines()
-)
+LINES = [
+    line.split(" ", 2)
+    for line in (Path(__file__).parent / "megatron_flags.txt").read_text().splitlines()
+]
+NAMES = {name: releases for name, releases, *_ in LINES}
 """Every flag of Megatron-LM's parser in releases 0.16 to 0.20 -> the releases that have it."""
+DEFAULTS = {name: default[0] for name, _, *default in LINES if default}
+"""Those that are flags here too -> the default in 0.19.0, which code after its parser completes."""
 ACCEPTED = spellings(all_flags(TEXT))
 LACKING = megatron_flags()
+PORTING = (ROOT / "docs/porting.md").read_text(encoding="utf-8")
 ENTRIES = list({id(entry): entry for entry in LACKING.values()}.values())
 REMEDIES = sorted({entry.remedy for entry in ENTRIES if entry.remedy})
 
@@ -32,6 +38,30 @@ def test_every_flag_of_megatron_lm_has_an_answer() -> None:
         if "not a flag of this program" in error
     ]
     assert unknown == []
+
+
+def test_defaults_are_those_of_megatron_lm_but_for_the_ones_that_a_page_lists() -> None:
+    flags = {ACCEPTED[name][0].field: (name, theirs) for name, theirs in DEFAULTS.items()}
+    manual = Manual(TEXT, tuple, width=100)
+    different = {}
+    for flag in all_flags(TEXT):
+        _, theirs = flags.get(flag.field, ("", ""))
+        ours = manual.default(flag) or "none"
+        same = as_number(ours) == as_number(theirs) or (ours, theirs) == ("none", "0")
+        if theirs and not same:
+            different[flag.positive[0]] = (ours, theirs)
+    rows = re.findall(r"^\| `(--[\w-]+)` \| (\S+) \| (\S+) \| .* \|$", PORTING, re.MULTILINE)
+    listed = {name: (ours, theirs.replace("\\", "")) for name, ours, theirs in rows}
+    assert len(flags) > 300
+    assert listed == different
+
+
+def as_number(text: str) -> float | str:
+    """Return a default as a number if it is one, else the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def test_a_name_has_one_answer_only() -> None:
