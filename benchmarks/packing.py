@@ -109,7 +109,7 @@ def main() -> int:
     opened(str(prefix), 512, packed=True).batch(0, 1)  # imports and files are not timed
     print(f"{args.documents:,} documents, load {os.getloadavg()[0]:.1f}")
     for length in args.seq_lengths:
-        print(f"### {length} tokens\n\n| | concatenated | packed |\n|---|---|---|")
+        print(f"\n### {length} tokens\n\n| | concatenated | packed |\n|---|---|---|")
         plain, packed = (
             measured(str(prefix), length, args.samples, packed=each) for each in (False, True)
         )

@@ -33,7 +33,7 @@ PAGES = [
             "tests/reference/README.md",
         )
     ),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SCRIPTS = [
     path
@@ -222,8 +222,9 @@ def begins(name: str, names: frozenset[str]) -> bool:
 
 def test_the_readme_is_read_in_five_minutes_and_leads_to_every_page() -> None:
     assert len(TEXTS["README.md"].split()) <= 1000
-    listed = re.findall(r"\]\(([\w.]+\.md)\)", TEXTS["docs/README.md"])
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    docs = ROOT / "docs"
+    listed = re.findall(r"\]\(([\w./]+\.md)\)", TEXTS["docs/README.md"])
+    pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"README.md"}
     assert sorted(listed) == sorted(pages)
 
 

@@ -20,12 +20,14 @@ INDEX = f"{FOLDER}/README.md"
 ALL = f"{FOLDER}/all.md"
 LACKING = f"{FOLDER}/megatron_lm.md"
 PROGRAMS: dict[str, Program] = {"pretrain_gpt.py": TEXT, "pretrain_video.py": VIDEO}
+EVERY = "Every run"
+"""Stands for both programs."""
 RELEASES = "tests/config/megatron_flags.txt"
 """The list of all flags of Megatron-LM, each with the first and the last release that has it."""
 PORTING = "docs/porting.md"
 OTHER_DEFAULT = re.compile(r"^\| `(--[\w-]+)` \| \S+ \| (\S+) \| .* \|$", re.MULTILINE)
 """A row of that page about a flag whose default is another one in Megatron-LM: that default."""
-ALL_RELEASES = "0.16-0.20"
+ALL_RELEASES = ("0.16", "0.20")
 
 NAME = re.compile(r"(?<![\w-])--[a-z][\w-]*[a-z0-9]")
 """A flag in a text."""
@@ -47,11 +49,11 @@ def flag_pages(root: Path) -> tuple[dict[str, str], list[Any]]:
     """Return the pages by path, and their part of the navigation."""
     reference = Reference(root)
     pages = {INDEX: reference.index(), ALL: reference.all(), LACKING: reference.lacking()}
-    nav: dict[str, list[str]] = {}
+    nav: dict[str, list[dict[str, str]]] = {}
     for section in reference.sections:
         path = f"{FOLDER}/{section}.md"
         pages[path] = reference.section(section)
-        nav.setdefault(reference.program_of(section), []).append(path)
+        nav.setdefault(reference.program_of(section), []).append({section: path})
     return pages, [INDEX, ALL, LACKING, *({title: paths} for title, paths in nav.items())]
 
 
@@ -66,7 +68,7 @@ class Reference:
         lines = [line.split(" ", 2) for line in text.splitlines()]
         self.releases = {name: releases for name, releases, *_default in lines}
         porting = (root / PORTING).read_text(encoding="utf-8")
-        self.other_defaults = dict(OTHER_DEFAULT.findall(porting))
+        self.other_defaults = dict(OTHER_DEFAULT.findall(porting.replace("\\|", "|")))
         self.sections: dict[str, dict[str, Flag]] = {}
         for manual in self.manuals.values():
             for name, flags in manual.sections.items():
@@ -80,9 +82,9 @@ class Reference:
         }
 
     def program_of(self, section: str) -> str:
-        """Return the program that alone has a section; "Every run" if both have it."""
+        """Return the program that alone has a section; `EVERY` if both have it."""
         if section in engine_sections():
-            return "Every run"
+            return EVERY
         return next(name for name, manual in self.manuals.items() if section in manual.sections)
 
     def index(self) -> str:
@@ -92,7 +94,7 @@ class Reference:
                 f"[{section}]({section}.md)",
                 str(len(flags)),
                 self.text(self._summary(section)),
-                _code(self.program_of(section)),
+                self.program_of(section),
             )
             for section, flags in self.sections.items()
         ]
@@ -136,9 +138,9 @@ class Reference:
         flags = self.sections[name]
         summary = _sentence(self.text(self._summary(name)))
         program = self.program_of(name)
-        only = "" if program == "Every run" else f" Only `{program}` has them."
+        only = "" if program == EVERY else f" Only `{program}` has them."
         entries = [self.entry(flag) for flag in flags.values()]
-        return "\n\n".join([f"# {name}", summary + only, *entries])
+        return "\n\n".join([f"# {name} flags", summary + only, *entries])
 
     def entry(self, flag: Flag) -> str:
         """Return all about one flag."""
@@ -183,14 +185,18 @@ class Reference:
     def in_megatron(self, flag: Flag) -> str:
         """Return which releases of Megatron-LM have a flag, and what differs there."""
         spelled = (*flag.positive, *flag.negative)
-        releases = next((self.releases[x] for x in spelled if x in self.releases), None)
-        if releases is None:
+        releases = [self.releases[x].split("-") for x in spelled if x in self.releases]
+        if not releases:
             return "has no such flag"
-        first, last = releases.split("-")
-        which = f"release {first}" if first == last else f"releases {first} to {last}"
-        same = "the same flag" if releases == ALL_RELEASES else f"the same flag, in {which}"
+        first = min(first for first, _ in releases)
+        last = max(last for _, last in releases)
+        which = "" if (first, last) == ALL_RELEASES else f", in releases {first} to {last}"
+        same = f"the same flag{which}"
         other = next((self.other_defaults[x] for x in spelled if x in self.other_defaults), None)
-        return same if other is None else f"{same}; its default there is {_value(other)}"
+        if other is None:
+            return same
+        default = "no default" if other == "none" else f"the default {_value(other)}"
+        return f"{same}, with {default}"
 
     def lacking(self) -> str:
         """Return the page of the flags of Megatron-LM that are not here."""

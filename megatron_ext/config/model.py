@@ -47,7 +47,7 @@ RECOMPUTED_WITH_TE = ("layernorm", "moe_act")
 
 @dataclass(frozen=True)
 class ModelConfig(Changeable):
-    """Flags of the layers of a transformer, and of how they are computed; names are Megatron-LM's.
+    """Flags for a transformer's layers and how they are computed; names are Megatron-LM's.
 
     The embedding, the output layer and the depths of multi-token prediction are here too, since
     pipeline stages and tied weights depend on them.

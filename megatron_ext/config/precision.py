@@ -145,7 +145,7 @@ def _overlaps(name: str, what: str) -> Any:
 
 @dataclass(frozen=True)
 class TransformerEngineConfig(Changeable):
-    """Flags of the overlap of matrix products and TP communication, and of nested CP groups."""
+    """Flags for overlapping matrix products with TP communication and for nested CP groups."""
 
     tp_comm_overlap: bool = flag(
         False, "overlap products with tensor-parallel communication, in Transformer Engine's layers"

@@ -143,6 +143,11 @@ class EvaluationRecord:
 class Reporter(Protocol):
     """A sink of reports, such as a file; `close` is the last method that is called."""
 
-    def on_iteration(self, record: IterationRecord) -> None: ...
-    def on_evaluation(self, record: EvaluationRecord) -> None: ...
-    def close(self) -> None: ...
+    def on_iteration(self, record: IterationRecord) -> None:
+        """Report on the steps since the last report."""
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        """Report on an evaluation."""
+
+    def close(self) -> None:
+        """Finish what was begun, such as a file, when the run ends."""
