@@ -21,7 +21,7 @@ LINES = [
 NAMES = {name: releases for name, releases, *_ in LINES}
 """Every flag of Megatron-LM's parser in releases 0.16 to 0.20 -> the releases that have it."""
 DEFAULTS = {name: default[0] for name, _, *default in LINES if default}
-"""Each of them that is a flag here too -> its default in 0.19.0, as code after the parser has it."""
+"""Each that is a flag here too -> its default in 0.19.0, as code after its parser sets it."""
 ACCEPTED = spellings(all_flags(TEXT))
 LACKING = megatron_flags()
 PORTING = (ROOT / "docs/porting.md").read_text(encoding="utf-8")
