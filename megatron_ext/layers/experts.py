@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from megatron_ext.layers import pointwise
+from megatron_ext.layers.compiled import fusions_of
 from megatron_ext.layers.hooks import call_pre_hooks
 from megatron_ext.layers.subclass import specialize
 from megatron_ext.layers.weight_gradients import (
@@ -172,7 +173,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         ends = counts.cumsum(0, dtype=torch.int32)
         scale = probs.unsqueeze(-1)
         activate: Any = pointwise.activated
-        if not pointwise.fusions_of(config).activation:
+        if not fusions_of(config).activation:
             activate = pointwise.activated.eager
         wide = self._product(x, ends, "linear_fc1")
         bias = self._biases(ends, "linear_fc1", wide)

@@ -33,10 +33,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.rules.model import RECOMPUTED_LATENT
-from megatron_ext.layers.compiled import compiled
+from megatron_ext.layers.compiled import compiled, fusions_of
 from megatron_ext.layers.linear import enter
-from megatron_ext.layers.pointwise import fusions_of, rotated
-from megatron_ext.layers.transformer_layer import Table, WithBias, table_of
+from megatron_ext.layers.pointwise import Table, rotated, table_of
+from megatron_ext.layers.transformer_layer import WithBias
 
 
 def split_latent_heads(

@@ -2,89 +2,24 @@
 
 In half precision, a compiled function rounds only its results, but separate kernels round every
 intermediate value. So compiled results are closer to the exact values.
-
-The norms are torch's, with support for a zero-centered gain and sequence parallelism, which
-megatron-core's wrappers of torch's norms refuse.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_ext.errors import ConfigError
-from megatron_ext.layers import compiled as compilation
-from megatron_ext.layers.compiled import FusedResidual, compiled
+from megatron_ext.layers.compiled import compiled
+from megatron_ext.layers.fused_residual import FusedResidual
+from megatron_ext.layers.norms import NormSpec, norm
+from megatron_ext.layers.transformer_config import ACTIVATIONS
 
-NormSpec = tuple[str, float, bool]
-"""Kind (LayerNorm or RMSNorm), epsilon, and whether the stored weight is the gain minus one."""
-
-
-@dataclass(frozen=True)
-class Fusions:
-    """The parts of a layer that may be compiled, according to Megatron-LM's flags.
-
-    Attributes:
-        norm: False with ``--no-persist-layer-norm``, which uses torch's own kernel for the norm.
-        activation: False with ``--no-bias-swiglu-fusion`` for SwiGLU, and with
-            ``--no-bias-gelu-fusion`` for all other activations.
-        rotary: rotary embedding and norm of queries and keys; False with ``--no-rope-fusion``.
-        bias_dropout: bias-dropout-add and the norm after it; False with
-            ``--no-bias-dropout-fusion``.
-    """
-
-    norm: bool = True
-    activation: bool = True
-    rotary: bool = True
-    bias_dropout: bool = True
-
-
-def fusions_of(transformer_config: TransformerConfig) -> Fusions:
-    """Return the config's ``fusions``; all are allowed if it has no such attribute."""
-    return getattr(transformer_config, "fusions", Fusions())
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Apply GELU in its tanh approximation (arXiv:1606.08415)."""
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "silu": F.silu,
-    "squared_relu": squared_relu,
-    "quick_gelu": quick_gelu,
-}
 NAMES = {function: name for name, function in ACTIVATIONS.items()}
-
-
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Tensor:
-    """Apply LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) to ``[..., h]``.
-
-    Weight and bias are ``[h]``; LayerNorm may have a bias, RMSNorm has none. The result has the
-    weight's dtype, even if ``x`` is float32.
-    """
-    kind, eps, zero_centered = spec
-    dtype = weight.dtype
-    if x.dtype != dtype:
-        weight = weight.to(x.dtype)
-        bias = None if bias is None else bias.to(x.dtype)
-    gain = weight + 1 if zero_centered else weight
-    if kind == "RMSNorm":
-        y = F.rms_norm(x, gain.shape, gain, eps)
-    else:
-        y = F.layer_norm(x, gain.shape, gain, bias, eps)
-    return y if y.dtype == dtype else y.to(dtype)
-
-
-normed = compiled(norm)
 
 
 def _one_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor]:
@@ -283,6 +218,38 @@ def rotary_table(
     return (once.cos() * magnitude).to(dtype), (once.sin() * magnitude).to(dtype)
 
 
+Table = tuple[Tensor, Tensor]
+_tables: Any = WeakIdKeyDictionary()
+"""Cosines and sines by tensor of angles, and then by what else they depend on.
+
+All layers and steps share them.
+"""
+
+
+def table_of(
+    angles: Tensor,
+    dtype: torch.dtype,
+    *,
+    interleaved: bool,
+    index: int = 0,
+    magnitude: float = 1.0,
+) -> Table:
+    """Return cosines and sines ``[s, 1, 1, d / 2]`` of angles ``[s, 1, k, d]``, from a cache.
+
+    ``index`` says which of the k tables of angles to use, and ``magnitude`` is the factor of the
+    cosines and sines. ``interleaved`` says that neighbouring channels form a pair.
+    """
+    tables: dict[Any, Table] = _tables.setdefault(angles, {})
+    key = dtype, index, magnitude
+    if key not in tables:
+        # The cache is also used in training, where autograd cannot save tensors made in inference
+        # mode.
+        with torch.inference_mode(False), torch.no_grad():
+            part = angles if angles.size(2) == 1 else angles[:, :, index : index + 1]
+            tables[key] = rotary_table(part, dtype, interleaved, magnitude)
+    return tables[key]
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate the pairs of features of ``[s, b, n, d]`` (RoFormer, arXiv:2104.09864).
 
@@ -352,78 +319,3 @@ def queries_keys_values(
         x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)
     )
     return query, key, value
-
-
-Weights = tuple[Tensor, Tensor | None]
-"""Weight and bias of a norm, ``[h]`` each; an RMSNorm has no bias."""
-
-
-class _GainNorm:
-    """Mixin of torch's norms; with ``zero_centered`` the stored weight is the gain minus one."""
-
-    weight: torch.nn.Parameter
-
-    def __init__(
-        self, hidden_size: int, eps: float, *, zero_centered: bool, compiled: bool = True
-    ) -> None:
-        super().__init__(hidden_size, eps=eps)  # type: ignore[call-arg]
-        self.zero_centered = zero_centered
-        self.compiled = compiled
-        if zero_centered:
-            torch.nn.init.zeros_(self.weight)
-
-    def forward(self, x: Tensor | None) -> Any:
-        """Return the norm of ``x``, or the norm's `Weights` if ``x`` is None."""
-        bias = getattr(self, "bias", None)
-        if x is None:
-            return self.weight, bias
-        fuses = self.compiled and (x.is_cuda or compilation.compiler.on_cpu)
-        return (normed if fuses else norm)(x, self.weight, bias, spec_of(self))
-
-
-class LayerNorm(_GainNorm, torch.nn.LayerNorm):
-    """LayerNorm over the last axis, ``[..., h]`` to ``[..., h]`` (Ba et al., arXiv:1607.06450)."""
-
-
-class RMSNorm(_GainNorm, torch.nn.RMSNorm):
-    """RMSNorm over the last axis, ``[..., h]`` to ``[..., h]`` (arXiv:1910.07467)."""
-
-
-def weights_of(norm: Any) -> Weights:
-    """Return a norm's weight and bias; the norm's hooks first wait until they are gathered."""
-    weights: Weights = norm(None)
-    return weights
-
-
-def spec_of(norm: Any) -> NormSpec:
-    """Return the `NormSpec` of a norm."""
-    kind = "RMSNorm" if isinstance(norm, RMSNorm) else "LayerNorm"
-    return kind, norm.eps, norm.zero_centered
-
-
-NORMS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
-
-
-class Norm:
-    """Builds `LayerNorm` or `RMSNorm` by ``config.normalization``; takes megatron-core's arguments.
-
-    Raises:
-        ConfigError: the normalization is neither LayerNorm nor RMSNorm.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
-    ) -> torch.nn.Module:
-        if config.normalization not in NORMS:
-            raise ConfigError(
-                f"`--normalization` ({config.normalization}) must be LayerNorm or RMSNorm with "
-                "the torch layers."
-            )
-        zero_centered = config.layernorm_zero_centered_gamma
-        fuses = fusions_of(config).norm
-        norm: torch.nn.Module = NORMS[config.normalization](
-            hidden_size, eps, zero_centered=zero_centered, compiled=fuses
-        )
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm

@@ -42,7 +42,7 @@ from megatron_ext.layers.linear import (
     RowParallelLinear,
     WholeLinear,
 )
-from megatron_ext.layers.pointwise import Norm
+from megatron_ext.layers.norms import Norm
 from megatron_ext.layers.transformer_layer import (
     SelfAttention,
     TransformerLayer,

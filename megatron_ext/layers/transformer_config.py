@@ -6,16 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from torch import Tensor
 
 from megatron_ext.config.precision import TE_IMPL, PrecisionConfig
 from megatron_ext.config.run import RunConfig, transformer_fields
 from megatron_ext.core import RECOMPUTES_DEPTHS, kinds_by_layer
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
-from megatron_ext.layers.pointwise import ACTIVATIONS, Fusions
+from megatron_ext.layers.compiled import Fusions
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 
 
@@ -52,6 +55,20 @@ class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         last = (2 * self.pipeline_model_parallel_size - 1) * self.per_stage
         return last - first if vp_stage else first
 
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Apply GELU in its tanh approximation (arXiv:1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "silu": F.silu,
+    "squared_relu": squared_relu,
+    "quick_gelu": quick_gelu,
+}
+"""The activation functions of an MLP, by name."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

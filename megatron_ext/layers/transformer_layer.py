@@ -1,21 +1,17 @@
-"""megatron-core's transformer layer, attention and MLPs, with compiled and fused pointwise parts.
+"""megatron-core's transformer layer, attention and MLPs, which compile their pointwise parts.
 
-One kernel adds the output of attention or MLP to the residual stream and normalizes the sum, and
-one is its backward pass. Norm and rotary embedding of queries and keys are one kernel, too. All
-layers share one table of cosines and sines. The activation of an MLP is compiled together with the
-bias before it and, in experts, the factor of each token.
+Where these parts can be compiled, on a GPU, `fused_layer` joins them; otherwise megatron-core's own
+functions compute them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as core_bias_dropout_add
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -27,26 +23,17 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP as Core
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer as CoreTransformerLayer
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_ext.core import numbered_after_the_decoder
-from megatron_ext.layers import compiled, pointwise
-from megatron_ext.layers.compiled import compiles
-from megatron_ext.layers.pointwise import (
-    LayerNorm,
-    Norm,
-    RMSNorm,
-    fusions_of,
-    spec_of,
-    weights_of,
-)
+from megatron_ext.layers import compiled
+from megatron_ext.layers.compiled import compiles, fusions_of
+from megatron_ext.layers.norms import LayerNorm, Norm, RMSNorm
 from megatron_ext.layers.subclass import specialize
 
 if TYPE_CHECKING:
     from megatron_ext.layers.graphs import LayerGraphs
 
 WithBias = tuple[Tensor, Tensor | None]
-Table = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,31 +67,6 @@ class LayerRotary:
         return cls(0, getattr(transformer_config, "rotary_magnitude", 1.0))
 
 
-_tables: Any = WeakIdKeyDictionary()
-"""Cosines and sines, by tensor of angles and then by dtype; all layers and steps share them."""
-
-
-def table_of(
-    angles: Tensor, dtype: torch.dtype, *, interleaved: bool, rotary: LayerRotary | None = None
-) -> Table:
-    """Return cosines and sines ``[s, 1, 1, d / 2]`` of angles ``[s, 1, k, d]``, from a cache.
-
-    ``rotary`` selects one of the k tables of angles, and has the factor of the cosines and sines;
-    None means the first table and 1. ``interleaved`` says that neighbouring channels form a pair.
-    """
-    own = rotary or LayerRotary(0, 1.0)
-    assert own.index is not None
-    tables: dict[Any, Table] = _tables.setdefault(angles, {})
-    if (dtype, own) not in tables:
-        # The cache is also used in training, where autograd cannot save tensors made in inference
-        # mode.
-        with torch.inference_mode(False), torch.no_grad():
-            part = angles if angles.size(2) == 1 else angles[:, :, own.index : own.index + 1]
-            table = pointwise.rotary_table(part, dtype, interleaved, own.magnitude)
-            tables[dtype, own] = table
-    return tables[dtype, own]
-
-
 class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
     """megatron-core's self-attention with fused norm and rotary embedding of queries and keys.
 
@@ -136,8 +98,12 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             )
             return given
         rotary = None if self.rotary.index is None else rotary
-        project = self._projected if self._fuses(hidden_states) else self._projected_by_core
-        query, key, value = project(hidden_states, rotary)
+        if self._fuses(hidden_states):
+            from megatron_ext.layers.fused_layer import projected
+
+            query, key, value = projected(self, hidden_states, rotary)
+        else:
+            query, key, value = self._projected_by_core(hidden_states, rotary)
         checkpoints = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if checkpoints else self.core_attention
         attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
@@ -145,7 +111,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         return output
 
     def _fuses(self, x: Tensor) -> bool:
-        """Return whether the fused `queries_keys_values` can compute queries, keys and values."""
+        """Return whether `fused_layer.projected` can compute queries, keys and values."""
         config = self.config
         return (
             (x.is_cuda or compiled.compiler.on_cpu)
@@ -163,7 +129,11 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
     def _projected_by_core(
         self, hidden: Tensor, rotary: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the results of `_projected`, computed by megatron-core's separate functions."""
+        """Return queries ``[s, b, n, d]``, and keys and values ``[s, b, g, d]`` of g groups.
+
+        megatron-core's separate functions compute them. ``rotary`` has the angles ``[s, 1, k, d]``;
+        None rotates nothing.
+        """
         query, key, value = self.get_query_key_value_tensors(hidden, None)
         if rotary is None:
             return query, key, value
@@ -177,33 +147,6 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             cp_group=self.pg_collection.cp,
         )
         return turn(query), turn(key), value
-
-    def _projected(self, hidden: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries ``[s, b, n, d]``, and keys and values ``[s, b, g, d]`` of g groups.
-
-        ``rotary`` has the angles ``[s, 1, k, d]``; None rotates nothing.
-        """
-        linear = self.linear_qkv
-        interleaved = self.config.rotary_interleaved
-        # Without its bias, which `queries_keys_values` adds.
-        before, linear.skip_bias_add = linear.skip_bias_add, True
-        try:
-            projected, bias = linear(hidden)
-        finally:
-            linear.skip_bias_add = before
-        table: tuple[Tensor | None, Tensor | None] = None, None
-        if rotary is not None:
-            table = table_of(rotary, projected.dtype, interleaved=interleaved, rotary=self.rotary)
-        norms: tuple[Any, ...] = (None,) * 5
-        if isinstance(self.q_layernorm, (LayerNorm, RMSNorm)):
-            q_norm = weights_of(self.q_layernorm)
-            k_norm = weights_of(self.k_layernorm)
-            norms = *q_norm, *k_norm, spec_of(self.q_layernorm)
-        groups = self.num_query_groups_per_partition
-        head_dim = self.hidden_size_per_attention_head
-        return pointwise.queries_keys_values(
-            projected, bias, groups, head_dim, *table, interleaved, *norms
-        )
 
 
 class MLP(core.MLP):  # type: ignore[misc]
@@ -227,30 +170,12 @@ class MLP(core.MLP):  # type: ignore[misc]
         """
         may_compile = hidden_states.is_cuda or compiled.compiler.on_cpu
         if may_compile and fusions_of(self.config).activation and compiles(hidden_states):
-            output, bias = self._fused(hidden_states, per_token_scale)
+            from megatron_ext.layers.fused_layer import mlp_forward
+
+            output, bias = mlp_forward(self, hidden_states, per_token_scale)
         else:
             output, bias = super().forward(hidden_states, per_token_scale, **kwargs)
         return (output + bias, None) if self.adds_bias and bias is not None else (output, bias)
-
-    def _fused(self, hidden_states: Tensor, per_token_scale: Tensor | None) -> WithBias:
-        """Compute output and bias, like `forward`, with a compiled activation."""
-        wide, bias = self.linear_fc1(hidden_states)
-        scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
-        name = pointwise.NAMES[self.config.activation_func]
-        gated = self.config.gated_linear_unit
-        limits = pointwise.limits_of(self.config)
-        plain = bias is None and scale is None and limits == pointwise.NO_LIMITS
-        joining: Any = nullcontext(False)
-        if plain and getattr(self.linear_fc2, "fp8", None) is not None:
-            from megatron_ext.layers.fp8.activation import joined
-
-            joining = joined(self.linear_fc1, self.linear_fc2, wide, name, gated)
-        with joining as joins:
-            narrow = wide if joins else pointwise.activated(wide, bias, scale, name, gated, *limits)
-            output, output_bias = self.linear_fc2(narrow)
-        if scale is not None and output_bias is not None:
-            return output + output_bias * scale, None
-        return output, output_bias
 
 
 class SharedExpertMLP(CoreSharedExpertMLP, MLP):  # type: ignore[misc]
@@ -278,11 +203,13 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
     def function(x_with_bias: WithBias, residual: Tensor, probability: float) -> Tensor:
         x, bias = x_with_bias
-        if fused and (x.is_cuda or compiled.compiler.on_cpu) and compiles(x):
-            return pointwise.bias_dropout_add(x, bias, residual, probability, training)
-        if residual.dtype != x.dtype:
-            return pointwise.added(x, bias, residual, probability, training)
-        return unfused(x_with_bias, residual, probability)
+        compiles_it = fused and (x.is_cuda or compiled.compiler.on_cpu) and compiles(x)
+        if not compiles_it and residual.dtype == x.dtype:
+            return unfused(x_with_bias, residual, probability)
+        from megatron_ext.layers.pointwise import added, bias_dropout_add
+
+        function = bias_dropout_add if compiles_it else added
+        return function(x, bias, residual, probability, training)
 
     return function
 
@@ -381,23 +308,10 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         if args or not self._fuses(hidden_states, kwargs):
             given: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return given
-        residual = hidden_states
-        norm = self.input_layernorm
-        if norm.compiled:
-            residual, normed = pointwise.norm_with_residual(
-                residual, *weights_of(norm), spec_of(norm)
-            )
-        else:
-            normed = norm(residual)
-        attended = self.self_attention(
-            normed, kwargs.get("attention_mask"), rotary_pos_emb=kwargs.get("rotary_pos_emb")
-        )
-        hidden, normed = self._added(attended, residual, self.pre_mlp_layernorm)
-        mlp = functools.partial(self.mlp, padding_mask=kwargs.get("padding_mask"))
-        output = (
-            tensor_parallel.checkpoint(mlp, False, normed) if self.recompute_mlp else mlp(normed)
-        )
-        return self._forward_post_mlp(output, hidden), kwargs.get("context")
+        from megatron_ext.layers import fused_layer
+
+        joins = self.self_attn_bda is get_bias_dropout_add
+        return fused_layer.forward(self, hidden_states, kwargs, joins_norm=joins)
 
     def _fuses(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Return whether the fused forward pass supports this call and configuration."""
@@ -415,15 +329,4 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
             and not (self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm)
             and not (self.offload_attn_norm or self.offload_mlp_norm)
             and compiles(x)
-        )
-
-    def _added(self, output: WithBias, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """Add an output to the residual with dropout; return the sum and the normalized sum."""
-        training = bool(self.training)
-        bda = self.self_attn_bda
-        if bda is not get_bias_dropout_add or not norm.compiled:
-            hidden = bda(training, True)(output, residual, self.hidden_dropout)
-            return hidden, norm(hidden)
-        return pointwise.bias_dropout_add_norm(
-            *output, residual, self.hidden_dropout, training, *weights_of(norm), spec_of(norm)
         )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import megatron_ext
-from megatron_ext.layers import causal_parts, latent_attention, pointwise
+from megatron_ext.layers import causal_parts, latent_attention, norms, pointwise
 from megatron_ext.layers.fp8 import casting
 from megatron_ext.losses import softmax_kernels
 
@@ -105,10 +105,10 @@ def matrix() -> Tensor:
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 TEXT = (
-    Case("norm", pointwise.normed, lambda: (hidden(), half(H), None, RMS), (1, 2), (2, 3.03)),
+    Case("norm", norms.normed, lambda: (hidden(), half(H), None, RMS), (1, 2), (2, 3.03)),
     Case(
         "layer_norm",
-        pointwise.normed,
+        norms.normed,
         lambda: (hidden(), half(H), half(H), LAYER),
         (1, 2),
         (2, 3.06),

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.layers import compiled
-from megatron_ext.layers.compiled import Compiled, FusedResidual
+from megatron_ext.layers.compiled import Compiled
 from megatron_ext.layers.fp8.casting import Function
+from megatron_ext.layers.fused_residual import FusedResidual
 from tests.gpu_proof.cases import FP8, TEXT, Case, modules_with
 from tests.gpu_proof.compiler import Graph, compiled_graphs
 from tests.gpu_proof.fake_cuda import SHARED_MEMORY

@@ -55,7 +55,7 @@ def test_spilled_registers_are_reported() -> None:
 
 def test_a_compiled_function_without_a_case_is_found() -> None:
     named = compiled_functions().values()
-    for name in ("layers.pointwise.normed", "losses.softmax_kernels.statistics"):
+    for name in ("layers.norms.normed", "losses.softmax_kernels.statistics"):
         assert f"megatron_ext.{name}" in named
     assert len(named) >= len({id(case.function) for case in CASES})
 

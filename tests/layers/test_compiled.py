@@ -13,13 +13,13 @@ from torch._dynamo.testing import CompileCounter
 from megatron_ext.layers import compiled as compilation
 from megatron_ext.layers import pointwise
 from megatron_ext.layers.compiled import (
-    FusedResidual,
     compile_alike,
     compile_nothing,
     compiled,
     compiled_on_cpu,
     compiles,
 )
+from megatron_ext.layers.fused_residual import FusedResidual
 
 GPU: Any = SimpleNamespace(is_cuda=True, numel=lambda: 1)
 """Looks to `compiles` like a tensor of a GPU."""

@@ -19,7 +19,7 @@ from megatron_ext.core import MTP_LAYER, moe_submodules
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.moe import Router
-from megatron_ext.layers.pointwise import LayerNorm, RMSNorm
+from megatron_ext.layers.norms import LayerNorm, RMSNorm
 from megatron_ext.layers.specs import (
     expert_pattern,
     has_transformer_engine,

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from megatron_ext.config.run import transformer_fields
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers import pointwise
+from megatron_ext.layers import norms, pointwise
 from megatron_ext.layers.compiled import Compiled, compiled_on_cpu
-from megatron_ext.layers.pointwise import Norm
-from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.layers.transformer_layer import table_of
+from megatron_ext.layers.norms import Norm, NormSpec
+from megatron_ext.layers.pointwise import table_of
+from megatron_ext.layers.transformer_config import ACTIVATIONS, build_transformer_config
 from tests.training_runs import config_of
 
 S, B, H, N, D = 12, 2, 64, 4, 16
-RMS: pointwise.NormSpec = ("RMSNorm", 1e-5, False)
-LAYER: pointwise.NormSpec = ("LayerNorm", 1e-5, False)
+RMS: NormSpec = ("RMSNorm", 1e-5, False)
+LAYER: NormSpec = ("LayerNorm", 1e-5, False)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _norms() -> Iterator[Case]:
         for zero_centered in (False, True):
             spec = (kind, 1e-5, zero_centered)
             arguments = [t(S, B, H), t(H), bias, spec]
-            yield Case(f"{kind} {zero_centered}", pointwise.normed, arguments)
+            yield Case(f"{kind} {zero_centered}", norms.normed, arguments)
             name = f"{kind} with residual {zero_centered}"
             yield Case(name, pointwise.norm_with_residual, arguments)
     frozen = [t(S, B, H), t(H, trains=False), None, RMS]
@@ -109,7 +109,7 @@ def _residuals() -> Iterator[Case]:
 
 
 def _activations() -> Iterator[Case]:
-    for name in pointwise.ACTIVATIONS:
+    for name in ACTIVATIONS:
         for gated in (False, True):
             wide = [t(S, B, 2 * H), t(2 * H), None, name, gated]
             yield Case(f"{name} gated={gated}", pointwise.activated, wide)

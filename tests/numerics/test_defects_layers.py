@@ -34,7 +34,7 @@ from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.chunks import mark_experts
 from megatron_ext.layers.moe import Router
-from megatron_ext.layers.pointwise import Norm
+from megatron_ext.layers.norms import Norm
 from megatron_ext.layers.specs import has_transformer_engine
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.losses.contract import StepCounts

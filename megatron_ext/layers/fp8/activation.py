@@ -32,7 +32,7 @@ class Activation:
     first layer's output: ``[m, f]`` for m tokens, or ``[m, 2 f]`` with a gate.
 
     Attributes:
-        name: name of the activation function, a key of `pointwise.ACTIVATIONS`.
+        name: name of the activation function, a key of `transformer_config.ACTIVATIONS`.
         gated: whether the activation has a gate.
         before: scaling of the first layer, which casts the gradient of ``wide`` to 8 bits.
         columns: whether the 8-bit gradient of ``wide`` is also computed in transposed form, which

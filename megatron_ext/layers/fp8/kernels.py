@@ -91,7 +91,7 @@ def _write(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _activation(x, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the value and derivative at ``x`` of ``NAME``, a key of `pointwise.ACTIVATIONS`."""
+    """Return the value and derivative at ``x`` of ``NAME``, a key of `ACTIVATIONS`."""
     if NAME == "silu":
         part = tl.sigmoid(x)
         value = x * part

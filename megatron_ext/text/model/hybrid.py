@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from megatron_ext.layers.pointwise import Norm
+from megatron_ext.layers.norms import Norm
 from megatron_ext.layers.specs import expert_pattern, torch_layer_spec
 from megatron_ext.layers.transformer_layer import TransformerLayer
 from megatron_ext.text.model.language import TextModel

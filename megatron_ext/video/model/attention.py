@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers import sdpa
 from megatron_ext.layers.context_parallel import heads_to_sequence, sequence_to_heads
-from megatron_ext.layers.pointwise import NormSpec as Norm
-from megatron_ext.layers.pointwise import RMSNorm, spec_of, weights_of
+from megatron_ext.layers.norms import NormSpec as Norm
+from megatron_ext.layers.norms import RMSNorm, spec_of, weights_of
 from megatron_ext.video.config.sizes import EPSILON
 from megatron_ext.video.model.chunk import Blueprint, Part
 

@@ -23,6 +23,7 @@ from megatron_ext.layers.fp8 import activation, casting, kernels
 from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights, fp8_linear
 from megatron_ext.layers.fp8.matrices import E4M3, E5M2, Layouts, Wanted, quantize, quantize_with
 from megatron_ext.layers.fp8.scaling import DelayedScaling, Role
+from megatron_ext.layers.transformer_config import ACTIVATIONS as BY_NAME
 from megatron_ext.layers.weight_gradients import LinearCall
 from tests.layers.fp8.test_linear import scaling_of
 
@@ -134,7 +135,7 @@ def test_a_matrix_that_is_not_contiguous() -> None:
     same(kernels.cast(x, torch.ones(()), E4M3, "both"), want)
 
 
-ACTIVATIONS = [(name, gated) for name in pointwise.ACTIVATIONS for gated in (True, False)]
+ACTIVATIONS = [(name, gated) for name in BY_NAME for gated in (True, False)]
 
 
 def near(got: Layouts, exact: Tensor, scale: Tensor, dtype: torch.dtype) -> None:

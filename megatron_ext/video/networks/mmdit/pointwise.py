@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.layers.compiled import FusedResidual, compiled
-from megatron_ext.layers.pointwise import NormSpec as Norm
-from megatron_ext.layers.pointwise import norm, norm_and_statistics, norm_gradients
+from megatron_ext.layers.compiled import compiled
+from megatron_ext.layers.fused_residual import FusedResidual
+from megatron_ext.layers.norms import NormSpec as Norm
+from megatron_ext.layers.norms import norm
+from megatron_ext.layers.pointwise import norm_and_statistics, norm_gradients
 from megatron_ext.video.config.sizes import EPSILON
 from megatron_ext.video.model.attention import rotate
 from megatron_ext.video.model.linear import modulated

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_ext.errors import DataError
 from megatron_ext.layers import sdpa
-from megatron_ext.layers.pointwise import LayerNorm, activated, spec_of, weights_of
+from megatron_ext.layers.norms import LayerNorm, spec_of, weights_of
+from megatron_ext.layers.pointwise import activated
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.model.attention import Table, trades_heads
 from megatron_ext.video.model.cache import CachePass, KeyValue

@@ -19,9 +19,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.compiled import FusedResidual, compiled
-from megatron_ext.layers.pointwise import NormSpec as Norm
-from megatron_ext.layers.pointwise import norm
+from megatron_ext.layers.compiled import compiled
+from megatron_ext.layers.fused_residual import FusedResidual
+from megatron_ext.layers.norms import NormSpec as Norm
+from megatron_ext.layers.norms import norm
 from megatron_ext.video.model.attention import rotate
 from megatron_ext.video.model.chunk import Blueprint, Part
 from megatron_ext.video.model.linear import mark_replicated, modulated
