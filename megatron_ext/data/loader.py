@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,17 +16,14 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.batch import MappingLoader, StepLoader
-from megatron_ext.data.samplers import (
-    Announced,
-    RandomSampler,
-    SequentialSampler,
-    StepPlan,
-    StepSampler,
-)
+from megatron_ext.data.samplers import Announced, RandomSampler, SequentialSampler
 from megatron_ext.data.workers import worker_context
 from megatron_ext.disk.bus import cut_file, mapped_sizes, worker_setup
 from megatron_ext.errors import DataError, MachineFault, MegatronExtError
 from megatron_ext.parallel.context import ParallelContext, mtp_rank
+
+if TYPE_CHECKING:
+    from megatron_ext.data.step_plan import StepPlan
 
 
 def stage_reads_data(
@@ -224,6 +221,8 @@ def build_source(
     if dataset is not None and context.tp_rank == 0:
         length = len(dataset)  # type: ignore[arg-type]
         if plan is not None:
+            from megatron_ext.data.step_plan import StepSampler
+
             sampler = StepSampler(plan, context.dp_rank, first_step)
             samples = iter(_loader(dataset, sampler, config.training, device))
         else:

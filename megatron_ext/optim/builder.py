@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import optimizer as core
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
-from torch.nn import Parameter
 
-from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.optim.adam import ADAMS, Custom, start_state
-from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import parts_of
 
 if TYPE_CHECKING:
-    from megatron_ext.optim.fused_adam import FusedAdam, Kernel
+    from megatron_ext.optim.fused_adam import Kernel
 
 OPTIMIZERS = {
     "adam": ("adam", core.AdamOptimizerConfig),
@@ -64,7 +59,9 @@ def build_optimizer(
     # need.
     optimizer = core.get_megatron_optimizer(core_config, chunks, config_overrides=overrides)
     if name == "custom":
-        _take_custom(optimizer, config.optimizer, groups)
+        from megatron_ext.optim.custom import take_custom
+
+        take_custom(optimizer, config.optimizer, groups)
     elif uses_muon or (rule == "adam" and config.model.transformer_impl == "torch"):
         moments = (
             MOMENTS[config.optimizer.exp_avg_dtype],
@@ -73,9 +70,13 @@ def build_optimizer(
         weight = next(weight for chunk in chunks for weight in chunk.parameters())
         take_torchs_adam(optimizer, moments, kernel_for(weight), muon=uses_muon)
     if uses_muon:
-        _give_matrices(optimizer, chunks, groups, config.optimizer)
+        from megatron_ext.optim.muon import give_matrices
+
+        give_matrices(optimizer, chunks, groups, config.optimizer)
     choose_kernels(optimizer, fused=config.device == "cuda")
     if config.optimizer.shards_gradients:
+        from megatron_ext.optim.shards import take_sharded_gradients
+
         take_sharded_gradients(optimizer)
     for part in parts_of(optimizer):
         if isinstance(getattr(part, "optimizer", None), (*ADAMS, torch.optim.SGD, Custom)):
@@ -83,29 +84,6 @@ def build_optimizer(
             # step count.
             part.init_state_fn = start_state
     return optimizer
-
-
-def _take_custom(
-    optimizer: MegatronOptimizer, flags: OptimizerConfig, groups: ProcessGroupCollection
-) -> None:
-    """Replace each Adam in a chain of optimizers by the optimizer that ``--optimizer-class`` names.
-
-    Rank 0 prints a note if tensor parallelism cuts the matrices that it looks at as a whole.
-    """
-    from megatron_ext.optim.custom import findings, load_optimizer, take_parameters
-
-    for part in parts_of(optimizer):
-        if getattr(part, "optimizer", None) is not None:
-            own = load_optimizer(flags)
-            take_parameters(own, part.optimizer)
-            part.optimizer = own
-    ranks = groups.tp.size()
-    if ranks > 1 and torch.distributed.get_rank() == 0 and not findings(flags).is_elementwise:
-        print(
-            f"> `--optimizer-class` ({flags.optimizer_class}) looks at more than one element of a "
-            f"weight; each of the {ranks} tensor-parallel ranks gives it its own part of a matrix.",
-            flush=True,
-        )
 
 
 def take_torchs_adam(
@@ -129,92 +107,17 @@ def take_torchs_adam(
     adams = [part for part in parts_of(optimizer) if getattr(part, "optimizer", None) is not None]
     if plain:
         adams = [part for part in adams if not isinstance(part.optimizer, ADAMS)]
-    for part in adams:
-        part.optimizer = _replacement(part.optimizer, moments, make_kernel, muon=muon)
-        part.optimizer.copies = _model_weights(part)
-
-
-def _replacement(
-    inner: torch.optim.Optimizer,
-    moments: tuple[torch.dtype, torch.dtype],
-    make_kernel: Callable[[], Kernel] | None,
-    *,
-    muon: bool,
-) -> FusedAdam:
-    """Return a `FusedAdam`, or `Muon`, with the parameter groups and settings of ``inner``."""
-    from megatron_ext.optim.fused_adam import FusedAdam
+    if not adams:
+        return
+    from megatron_ext.optim.fused_adam import FusedAdam, replace_adam
 
     kind: type[FusedAdam] = FusedAdam
     if muon:
         from megatron_ext.optim.muon import Muon
 
         kind = Muon
-    names = ("lr", "betas", "eps", "weight_decay")
-    defaults = {name: inner.defaults[name] for name in names}
-    # torch refuses views as parameters, which shards are. So put them in afterwards, as
-    # megatron-core does.
-    adam = kind([torch.empty(0)], moments=moments, make_kernel=make_kernel, **defaults)
-    adam.param_groups = [{**adam.defaults, **group} for group in inner.param_groups]
-    return adam
-
-
-def _give_matrices(
-    optimizer: MegatronOptimizer,
-    chunks: list[DistributedDataParallel],
-    groups: ProcessGroupCollection,
-    flags: OptimizerConfig,
-) -> None:
-    """Tell each `Muon` in ``optimizer`` which weights it updates itself; AdamW updates the others.
-
-    ``chunks`` are this rank's chunks of the model; ``flags`` has the settings of Muon.
-    """
-    from megatron_ext.optim.matrices import Matrix, matrices_of
-    from megatron_ext.optim.muon import Muon
-
-    matrices: dict[Parameter, Matrix] = {}
-    for chunk in chunks:
-        matrices |= matrices_of(chunk, groups, split_qkv=flags.muon_split_qkv)
-    for part in parts_of(optimizer):
-        if isinstance(getattr(part, "optimizer", None), Muon):
-            part.optimizer.take(list(shards_of(part)), matrices, flags)
-
-
-def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
-    """Make distributed optimizers use ``main_grad`` itself as the gradient of this rank's shard.
-
-    megatron-core would cut the shard out of a ``main_grad`` of the whole parameter. With sharded
-    gradients (`layers.gradient_shards`), ``main_grad`` is already the shard.
-    """
-
-    def take(part: Any) -> None:
-        for models, mains in (
-            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-            (part.model_fp32_groups, part.shard_fp32_groups),
-        ):
-            for model_group, main_group in zip(models, mains, strict=True):
-                for model, main in zip(model_group, main_group, strict=True):
-                    main.grad = model.main_grad
-
-    for part in parts_of(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            part._copy_model_grads_to_main_grads = partial(take, part)
-
-
-def _model_weights(part: Any) -> dict[Tensor, Tensor]:
-    """Map each float32 weight that the optimizer ``part`` updates to the model's 16-bit weight.
-
-    With a distributed optimizer, keys and values are this rank's shards. Weights that the model
-    itself keeps in float32 are left out.
-    """
-    names = "float16_groups", "fp32_from_float16_groups"
-    if isinstance(part, DistributedOptimizer):
-        names = "shard_float16_groups", "shard_fp32_from_float16_groups"
-    models, mains = (getattr(part, name, ()) for name in names)
-    return {
-        main: model
-        for model_group, main_group in zip(models, mains, strict=True)
-        for model, main in zip(model_group, main_group, strict=True)
-    }
+    for part in adams:
+        replace_adam(part, kind, moments, make_kernel)
 
 
 def kernel_for(weight: Tensor) -> Callable[[], Kernel] | None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -24,6 +26,7 @@ from megatron_ext.config.user_code import load_object, split_options
 from megatron_ext.disk.reading import UnreadableFile, parse_yaml
 from megatron_ext.errors import ConfigError
 from megatron_ext.optim.adam import Custom
+from megatron_ext.optim.update import parts_of
 
 FLAG = "--optimizer-class"
 GIVEN = {"lr": "--lr", "weight_decay": "--weight-decay"}
@@ -282,4 +285,25 @@ def check_optimizer(config: RunConfig) -> None:
             f"keeps {found.odd} for a weight of shape {TRIAL_SHAPE}, but `{needing}` needs state "
             "with one value for each element",
             f"leave out `{needing}`",
+        )
+
+
+def take_custom(
+    optimizer: MegatronOptimizer, flags: OptimizerConfig, groups: ProcessGroupCollection
+) -> None:
+    """Replace each Adam in a chain of optimizers by the optimizer that ``--optimizer-class`` names.
+
+    Rank 0 prints a note if tensor parallelism cuts the matrices that it looks at as a whole.
+    """
+    for part in parts_of(optimizer):
+        if getattr(part, "optimizer", None) is not None:
+            own = load_optimizer(flags)
+            take_parameters(own, part.optimizer)
+            part.optimizer = own
+    ranks = groups.tp.size()
+    if ranks > 1 and torch.distributed.get_rank() == 0 and not findings(flags).is_elementwise:
+        print(
+            f"> `--optimizer-class` ({flags.optimizer_class}) looks at more than one element of a "
+            f"weight; each of the {ranks} tensor-parallel ranks gives it its own part of a matrix.",
+            flush=True,
         )

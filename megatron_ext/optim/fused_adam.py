@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron_ext.optim.adam import Counted, start_state
@@ -197,3 +198,42 @@ class FusedAdam(CountedAdam):
                         state[name] = moment.copy_(state[name])
         finally:
             self.param_groups = groups
+
+
+def replace_adam(
+    part: Any,
+    kind: type[FusedAdam],
+    moments: tuple[torch.dtype, torch.dtype],
+    make_kernel: Callable[[], Kernel] | None,
+) -> None:
+    """Replace the Adam of a single optimizer of megatron-core by one of the class ``kind``.
+
+    It gets the parameter groups and settings of the old one, and the arguments ``moments`` and
+    ``make_kernel``.
+    """
+    inner = part.optimizer
+    names = ("lr", "betas", "eps", "weight_decay")
+    defaults = {name: inner.defaults[name] for name in names}
+    # torch refuses views as parameters, which shards are. So put them in afterwards, as
+    # megatron-core does.
+    adam = kind([torch.empty(0)], moments=moments, make_kernel=make_kernel, **defaults)
+    adam.param_groups = [{**adam.defaults, **group} for group in inner.param_groups]
+    adam.copies = _model_weights(part)
+    part.optimizer = adam
+
+
+def _model_weights(part: Any) -> dict[Tensor, Tensor]:
+    """Map each float32 weight that the optimizer ``part`` updates to the model's 16-bit weight.
+
+    With a distributed optimizer, keys and values are this rank's shards. Weights that the model
+    itself keeps in float32 are left out.
+    """
+    names = "float16_groups", "fp32_from_float16_groups"
+    if isinstance(part, DistributedOptimizer):
+        names = "shard_float16_groups", "shard_fp32_from_float16_groups"
+    models, mains = (getattr(part, name, ()) for name in names)
+    return {
+        main: model
+        for model_group, main_group in zip(models, mains, strict=True)
+        for model, main in zip(model_group, main_group, strict=True)
+    }

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
@@ -27,9 +30,10 @@ from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.optim.adam import start_state
 from megatron_ext.optim.dealing import Dealt, deal, gather, scatter
 from megatron_ext.optim.fused_adam import FusedAdam
-from megatron_ext.optim.matrices import Matrix
+from megatron_ext.optim.matrices import Matrix, matrices_of
 from megatron_ext.optim.newton_schulz import Coefficients, orthogonalize, polynomials, scale_of
-from megatron_ext.optim.shards import Shard
+from megatron_ext.optim.shards import Shard, shards_of
+from megatron_ext.optim.update import parts_of
 
 
 @dataclass(frozen=True)
@@ -229,3 +233,21 @@ class Muon(FusedAdam):
     def _if_finite(self, new: Tensor, old: Tensor) -> Tensor:
         """Return ``new``, or ``old`` if this update is skipped (`found_inf` is 1)."""
         return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
+
+
+def give_matrices(
+    optimizer: MegatronOptimizer,
+    chunks: list[DistributedDataParallel],
+    groups: ProcessGroupCollection,
+    flags: OptimizerConfig,
+) -> None:
+    """Tell each `Muon` in ``optimizer`` which weights it updates itself; AdamW updates the others.
+
+    ``chunks`` are this rank's chunks of the model; ``flags`` has the settings of Muon.
+    """
+    matrices: dict[Parameter, Matrix] = {}
+    for chunk in chunks:
+        matrices |= matrices_of(chunk, groups, split_qkv=flags.muon_split_qkv)
+    for part in parts_of(optimizer):
+        if isinstance(getattr(part, "optimizer", None), Muon):
+            part.optimizer.take(list(shards_of(part)), matrices, flags)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+
+from megatron_ext.optim.update import parts_of
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,27 @@ def shards_of(optimizer: Any) -> Iterator[Shard]:
                 main = main_of[parameter]
                 start = optimizer._get_model_param_range_map(parameter)["param"].start
             yield Shard(parameter, main, start, optimizer.data_parallel_group)
+
+
+def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
+    """Make distributed optimizers use ``main_grad`` itself as the gradient of this rank's shard.
+
+    megatron-core would cut the shard out of a ``main_grad`` of the whole parameter. With sharded
+    gradients (`layers.gradient_shards`), ``main_grad`` is already the shard.
+    """
+
+    def take(part: Any) -> None:
+        for models, mains in (
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_fp32_groups, part.shard_fp32_groups),
+        ):
+            for model_group, main_group in zip(models, mains, strict=True):
+                for model, main in zip(model_group, main_group, strict=True):
+                    main.grad = model.main_grad
+
+    for part in parts_of(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            part._copy_model_grads_to_main_grads = partial(take, part)
 
 
 def _pairs(models: Any, mains: Any) -> Iterator[tuple[Parameter, Tensor]]:

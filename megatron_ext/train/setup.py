@@ -249,9 +249,11 @@ def _continue_schedules(
 
     If the flags change the length of the model's schedule, rank 0 prints a note.
     """
+    from megatron_ext.optim.resumed_schedule import go_on
+
     progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
     consumed = progress.consumed_train_samples
-    notes = [x.go_on(config, progress.iteration, consumed) for x in runner.schedules]
+    notes = [go_on(x, config, progress.iteration, consumed) for x in runner.schedules]
     if notes and notes[0] is not None and context.rank == 0:
         print(f"> {notes[0]}", flush=True)
 

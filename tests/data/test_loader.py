@@ -17,7 +17,8 @@ from megatron_ext.data.loader import (
     build_source,
     stage_reads_data,
 )
-from megatron_ext.data.samplers import RandomSampler, StepPlan
+from megatron_ext.data.samplers import RandomSampler
+from megatron_ext.data.step_plan import StepPlan
 from megatron_ext.errors import DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout

@@ -14,6 +14,7 @@ from megatron_ext.optim import builder
 from megatron_ext.optim.adam import start_state
 from megatron_ext.optim.fused_adam import CountedAdam
 from megatron_ext.optim.fused_adam import FusedAdam as FusedAdamOfTorch
+from megatron_ext.optim.shards import take_sharded_gradients
 from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
@@ -115,7 +116,7 @@ def test_sharded_gradients_are_those_of_both_kinds_of_weights() -> None:
             self.shard_fp32_groups = [[own]]
 
     part: Any = Part()
-    builder.take_sharded_gradients(part)
+    take_sharded_gradients(part)
     part._copy_model_grads_to_main_grads()
     assert part.shard_fp32_from_float16_groups[0][0].grad.tolist() == [1.0]
     assert part.shard_fp32_groups[0][0].grad.tolist() == [2.0]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.optim import schedule
+from megatron_ext.optim import resumed_schedule, schedule
+from megatron_ext.optim.resumed_schedule import go_on
 from tests.training_runs import TINY, config_of, mock_data, train_steps, without
 
 PEAK, FLOOR, WARMUP, STEPS = 1e-3, 1e-4, 2, 12
@@ -157,7 +158,7 @@ def _goes_on(
     config, group, scheduler = build(f"{after} --override-opt-param-scheduler")
     scheduler.load_state_dict(state)
     scheduler.step(0)
-    scheduler.go_on(config, at, 16 * at)
+    go_on(scheduler, config, at, 16 * at)
     values = [group[name]]
     for _ in range(20 - at):
         scheduler.step(increment=batch)
@@ -300,10 +301,10 @@ def test_samples_that_are_left_of_the_decay(
     words: str, iteration: int, consumed: int, left: int
 ) -> None:
     config = config_of([*BY_SAMPLES, *mock_data(), *words.split()])
-    assert schedule.samples_of_decay_left(config, iteration, consumed) == left
+    assert resumed_schedule.samples_of_decay_left(config, iteration, consumed) == left
 
 
-def _rate_at(style: str, place: schedule.Place, done: float) -> float:
+def _rate_at(style: str, place: resumed_schedule.Place, done: float) -> float:
     """Return megatron-core's rate after ``done`` samples, for a peak of 1 and a floor of 0."""
     if place.warmup and done <= place.warmup:
         return done / place.warmup
@@ -319,9 +320,9 @@ def _rate_at(style: str, place: schedule.Place, done: float) -> float:
 
 
 def _check_place(style: str, warmup: int, done: int, left: int) -> None:
-    theirs = schedule.Place(warmup, 160, 60, done)
-    ours = schedule.Place(warmup, done + left, 60, -1)
-    place = schedule.continued(style, theirs, ours, left)
+    theirs = resumed_schedule.Place(warmup, 160, 60, done)
+    ours = resumed_schedule.Place(warmup, done + left, 60, -1)
+    place = resumed_schedule.continued(style, theirs, ours, left)
     if done >= 160 and style != "constant":
         # A decay that has ended stays ended, at the floor.
         assert place.done > place.decay > place.warmup
@@ -351,8 +352,8 @@ def test_a_schedule_goes_on_at_the_same_rate_and_ends_on_time(style: str) -> Non
 
 
 def test_a_warm_up_that_the_flags_no_longer_have_is_over() -> None:
-    theirs = schedule.Place(32, 160, 60, 16)
-    place = schedule.continued("linear", theirs, schedule.Place(0, 320, 60, 0), 304)
+    theirs = resumed_schedule.Place(32, 160, 60, 16)
+    place = resumed_schedule.continued("linear", theirs, resumed_schedule.Place(0, 320, 60, 0), 304)
     assert (place.warmup, place.done, place.decay) == (0, 16, 320)
 
 
@@ -371,7 +372,7 @@ def _note(before: str, after: str, at: int) -> tuple[str | None, dict[str, Any]]
     state = scheduler.state_dict()
     config, group, scheduler = _scheduler(f"{after} --override-opt-param-scheduler")
     scheduler.load_state_dict(state)
-    return scheduler.go_on(config, at, 16 * at), group
+    return go_on(scheduler, config, at, 16 * at), group
 
 
 def test_who_overrides_a_schedule_is_told_where_it_goes_on() -> None:
@@ -412,7 +413,7 @@ def test_megatron_lms_checkpoints_lack_the_length_of_the_last_phase() -> None:
     more = "--lr-decay-iters 20 --train-iters 20 --lr-wsd-decay-iters 5"
     config, group, scheduler = _scheduler(f"{flags} {more} --override-opt-param-scheduler")
     scheduler.load_state_dict(state)
-    scheduler.go_on(config, 11, 16 * 11)
+    go_on(scheduler, config, 11, 16 * 11)
     assert group["lr"] == pytest.approx(rate) and FLOOR < rate < PEAK
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.optim import resumed_schedule
 from megatron_ext.train import setup as module
 from megatron_ext.train.batch_size import Progress
 from megatron_ext.train.setup import (
@@ -163,19 +164,20 @@ def test_optimizer_and_averages_follow_weights_that_the_task_has_set(
     ],
 )
 def test_all_schedules_go_on_and_the_note_on_the_models_is_said_once(
-    notes: list[str | None], rank: int, said: str, capsys: pytest.CaptureFixture[str]
+    notes: list[str | None],
+    rank: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gone_on: list[Any] = []
 
-    class Schedule:
-        def __init__(self, note: str | None) -> None:
-            self.note = note
+    def go_on(note: str | None, config: Any, iteration: int, consumed: int) -> str | None:
+        gone_on.append((config, iteration, consumed))
+        return note
 
-        def go_on(self, config: Any, iteration: int, consumed: int) -> str | None:
-            gone_on.append((config, iteration, consumed))
-            return self.note
-
-    runner: Any = SimpleNamespace(schedules=[Schedule(note) for note in notes])
+    monkeypatch.setattr(resumed_schedule, "go_on", go_on)
+    runner: Any = SimpleNamespace(schedules=notes)
     progress = {"iteration": 9, "consumed_train_samples": 28}
     loaded: Any = SimpleNamespace(progress=progress, iteration=7)
     config: Any = "config"

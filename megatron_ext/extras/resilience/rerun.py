@@ -22,7 +22,7 @@ from megatron_ext.extras.resilience.replay import Outcome, StepStart, digest_of_
 from megatron_ext.layers.chunks import named_parameters
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.train.callbacks.callback import Callback, due
-from megatron_ext.train.callbacks.non_finite import announce, describe, not_finite_here, places
+from megatron_ext.train.callbacks.diagnosis import announce, describe, not_finite_here, places
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepInputs, StepLosses
 

@@ -17,7 +17,7 @@ from megatron_ext.extras.resilience.replay import digests
 from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import parts_of
 from megatron_ext.train.callbacks.callback import Callback, due
-from megatron_ext.train.callbacks.non_finite import announce, places
+from megatron_ext.train.callbacks.diagnosis import announce, places
 from megatron_ext.train.run import Run
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_ext.device.streams import HostCopy
 from megatron_ext.extras.resilience.rewind import Rewind
 from megatron_ext.train.callbacks.callback import Callback
-from megatron_ext.train.callbacks.non_finite import announce
+from megatron_ext.train.callbacks.diagnosis import announce
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult, mean_of
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import StepDataset
-from megatron_ext.data.samplers import Epochs, Ints, StepPlan, shuffled
+from megatron_ext.data.samplers import Ints, shuffled
+from megatron_ext.data.step_plan import Epochs, StepPlan
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.sft import SftConfig

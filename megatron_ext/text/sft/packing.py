@@ -15,7 +15,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_ext.data.samplers import Ints, Row, shuffled
+from megatron_ext.data.samplers import Ints, shuffled
+from megatron_ext.data.step_plan import Row
 from megatron_ext.errors import ConfigError, DataError
 
 EVEN_ENOUGH = 1000

@@ -13,7 +13,8 @@ import torch
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import documents_of_positions
-from megatron_ext.data.samplers import StepPlan, shuffled
+from megatron_ext.data.samplers import shuffled
+from megatron_ext.data.step_plan import StepPlan
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.inputs import conversation_inputs
 from megatron_ext.text.sft.conversation import Place, read_conversation

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.samplers import Epochs, Ints, Row, StepPlan, StepSampler, shuffled
+from megatron_ext.data.samplers import Ints, shuffled
+from megatron_ext.data.step_plan import Epochs, Row, StepPlan, StepSampler
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config.rules import SECTIONS
 from megatron_ext.text.sft.dataset import cost_model

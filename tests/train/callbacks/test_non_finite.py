@@ -11,13 +11,8 @@ from megatron_ext.disk.events import read_events
 from megatron_ext.extras.resilience.spikes import Spikes
 from megatron_ext.optim.builder import choose_kernels
 from megatron_ext.train.batch_size import Progress
-from megatron_ext.train.callbacks.non_finite import (
-    NonFinite,
-    NotFinite,
-    announce,
-    describe,
-    places,
-)
+from megatron_ext.train.callbacks.diagnosis import NotFinite, announce, describe, places
+from megatron_ext.train.callbacks.non_finite import NonFinite
 from megatron_ext.train.loop import IntervalMetrics, count_step, next_inputs
 from megatron_ext.train.run import Run
 from tests.extras.resilience.silent_faults import FLAGS, NO_DROPOUT, Spoiler, run_with
