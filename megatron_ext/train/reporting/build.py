@@ -9,24 +9,21 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ext import extras, limits
 from megatron_ext.config.run import RunConfig
-from megatron_ext.disk.writing import open_to_append
 from megatron_ext.errors import ConfigError, say_to_stderr
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.launch import End, Launch
-from megatron_ext.train.reporting.files import LinePrinter, MetricsFile
+from megatron_ext.train.reporting.lines import LinePrinter
 from megatron_ext.train.reporting.records import (
     FINISHED,
     EvaluationRecord,
     IterationRecord,
     Reporter,
 )
-from megatron_ext.train.reporting.start import write_configuration
 
 if TYPE_CHECKING:
     from megatron_ext.train.reporting.trackers import Trackers
@@ -152,32 +149,6 @@ class Reporters:
             self.trackers.close(failed=kind is not None)
 
 
-class ProgressFile:
-    """Appends a line for each report to ``progress.txt`` in the save folder."""
-
-    def __init__(self, folder: Path, world_size: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "progress.txt"
-        self._world_size = world_size
-        self._append(f"started on {world_size} ranks")
-
-    def _append(self, text: str) -> None:
-        with open_to_append(self._path) as file:
-            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{text}\n")
-
-    def on_iteration(self, record: IterationRecord) -> None:
-        self._append(
-            f"iteration {record.iteration}\tsamples {record.consumed_samples}\t"
-            f"{record.tokens_per_second:.0f} tokens/s"
-        )
-
-    def on_evaluation(self, record: EvaluationRecord) -> None:
-        self._append(f"evaluation at iteration {record.iteration}\t{record.losses}")
-
-    def close(self) -> None:
-        self._append("ended")
-
-
 def build_reporters(
     config: RunConfig,
     context: ParallelContext,
@@ -202,6 +173,7 @@ def build_reporters(
     time_rows: TimeAccount | None = None
     try:
         if save is not None:
+            from megatron_ext.train.reporting.files import MetricsFile, write_configuration
             from megatron_ext.train.reporting.loss_plot import LossPlot
 
             write_configuration(config.to_yaml(), Path(save))
@@ -212,6 +184,8 @@ def build_reporters(
                 time_rows.launched(config, num_iterations)
             sinks += [metrics, LossPlot(metrics.path, f"loss of {Path(save)}")]
         if save is not None and logs.log_progress:
+            from megatron_ext.train.reporting.files import ProgressFile
+
             sinks.append(ProgressFile(Path(save), config.parallel.world_size))
         if logs.has_tracker:
             from megatron_ext.train.reporting.trackers import Trackers

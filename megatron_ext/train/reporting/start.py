@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import shlex
 import textwrap
 from collections.abc import Collection
@@ -16,9 +15,7 @@ from megatron_ext.config.flags import changed_fields, spelling_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import TE_IMPL, Fp8Config
 from megatron_ext.config.run import RunConfig
-from megatron_ext.disk.writing import write_text
 from megatron_ext.layers.sdpa import flash_3_in_use
-from megatron_ext.train.reporting.files import CONFIGURATION_FILE
 
 STARTED = "> starting"
 """The beginning of the first line of a run that has passed all checks."""
@@ -76,6 +73,8 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
     lines += _listed("derived, or from a file, a checkpoint or the task:", elsewhere)
     where = "`--print-config` shows the whole configuration"
     if config.checkpoint.save is not None:
+        from megatron_ext.train.reporting.files import CONFIGURATION_FILE
+
         path = Path(config.checkpoint.save) / CONFIGURATION_FILE
         where = f"the whole configuration is in {path}"
     return [*lines, f"> {where}"]
@@ -104,14 +103,6 @@ def _listed(title: str, flags: dict[str, list[str]]) -> list[str]:
         text = " ".join(entry.replace(" ", "\0") for entry in entries)
         lines += [line.replace("\0", " ") for line in wrapper.wrap(f"{name}: {text}")]
     return lines
-
-
-def write_configuration(content: str, folder: Path) -> None:
-    """Write a run's configuration to its save folder, replacing an earlier one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{CONFIGURATION_FILE}.tmp"
-    write_text(temporary, content)
-    os.replace(temporary, folder / CONFIGURATION_FILE)
 
 
 def implementation_line(

@@ -15,7 +15,7 @@ import textwrap
 from datetime import timedelta
 from typing import NamedTuple, TextIO
 
-from megatron_ext.train.reporting.files import LinePrinter, evaluation_title
+from megatron_ext.train.reporting.lines import LinePrinter, evaluation_title
 from megatron_ext.train.reporting.records import EvaluationRecord, IterationRecord
 
 MAX_WIDTH = 110

@@ -27,13 +27,13 @@ from megatron_ext.train import loop
 from megatron_ext.train.launch import Launch
 from megatron_ext.train.main import main
 from megatron_ext.train.reporting import build, files, loss_plot, trackers
+from megatron_ext.train.reporting.files import CONFIGURATION_FILE
+from megatron_ext.train.reporting.lines import evaluation_lines, iteration_line
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
 from megatron_ext.train.reporting.start import (
-    CONFIGURATION_FILE,
     implementation_line,
     parameters_line,
     start_lines,
-    write_configuration,
 )
 from tests.train.reporting.made_up import COMMON, FULL, VALIDATION
 from tests.train.reporting.made_up import record_of as _record
@@ -99,7 +99,7 @@ def test_the_metrics_file_has_whole_lines_after_a_full_disk(tmp_path: Path) -> N
 
 
 def test_the_line_holds_megatron_lms_fields_in_its_order_and_on_a_gpu_throughput() -> None:
-    line = files.iteration_line(_record(), datetime(2026, 1, 2, 3, 4, 5), on_gpu=False)
+    line = iteration_line(_record(), datetime(2026, 1, 2, 3, 4, 5), on_gpu=False)
     megatron = (
         " [2026-01-02 03:04:05.000000] iteration       12/     100 | consumed samples:"
         "          192 | elapsed time per iteration (ms): 500.0 | learning rate: 9.140577E-04 | "
@@ -108,35 +108,32 @@ def test_the_line_holds_megatron_lms_fields_in_its_order_and_on_a_gpu_throughput
     assert line.startswith(megatron)
     assert line.endswith(" number of skipped iterations:   0 | number of nan iterations:   0 |")
     assert "TFLOP" not in line and "MFU: n/a" in line
-    line = files.iteration_line(_record(peak_flops=4e12), datetime(2026, 1, 1), on_gpu=True)
+    line = iteration_line(_record(peak_flops=4e12), datetime(2026, 1, 1), on_gpu=True)
     for part in ("throughput per GPU (TFLOP/s/GPU): 2.0 |", "MFU: 50.0%", "ETA: 0:00:44"):
         assert part in line
     assert "images/s" not in line and "params norm" not in line and "epoch" not in line
     more = _record(
         sample_name="images", num_zeros=0.0, params_norm=1.23456, epoch=0.25, skipped=3, nans=2
     )
-    line = files.iteration_line(more, datetime(2026, 1, 1), on_gpu=False)
+    line = iteration_line(more, datetime(2026, 1, 1), on_gpu=False)
     assert " | num zeros: 0 | params norm: 1.235 | epoch: 0.250 | images/s: 32.0 | " in line
     assert " | tokens/s: 2048 | " in line
     assert line.endswith(" number of skipped iterations:   3 | number of nan iterations:   2 |")
 
 
 def test_evaluation_lines_are_framed() -> None:
-    lines = files.evaluation_lines(EvaluationRecord("validation ema", 5, {"lm loss": 2.0}))
+    lines = evaluation_lines(EvaluationRecord("validation ema", 5, {"lm loss": 2.0}))
     assert " at iteration 5 with averaged weights | lm loss value: 2.000000E+00 |" in lines[1]
-    lines = files.evaluation_lines(EvaluationRecord("test", 12, {"lm loss": 2.0}, final=True))
+    lines = evaluation_lines(EvaluationRecord("test", 12, {"lm loss": 2.0}, final=True))
     assert lines[1] == (
         " validation loss at iteration 12 on test set | lm loss value: 2.000000E+00 | "
         f"lm loss PPL: {math.exp(2):.6E} | "
     )
     assert lines[0] == lines[2] == "-" * (len(lines[1]) + 1)
     losses = {"lm loss": 2.0, "kept tokens": 0.5}
-    lines = files.evaluation_lines(EvaluationRecord("validation", 5, losses))
+    lines = evaluation_lines(EvaluationRecord("validation", 5, losses))
     assert lines[1].endswith(f"lm loss PPL: {math.exp(2):.6E} | kept tokens value: 5.000000E-01 | ")
-    assert (
-        "PPL"
-        not in files.evaluation_lines(EvaluationRecord("validation", 5, {"focal loss": 1.0}))[1]
-    )
+    assert "PPL" not in evaluation_lines(EvaluationRecord("validation", 5, {"focal loss": 1.0}))[1]
 
 
 def test_a_resumed_run_rewrites_what_it_does_again(tmp_path: Path) -> None:
@@ -394,7 +391,7 @@ def test_a_fault_is_no_end_of_the_account_and_a_full_disk_no_fault(
 
 def test_progress_is_appended(tmp_path: Path) -> None:
     for world_size in (2, 4):
-        progress = build.ProgressFile(tmp_path, world_size)
+        progress = files.ProgressFile(tmp_path, world_size)
         progress.on_iteration(_record())
         progress.on_evaluation(EvaluationRecord("validation", 12, {"lm loss": 3.5}))
         progress.close()
@@ -461,7 +458,7 @@ def test_which_sinks_a_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(trackers.Trackers, "start", lambda self, *given: starts.append(given))
     kept: list[Any] = []
     monkeypatch.setattr(
-        build, "MetricsFile", lambda *given: kept.append(given) or SimpleNamespace(path=tmp_path)
+        files, "MetricsFile", lambda *given: kept.append(given) or SimpleNamespace(path=tmp_path)
     )
     context: Any = SimpleNamespace(is_reporting_rank=True, recorder=None)
 
@@ -647,16 +644,16 @@ def test_a_configuration_is_replaced_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "new"
-    write_configuration("old", folder)
+    files.write_configuration("old", folder)
 
     def full(*_: Any) -> None:
         raise FULL
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_ext.train.reporting.start.os.replace", full)
+        patch.setattr("megatron_ext.train.reporting.files.os.replace", full)
         with pytest.raises(OSError, match="No space"):
-            write_configuration("new", folder)
+            files.write_configuration("new", folder)
     assert (folder / CONFIGURATION_FILE).read_text() == "old"
-    write_configuration("new", folder)
+    files.write_configuration("new", folder)
     assert (folder / CONFIGURATION_FILE).read_text() == "new"
     assert len(list(folder.iterdir())) == 1
