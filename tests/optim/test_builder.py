@@ -9,6 +9,7 @@ import megatron.core.optimizer as core_optimizer
 import pytest
 import torch
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ext.optim import builder
 from megatron_ext.optim.adam import start_state
@@ -101,7 +102,7 @@ def test_momentum_is_kept_only_where_it_is_used() -> None:
 def test_sharded_gradients_are_those_of_both_kinds_of_weights() -> None:
     """A run in 16 bits may keep some weights, such as routers', in 32 bits."""
 
-    class Part(builder.DistributedOptimizer):  # type: ignore[misc]
+    class Part(DistributedOptimizer):  # type: ignore[misc]
         def __init__(self) -> None:
             pairs = []
             for value in (1.0, 2.0):
