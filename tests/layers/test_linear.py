@@ -12,8 +12,8 @@ from megatron_ext.layers.linear import (
     OutputLayer,
     WholeLinear,
     WordEmbedding,
-    _Linear,
 )
+from megatron_ext.layers.linear_function import linear
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients, LinearCall
 from megatron_ext.parallel.context import ParallelContext
@@ -69,7 +69,7 @@ def test_the_inputs_gradient_is_summed_only_where_asked_for(
     own = x.clone().requires_grad_()
     call = LinearCall(weight, tp_group=tp, allreduce_dgrad=sums)
     part = gradient.chunk(2, dim=-1)[tp.rank()]
-    _Linear.apply(own, weight, None, call).backward(part)  # type: ignore[no-untyped-call]
+    linear(own, weight, None, call).backward(part)  # type: ignore[no-untyped-call]
     torch.testing.assert_close(own.grad, gradient @ full if sums else part @ weight.detach())
     torch.testing.assert_close(weight.grad, part.flatten(0, 1).t() @ x.flatten(0, 1))
 
