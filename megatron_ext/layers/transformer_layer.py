@@ -203,13 +203,13 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
     def function(x_with_bias: WithBias, residual: Tensor, probability: float) -> Tensor:
         x, bias = x_with_bias
-        compiles_it = fused and (x.is_cuda or compiled.compiler.on_cpu) and compiles(x)
-        if not compiles_it and residual.dtype == x.dtype:
+        is_compiled = fused and (x.is_cuda or compiled.compiler.on_cpu) and compiles(x)
+        if not is_compiled and residual.dtype == x.dtype:
             return unfused(x_with_bias, residual, probability)
         from megatron_ext.layers.pointwise import added, bias_dropout_add
 
-        function = bias_dropout_add if compiles_it else added
-        return function(x, bias, residual, probability, training)
+        add = bias_dropout_add if is_compiled else added
+        return add(x, bias, residual, probability, training)
 
     return function
 
