@@ -210,6 +210,8 @@ class ConfigFiles:
         except ConfigError as error:
             self.errors += error.messages
             return
+        given = value if isinstance(value, list) else [value]
+        block.notes += sections.renaming_notes(flag, named, map(str, given))
         earlier = block.entries.get(flag.field)
         if earlier is not None and earlier.value != read:
             block.notes.append(

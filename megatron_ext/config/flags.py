@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from megatron_ext.errors import ConfigError, FlagError
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -153,6 +153,8 @@ def flag(
     names: str | Sequence[str] = (),
     negative: str | Sequence[str] = (),
     advice: str | None = None,
+    renamed: Mapping[str, str] | None = None,
+    joins: bool = False,
     if_changed: IfChanged | None = None,
     from_checkpoint: bool | None = None,
 ) -> Any:
@@ -171,6 +173,8 @@ def flag(
         negative: spellings that set a boolean to False, besides ``--no-<name>``.
         advice: what the error advises about a value that is out of bounds or not a choice; None
             derives it from the default or the bounds.
+        renamed: values by other names, as forks of Megatron-LM have them -> the names here.
+        joins: whether several words are one value with spaces, as a script without quotes gives it.
         if_changed: what happens if the checkpoint to load has a different value (see `IfChanged`);
             None takes the section's ``IF_CHANGED``, or "say" if it has none.
         from_checkpoint: whether the value may be read from the configuration in a checkpoint, which
@@ -187,6 +191,8 @@ def flag(
         "names": _each(names),
         "negative": _each(negative),
         "advice": advice,
+        "renamed": renamed or {},
+        "joins": joins,
         "if_changed": if_changed,
         "from_checkpoint": from_checkpoint,
     }
@@ -234,6 +240,8 @@ class Flag:
     choices: tuple[Any, ...] | None
     nargs: int | str | None
     advice: str | None
+    renamed: Mapping[str, str]
+    joins: bool
     if_changed: IfChanged | None
     from_checkpoint: bool | None
 

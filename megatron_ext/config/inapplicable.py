@@ -9,7 +9,7 @@ flag, the first one counts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Inapplicable:
         defaults: name of a refused flag -> its default value, which is accepted because the run
             does the same without the flag.
         source: the program that has the refused flags, such as Megatron-LM.
+        settled_by: flags, separated by spaces; beside one of them the refused flags are accepted,
+            because it already says what they would.
     """
 
     flags: str
@@ -51,6 +53,17 @@ class Inapplicable:
     instead: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+    settled_by: str = ""
+
+    def beside(self, given: Collection[str]) -> Inapplicable:
+        """Return the entry on a command line with the flags ``given``.
+
+        This is the entry itself, or one that accepts its flags if ``settled_by`` is given.
+        """
+        other = next((flag for flag in self.settled_by.split() if flag in given), None)
+        if other is None:
+            return self
+        return Inapplicable(self.flags, self.reason, says=f"has no effect with `{other}`")
 
     @property
     def is_idle(self) -> bool:
@@ -238,9 +251,22 @@ ENGINE = (
     ),
     on_cpu("compile", "nothing is compiled there"),
     on_cpu("log-memory-to-tensorboard", "memory of a GPU"),
+    on_cpu(
+        "disable-bf16-reduced-precision-matmul",
+        "it is a setting of cuBLAS, and a CPU adds up products in float32",
+    ),
+    Inapplicable(
+        "distributed-backend",
+        says="(nccl) is gloo on a CPU, which has no NCCL",
+        holds=lambda values: values["device"] == "cpu" and values["distributed_backend"] == "nccl",
+    ),
     on_cpu("muon-fp32-matmul-prec", "a CPU multiplies in float32"),
     on_cpu("empty-unused-memory-level", "a CPU keeps no memory cache"),
     without_engine("fp8-param-gather", "the torch layers keep and gather their weights in bf16"),
+    without_engine(
+        "moe-router-padding-for-quantization",
+        "the torch layers pad the tokens of an expert themselves",
+    ),
     without("--recompute-granularity selective", "recompute-modules"),
     without("--fp16", "loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis"),
     without("--exit-signal-handler", "exit-signal"),
@@ -251,6 +277,14 @@ ENGINE = (
         "--optimizer adam or muon",
         "adam-beta1 adam-beta2 adam-eps use-precision-aware-optimizer exp-avg-dtype "
         "exp-avg-sq-dtype",
+    ),
+    Inapplicable(
+        "use-precision-aware-optimizer",
+        says="has no effect with moments in float32, which Transformer Engine's layers get anyway",
+        holds=lambda values: (
+            values["transformer_impl"] == "transformer_engine"
+            and values["exp_avg_dtype"] == values["exp_avg_sq_dtype"] == "fp32"
+        ),
     ),
     without(
         "--optimizer muon",
@@ -274,7 +308,7 @@ ENGINE = (
             and not values["lr_warmup_fraction"]
         ),
     ),
-    without("--bf16", "grad-reduce-in-bf16"),
+    without("--bf16", "grad-reduce-in-bf16 disable-bf16-reduced-precision-matmul"),
     Inapplicable(
         "accumulate-allreduce-grads-in-fp32",
         says="has no effect with `--grad-reduce-in-bf16`",

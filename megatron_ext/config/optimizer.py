@@ -76,6 +76,7 @@ class OptimizerConfig(Changeable):
         "exponential",
         "shape of the last phase of --lr-decay-style WSD",
         choices="exponential linear cosine minus_sqrt",
+        renamed={"1-sqrt": "minus_sqrt"},
     )
     lr_wsd_decay_iters: int | None = said_flag(
         None, "steps of the last phase of --lr-decay-style WSD", COUNT, "steps"

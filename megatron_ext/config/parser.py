@@ -174,6 +174,13 @@ def all_errors(
     return earlier + [error for error in dict.fromkeys(further) if _subject(error) not in told]
 
 
+def _replaced(named: str, value: str, earlier: str) -> str:
+    """Return the note about a flag, ``named`` in backticks, whose last value replaces another."""
+    shown = f"{named} ({value})" if value else named
+    before = f"the value ({earlier})" if earlier else "the one"
+    return f"{shown} takes the place of {before} that was given before it."
+
+
 def _shown(value: Any) -> str:
     """Return a value as it is written on a command line, for a note."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -230,6 +237,7 @@ def read_words(
             reading.errors.append(
                 f"`{word}` is no flag; flags start with two dashes, and a value follows its flag."
             )
+    reading.spellings_given = frozenset(canonical(word) for word, _ in entries)
     for word, values in entries:
         reading.read_flag(word, canonical(word), values)
     reading.finish(program)
@@ -252,6 +260,8 @@ class Reading:
         layout: the name of the chosen layout of these files; None for none.
         files: what the files say; None without files.
         unread: main spellings of the flags whose values could not be read.
+        refused: for each field or flag whose last value is refused, the errors and that value.
+        spellings_given: the flags on the command line, with dashes for underscores.
         renamed: for each new spelling, the old spelling that the user gave.
     """
 
@@ -269,6 +279,8 @@ class Reading:
     as_flags: bool = False
     no_position_embedding: bool = False
     unread: set[str] = field(default_factory=set)
+    refused: dict[str, tuple[list[str], str]] = field(default_factory=dict)
+    spellings_given: frozenset[str] = frozenset()
     renamed: dict[str, str] = field(default_factory=dict)
 
     def words(self, argv: Sequence[str]) -> Iterator[str]:
@@ -334,10 +346,7 @@ class Reading:
             )
             return
         if self.layout not in (None, values[0]):
-            self.notes.append(
-                f"`{word}` ({values[0]}) takes the place of the value ({self.layout}) that was "
-                "given before it."
-            )
+            self.notes.append(_replaced(f"`{word}`", values[0], self.layout or ""))
         self.layout = values[0]
 
     def _answer(self, word: str, name: str, values: list[str], entry: Inapplicable) -> None:
@@ -347,6 +356,8 @@ class Reading:
         and with dashes for underscores. ``entry`` decides between note and error.
         """
         default = entry.defaults.get(name.removeprefix("--"))
+        entry = entry.beside(self.spellings_given)
+        self._forget_refusal(name, f"`{word}`", values)
         if not entry.remedy:
             self.notes.append(entry.sentence(f"`{word}`"))
         elif entry.source and values == [default]:
@@ -355,33 +366,46 @@ class Reading:
                 "done here."
             )
         else:
-            self.errors.append(entry.sentence(f"`{word}`"))
+            self._refuse(name, [entry.sentence(f"`{word}`")], values)
+
+    def _refuse(self, name: str, errors: Sequence[str], values: list[str]) -> None:
+        """Add the errors about the values of a field or flag, unless it is given again later."""
+        self.errors += errors
+        self.refused[name] = list(errors), " ".join(values)
+
+    def _forget_refusal(self, name: str, named: str, values: list[str]) -> None:
+        """Take back the errors about a field or flag that is given again: the last value counts.
+
+        A note says which value is replaced. ``named`` is the flag in backticks.
+        """
+        errors, earlier = self.refused.pop(name, ([], ""))
+        for error in errors:
+            self.errors.remove(error)
+        if errors:
+            self.notes.append(_replaced(named, " ".join(values), earlier))
 
     def _read_value(self, word: str, values: list[str], flag: Flag, positive: bool) -> None:
+        named = self._spelled(word)
+        self._forget_refusal(flag.field, named, values)
+        self.unread.discard(flag.positive[0])
         value: Any = positive
         if flag.type is bool and values:
-            given = " ".join(values)
-            self.errors.append(
-                FlagError(
-                    self._spelled(word), None, f"takes no value, but got {given}", "leave it out"
-                )
-            )
+            rule = f"takes no value, but got {' '.join(values)}"
+            self._refuse(flag.field, [FlagError(named, None, rule, "leave it out")], values)
         if flag.type is not bool:
             try:
-                value = sections.value_of_words(flag, self._spelled(word), values)
+                value = sections.value_of_words(flag, named, values)
             except ConfigError as error:
-                self.errors += error.messages
+                self._refuse(flag.field, error.messages, values)
                 self.unread.add(flag.positive[0])
                 return
+            self.notes += sections.renaming_notes(flag, named, values)
         entries = self.values.setdefault(flag.section, {})
         earlier = entries.get(flag.field, value)
         if earlier != value:
-            self.notes.append(
-                f"{self._spelled(word)} ({_shown(value)}) takes the place of the value "
-                f"({_shown(earlier)}) that was given before it."
-            )
+            self.notes.append(_replaced(named, _shown(value), _shown(earlier)))
         entries[flag.field] = value
-        self.given[flag.field] = flag, self._spelled(word)
+        self.given[flag.field] = flag, named
 
     def _spelled(self, word: str) -> str:
         """Return a flag in backticks, followed by the old spelling if the user gave that."""

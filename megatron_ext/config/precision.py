@@ -36,6 +36,9 @@ class PrecisionConfig(Changeable):
         False, "sum gradients in fp32; always on with --bf16 unless --grad-reduce-in-bf16"
     )
     grad_reduce_in_bf16: bool = said_flag(False, "sum gradients in bf16")
+    disable_bf16_reduced_precision_matmul: bool = said_flag(
+        False, "add up products of bf16 matrices in fp32 only, in every kernel of cuBLAS"
+    )
     bf16_on_gpu: bool = False
     """Whether ``--bf16`` is the default on a GPU."""
 
@@ -109,13 +112,16 @@ class Fp8Config:
     )
 
     def resolved(self, *, te: bool) -> Fp8Config:
-        """Return a copy; without ``te``, ``fp8_param_gather`` (weights kept in 8 bits) is off.
+        """Return a copy; without ``te``, weights in 8 bits and the router's padding are off.
 
-        ``te`` says whether the layers are Transformer Engine's; torch's keep weights in bf16.
+        ``te`` says whether the layers are Transformer Engine's. Torch's keep weights in bf16, and
+        pad the tokens of an expert themselves.
         """
         if te or self.fp8_format is None:
             return self
-        return dataclasses.replace(self, fp8_param_gather=False)
+        return dataclasses.replace(
+            self, fp8_param_gather=False, moe_router_padding_for_quantization=False
+        )
 
     def keeps_bf16(self, layer_number: int, num_layers: int) -> bool:
         """Return whether a layer computes in bf16 instead of 8 bits.

@@ -310,7 +310,7 @@ SAME_NAME = {
         "virtual_pipeline_model_parallel_size account_for_embedding_in_pipeline_split "
         "account_for_loss_in_pipeline_split"
     ),
-    "precision": "fp16 bf16",
+    "precision": "fp16 bf16 disable_bf16_reduced_precision_matmul",
     "training": "calculate_per_token_loss deterministic_mode",
 }
 
@@ -350,11 +350,11 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
     )
     if parallel.microbatch_group_size_per_vp_stage is not None:
         fields["microbatch_group_size_per_vp_stage"] = parallel.microbatch_group_size_per_vp_stage
-    te = model.transformer_impl == TE_IMPL
-    if te:
+    if model.transformer_impl == TE_IMPL:
         fields |= dataclasses.asdict(run.engine)
         del fields["tp_comm_overlap_cfg"]
-    if te and run.fp8.fp8_format is not None:
+    # megatron-core asks Transformer Engine for its version where experts compute in 8 bits.
+    if has_te_layers(run) and run.fp8.fp8_format is not None:
         fields |= dataclasses.asdict(run.fp8)
         fields.update(fp8=fields.pop("fp8_format"), fp8_param=fields.pop("fp8_param_gather"))
         del fields["reuse_grad_buf_for_mxfp8_param_ag"]

@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, takewhile
 from typing import Any
 
@@ -319,6 +319,9 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
         parts = [part for word in words for part in word.strip("()[] ").split(",")]
         # A comma that ends a word, as in "(127, 0)" without quotes, leaves an empty part.
         words = [part.strip() for part in parts if part.strip()]
+    if flag.joins and words:
+        words = [" ".join(words)]
+    words = [flag.renamed.get(word, word) for word in words]
     nargs = flag.nargs or 1
     if (nargs == "+" and not words) or (isinstance(nargs, int) and len(words) != nargs):
         raise ConfigError(_wrong_number(flag, named, words))
@@ -341,6 +344,18 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
         rule = f"must be one of {allowed}"
         raise ConfigError.about(named, wrong[0], rule, flag.advice or "")
     return converted if flag.nargs else converted[0]
+
+
+def renaming_notes(flag: Flag, named: str, words: Iterable[str]) -> list[str]:
+    """Return a note for each value that has another name here; ``named`` is the flag in backticks.
+
+    ``words`` are the values as the user wrote them.
+    """
+    return [
+        f"{named} ({word}) is {flag.renamed[word]} here, which does the same."
+        for word in words
+        if word in flag.renamed
+    ]
 
 
 def _wrong_number(flag: Flag, named: str, words: Sequence[str]) -> FlagError:

@@ -40,7 +40,7 @@ class TrainingConfig(Changeable):
         None, "start, increment and samples of a growing global batch", LONG_NATURAL, nargs=3
     )
     step_batch_size_schedule: str | None = said_flag(
-        None, 'batch sizes from token counts on, such as "0:768 250B:1536"'
+        None, 'batch sizes from token counts on, such as "0:768 250B:1536"', joins=True
     )
     decrease_batch_size_if_needed: bool = flag(False, "round a batch down to what ranks can share")
     train_iters: int | None = flag(None, "length of the run in steps", COUNT, "steps")

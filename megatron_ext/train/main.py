@@ -160,6 +160,8 @@ def main(
         parsed = parsed_for_device(parse, words, stored)
         if parsed.print_config:
             if first:
+                for note in (*notes, *parsed.notes):
+                    say_to_stderr(f"> {note}")
                 print((parsed.as_flags or parsed.config.to_yaml()).rstrip("\n"))
             return 0
         logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)

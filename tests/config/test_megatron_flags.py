@@ -8,9 +8,10 @@ import pytest
 from megatron_ext.config.help import Manual
 from megatron_ext.config.inapplicable import answer_to, megatron_flags
 from megatron_ext.config.parser import read_words
+from megatron_ext.config.run import transformer_fields
 from megatron_ext.config.sections import OWN_FLAGS, all_flags, spellings
 from megatron_ext.text.task import GPT, TEXT
-from tests.config.runs import SMALL
+from tests.config.runs import SMALL, with_transformer_engine
 from tests.training_runs import errors_of, parsed
 
 ROOT = Path(__file__).parents[2]
@@ -98,11 +99,11 @@ def test_flags_in_the_reasons_of_notes_exist() -> None:
 
 
 def test_a_refused_flag_with_megatron_lms_default_asks_for_nothing() -> None:
-    found = parsed(f"{SMALL} --main-grads-dtype fp32 --hybrid-mlp-ratio 0.0")
+    found = parsed(f"{SMALL} --error-injection-rate 0 --hybrid-mlp-ratio 0.0")
     assert [note for note in found.notes if "it is Megatron-LM's default" in note] == found.notes
     assert len(found.notes) == 2
-    (error,) = errors_of(f"{SMALL} --main-grads-dtype bf16")
-    assert error.startswith("`--main-grads-dtype` is known from Megatron-LM but refused here: ")
+    (error,) = errors_of(f"{SMALL} --error-injection-rate 1")
+    assert error.startswith("`--error-injection-rate` is known from Megatron-LM but refused here: ")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_a_refused_flag_with_megatron_lms_default_asks_for_nothing() -> None:
         ("--train-mode finetune", "from Pai-Megatron-Patch but refused here: it trains on the ans"),
         ("--first-k-dense-replace 1", "from MindSpeed-LLM but refused here: it makes the first"),
         ("--ckpt-format torch", "must be one of torch_dist; leave it out, and convert"),
-        ("--moe-token-dispatcher-type flex", "allgather, alltoall; use alltoall, which gives"),
+        ("--extra-vocab-size 467", "refused here: it adds entries to the vocabulary; use `--padd"),
         ("--optimizer hybridadam", "sgd, custom; use adam."),
     ],
 )
@@ -120,6 +121,99 @@ def test_flags_of_scripts_built_on_megatron_lm_are_told_what_replaces_them(
 ) -> None:
     (error,) = read_words(words.split(), TEXT).errors
     assert said in error
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (
+            "--patch-tokenizer-type Qwen3Tokenizer --tokenizer-type NullTokenizer",
+            "`--patch-tokenizer-type` has no effect with `--tokenizer-type`: it names the",
+        ),
+        (
+            "--train-weighted-split-paths-path f --data_path d",
+            "`--train-weighted-split-paths-path` has no effect with `--data-path`: it names",
+        ),
+        ("--main-grads-dtype bf16", "`--main-grads-dtype` has no effect: gradients and the wei"),
+        ("--moe_token_dispatcher_type flex", "`--moe_token_dispatcher_type` (flex) is alltoall h"),
+        ("--lr-wsd-decay-style 1-sqrt", "`--lr-wsd-decay-style` (1-sqrt) is minus_sqrt here, wh"),
+    ],
+)
+def test_a_flag_whose_work_another_one_does_is_a_note(words: str, note: str) -> None:
+    reading = read_words(words.split(), TEXT)
+    assert not reading.errors
+    (told,) = reading.notes
+    assert told.startswith(note)
+
+
+def test_names_of_values_in_forks_become_ours() -> None:
+    words = "--lr-wsd-decay-style 1-sqrt --moe-token-dispatcher-type flex"
+    values = read_words(f"{words} --tokenizer-type PretrainedFromHF".split(), TEXT).values
+    assert values["optimizer"]["lr_wsd_decay_style"] == "minus_sqrt"
+    assert values["moe"]["moe_token_dispatcher_type"] == "alltoall"
+    assert values["tokenizer"]["tokenizer_type"] == "HuggingFaceTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (
+            "--optimizer lamb --optimizer sgd",
+            "`--optimizer` (sgd) takes the place of the value (la",
+        ),
+        ("--lr fast --lr 1e-3", "`--lr` (1e-3) takes the place of the value (fast) that was given"),
+        ("--data-path --data-path d", "`--data-path` (d) takes the place of the one that was gi"),
+        (
+            "--hybrid-mlp-ratio 0.5 --hybrid-mlp-ratio 0.0",
+            "`--hybrid-mlp-ratio` (0.0) takes the place of the value (0.5) that was given before",
+        ),
+    ],
+)
+def test_a_refused_value_that_is_replaced_is_no_error(words: str, note: str) -> None:
+    reading = read_words(words.split(), TEXT)
+    assert not reading.errors and not reading.unread
+    assert reading.notes[0].startswith(note)
+
+
+def test_flags_that_multi_latent_attention_ignores_are_notes() -> None:
+    latent = f"{SMALL} --multi-latent-attention --position-embedding-type rope"
+    found = parsed(f"{latent} --use-rope-scaling --rotary-seq-len-interpolation-factor 2")
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "`--use-rope-scaling` has no effect with `--multi-latent-attention`",
+        "`--rotary-seq-len-interpolation-factor` has no effect with `--multi-latent-attention`",
+    ]
+
+
+def test_settings_that_another_machine_decides_are_notes_or_reach_the_core() -> None:
+    exact = "--bf16 --disable-bf16-reduced-precision-matmul"
+    found = parsed(f"{SMALL} {exact} --distributed-backend nccl")
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "`--disable-bf16-reduced-precision-matmul` has no effect on a CPU",
+        "`--distributed-backend` (nccl) is gloo on a CPU, which has no NCCL.",
+    ]
+    on_gpu = parsed(f"{SMALL} {exact}", device="cuda")
+    assert on_gpu.notes == []
+    assert transformer_fields(on_gpu.config)["disable_bf16_reduced_precision_matmul"] is True
+
+
+def test_padding_of_the_router_is_a_note_without_transformer_engine() -> None:
+    experts = "--num-experts 4 --disable-bias-linear --bf16 --fp8-format hybrid"
+    found = parsed(f"{SMALL} {experts} --moe-router-padding-for-fp8")
+    (note,) = found.notes
+    assert note.endswith(
+        "without Transformer Engine: the torch layers pad the tokens of an expert themselves."
+    )
+    assert not found.config.fp8.moe_router_padding_for_quantization
+
+
+def test_moments_in_float32_need_no_optimizer_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_transformer_engine(monkeypatch)
+    words = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
+    found = parsed(f"{SMALL} {words} --transformer-impl transformer_engine", device="cuda")
+    (note,) = found.notes
+    assert note.startswith(
+        "`--use-precision-aware-optimizer` has no effect with moments in float32"
+    )
 
 
 def test_flags_of_scripts_built_on_megatron_lm_that_change_nothing_are_notes() -> None:
@@ -200,9 +294,11 @@ def test_a_near_name_is_one_that_is_accepted() -> None:
         assert name in ACCEPTED or LACKING[name].instead
 
 
-def test_a_schedule_without_quotes_is_told_to_quote_it() -> None:
-    (error,) = errors_of([*SMALL.split(), "--step-batch-size-schedule", "0:2", "8:4"])
-    assert error.endswith("but got 2; quote it: --step-batch-size-schedule '0:2 8:4'.")
+def test_a_text_without_quotes_is_joined_where_spaces_belong_to_it_or_told_to_be_quoted() -> None:
+    reading = read_words(["--step-batch-size-schedule", "0:2", "8:4"], TEXT)
+    assert reading.values["training"]["step_batch_size_schedule"] == "0:2 8:4"
+    (error,) = errors_of([*SMALL.split(), "--data-cache-path", "my", "folder"])
+    assert error.endswith("but got 2; quote it: --data-cache-path 'my folder'.")
 
 
 def test_transformer_engine_on_a_cpu_is_a_note() -> None:

@@ -103,7 +103,10 @@ def test_the_tool_plans_for_many_gpus(tool: Tool, tmp_path: Path) -> None:
 
 
 def test_a_plan_may_ask_for_layers_that_this_machine_lacks(tool: Tool) -> None:
-    eight = "--bf16 --fp8-format hybrid --fp8-recipe blockwise --num-attention-heads 4"
+    eight = (
+        "--bf16 --fp8-format hybrid --fp8-recipe blockwise --num-attention-heads 4 "
+        "--num-experts 4 --disable-bias-linear"
+    )
     shown = tool("--world-size 4 --gpu H100", f"--transformer-impl transformer_engine {eight}")
     assert "Transformer Engine's layers priced as the torch layers" in shown
 

@@ -191,11 +191,12 @@ def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[Fl
             "needs `--use-distributed-optimizer`, which saves the moments in float32",
             "give both",
         )
-    if model.transformer_impl == TE_IMPL:
+    in_bf16 = "bf16" in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
+    if in_bf16 and model.transformer_impl == TE_IMPL:
         yield FlagError(
             "--use-precision-aware-optimizer",
             None,
-            "is done by the optimizer of the torch layers",
+            "with moments in bf16 is done by the optimizer of the torch layers",
             "use `--transformer-impl torch`",
         )
 

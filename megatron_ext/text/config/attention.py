@@ -31,14 +31,12 @@ REPLACED = {
     "group_query_attention": "its heads have keys of their own, from one vector per token",
     "add_qkv_bias": "its projections have no biases",
     "rotary_interleaved": "its channels are always rotated in neighbouring pairs",
-    "rotary_seq_len_interpolation_factor": "its frequencies are scaled by `--rope-type yarn`",
-    "use_rope_scaling": "its frequencies are scaled by `--rope-type yarn`",
     "rope_scaling": "its frequencies are scaled by `--rope-type yarn`",
     "rope_local_base_freq": "all its layers have one base",
     "no_rope_freq": "all its layers rotate a part of each head",
     "softmax_scale": "its factor follows from the channels of a key and `--mscale-all-dim`",
 }
-"""Fields of other sections that multi-latent attention does not use, each with the reason."""
+"""Fields of other sections that do not go with multi-latent attention, each with the reason."""
 
 
 @dataclass(frozen=True)

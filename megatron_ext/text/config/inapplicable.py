@@ -127,6 +127,11 @@ TEXT_FLAGS = (
         "rotary-base rotary-percent rotary-interleaved rotary-seq-len-interpolation-factor "
         "use-rope-scaling rope-scaling rope-local-base-freq no-rope-freq",
     ),
+    beside(
+        "--multi-latent-attention",
+        "use-rope-scaling rope-scaling-factor rotary-seq-len-interpolation-factor",
+        "its frequencies are scaled by `--rope-type yarn`",
+    ),
     without("--window-size", "window-attn-skip-freq"),
     without("--use-rope-scaling", "rope-scaling-factor"),
     without(

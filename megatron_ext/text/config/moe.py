@@ -95,7 +95,7 @@ class MoEConfig(LayerSection):
         "allgather",
         "method that brings tokens to their experts",
         choices="allgather alltoall",
-        advice="use alltoall, which gives the same results",
+        renamed={"flex": "alltoall"},
     )
     moe_expert_capacity_factor: float | None = said_flag(
         None,

@@ -40,6 +40,7 @@ class PositionConfig(LayerSection):
         "learned_absolute",
         "kind of position embedding; yarn is rope scaled by the --yarn flags",
         choices="learned_absolute rope yarn none",
+        advice="use rope",
     )
     rotary_base: float = resumed_flag(10000.0, "base of the rotary frequencies", Range(1, 10**12))
     rope_local_base_freq: float | None = resumed_flag(

@@ -165,6 +165,7 @@ def check_files(config: RunConfig, tokenizer: Tokenizer) -> None:
         length or 0,
         sizes,
         ", or give `--data-order direct`, which needs no indices",
+        elsewhere=config.planning.dry_run_gpu is not None,
     )
     check_cached_indices(spec.prefixes(), data.data_cache_path, KeyedGPTDataset.__name__)
     if int(os.environ.get("RANK", "0")) == 0:

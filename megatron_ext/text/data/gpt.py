@@ -56,7 +56,12 @@ def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
 
 
 def check_index_memory(
-    tokens_per_document: float, seq_length: int, sizes: Sequence[int | None], advice: str = ""
+    tokens_per_document: float,
+    seq_length: int,
+    sizes: Sequence[int | None],
+    advice: str = "",
+    *,
+    elsewhere: bool = False,
 ) -> None:
     """Raise a DataError if the indices of samples do not fit into the memory of the machine.
 
@@ -67,17 +72,23 @@ def check_index_memory(
         tokens_per_document: mean length, from which the documents in a sample are estimated.
         sizes: number of samples of each split; splits of size None (one epoch) are not counted.
         advice: words that end the error's sentence, such as ", or give ...".
+        elsewhere: whether the run is planned for another machine. The error is then a note, which
+            rank 0 prints.
     """
     documents = seq_length / tokens_per_document
     needed = INDEX_BYTES * (1 + documents) * sum(size or 0 for size in sizes)
     memory = this_host().memory
     if needed > memory:
         drawn = ", ".join(f"{name} {size or 0}" for name, size in zip(SPLITS, sizes, strict=True))
-        raise DataError(
+        sentence = (
             f"The samples of the run ({drawn}) need indices of at least {needed / 1e9:,.1f} GB, "
             f"but this machine has {memory / 1e9:,.1f} GB; lower `--train-iters`, "
             f"`--train-samples`, `--eval-iters` or `--global-batch-size`{advice}."
         )
+        if not elsewhere:
+            raise DataError(sentence)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"> {sentence}", flush=True)
 
 
 def check_mock_data(config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -89,7 +100,12 @@ def check_mock_data(config: RunConfig, tokenizer: Tokenizer) -> None:
     training = config.training
     length = config.model.seq_length or 0
     sizes = split_sizes(training, length, config.parallel.data_parallel_size)
-    check_index_memory(MockGPTLowLevelDataset.max_sequence_length / 2, length, sizes)
+    check_index_memory(
+        MockGPTLowLevelDataset.max_sequence_length / 2,
+        length,
+        sizes,
+        elsewhere=config.planning.dry_run_gpu is not None,
+    )
     if training.full_validation and int(os.environ.get("RANK", "0")) == 0:
         # The validation split of mock data is a third of it, whatever ``--split`` is, and a full
         # pass over it takes minutes: warn.

@@ -23,7 +23,9 @@ class TokenizerConfig:
     """The flags of tokenizers; names and defaults are Megatron-LM's."""
 
     tokenizer_type: str | None = flag(
-        "GPT2BPETokenizer", "kind of tokenizer, such as HuggingFaceTokenizer"
+        "GPT2BPETokenizer",
+        "kind of tokenizer, such as HuggingFaceTokenizer",
+        renamed={"PretrainedFromHF": "HuggingFaceTokenizer"},
     )
     tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
     tokenizer_metadata: str | None = flag(
@@ -52,6 +54,14 @@ class TokenizerConfig:
         if_changed="allow",
         from_checkpoint=False,
     )
+
+    def errors(self, config: object) -> list[str]:
+        """Return the error about a type of tokenizer that there is not; [] if there is none."""
+        try:
+            _known_type(self)
+        except ConfigError as error:
+            return list(error.messages)
+        return []
 
 
 _LIBRARY_OF_TYPE = {

@@ -416,7 +416,7 @@ def test_the_memory_of_indices_is_that_of_documents_of_the_mean_length(
     words = ["--data-path", "1", str(tmp_path / "docs"), "1", str(tmp_path / "more")]
     config = _config(*words, "--data-cache-path", str(tmp_path / "cache"))
     seen: list[Any] = []
-    monkeypatch.setattr(checked, "check_index_memory", lambda *given: seen.append(given))
+    monkeypatch.setattr(checked, "check_index_memory", lambda *given, elsewhere: seen.append(given))
     checked.check_files(config, build_tokenizer(config.section(TokenizerConfig)))
     assert seen[0][:2] == (5.0, SEQUENCE)
 
