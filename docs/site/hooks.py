@@ -27,7 +27,8 @@ HOME = "README.md"
 LIST = "docs/README.md"
 """The page that lists the others: its headings are the sections of the navigation."""
 PROJECT = ["CONTRIBUTING.md", "DECISIONS.md", "CHANGELOG.md"]
-STYLE = "docs/site/site.css"
+"""The last pages, also in the results of a search."""
+ASSETS = ["docs/site/site.css", "docs/site/search.js"]
 FLAG_PAGES, FLAG_NAV = flag_pages(ROOT)
 
 LISTED = re.compile(r"^## (.+)|\]\(([\w./]+\.md)\)", re.MULTILINE)
@@ -40,7 +41,7 @@ PROSE = re.compile(r"(^ *```.*?^ *```$|^#.*?$)", re.MULTILINE | re.DOTALL)
 PLACES = (".", "megatron_ext")
 """The folders from which pages name files."""
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".yml": "yaml"}
-UNCHANGED = (".md", ".png", ".svg", ".css")
+UNCHANGED = (".md", ".png", ".svg", ".css", ".js")
 """Suffixes of files that are part of the site as they are; of others it has a page."""
 
 
@@ -63,7 +64,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, text in FLAG_PAGES.items():
         chosen.append(File.generated(config, path, content=text))
     in_nav = [path for path in _paths_in(config.nav) if path not in FLAG_PAGES]
-    waiting = [STYLE, *in_nav]
+    waiting = [*ASSETS, *in_nav]
     while waiting:
         path = waiting.pop()
         if chosen.get_file_from_path(_page_of(path)) is None:
@@ -75,6 +76,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let the page link to the pages of the files that it links to or names."""
     path = page.file.src_uri
+    if path in PROJECT:
+        page.meta["search"] = {"boost": 0.3}
     if page.file.generated_by is not None:
         return markdown
     folder = posixpath.dirname(path) or "."
