@@ -162,6 +162,9 @@ class Reference:
                 fact = ", ".join(map(_code, fact.split(", ")))
             if fact:
                 lines.append(f"- **{title}:** {fact}")
+        if flag.renamed:
+            renamed = (f"`{theirs}` is `{ours}`" for theirs, ours in flag.renamed.items())
+            lines.append(f"- **Values by other names:** {', '.join(renamed)}")
         if len(owners) < len(PROGRAMS) and flag.section in engine_sections():
             lines.append(f"- **Program:** `{owners[0]}` only")
         lines.append(f"- **Megatron-LM:** {self.in_megatron(flag)}")
