@@ -9,10 +9,11 @@ import ctypes
 import os
 import re
 import select
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, TracebackType
@@ -41,6 +42,8 @@ STOP_SIGNALS = (
 KERNELS = {"transformer_engine": "transformer-engine", "flash_attn": "flash-attn", "apex": "apex"}
 """Packages of fused kernels, which megatron-core imports if they are installed -> their names on
 PyPI."""
+WIDEST_LINE = 100
+"""The most columns of a line of text for people."""
 SECONDS_OF_ONE_INTERRUPTION = 1.0
 """Seconds after a Ctrl-C in which further ones are taken for the same interruption."""
 
@@ -216,7 +219,7 @@ def _tell_uncaught(
     if sentence is None:
         sys.__excepthook__(kind, error, traceback)
     else:
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        tell_errors([sentence])
 
 
 def _broken_package(error: BaseException, traceback: TracebackType | None) -> str | None:
@@ -315,8 +318,38 @@ def _has_reader(stream: TextIO) -> bool:
 
 
 def say_to_stderr(line: str) -> None:
-    """Print a line to stderr at once; stdout is reserved for the program's output."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line to stderr at once; stdout is reserved for the program's output.
+
+    On a terminal the line is broken between words; see `broken_for`.
+    """
+    print(broken_for(sys.stderr, line), file=sys.stderr, flush=True)
+
+
+def tell_errors(sentences: Iterable[str]) -> None:
+    """Print errors to stderr, a line for each sentence."""
+    for sentence in sentences:
+        say_to_stderr(f"error: {sentence}")
+
+
+def terminal_width() -> int:
+    """Return the columns of a terminal's lines: `WIDEST_LINE`, or fewer if it is narrower."""
+    return min(WIDEST_LINE, shutil.get_terminal_size((WIDEST_LINE, 24)).columns)
+
+
+def broken_for(stream: TextIO, line: str) -> str:
+    """Return a line as it is printed to ``stream``.
+
+    For a terminal, it is broken between words into lines of at most `WIDEST_LINE` columns. For logs
+    and pipes, whose readers look for whole lines, it stays whole.
+    """
+    if not stream.isatty():
+        return line
+    import textwrap
+
+    broken = textwrap.TextWrapper(
+        terminal_width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(broken.fill(part) for part in line.split("\n"))
 
 
 _PR_SET_PDEATHSIG = 1

@@ -31,6 +31,7 @@ from megatron_ext.errors import (
     pass_over,
     run_program,
     say_to_stderr,
+    tell_errors,
 )
 
 LOAD = ("--load", "runs/`--lr` x", "holds no checkpoint", "leave `--load` or `--save 1` out")
@@ -304,3 +305,18 @@ def test_a_worker_of_a_loader_is_silent_when_its_parent_has_ended(
     assert not capsys.readouterr().err
     sys.excepthook(ValueError, ValueError("of another kind"), None)
     assert "ValueError: of another kind" in capsys.readouterr().err
+
+
+def test_errors_are_broken_between_words_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    sentence = "`--some-long-flag-that-must-stay-whole` " + "word " * 30 + "end."
+    tell_errors([sentence, "short."])
+    assert capsys.readouterr().err == f"error: {sentence}\nerror: short.\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    tell_errors([sentence, "short."])
+    lines = capsys.readouterr().err.splitlines()
+    assert 90 < max(map(len, lines)) <= errors.WIDEST_LINE
+    assert lines[-1] == "error: short." and lines[1].startswith("  word")
+    assert " ".join(line.strip() for line in lines[:-1]) == f"error: {sentence}"

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Conversion runs on the CPU, so that the weights need not fit into the memory of a GPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from megatron_ext.errors import end_on_interrupt, run_program
+from megatron_ext.errors import end_on_interrupt, run_program, tell_errors
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -229,8 +229,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         (_import if args.command == "import" else _export)(args)
     except MegatronExtError as error:
-        for sentence in error.messages:
-            print(f"error: {sentence}", file=sys.stderr)
+        tell_errors(error.messages)
         return 2
     return 0
 

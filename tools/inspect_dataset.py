@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext import extras, limits
-from megatron_ext.errors import end_on_interrupt, run_program
+from megatron_ext.errors import end_on_interrupt, run_program, tell_errors
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = build_tokenizer(settings) if settings.tokenizer_type else None
         quality = _quality_options(args)
     except MegatronExtError as error:
-        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        tell_errors(error.messages)
         return 2 if isinstance(error, ConfigError) else 1
     for name in args.prefix:
         if is_video_set(Path(name)):
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
             )
             lines = inspection.lines + _digest_lines(prefix, args)
         except MegatronExtError as error:
-            print(f"error: {error}", file=sys.stderr)
+            tell_errors(error.messages)
             damaged = True
             continue
         if prefix not in whole:
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             _print_quality(whole, tokenizer, quality, args)
         except MegatronExtError as error:
-            print(f"error: {error}", file=sys.stderr)
+            tell_errors(error.messages)
             damaged = True
     return int(damaged)
 
@@ -142,7 +142,7 @@ def _print_videos(folder: Path, args: argparse.Namespace) -> bool:
             scan=not args.no_scan,
         )
     except MegatronExtError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_errors(error.messages)
         return False
     print("\n".join(inspected.lines))
     for warning in inspected.warnings:

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
-from megatron_ext.errors import end_on_interrupt, run_program
+from megatron_ext.errors import end_on_interrupt, run_program, tell_errors
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -91,8 +91,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         _merge(args) if args.command == "merge" else _export(args)
     except MegatronExtError as error:
-        for sentence in error.messages:
-            print(f"error: {sentence}", file=sys.stderr)
+        tell_errors(error.messages)
         return 1
     return 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.errors import end_on_interrupt, run_program
+from megatron_ext.errors import end_on_interrupt, run_program, tell_errors
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -118,8 +118,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         info = merge_indexed(prefixes, args.output_prefix, multimodal=args.multimodal)
     except MegatronExtError as error:
-        for sentence in error.messages:
-            print(f"error: {sentence}", file=sys.stderr)
+        tell_errors(error.messages)
         return 1
     print(
         f"{len(prefixes)} datasets, {info.num_documents} documents, {info.num_tokens} tokens -> "

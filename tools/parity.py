@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron_ext.errors import end_on_interrupt, run_program
+from megatron_ext.errors import end_on_interrupt, run_program, tell_errors
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from megatron_ext.config.flags import COUNT, WEIGHT
+from megatron_ext.config.tool_options import own_options
 from megatron_ext.device import Device, select
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.layouts import (
@@ -77,8 +78,6 @@ DEFAULT = "tp2,tp2sp,pp2,pp2vpp2,cp2,cp2a2a,dp2,tp2pp2"
 
 def main(argv: Sequence[str]) -> int:
     """Train in all layouts and print the table of differences; return the exit code."""
-    own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
-    words = list(argv[len(own) + 1 :])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -103,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         help="largest relative difference of a gradient that passes (1e-5)",
     )
     parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(own)
+    args, words = own_options(parser, argv)
     device = select()
     silence_known_warnings(device.kind)
     try:
@@ -115,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
         cores = choose_environments(args.cores, ROOT) if args.cores is not None else []
         refuse_random_draws(TEXT, words, truth, layouts, args.steps, device)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_errors(error.messages)
         return 2
     given = {name: value for name, value in vars(args).items() if name in ("loss", "gradient")}
     tolerances = tolerances_of(**given)
@@ -157,7 +156,7 @@ def prove(
     with closing(recordings):
         truth = next(recordings)
         if truth.failure is not None:
-            print(f"error: {truth.label}: {truth.failure}", file=sys.stderr)
+            tell_errors([f"{truth.label}: {truth.failure}"])
             return 2
         for mine in recordings:
             results.append(compare(mine, truth, tolerances))

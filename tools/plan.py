@@ -34,13 +34,20 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron_ext.errors import ConfigError, MegatronExtError, end_on_interrupt, run_program
+from megatron_ext.errors import (
+    ConfigError,
+    MegatronExtError,
+    end_on_interrupt,
+    run_program,
+    tell_errors,
+)
 
 if __name__ == "__main__":
     end_on_interrupt()
 
 from megatron_ext.config.flags import COUNT, NATURAL, SIZE
 from megatron_ext.config.output import GPU_NAMES
+from megatron_ext.config.tool_options import own_options
 
 if TYPE_CHECKING:
     from megatron_ext.config.parser import ParsedArgs
@@ -51,8 +58,6 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan of a run; return the exit code."""
-    own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
-    words = list(argv[len(own) + 1 :])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--png", type=Path, help="draw schedule and memory")
-    args = parser.parse_args(own)
+    args, words = own_options(parser, argv)
     from megatron_ext.planning.hardware import gpu_named
     from megatron_ext.train.main import silence_known_warnings
 
@@ -84,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         planner = Planner(args, tuple(words))
         return propose(planner) if args.search else plan(planner)
     except MegatronExtError as error:
-        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        tell_errors(error.messages)
         return 2
 
 
@@ -192,6 +197,7 @@ def propose(planner: Planner) -> int:
         LayoutFlags,
         decided_fields,
         fixed_errors,
+        no_layout,
         one_rank,
         without,
     )
@@ -202,12 +208,14 @@ def propose(planner: Planner) -> int:
     program = planner.program
     gpu = gpu_named(args.gpu, "--gpu")
     alone = one_rank(program)
-    started = without(planner.words, program, {*START, *PARALLEL})
+    # A search decides the layout: a file with layouts gives the model alone.
+    unchosen = no_layout(planner.words, program)
+    started = [*without(planner.words, program, {*START, *PARALLEL}), *unchosen]
     arguments = planner.parsed([*started, *alone], 1)
     check_searchable(planner, [*started, *alone], arguments)
     cost = arguments.task.cost
     decided = decided_fields(arguments.config, cost)
-    kept = without(planner.words, program, decided)
+    kept = [*without(planner.words, program, decided), *unchosen]
     arguments = planner.parsed([*kept, *alone], 1)
     if errors := fixed_errors(arguments.config, arguments.task.defaults, decided):
         raise ConfigError(errors)
@@ -219,7 +227,7 @@ def propose(planner: Planner) -> int:
         return complete(planner.parsed([*kept, *words], args.world_size))
 
     flags = LayoutFlags(program, cost, base)
-    kept = without(kept, program, {"micro_batch_size"})
+    kept = [*without(kept, program, {"micro_batch_size"}), *unchosen]
     result = search(base, flags, parse, args.world_size, gpu, count=args.count)
     report = proposal(result, args.world_size, gpu, given_estimate(planner, complete))
     commands = []

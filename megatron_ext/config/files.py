@@ -3,6 +3,8 @@
 A file holds names of flags with their values, in any order or grouped by section. Its block
 ``layouts`` holds further such mappings by name; the values of the chosen layout take the place of
 the file's other values. A later file takes precedence over an earlier one, its layout included.
+A file that cannot be used at all gets one error, and the run's configuration is not checked
+further: each value that the file should have given would be reported as missing.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from megatron_ext.config.run import Program, RunConfig
     from megatron_ext.config.sections import Elsewhere, Values
 
+NO_LAYOUT = "none"
+"""The value of ``--layout`` that chooses none of a file's layouts, without a note about them."""
+SHOWN = 3
+"""The most entries of one kind that an error names."""
 ASSUMED = ("dry_run_nodes", "dry_run_gpu")
 """Fields of what a dry run assumes, which a file may hold for any run; only a dry run uses them."""
 
@@ -72,6 +78,7 @@ class ConfigFiles:
         chosen: the blocks that count: of each file, its entries and then those of the layout.
         layouts: names of all layouts in the files that have been read.
         errors: sentences about wrong entries, also of layouts that are not chosen.
+        unusable: whether a file could not be used at all, so that its values are missing.
     """
 
     program: Program
@@ -83,17 +90,52 @@ class ConfigFiles:
     layouts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    unusable: bool = False
+    _foreign: dict[str, list[str]] = field(default_factory=dict)
+    """Another program -> names of the entries of the file being read that set its flags."""
 
     def read(self, path: str) -> None:
         """Read one file."""
         try:
             content = _content(path)
         except UnreadableFile as error:
-            self.errors.append(FlagError("--config", path, f"cannot be read: {error.reason}"))
+            remedy = _nearest_file(path) if error.missing else ""
+            self._give_up(FlagError("--config", path, f"cannot be read: {error.reason}", remedy))
             return
         if not isinstance(content, dict):
-            self.errors.append(FlagError("--config", path, "must hold names and values"))
+            self._give_up(FlagError("--config", path, "must hold names and values"))
             return
+        if (key := self._misnamed_layouts(content)) is not None:
+            rule = "holds blocks of flags by name, as only the block of layouts does"
+            remedy = f"call it `{sections.LAYOUTS}`"
+            self._give_up(FlagError(f"`{key}` in `{path}`", None, rule, remedy))
+            return
+        self._foreign = {}
+        self._read_content(content, path)
+        for program, names in self._foreign.items():
+            shown = ", ".join(f"`{name}`" for name in names[:SHOWN])
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            rule = f"sets flags of {program}, which this program lacks: {shown}{more}"
+            remedy = f"give the file to {program}, or leave them out"
+            self._give_up(FlagError("--config", path, rule, remedy))
+
+    def _give_up(self, error: FlagError) -> None:
+        """Add the error about a file that cannot be used at all."""
+        self.errors.append(error)
+        self.unusable = True
+
+    def _misnamed_layouts(self, content: Mapping[Any, Any]) -> str | None:
+        """Return the key of a block that holds blocks, other than `LAYOUTS`; None if none does."""
+        for key, block in content.items():
+            if key == sections.LAYOUTS or not isinstance(block, dict):
+                continue
+            inner = {sections.canonical(str(x)) for x, y in block.items() if isinstance(y, dict)}
+            if inner - self.table.keys() - self._derived:
+                return str(key)
+        return None
+
+    def _read_content(self, content: Mapping[Any, Any], path: str) -> None:
+        """Read the entries of one file and of its layouts."""
         layouts = content.get(sections.LAYOUTS) or {}
         rest = {key: value for key, value in content.items() if key != sections.LAYOUTS}
         self.chosen.append(self._block(rest, f"`{path}`"))
@@ -114,12 +156,12 @@ class ConfigFiles:
         if layouts and self.layout is None:
             self.notes.append(
                 f"`{path}` has layouts, but none is chosen; choose by `--layout`: "
-                f"{', '.join(map(str, layouts))}."
+                f"{', '.join(map(str, layouts))}, or {NO_LAYOUT}."
             )
 
     def finish(self) -> None:
         """Add an error if no file has the chosen layout; call it after the last file."""
-        if self.layout is None or self.layout in self.layouts:
+        if self.unusable or self.layout in (None, NO_LAYOUT, *self.layouts):
             return
         if self.layouts:
             names = ", ".join(dict.fromkeys(self.layouts))
@@ -190,10 +232,16 @@ class ConfigFiles:
             default = entry.defaults.get(name.removeprefix("--"))
             if value is None or value is False or value == default:
                 return
-            if entry.instead or entry.remedy:
+            if entry.program:
+                names = self._foreign.setdefault(entry.program, [])
+                names += [] if key in names else [key]
+            elif entry.instead or entry.remedy:
                 self.errors.append(entry.sentence(f"{named} ({value})"))
             else:
                 block.notes.append(entry.sentence(named))
+        elif name in sections.OWN_FLAGS:
+            rule = "belongs on the command line, not in a file"
+            self.errors.append(FlagError(named, value, rule, f"give `{name}` there"))
         else:
             fields = {flag.field for flag, _ in self.table.values()}
             near = difflib.get_close_matches(key.replace("-", "_"), fields, n=2)
@@ -252,6 +300,17 @@ def _content(path: str) -> Any:
 @functools.cache
 def _content_of_pipe(path: str) -> Any:
     return read_yaml(path)
+
+
+def _nearest_file(path: str) -> str:
+    """Return advice about a path at which there is no file: a file with a similar name, if any."""
+    folder, name = os.path.split(path)
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:
+        return f"{folder} is no folder, seen from {os.getcwd()}"
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {os.path.join(folder, near[0])}?" if near else ""
 
 
 def _value_of(entry: Entry | None) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -26,12 +25,10 @@ from megatron_ext.config.sections import (
     spellings,
     usual_flag,
 )
-from megatron_ext.errors import say_to_stderr
+from megatron_ext.errors import tell_errors, terminal_width
 
 ALL = "all"
 """The question that asks for all flags."""
-WIDEST = 100
-"""Most columns of a line, even on a wider terminal."""
 SHORT = 60
 """Number of lines up to which ``--help`` shows all flags instead of an index."""
 FEW = 20
@@ -64,12 +61,11 @@ def answer(program: Program, question: str, elsewhere: Elsewhere = tuple) -> int
         question: "" for an overview, "all" for all flags, or a section, a flag or words to find.
         elsewhere: returns entries about other programs' flags.
     """
-    width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
-    manual = Manual(program, elsewhere, width)
+    manual = Manual(program, elsewhere, terminal_width())
     question = " ".join(question.split())
     lines = manual.overview(question) if question in ("", ALL) else manual.found(question.lower())
     if not lines:
-        say_to_stderr(f"error: {manual.nothing_found(question)}")
+        tell_errors([manual.nothing_found(question)])
         return 2
     print("\n".join(lines))
     return 0

@@ -43,6 +43,7 @@ class Inapplicable:
         source: the program that has the refused flags, such as Megatron-LM.
         settled_by: flags, separated by spaces; beside one of them the refused flags are accepted,
             because it already says what they would.
+        program: the program of this package that has the refused flags, such as pretrain_video.py.
     """
 
     flags: str
@@ -54,6 +55,7 @@ class Inapplicable:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     settled_by: str = ""
+    program: str = ""
 
     def beside(self, given: Collection[str]) -> Inapplicable:
         """Return the entry on a command line with the flags ``given``.
@@ -173,6 +175,7 @@ def of_program(name: str, kinds: Iterable[type]) -> Inapplicable:
             for kind in kinds
             for flag in flags_of("", kind)
         },
+        program=name,
     )
 
 

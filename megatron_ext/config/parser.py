@@ -82,6 +82,8 @@ def parse_args(
 
         raise SystemExit(answer(program, question, elsewhere or tuple))
     reading = reading or read_words(argv, program, elsewhere)
+    if reading.lacks_file:
+        raise ConfigError(reading.errors)
     user_values = reading.values
     try:
         # The flags choose the task, whose defaults stand below them.
@@ -169,6 +171,8 @@ def all_errors(
     except ConfigError:
         return earlier
     earlier = list(dict.fromkeys([*earlier, *errors_of_ranges(config)]))
+    if reading.lacks_file:
+        return earlier
     told = {_subject(error) for error in earlier}
     further = reading.causes(input_errors(task, config))
     return earlier + [error for error in dict.fromkeys(further) if _subject(error) not in told]
@@ -480,6 +484,11 @@ class Reading:
         """Yield an error for each entry of a file that sets a refused flag to another value."""
         if self.files is not None:
             yield from self.files.settled_errors(config)
+
+    @property
+    def lacks_file(self) -> bool:
+        """Return whether a ``--config`` file could not be used, so that its values are missing."""
+        return self.files is not None and self.files.unusable
 
     def as_line(self, lower: Values) -> str:
         """Return the given values as one line of flags that makes the same configuration.

@@ -47,7 +47,7 @@ OWN_FLAGS = {
     "--help": ("[WORD ...]", "this overview, or help on what is asked"),
     "-h": ("[WORD ...]", "the same as --help"),
     "--config": ("FILE.yaml", "the same names from a file; the command line wins"),
-    "--layout": ("NAME", "the values of this layout too, one of the file's `layouts`"),
+    "--layout": ("NAME", "the values of this layout too, one of the file's `layouts`, or none"),
     "--print-config": ("", "print the resolved configuration as YAML and stop"),
     "--as-flags": ("", "with --print-config: print one line of flags instead"),
     "--no-position-embedding": ("", "refused or without effect: use `--position-embedding-type`"),

@@ -8,13 +8,14 @@ import importlib.util
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megatron_ext.errors import ConfigError
 
 
 def load_object(flag: str, spec: str, kind: str) -> Any:
-    """Return the object that ``spec`` names, or None if its module has none of that name.
+    """Return the object that ``spec`` names.
 
     Args:
         flag: the flag that has the value ``spec``, for errors.
@@ -22,12 +23,24 @@ def load_object(flag: str, spec: str, kind: str) -> Any:
         kind: what the object is, for errors, such as "the class of its options".
 
     Raises:
-        ConfigError: ``spec`` has another form, or its module cannot be imported.
+        ConfigError: ``spec`` has another form, its module cannot be imported, or the module has
+            nothing of that name.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise ConfigError.about(flag, spec, "must be module:Class or file.py:Class", f"name {kind}")
-    return getattr(_module(flag, spec, place), name, None)
+    module = _module(flag, spec, place)
+    if not hasattr(module, name):
+        remedy = _names_like(name, module) or f"name {kind} that is in {place}"
+        raise ConfigError.about(flag, spec, f"names nothing: {place} has no {name}", remedy)
+    return getattr(module, name)
+
+
+def _names_like(name: str, module: ModuleType) -> str:
+    """Return a question with the classes of a module whose names resemble ``name``; "" if none."""
+    classes = [x for x, value in vars(module).items() if isinstance(value, type)]
+    near = difflib.get_close_matches(name, classes, n=2)
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def _module(flag: str, spec: str, place: str) -> Any:

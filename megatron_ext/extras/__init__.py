@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import ConfigError, say_to_stderr
+from megatron_ext.errors import ConfigError, tell_errors
 
 
 def is_there(name: str) -> bool:
@@ -60,7 +60,7 @@ def run_tool(name: str, module: str, argv: Sequence[str], *, description: str) -
     try:
         main = needed(name, module, f"tools/{name}.py").main
     except ConfigError as error:
-        say_to_stderr(f"error: {error}")
+        tell_errors(error.messages)
         return 2
     code: int = main(argv, description)
     return code

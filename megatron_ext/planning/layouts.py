@@ -9,9 +9,11 @@ from itertools import groupby, product
 from typing import Any
 
 from megatron_ext.config import sections
+from megatron_ext.config.files import NO_LAYOUT
 from megatron_ext.config.flag_line import words_of
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.inapplicable import answer_to, megatron_flags
+from megatron_ext.config.parser import read_words
 from megatron_ext.config.rules.parallel import share_errors
 from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.device.gpus import Gpu
@@ -66,6 +68,15 @@ def without(words: Sequence[str], program: Program, dropped: Collection[str]) ->
         if not dropping:
             kept.append(word)
     return kept
+
+
+def no_layout(words: Sequence[str], program: Program) -> list[str]:
+    """Return the flags that choose none of the layouts of a run's ``--config`` files.
+
+    ``words`` are the run's flags; without layouts in its files, it needs no flags.
+    """
+    files = read_words(words, program).files
+    return ["--layout", NO_LAYOUT] if files is not None and files.layouts else []
 
 
 def one_rank(program: Program) -> list[str]:

@@ -8,12 +8,12 @@ from typing import Any
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import WIDEST_LINE, ConfigError
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.layouts import size_fields
 from megatron_ext.planning.search import Layout, Parse, SearchResult
-from megatron_ext.planning.sheet import WIDTH, Column, Report, Sheet
-from megatron_ext.planning.step_time import Estimate, needed_on
+from megatron_ext.planning.sheet import Column, Report, Sheet
+from megatron_ext.planning.step_time import TIGHT, Estimate, memory_use
 
 REASONS = 5
 """Rules that a report names with the number of layouts that break them."""
@@ -47,7 +47,10 @@ def proposal(result: SearchResult, world_size: int, gpu: Gpu, given: Estimate | 
         "tried": result.tried,
         "fitting": result.fitting,
         "refused": [{"layouts": count, "reason": text} for text, count in result.refused],
-        "layouts": [_values(layout) for layout in result.best],
+        "layouts": [
+            _values(layout) | row
+            for layout, row in zip(result.best, best_sheet(result).records(), strict=True)
+        ],
     }
     if given is not None:
         values["given"] = {"step_seconds": given.seconds, "fits": given.fits}
@@ -55,7 +58,8 @@ def proposal(result: SearchResult, world_size: int, gpu: Gpu, given: Estimate | 
         needed, candidate = result.closest
         values["closest"] = {**size_fields(candidate), "needed_bytes": needed}
     sheets = [best_sheet(result)] if result.best else []
-    return Report(bool(result.best), lines, values, sheets, _refusals(result))
+    remarks = [*_tight(result), *_refusals(result)]
+    return Report(bool(result.best), lines, values, sheets, remarks)
 
 
 def _verdict(result: SearchResult, gpu: Gpu) -> list[str]:
@@ -70,13 +74,11 @@ def _verdict(result: SearchResult, gpu: Gpu) -> list[str]:
         ]
     best = result.best[0]
     cost = best.cost
-    reserve = sum(cost.reserve.values())
     return [
         f"best layout: {best.candidate} (dp {cost.network.sizes.dp}), estimated {cost.seconds:.3g} "
         f"s a step, {cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.1%} of "
         f"{gpu.peak(cost.network.sizes.width) / 1e12:.0f} TFLOP/s",
-        f"fits {gpu.name}: {size(cost.peak)} and a reserve of {size(reserve)} make "
-        f"{size(cost.peak + reserve)} of {size(gpu.memory)}",
+        f"fits {gpu.name}: {memory_use(cost)}",
     ]
 
 
@@ -90,6 +92,12 @@ def _comparison(result: SearchResult, given: Estimate | None) -> list[str]:
         saved = 1 - result.best[0].cost.seconds / given.seconds
         line += f"; the best takes {saved:.0%} less time" if saved > 0.005 else "; it is as fast"
     return [line]
+
+
+def _tight(result: SearchResult) -> list[str]:
+    """Return a line with the listed layouts that leave little memory free; [] if none does."""
+    names = [str(layout.candidate) for layout in result.best if layout.cost.is_tight]
+    return [f"less than {TIGHT:.0%} of the memory stays free with {', '.join(names)}"] * bool(names)
 
 
 def _refusals(result: SearchResult) -> list[str]:
@@ -121,8 +129,11 @@ def best_sheet(result: SearchResult) -> Sheet:
 def _values(layout: Layout) -> dict[str, Any]:
     """Return a layout's sizes, and the memory that it needs, for JSON."""
     cost = layout.cost
-    needed = needed_on(cost.gpu, cost.network, cost.ranks)
-    return {**size_fields(layout.candidate), "needed_bytes": needed}
+    return {
+        **size_fields(layout.candidate),
+        "needed_bytes": cost.needed,
+        "free_share": cost.free_share,
+    }
 
 
 def fewest_words(layout: Layout, parse: Parse) -> list[list[str]]:
@@ -179,7 +190,7 @@ def check_line(program: str, world_size: int, gpu_name: str, gpu: Gpu) -> str:
 
 
 def _wrapped(start: Sequence[str], flags: Sequence[str]) -> str:
-    """Return a command whose lines take at most `WIDTH` columns, if no flag alone takes more.
+    """Return a command whose lines take at most `WIDEST_LINE` columns, if no flag alone takes more.
 
     ``start`` has its first lines.
     """
@@ -191,7 +202,7 @@ def _wrapped(start: Sequence[str], flags: Sequence[str]) -> str:
         groups[-1].append(shlex.quote(word))
     for group in groups:
         text = " ".join(group)
-        if len(lines) > len(start) and len(lines[-1]) + len(text) + 3 <= WIDTH:
+        if len(lines) > len(start) and len(lines[-1]) + len(text) + 3 <= WIDEST_LINE:
             lines[-1] += f" {text}"
         else:
             lines.append(f"    {text}")

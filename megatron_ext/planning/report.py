@@ -20,7 +20,7 @@ from megatron_ext.planning.network import Case, Network, Volume
 from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.sheet import Column, Report, Sheet
 from megatron_ext.planning.state import ROUTED, distinct
-from megatron_ext.planning.step_time import Estimate, estimate, rank_volume
+from megatron_ext.planning.step_time import Estimate, estimate, memory_use, rank_volume
 from megatron_ext.planning.task_cost import TaskCost
 from megatron_ext.schedules.picture import save as save_schedule
 from megatron_ext.schedules.picture import write_figure
@@ -108,6 +108,7 @@ def estimate_values(estimated: Estimate) -> dict[str, Any]:
         "gpu_memory_bytes": gpu.memory,
         "peak_bytes": estimated.peak,
         "reserve_bytes": sum(estimated.reserve.values()),
+        "free_share": estimated.free_share,
         "step_seconds": estimated.seconds,
         "tokens_per_second": estimated.tokens_per_second,
         "model_flops_utilization": estimated.mfu,
@@ -336,11 +337,7 @@ def time_lines(estimated: Estimate, cost: TaskCost) -> list[str]:
     If it does not fit, the second line is advice, for which ``cost`` gives the recomputation modes.
     """
     gpu = estimated.gpu
-    reserve = sum(estimated.reserve.values())
-    lines = [
-        f"{'fits' if estimated.fits else 'DOES NOT FIT'}: {size(estimated.peak)} and a reserve of "
-        f"{size(reserve)} make {size(estimated.peak + reserve)} of {size(gpu.memory)}"
-    ]
+    lines = [f"{'fits' if estimated.fits else 'DOES NOT FIT'}: {memory_use(estimated)}"]
     if not estimated.fits:
         lines.append(_advice(estimated, cost))
     lines.append(

@@ -12,8 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 100
-"""The columns of text that a report takes at most."""
+from megatron_ext.errors import WIDEST_LINE
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class Report:
     remarks: Sequence[str] = ()
 
     def show(self) -> None:
-        """Print the report, at most `WIDTH` columns wide."""
+        """Print the report, at most `WIDEST_LINE` columns wide."""
         out = console()
         for line in self.lines:
             out.print(line)
@@ -122,7 +121,7 @@ class Report:
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal, but at most `WIDTH` columns."""
+    """Return a console as wide as the terminal, but at most `WIDEST_LINE` columns."""
     found = Console(highlight=False, markup=False)
-    width = min(WIDTH, found.width) if sys.stdout.isatty() else WIDTH
+    width = min(WIDEST_LINE, found.width) if sys.stdout.isatty() else WIDEST_LINE
     return Console(width=width, highlight=False, markup=False, soft_wrap=False)

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.device.gpus import Gpu
-from megatron_ext.planning.hardware import DEFAULT, Efficiency, Rates, reserve_on
+from megatron_ext.planning.hardware import DEFAULT, Efficiency, Rates, reserve_on, size
 from megatron_ext.planning.kernels import Phase, Work, update_work
 from megatron_ext.planning.memory import RankMemory, fullest, memory
 from megatron_ext.planning.muon import muon_volume, muon_work
@@ -19,6 +19,9 @@ from megatron_ext.planning.network import Network, Volume, ring
 from megatron_ext.planning.pipeline import PipelineTime
 from megatron_ext.planning.stages import FP32, Stage
 from megatron_ext.schedules.plan import Durations
+
+TIGHT = 0.05
+"""The share of a GPU's memory below which a plan says that little is left."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,39 @@ class Estimate:
         return _reserve(self.gpu, self.network, self.ranks)
 
     @property
+    def needed(self) -> int:
+        """Return the bytes that the fullest rank's `peak` and `reserve` take together."""
+        return needed_on(self.gpu, self.network, self.ranks)
+
+    @property
     def fits(self) -> bool:
-        """Return whether the fullest rank's `peak` and `reserve` fit the GPU's memory together."""
-        return needed_on(self.gpu, self.network, self.ranks) <= self.gpu.memory
+        """Return whether the bytes that are `needed` fit the GPU's memory."""
+        return self.needed <= self.gpu.memory
+
+    @property
+    def free_share(self) -> float:
+        """Return the fraction of the GPU's memory that is not `needed`; below 0 if it is short."""
+        return 1 - self.needed / self.gpu.memory
+
+    @property
+    def is_tight(self) -> bool:
+        """Return whether the run fits, but with less than `TIGHT` of the memory left."""
+        return 0 <= self.free_share < TIGHT
+
+
+def memory_use(estimated: Estimate) -> str:
+    """Return a text with the memory that the fullest rank needs; it warns if it just fits."""
+    reserve = sum(estimated.reserve.values())
+    text = (
+        f"{size(estimated.peak)} and a reserve of {size(reserve)} make "
+        f"{size(estimated.needed)} of {size(estimated.gpu.memory)}"
+    )
+    if not estimated.is_tight:
+        return text
+    return (
+        f"{text}; this leaves {estimated.free_share:.1%}, so a small error of the estimate can let "
+        "the run fail for lack of memory"
+    )
 
 
 def _reserve(gpu: Gpu, network: Network, ranks: Sequence[RankMemory]) -> dict[str, int]:

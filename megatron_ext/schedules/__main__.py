@@ -6,12 +6,11 @@ Example: python -m megatron_ext.schedules --schedule zb-v --pipeline-size 4 --mi
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.flags import FACTOR, SIZE, WEIGHT
-from megatron_ext.errors import ConfigError, run_program
+from megatron_ext.errors import ConfigError, run_program, tell_errors
 from megatron_ext.schedules.orders import SCHEDULES, build_plan
 from megatron_ext.schedules.picture import save, text
 from megatron_ext.schedules.plan import Durations, price
@@ -67,7 +66,7 @@ def main(argv: list[str]) -> int:
             save(plan, cost, args.png)
             print(f"wrote {args.png}")
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_errors(error.messages)
         return 2
     return 0
 

@@ -41,6 +41,7 @@ from megatron_ext.errors import (
     held_signals,
     parent_at_start,
     release_signals,
+    say_to_stderr,
 )
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_LOST_CONTACT,
@@ -167,7 +168,7 @@ def refuse(error: MegatronExtError) -> int:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(SECONDS_FOR_RANK_0)
         text = f"[rank {os.environ['RANK']}] {text}"
-    print(text, file=sys.stderr, flush=True)
+    say_to_stderr(text)
     _tell_torchrun(text)
     if "RANK" in os.environ:
         _leave(EXIT_CODE_USER_ERROR)

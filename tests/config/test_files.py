@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.inapplicable import of_program
 from megatron_ext.config.parser import read_words
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import main, splits_layers, stored_config
@@ -76,7 +77,10 @@ def test_a_later_file_replaces_a_layout_of_an_earlier_one(file: Path, tmp_path: 
 
 def test_a_file_whose_layouts_are_not_chosen_says_so(file: Path) -> None:
     (note,) = parsed(f"{BARE} --config {file}").notes
-    assert note == f"`{file}` has layouts, but none is chosen; choose by `--layout`: one, 2x."
+    assert (
+        note == f"`{file}` has layouts, but none is chosen; choose by `--layout`: one, 2x, or none."
+    )
+    assert parsed(f"{BARE} --config {file} --layout none").notes == []
 
 
 @pytest.mark.parametrize(
@@ -98,6 +102,8 @@ def test_a_file_whose_layouts_are_not_chosen_says_so(file: Path) -> None:
         ("no_bf16: 3", "", "`no_bf16` in `{file}` (3) must be true or false."),
         ("fp8: hybrid", "", "`fp8` in `{file}` (hybrid) is spelled `--fp8-format` now."),
         ("use_legacy_models: true", "", "`use_legacy_models` in `{file}` (True) is known from"),
+        ("layout: 2x", "", "`layout` in `{file}` (2x) belongs on the command line, not in a file; "
+         "give `--layout` there."),
     ],
 )  # fmt: skip
 def test_a_wrong_file_or_layout_is_refused(
@@ -107,6 +113,33 @@ def test_a_wrong_file_or_layout_is_refused(
     words = BARE if text is None else written(path, text)
     errors = errors_of(f"{words} --lr 1 {more}")
     assert any(error.startswith(sentence.format(file=path)) for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("rum.yml", "lr: 1", "`--config` ({file}) cannot be read: No such file or directory; did "
+         "you mean {folder}/run.yaml?"),
+        ("nowhere/run.yaml", "lr: 1", "`--config` ({file}) cannot be read: No such file or "
+         "directory; {folder}/nowhere is no folder, seen from "),
+        ("run.yaml", "3", "`--config` ({file}) must hold names and values."),
+        ("run.yaml", LAYOUTS.replace("layouts:", "layout:"), "`layout` in `{file}` holds blocks of "
+         "flags by name, as only the block of layouts does; call it `layouts`."),
+        ("run.yaml", "video_model: video-dit\nlayouts: {2x: {recompute_blocks: 3}}", "`--config` "
+         "({file}) sets flags of pretrain_video.py, which this program lacks: `video_model`, "
+         "`recompute_blocks`; give the file to pretrain_video.py, or leave them out."),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_gets_one_error_without_what_follows_from_it(
+    name: str, text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    words = ["--config", str(tmp_path / name), "--layout", "2x"]
+    video = of_program("pretrain_video.py", VIDEO.sections)
+    assert main(TEXT, words, elsewhere=lambda: [video]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    told = sentence.format(file=tmp_path / name, folder=tmp_path)
+    assert error.startswith(f"error: {told}"), error
 
 
 def test_values_of_a_file_get_the_notes_of_flags(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_a_printed_configuration_may_hold_defaults_of_the_other_program(tmp_path
         return parse_args(words, VIDEO, **shared).config
 
     assert read(num_experts=None) == streaming()
-    told = f"`num_experts` in `{file}` (4) is a flag of pretrain_gpt.py, not of this program"
+    told = "sets flags of pretrain_gpt.py, which this program lacks: `num_experts`; give the file"
     with pytest.raises(ConfigError, match=re.escape(told)):
         read(num_experts=4)
 

@@ -254,6 +254,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "--optimizer-args betas=3": ("Lion", r"fails to update a weight of shape \(6, 10\): TypeError"),
     "--seed 1": ("Counting", r"`--weight-decay` \(0.01\) is no option of .*:Counting; use 0"),
     "--seed 2": ("NOTHING", r"must name a subclass of torch.optim.Optimizer; derive it from that"),
+    "--seed 5": ("Lyon", r"names nothing: .*has no Lyon; did you mean Lion\?"),
     "--seed 3": ("Broken", r"fails to update .*RuntimeError: no idea; correct its `step`"),
     "--seed 4": ("Rows", r"keeps `rows` of shape \(6,\) for a weight of shape \(6, 10\), but `--s"),
 }

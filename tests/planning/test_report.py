@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.device.gpus import GB, GPUS, Gpu, Measured
+from megatron_ext.errors import WIDEST_LINE
 from megatron_ext.planning import budget, report
 from megatron_ext.planning.budget import Line, budget_sheet
 from megatron_ext.planning.hardware import FLASH_3, size
@@ -27,7 +28,7 @@ from megatron_ext.planning.report import (
     time_lines,
     volume_sheet,
 )
-from megatron_ext.planning.sheet import WIDTH, Column, Report, Sheet
+from megatron_ext.planning.sheet import Column, Report, Sheet
 from megatron_ext.planning.step_time import estimate
 from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.text.cost.task_cost import GPT_COST
@@ -178,6 +179,9 @@ def test_lines_of_time_and_memory_name_the_same_step() -> None:
         f"fits: {size(found.peak)} and a reserve of {size(reserve)} make "
         f"{size(found.peak + reserve)} of {size(gpu.memory)}"
     )
+    tight = dataclasses.replace(gpu, memory=round(found.needed / 0.96))
+    fits = time_lines(estimate(llama_network(SHARED), tight), GPT_COST)[0]
+    assert "; this leaves 4.0%, so a small error" in fits
     kept = {row["reserve (assumed)"]: row["bytes"] for row in rows_of(reserve_sheet(found))}
     assert kept == {name: size(count) for name, count in found.reserve.items()}
 
@@ -303,7 +307,7 @@ def test_equal_rows_are_joined_and_empty_columns_left_out_but_not_in_json(
     ]
     assert sheet.records()[2] == {"rank": 2, "sent_bytes": 7 * GB, "none_bytes": 0}
     Report(True, ["y" * 150], {}, [sheet]).show()
-    assert max(map(len, capfd.readouterr().out.splitlines())) <= WIDTH
+    assert max(map(len, capfd.readouterr().out.splitlines())) <= WIDEST_LINE
 
 
 def test_the_worst_and_the_most_frequent_kind_of_batch_are_marked() -> None:

@@ -71,8 +71,13 @@ def test_a_search_replaces_the_sizes_of_a_file_and_refuses_what_no_flag_takes_ba
     layouts = "layouts: {'2': {recompute_granularity: selective}}\n"
     path.write_text(f"{sizes}{layouts}", encoding="utf-8")
     assert main(own) == 0
-    found = json.loads(capfd.readouterr().out)
+    shown = capfd.readouterr()
+    assert "none is chosen" not in shown.err
+    found = json.loads(shown.out)
     assert {x["pipeline_parallel_size"] for x in found["layouts"]} == {1, 2}
+    assert "--layout none" in found["commands"][0]
+    for one, row in zip(found["layouts"], found["best"], strict=True):
+        assert one["layout"] and one.items() >= row.items()
     flat = next(i for i, x in enumerate(found["layouts"]) if x["pipeline_parallel_size"] == 1)
     assert "--pipeline-model-parallel-size 1" in found["commands"][flat]
     path.write_text(f"recompute_granularity: selective\n{sizes}{layouts}", encoding="utf-8")

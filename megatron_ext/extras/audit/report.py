@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_ext.config.tool_options import own_options
 from megatron_ext.disk.reading import read_yaml
-from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.errors import ConfigError, MegatronExtError, tell_errors
 from megatron_ext.extras.audit.defect import RELEASES, Defect
 from megatron_ext.extras.audit.flags import Flags, Undecided
 from megatron_ext.extras.audit.recipe import read_recipe
@@ -206,8 +207,6 @@ def main(argv: Sequence[str], description: str = "") -> int:
 
     Return 1 if flags certainly trigger a defect, 2 after an error, else 0.
     """
-    own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
-    words = list(argv[len(own) + 1 :])
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -216,11 +215,11 @@ def main(argv: Sequence[str], description: str = "") -> int:
     parser.add_argument("--list", action="store_true", help="list all defects with their states")
     parser.add_argument("--reproduce", metavar="D2", help="run a defect on the installed core")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    args = parser.parse_args(own)
+    args, words = own_options(parser, argv)
     try:
         return _carry_out(args, words)
     except MegatronExtError as error:
-        print(error, file=sys.stderr)
+        tell_errors(error.messages)
         return 2
 
 

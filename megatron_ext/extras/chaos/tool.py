@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from megatron_ext.config.flags import COUNT, WEIGHT
+from megatron_ext.config.tool_options import own_options
 from megatron_ext.device import select
 from megatron_ext.disk.writing import write_text
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, tell_errors
 from megatron_ext.extras.chaos.goodput import plot_goodput
 from megatron_ext.inspect.layouts import NamedLayout, split_layouts
 from megatron_ext.text.task import TEXT
@@ -49,9 +50,7 @@ def main(argv: Sequence[str], description: str) -> int:
         argv: the tool's flags, and after ``--`` those of the training program.
         description: text for ``--help``.
     """
-    own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
-    words = list(argv[len(own) + 1 :])
-    args = _parser(description).parse_args(own)
+    args, words = own_options(_parser(description), argv)
     silence_known_warnings(select().kind)
     folder = Path(args.folder or tempfile.mkdtemp(prefix="chaos_"))
     campaign: Campaign = campaign_of(PROGRAMS[args.program], words, folder)
@@ -68,8 +67,7 @@ def main(argv: Sequence[str], description: str) -> int:
         print(f"> added to your flags: {' '.join(campaign.added)}")
         report(campaign, results, args)
     except ConfigError as error:
-        for sentence in error.messages:
-            print(f"error: {sentence}", file=sys.stderr)
+        tell_errors(error.messages)
         return 2
     survived = all(result.survived for result in results)
     if survived and not args.folder:

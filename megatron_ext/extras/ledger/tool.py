@@ -18,7 +18,7 @@ from megatron_ext import limits
 from megatron_ext.config.flags import NATURAL
 from megatron_ext.disk.events import read_events
 from megatron_ext.disk.writing import open_new
-from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.errors import ConfigError, MegatronExtError, tell_errors
 from megatron_ext.extras.ledger.counts import Use, check_of, compare, uses
 from megatron_ext.extras.ledger.documents import Documents, Rows
 from megatron_ext.extras.ledger.ledger import Ledger, Read
@@ -396,6 +396,6 @@ def main(argv: Sequence[str], description: str) -> int:
     try:
         run(args, console)
     except MegatronExtError as error:
-        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        tell_errors(error.messages)
         return 2
     return 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext.errors import ConfigError, exclusive
+from megatron_ext.errors import ConfigError, exclusive, tell_errors
 
 PORT = 8765
 _DEFAULT = Path()
@@ -52,7 +51,7 @@ def main(argv: Sequence[str], description: str) -> int:
                 )
         print(f"wrote {report(args.folder, args.output)}")
     except ConfigError as error:
-        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        tell_errors(error.messages)
         return 2
     return 0
 

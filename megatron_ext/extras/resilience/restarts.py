@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ from pathlib import Path
 from megatron_ext.checkpoint.run_record import RUN_VARIABLE
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.host_folder import GENERATION_VARIABLE, host_folder
-from megatron_ext.errors import MegatronExtError
+from megatron_ext.errors import MegatronExtError, tell_errors
 from megatron_ext.extras.resilience.elastic import (
     ask_to_resize,
     forget_resize,
@@ -224,7 +223,7 @@ class _Launcher:
             try:
                 main = self._policy.main_of(self._size)
             except MegatronExtError as error:
-                print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+                tell_errors(error.messages)
                 return EXIT_CODE_USER_ERROR
             self._environment[GENERATION_VARIABLE] = str(self._generation)
             watch = RestartSupervisor(

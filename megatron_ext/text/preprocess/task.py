@@ -21,6 +21,7 @@ from megatron_ext.errors import (
     MegatronExtError,
     run_program,
     say_to_stderr,
+    tell_errors,
 )
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.preprocess.cluster import numbers_of
@@ -183,13 +184,12 @@ def main(argv: list[str]) -> int:
         )
         return 1
     except ConfigError as error:
-        say_to_stderr(f"error: {error}")
+        tell_errors(error.messages)
         return 2
     if len(argv) == 1:
         return finish(options_of(saved))
     messages = attempt(folder, saved["key"], lambda: encode(folder, saved, numbers))
-    for message in messages:
-        say_to_stderr(f"error: {message}")
+    tell_errors(messages)
     return 1 if messages else 0
 
 

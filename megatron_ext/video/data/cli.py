@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from megatron_ext.config.flags import flags_of
 from megatron_ext.disk.reading import UnreadableFile, read_text
-from megatron_ext.errors import ConfigError, MegatronExtError, say_to_stderr
+from megatron_ext.errors import ConfigError, MegatronExtError, say_to_stderr, tell_errors
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data.geometry import parse_plan
 from megatron_ext.video.data.options import VideoPreprocessOptions
@@ -90,7 +90,6 @@ def main(argv: Sequence[str]) -> int:
         say_to_stderr("Interrupted; what is encoded is kept, so run the same command again.")
         return 130
     except MegatronExtError as error:
-        for sentence in error.messages:
-            say_to_stderr(f"error: {sentence}")
+        tell_errors(error.messages)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
