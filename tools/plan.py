@@ -22,6 +22,7 @@ Exit code 0: the run fits; 1: it does not; 2: the flags have errors.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -228,6 +229,8 @@ def propose(planner: Planner) -> int:
 
     flags = LayoutFlags(program, cost, base)
     kept = [*without(kept, program, {"micro_batch_size"}), *unchosen]
+    # Collections would go through all imported modules again and again.
+    gc.freeze()
     result = search(base, flags, parse, args.world_size, gpu, count=args.count)
     report = proposal(result, args.world_size, gpu, given_estimate(planner, complete))
     commands = []

@@ -291,14 +291,15 @@ class ConfigFiles:
 def _content(path: str) -> Any:
     """Return what a file holds, {} if that is nothing.
 
-    A shell's pipe, as in ``--config <(command)``, is read once in a process, although a program
-    may parse its flags several times.
+    A program may parse its flags many times, but reads a file again only if it has changed, and a
+    shell's pipe, as in ``--config <(command)``, never.
     """
-    return (read_yaml(path) if os.path.isfile(path) else _content_of_pipe(path)) or {}
+    version = os.stat(path).st_mtime_ns if os.path.isfile(path) else 0
+    return _content_of(path, version) or {}
 
 
-@functools.cache
-def _content_of_pipe(path: str) -> Any:
+@functools.lru_cache(maxsize=8)
+def _content_of(path: str, _version: int) -> Any:
     return read_yaml(path)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.flags import flags_of
+from megatron_ext.config.output import TRACKERS
 from megatron_ext.disk.reading import read_yaml
 from megatron_ext.errors import FlagError
 
@@ -220,6 +221,17 @@ def megatron_flags() -> dict[str, Inapplicable]:
     return by_flag(entries)
 
 
+def _loads_nothing(values: Values) -> bool:
+    """Return whether a run starts with random weights."""
+    return not (
+        values["load"]
+        or values["pretrained_checkpoint"]
+        or values["resume_mode"] == "auto"
+        or values["starts_others"]
+        or values.get("load_hf")
+    )
+
+
 _NOT_BESIDE = "communication on a CPU does not run beside computation"
 
 ENGINE = (
@@ -357,14 +369,13 @@ ENGINE = (
     Inapplicable(
         "dist-ckpt-strictness ckpt-fully-parallel-load",
         says="has no effect without a checkpoint to load",
-        holds=lambda values: (
-            not (
-                values["load"]
-                or values["pretrained_checkpoint"]
-                or values["resume_mode"] == "auto"
-                or values["starts_others"]
-            )
-        ),
+        holds=_loads_nothing,
+    ),
+    Inapplicable(
+        "lora-rank",
+        "`--pretrained-checkpoint`, `--load-hf` and `--load` load weights",
+        says="trains adapters beside random weights that stay as they are",
+        holds=_loads_nothing,
     ),
     without(
         "--save",
@@ -372,7 +383,7 @@ ENGINE = (
         "log-progress",
     ),
     without(
-        "--tensorboard-dir or --wandb-project or --mlflow-experiment or --trackio-project",
+        " or ".join(f"--{name.replace('_', '-')}" for name in TRACKERS),
         "log-throughput tensorboard-log-interval log-loss-scale-to-tensorboard "
         "log-validation-ppl-to-tensorboard log-timers-to-tensorboard log-memory-to-tensorboard "
         "log-world-size-to-tensorboard tracker-artifacts",

@@ -336,6 +336,10 @@ class CheckpointConfig(UsersOwn):
             )
 
 
+TRACKERS = ("tensorboard_dir", "wandb_project", "mlflow_experiment", "trackio_project")
+"""The fields of `LoggingConfig` that each switch on a tracker."""
+
+
 @dataclass(frozen=True)
 class LoggingConfig(UsersOwn):
     """Flags of a run's logs and reports; names and defaults are Megatron-LM's."""
@@ -378,8 +382,7 @@ class LoggingConfig(UsersOwn):
     @property
     def has_tracker(self) -> bool:
         """Return whether a tracker, such as TensorBoard, gets the values of single steps."""
-        names = (self.tensorboard_dir, self.wandb_project)
-        return any((*names, self.mlflow_experiment, self.trackio_project))
+        return any(getattr(self, name) for name in TRACKERS)
 
     def errors(self, save: str | None) -> Iterator[FlagError]:
         """Yield an error for each flag that contradicts the others; ``save`` is ``--save``."""

@@ -125,6 +125,7 @@ def parse_args(
         )
     if bare.model.transformer_impl == "local":
         notes.append("`--transformer-impl` (local) is torch here: there are no other local layers.")
+    notes += config.training.notes()
     if "lr_warmup_iters" not in values["optimizer"]:
         notes += config.optimizer.warmup_notes()
     if "muon_extra_scale_factor" not in values["optimizer"]:

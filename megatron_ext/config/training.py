@@ -219,6 +219,27 @@ class TrainingConfig(Changeable):
                 f"use {', '.join(usable[:-1])} or {usable[-1]}",
             )
 
+    def notes(self) -> list[str]:
+        """Return a note for each flag from which nothing follows in a run of this length."""
+        steps = self.train_iters
+        patience = self.early_stop_patience
+        if steps is None or self.skip_train:
+            return []
+        notes = []
+        if self.profile and self.profile_step_start >= steps:
+            notes.append(
+                f"`--profile` records nothing: the run has {steps} steps, and recording starts "
+                f"after step {self.profile_step_start} (`--profile-step-start`)."
+            )
+        count = steps // self.eval_interval if self.eval_interval else 0
+        if patience is not None and count <= patience:
+            notes.append(
+                f"`--early-stop-patience` ({patience}) never ends the run: its {steps} steps have "
+                f"{count} evaluations (`--eval-interval` {self.eval_interval}), and the first one "
+                "sets the loss to fall below."
+            )
+        return notes
+
     def _length_errors(self) -> Iterator[FlagError]:
         lengths = {x: getattr(self, f"train_{x}") for x in ("iters", "samples", "epochs")}
         given = [(f"--train-{x}", value) for x, value in lengths.items() if value is not None]

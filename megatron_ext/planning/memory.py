@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_ext.planning.network import Case, Network
 from megatron_ext.planning.stages import LayerBytes, Stage
@@ -44,20 +44,42 @@ class RankMemory:
         return self.state.total + self.fp8_weights + self.activations + self.transient
 
 
-def memory(network: Network) -> list[RankMemory]:
-    """Return the memory of each pipeline rank."""
+def memory(network: Network, other: Sequence[RankMemory] | None = None) -> list[RankMemory]:
+    """Return the memory of each pipeline rank.
+
+    ``other`` is the memory of the same run with another recomputation, which has the same weights
+    and the same state; None to count these too.
+    """
     stages = network.stages()
-    costs = [network.activations(stage) for stage in stages]
-    deferred = [network.deferred(stage) for stage in stages]
+    costs = network.of_stages(network.activations, stages)
+    deferred = network.of_stages(network.deferred, stages)
     ranks = []
     plan = network.schedule.short()
+    kept = _kept(network, stages) if other is None else other
+    boundary = network.boundary
+    for known in kept:
+        peak = walk(plan, known.rank, costs, deferred=deferred, boundary=boundary)
+        activations, transient, in_flight = peak
+        ranks.append(
+            replace(known, activations=activations, transient=transient, in_flight=in_flight)
+        )
+    return ranks
+
+
+def _kept(network: Network, stages: Sequence[Stage]) -> list[RankMemory]:
+    """Return the memory of each pipeline rank without activations."""
+    ranks = []
+    states: dict[Hashable, State] = {}
+    eight = network.of_stages(network.fp8_weights, stages)
     for rank in range(network.sizes.pp):
-        mine = network.stages_of(rank)
-        weights = tuple(tuple(network.weights(stage)) for stage in mine)
-        state = rank_state(network.config, network.sizes, rank, weights)
-        peak = walk(plan, rank, costs, deferred=deferred, boundary=network.boundary)
-        fp8_weights = sum(network.fp8_weights(stage) for stage in mine)
-        ranks.append(RankMemory(rank, tuple(mine), weights, state, *peak, fp8_weights))
+        mine = sorted((x for x in stages if x.rank == rank), key=lambda x: x.chunk)
+        weights = tuple(network.parameters(stage) for stage in mine)
+        # The first rank's gradients are reduced in buckets of another size.
+        key = rank == 0, *map(network.kind, mine)
+        if key not in states:
+            states[key] = rank_state(network.config, network.sizes, rank, weights)
+        fp8_weights = sum(eight[stage.index] for stage in mine)
+        ranks.append(RankMemory(rank, tuple(mine), weights, states[key], 0, 0, 0, fp8_weights))
     return ranks
 
 
@@ -119,7 +141,8 @@ def walk(
             allocated = allocated + cost.kept - arrived
             count = count + 1
             arrived = 0
-        peak = max(peak, (allocated, cost.transient, count), key=lambda at: at[0] + at[1])
+        if allocated + cost.transient > peak[0] + peak[1]:
+            peak = (allocated, cost.transient, count)
         allocated -= arrived
         if action.kind is Kind.BACKWARD:
             allocated = allocated - cost.kept

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
@@ -20,6 +21,8 @@ from megatron_ext.planning.state import LINEAR, Weight
 if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work
     from megatron_ext.planning.pipeline import Schedule
+
+Counted = TypeVar("Counted")
 
 MULTIPLY_AND_ADD = 2
 """Floating-point operations of one multiply-add."""
@@ -161,6 +164,36 @@ class Network(ABC):
     def stages(self) -> list[Stage]:
         """Return all stages of the model, first to last."""
 
+    def kind(self, stage: Stage) -> Hashable:
+        """Return a key that is the same for stages that cost the same.
+
+        Their parameters, activations, operations and messages are then counted once for all of
+        them. By default, every stage has its own key.
+        """
+        return stage
+
+    def of_stages(
+        self, count: Callable[[Stage], Counted], stages: Sequence[Stage]
+    ) -> list[Counted]:
+        """Return ``count`` of each stage, computed once for all stages of its `kind`."""
+        counted: dict[Hashable, Counted] = {}
+        for stage in stages:
+            key = self.kind(stage)
+            if key not in counted:
+                counted[key] = count(stage)
+        return [counted[self.kind(stage)] for stage in stages]
+
+    def parameters(self, stage: Stage) -> tuple[Weight, ...]:
+        """Return the `weights` of a stage, listed once for all stages of its `kind`."""
+        key = self.kind(stage)
+        if key not in self._parameters:
+            self._parameters[key] = tuple(self.weights(stage))
+        return self._parameters[key]
+
+    @cached_property
+    def _parameters(self) -> dict[Hashable, tuple[Weight, ...]]:
+        return {}
+
     @abstractmethod
     def weights(self, stage: Stage) -> list[Weight]:
         """Return the parameters of a stage, in the order of its module's parameters."""
@@ -176,7 +209,7 @@ class Network(ABC):
     def fp8_weights(self, stage: Stage) -> int:
         """Return the bytes of a stage's 8-bit copies of weights, see `fp8_bytes`."""
         fp8 = self.config.fp8
-        return fp8_bytes(fp8, self.weights(stage)) if fp8.fp8_format is not None else 0
+        return fp8_bytes(fp8, self.parameters(stage)) if fp8.fp8_format is not None else 0
 
     @abstractmethod
     def layer(self) -> LayerBytes:
@@ -230,7 +263,7 @@ class Network(ABC):
             Work("casts", forward, num_bytes=x.cast / 2),
             Work("casts", inputs, num_bytes=x.cast / 2),
         ]
-        matrices = [w for w in self.weights(stage) if LINEAR.search(w.name)]
+        matrices = [w for w in self.parameters(stage) if LINEAR.search(w.name)]
         if x.fp8:
             # Only layers in 8 bits cast weights, once in a step.
             numbers = sum(w.numel for w in matrices) * x.fp8 / (x.fp8 + x.linear) / count
@@ -256,7 +289,7 @@ class Network(ABC):
         """
         x = self.sizes
         moved = 0
-        for weight in self.weights(stage):
+        for weight in self.parameters(stage):
             replicas = x.expert_dp if weight.expert else x.dp * x.cp
             moved += 0 if weight.frozen else FP32 * (weight.numel + 3 * weight.numel // replicas)
         return moved

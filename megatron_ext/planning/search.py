@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.planning.layouts import Candidate, LayoutFlags, candidates, refuse_misfits
-from megatron_ext.planning.memory import worst_case
+from megatron_ext.planning.memory import RankMemory, fullest, memory
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.state import ROUTED, rank_state
-from megatron_ext.planning.step_time import Estimate, estimate, needed_on
+from megatron_ext.planning.step_time import Estimate, estimate, least_seconds, needed_on
+from megatron_ext.planning.task_cost import TaskCost
 
 Parse = Callable[[Sequence[str]], RunConfig]
 """Returns the checked configuration of a command line; raises a ConfigError if it has errors."""
@@ -78,45 +80,111 @@ def search(
     Raises:
         ConfigError: no layout can run, whatever the memory; the message has up to 5 reasons.
     """
-    found: list[Layout] = []
+    found: list[_Fitting] = []
     refusals = _Refusals()
-    runs = set[Candidate]()
-    settled = set[Candidate]()
+    tried = 0
     closest: tuple[float, Candidate] | None = None
     (first, *_) = flags.cost.cases(base)
     bound = StateBound.of(first.network, world_size)
-    for candidate in candidates(base, world_size, gpu, flags.cost, first.network):
-        layout = replace(candidate, recompute="")
-        if layout in settled:
-            continue
-        words = flags.words(candidate)
+    every = candidates(base, world_size, gpu, flags.cost, first.network)
+    for _, modes in groupby(every, key=lambda candidate: replace(candidate, recompute="")):
+        layout = list(modes)
         try:
-            refuse_misfits(base, candidate, world_size)
-            needed = bound.bytes_of(candidate)
+            refuse_misfits(base, layout[0], world_size)
+            needed = bound.bytes_of(layout[0])
+            least = layout[0]
             if needed <= gpu.memory:
-                cases = flags.cost.cases(parse([word for entry in words for word in entry]))
-                network, ranks = worst_case(cases)
-                needed = needed_on(gpu, network, ranks)
-            else:
-                # Recomputation does not change what is kept between steps.
-                settled.add(layout)
+                words = [word for entry in flags.words(layout[0]) for word in entry]
+                fitting, needed, least = _first_that_fits(layout, flags.cost, parse(words), gpu)
+                found += fitting
         except ConfigError as error:
             refusals.add(error.messages[0])
-            settled.add(layout)
             continue
-        runs.add(layout)
+        tried += 1
+        if closest is None or needed < closest[0]:
+            closest = needed, least
+    if not tried:
+        none = f"No layout of {world_size} ranks can run this model."
+        raise ConfigError([none, *[text for text, _ in refusals.counted()[:5]]])
+    best = _fastest(found, flags, parse, gpu, count)
+    return SearchResult(best, tried, len(found), None if best else closest, refusals.counted())
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """A layout that fits.
+
+    Attributes:
+        seconds: the least time that a step can take, if no rank ever waits for another.
+    """
+
+    candidate: Candidate
+    network: Network
+    ranks: list[RankMemory]
+    seconds: float
+
+
+def _first_that_fits(
+    modes: Sequence[Candidate], cost: TaskCost, config: RunConfig, gpu: Gpu
+) -> tuple[list[_Fitting], int, Candidate]:
+    """Return the first mode of recomputation with which a layout fits, in a list.
+
+    The list is empty if none fits. Return the bytes too that the mode needs which needs least, and
+    this mode.
+
+    Args:
+        modes: the layout with each mode.
+        config: the configuration of the first mode.
+    """
+    cases = cost.cases(config)
+    known: list[list[RankMemory]] = [memory(case.network) for case in cases]
+    closest: tuple[int, Candidate] | None = None
+    for candidate in modes:
+        if candidate is not modes[0]:
+            # Recomputation changes only activations.
+            cases = cost.cases(cost.recompute(config, candidate.recompute))
+            known = [memory(case.network, kept) for case, kept in zip(cases, known, strict=True)]
+        network, ranks = max(
+            ((case.network, ranks) for case, ranks in zip(cases, known, strict=True)),
+            key=lambda entry: fullest(entry[1]).total,
+        )
+        needed = needed_on(gpu, network, ranks)
         if closest is None or needed < closest[0]:
             closest = needed, candidate
         if needed <= gpu.memory:
-            settled.add(layout)
-            entries = tuple(tuple(entry) for entry in words)
-            found.append(Layout(candidate, entries, estimate(network, gpu, ranks=ranks)))
-    if not runs:
-        none = f"No layout of {world_size} ranks can run this model."
-        raise ConfigError([none, *[text for text, _ in refusals.counted()[:5]]])
-    found.sort(key=lambda layout: layout.cost.seconds)
-    best = _fastest_of_sizes(found)[:count]
-    return SearchResult(best, len(runs), len(found), None if best else closest, refusals.counted())
+            seconds = least_seconds(network, gpu, ranks)
+            return [_Fitting(candidate, network, ranks, seconds)], needed, candidate
+    assert closest is not None
+    return [], *closest
+
+
+def _fastest(
+    found: Sequence[_Fitting], flags: LayoutFlags, parse: Parse, gpu: Gpu, count: int
+) -> list[Layout]:
+    """Return the fastest layout for each choice of parallel sizes: the ``count`` fastest of them.
+
+    The pipeline schedule, whose simulation takes long, is simulated only for layouts that could be
+    among them by their least times.
+    """
+    variants = Counter(layout.candidate.sizes for layout in found)
+    best: dict[tuple[int, ...], Layout] = {}
+    for layout in sorted(found, key=lambda layout: layout.seconds):
+        listed = sorted(x.cost.seconds for x in best.values())
+        if len(listed) >= count and layout.seconds > listed[count - 1]:
+            break
+        sizes = layout.candidate.sizes
+        if sizes in best and layout.seconds > best[sizes].cost.seconds:
+            continue
+        words = tuple(tuple(entry) for entry in flags.words(layout.candidate))
+        try:
+            # Only the flags of the first mode of recomputation have been checked.
+            parse([word for entry in words for word in entry])
+        except ConfigError:
+            continue
+        cost = estimate(layout.network, gpu, ranks=layout.ranks)
+        if sizes not in best or cost.seconds < best[sizes].cost.seconds:
+            best[sizes] = Layout(layout.candidate, words, cost, variants[sizes])
+    return sorted(best.values(), key=lambda layout: layout.cost.seconds)[:count]
 
 
 class _Refusals:
@@ -175,12 +243,3 @@ class StateBound:
         """Return the bound of a layout."""
         cut = self.dense / candidate.tp + self.routed / candidate.ep
         return cut / candidate.pp + self.shared
-
-
-def _fastest_of_sizes(found: Sequence[Layout]) -> list[Layout]:
-    """Return the first of the layouts for each choice of parallel sizes, with their number."""
-    counts = Counter(layout.candidate.sizes for layout in found)
-    first: dict[tuple[int, ...], Layout] = {}
-    for layout in found:
-        first.setdefault(layout.candidate.sizes, layout)
-    return [replace(x, variants=counts[x.candidate.sizes]) for x in first.values()]

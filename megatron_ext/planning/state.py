@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from megatron_ext.config.optimizer import LoraConfig, OptimizerConfig
@@ -86,6 +87,12 @@ class Linear:
 
         ``module`` is the name of the module that holds the layer, with a dot at its end.
         """
+        if lora.lora_rank is None:
+            return list(_plain_weights(self, module))
+        return self._listed(module, lora.lora_rank, lora.lora_target_modules or [])
+
+    def _listed(self, module: str, rank: int | None, targets: Sequence[str]) -> list[Weight]:
+        """Return the parameters; those that ``targets`` name have adapters of rank ``rank``."""
         height = self.outputs // self.rows
         width = self.inputs // self.columns
         name = module + self.name
@@ -98,11 +105,19 @@ class Linear:
 
         if self.bias:
             add("bias", height, self.rows)
-        rank = lora.lora_rank
-        if rank is not None and name.rpartition(".")[2] in (lora.lora_target_modules or []):
+        if rank is not None and name.rpartition(".")[2] in targets:
             add("lora.a", rank * width, self.columns)
             add("lora.b", height * rank, self.rows)
         return weights
+
+
+@lru_cache(maxsize=1 << 16)
+def _plain_weights(linear: Linear, module: str) -> tuple[Weight, ...]:
+    """Return the parameters of a layer without adapters.
+
+    They are made once for the thousands of experts that a search lists in each of its layouts.
+    """
+    return tuple(linear._listed(module, None, ()))
 
 
 def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:

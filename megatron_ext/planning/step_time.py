@@ -207,14 +207,22 @@ class Clock:
             shown -= self.rates.efficiency.hidden * (1.0 if both else 0.5)
         return seconds * shown + volume.embedding / link(x.tp * ranks * x.pp)
 
-    def rank_durations(self, rank: int) -> Durations:
-        """Return the three pass times of a pipeline rank, averaged over its chunks."""
-        times = [astuple(self.durations(stage)) for stage in self.network.stages_of(rank)]
-        return Durations(*(sum(part) / len(times) for part in zip(*times, strict=True)))
+    def rank_durations(self) -> list[Durations]:
+        """Return the three pass times of each pipeline rank, averaged over its chunks."""
+        stages = self.network.stages()
+        counted = self.network.of_stages(self.durations, stages)
+        ranks: list[list[tuple[float, ...]]] = [[] for _ in range(self.network.sizes.pp)]
+        for stage, times in zip(stages, counted, strict=True):
+            ranks[stage.rank].append(astuple(times))
+        return [
+            Durations(*(sum(part) / len(times) for part in zip(*times, strict=True)))
+            for times in ranks
+        ]
 
     def slowest(self) -> int:
         """Return the pipeline rank whose passes take longest."""
-        return max(range(self.network.sizes.pp), key=lambda x: sum(astuple(self.rank_durations(x))))
+        durations = self.rank_durations()
+        return max(range(len(durations)), key=lambda rank: sum(astuple(durations[rank])))
 
 
 def estimate(
@@ -234,9 +242,22 @@ def estimate(
     rates = Rates(gpu, efficiency)
     clock = Clock(network, rates)
     ranks = ranks or memory(network)
-    cost = network.schedule.time(clock.rank_durations(clock.slowest()), clock.latency())
+    slowest = max(clock.rank_durations(), key=lambda times: sum(astuple(times)))
+    cost = network.schedule.time(slowest, clock.latency())
     seconds = cost.makespan + max(map(clock.after, ranks))
     return Estimate(network, rates, ranks, cost, seconds, network.step_flops())
+
+
+def least_seconds(network: Network, gpu: Gpu, ranks: list[RankMemory]) -> float:
+    """Return the time of a step in which no rank waits for another; `estimate` is no lower.
+
+    ``ranks`` is the memory of the pipeline ranks.
+    """
+    clock = Clock(network, Rates(gpu, DEFAULT))
+    slowest = max(sum(astuple(times)) for times in clock.rank_durations())
+    schedule = network.schedule
+    busy = slowest * schedule.num_microbatches * schedule.num_chunks
+    return busy + max(map(clock.after, ranks))
 
 
 def _uses_muon(flags: OptimizerConfig) -> bool:

@@ -36,6 +36,9 @@ class Kind(Enum):
     SEND_GRADIENT = "send gradient"
     RECEIVE_GRADIENT = "receive gradient"
 
+    # Enum hashes a member's name, in Python, which takes most of the time of a long schedule.
+    __hash__ = object.__hash__
+
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
 SENDS = frozenset({Kind.SEND_OUTPUT, Kind.SEND_GRADIENT})

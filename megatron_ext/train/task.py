@@ -265,7 +265,7 @@ class TaskChoice:
     def sections(self) -> tuple[type, ...]:
         return tuple(dict.fromkeys(kind for task in self.tasks for kind in task.sections))
 
-    @property
+    @functools.cached_property
     def inapplicable(self) -> tuple[Inapplicable, ...]:
         """Return an entry for each group of flags that applies to none of the tasks."""
         first, *others = (task.inapplicable for task in self.tasks)

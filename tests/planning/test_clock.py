@@ -91,7 +91,7 @@ def test_a_rank_with_two_chunks_takes_their_mean_and_the_slowest_decides() -> No
     clock = Clock(network, Rates(GPUS["H100"]))
     first, second = (clock.durations(stage).forward for stage in network.stages_of(1))
     assert first != second
-    assert clock.rank_durations(1).forward == pytest.approx((first + second) / 2)
+    assert clock.rank_durations()[1].forward == pytest.approx((first + second) / 2)
     # The second rank of the other run has three of four layers, and the head.
     uneven = GptNetwork.of(configuration(layouts.flags_of("uneven")))
     assert Clock(uneven, clock.rates).slowest() == 1
@@ -119,7 +119,7 @@ def test_the_step_ends_with_the_rank_that_updates_longest() -> None:
     assert after[0] < max(after)
     assert found.seconds == pytest.approx(found.price.makespan + max(after))
     # The first micro-batch passes three borders between stages, and so does the last gradient.
-    passes = clock.rank_durations(clock.slowest())
+    passes = clock.rank_durations()[clock.slowest()]
     silent = found.network.schedule.time(passes).makespan
     assert found.price.makespan - silent >= 5.99 * clock.latency() > 0
 

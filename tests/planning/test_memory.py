@@ -14,7 +14,7 @@ from megatron_ext.planning import memory as memory_module
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.host_memory import check_host_memory
 from megatron_ext.planning.memory import fullest, memory, walk, worst_case
-from megatron_ext.planning.network import Case, fp8_bytes
+from megatron_ext.planning.network import Case, Network, fp8_bytes
 from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, in_order, recomputed
 from megatron_ext.planning.state import (
@@ -92,21 +92,27 @@ def test_a_walk_counts_what_is_held_at_its_peak(schedule: str, chunks: int) -> N
             assert walk(plan, rank, costs, deferred=deferred, boundary=boundary) == peak
 
 
+class Fake(SimpleNamespace):
+    """A network whose formulas a test gives; each stage is of its own kind."""
+
+    kind = Network.kind
+    of_stages = Network.of_stages
+
+
 def test_the_memory_of_a_rank_is_that_of_all_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages of unlike size on one rank; of the zero-bubble schedule each keeps a rest."""
     monkeypatch.setattr(memory_module, "rank_state", lambda *_: State(parameters=1000))
     stages = [Stage(index, 0, index, (index,), 0, False, False, False) for index in range(2)]
     eight = {0: 5, 1: 11}
-    network: Any = SimpleNamespace(
+    network: Any = Fake(
         config=None,
         sizes=SimpleNamespace(pp=1),
         schedule=Schedule("interleaved", 1, 1, 2, None),
         boundary=0,
         stages=lambda: stages,
-        stages_of=lambda _: stages,
         activations=lambda stage: LayerBytes((30, 70)[stage.index], 1),
         deferred=lambda _: 0,
-        weights=lambda _: [],
+        parameters=lambda _: (),
         fp8_weights=lambda stage: eight[stage.index],
     )
     (rank,) = memory(network)
@@ -123,16 +129,15 @@ def test_the_memory_of_a_rank_has_what_waits_and_what_has_arrived(
     schedule = Schedule("zb-h1", 2, 6, 1, None)
     peaks = {(0, 0): [200, 100], (40, 0): [200, 140], (0, 300): [500, 400]}
     for (deferred, boundary), expected in peaks.items():
-        network: Any = SimpleNamespace(
+        network: Any = Fake(
             config=None,
             sizes=SimpleNamespace(pp=2),
             schedule=schedule,
             boundary=boundary,
             stages=lambda: stages,
-            stages_of=lambda rank: [stages[rank]],
             activations=lambda _: LayerBytes(100, 0),
             deferred=lambda _, each=deferred: each,
-            weights=lambda _: [],
+            parameters=lambda _: (),
             fp8_weights=lambda _: 0,
         )
         assert [rank.activations for rank in memory(network)] == expected

@@ -25,7 +25,7 @@ from megatron_ext.planning.memory import worst_case
 from megatron_ext.planning.proposal import command, proposal
 from megatron_ext.planning.search import SearchResult, StateBound, search
 from megatron_ext.planning.stages import Ranks
-from megatron_ext.planning.step_time import needed_on
+from megatron_ext.planning.step_time import estimate, least_seconds, needed_on
 from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.text.cost.task_cost import GPT_COST
 from megatron_ext.text.task import TEXT
@@ -209,3 +209,25 @@ def test_a_command_is_one_for_each_node_and_quotes_its_words() -> None:
     )
     assert start(["--bf16"], 24).startswith("torchrun --nnodes 3 --nproc-per-node 8 \\\n")
     assert start([], 6).endswith("--nproc-per-node 6")
+
+
+def test_stages_of_a_kind_cost_the_same() -> None:
+    """Experts and windows tell layers apart."""
+    flags = (
+        f"{MOE} --moe-layer-freq ([0]*2+[1]*30) --pipeline-model-parallel-size 8 "
+        "--num-virtual-stages-per-pipeline-rank 2 --window-size (127,0) --window-attn-skip-freq 4"
+    )
+    network = GptNetwork.of(llama(flags, 16))
+    stages = network.stages()
+    kinds = {network.kind(stage) for stage in stages}
+    assert 3 < len(kinds) < len(stages) == 16
+    for count in (network.weights, network.activations, network.deferred, network.flops):
+        assert network.of_stages(count, stages) == [count(stage) for stage in stages]
+
+
+def test_least_seconds_are_reached_without_a_bubble() -> None:
+    for flags in ("", "--pipeline-model-parallel-size 4", "--tensor-model-parallel-size 2"):
+        network = GptNetwork.of(llama(flags, 8))
+        found = estimate(network, H100)
+        least = least_seconds(network, H100, found.ranks)
+        assert least == pytest.approx(found.seconds - found.price.bubble, rel=1e-6)

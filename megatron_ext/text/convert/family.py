@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config import flag_line
 from megatron_ext.config.flags import flags_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.run import RunConfig, named
@@ -214,12 +215,6 @@ def differences(ours: Fields, theirs: Fields) -> list[tuple[str, Any, Any]]:
 
 def words_of(fields: Mapping[str, Any]) -> list[str]:
     """Return the command-line arguments that set the given fields; leave out defaults."""
-    words: list[str] = []
-    for section, kind in SECTIONS.items():
-        for flag in flags_of(section, kind):
-            value = fields.get(flag.field, flag.default)
-            if value == flag.default:
-                continue
-            many = value if isinstance(value, (list, tuple)) else [value]
-            words += [flag.shown] if flag.type is bool else [flag.shown, *map(str, many)]
-    return words
+    flags = [flag for section, kind in SECTIONS.items() for flag in flags_of(section, kind)]
+    changed = [flag for flag in flags if fields.get(flag.field, flag.default) != flag.default]
+    return [word for flag in changed for word in flag_line.words_of(flag, fields[flag.field])]

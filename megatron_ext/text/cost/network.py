@@ -7,7 +7,7 @@ pass, and kernels.py the bytes that kernels move.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -253,6 +253,12 @@ class GptNetwork(Parameters, Activations, GptFlops):
             first += count
         return stages
 
+    def kind(self, stage: Stage) -> Hashable:
+        fp8 = self.config.fp8
+        x = self.sizes
+        layers = [(x.experts[n], self._windowed[n], x.in_8_bits(fp8, n)) for n in stage.layers]
+        return tuple(layers), stage.depths, stage.embedding, stage.final_norm, stage.head
+
     def fp8_weights(self, stage: Stage) -> int:
         """Return the bytes of the 8-bit copies of weights; layers that stay in bf16 have none."""
         fp8 = self.config.fp8
@@ -260,7 +266,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
             return 0
         eight = [n for n, layer in enumerate(stage.layers) if self.sizes.in_8_bits(fp8, layer)]
         names = tuple(f"decoder.layers.{n}." for n in eight)
-        return fp8_bytes(fp8, [w for w in self.weights(stage) if w.name.startswith(names)])
+        return fp8_bytes(fp8, [w for w in self.parameters(stage) if w.name.startswith(names)])
 
     def other_work(self, stage: Stage) -> list[Work]:
         from megatron_ext.text.cost import kernels

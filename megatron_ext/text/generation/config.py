@@ -44,7 +44,7 @@ class GenerationConfig(UsersOwn):
         1.0,
         "divide logits by this before a token is drawn",
         Range(0, 1000, above=True),
-        advice="leave out --do-sample to take the likeliest token",
+        advice="for the likeliest token, leave out both it and `--do-sample`",
     )
     top_k: int | None = flag(None, "draw from so many of the likeliest tokens", COUNT)
     top_p: float | None = flag(

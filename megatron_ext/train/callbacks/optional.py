@@ -82,6 +82,16 @@ class StepProfiler(Callback):
         self._path = Path(folder) / f"profile_rank{rank}.json"
         self._profiler: torch.profiler.profile | None = None
 
+    def on_train_start(self) -> None:
+        start = self._training.profile_step_start
+        iteration = self.run.progress.iteration
+        if iteration > start:
+            print(
+                f"> --profile records nothing: the run goes on at step {iteration}, after "
+                f"--profile-step-start ({start})",
+                flush=True,
+            )
+
     def before_step(self) -> None:
         if self.run.progress.iteration == self._training.profile_step_start:
             self._profiler = torch.profiler.profile(record_shapes=True)
@@ -97,6 +107,9 @@ class StepProfiler(Callback):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(cleared(self._path)))
             self._profiler = None
+            first = self._training.profile_step_start + 1
+            last = self.run.progress.iteration
+            print(f"> the profile of steps {first} to {last} is in {self._path}", flush=True)
 
 
 class SaveWatch(Callback):

@@ -1,8 +1,8 @@
 """Sends the values of single steps to the trackers of a run, and goes on when one fails.
 
-A tracker is a class of `services`, and a row in `KINDS`. A run keeps the identities of its runs in
-the trackers in ``trackers.json`` in its save folder, so that it goes on in the same ones when it is
-resumed from there.
+A tracker is a class of `services`, a field of `TRACKERS`, and a row in `KINDS`. A run keeps the
+identities of its runs in the trackers in ``trackers.json`` in its save folder, so that it goes on
+in the same ones when it is resumed from there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext import extras, limits
-from megatron_ext.config.output import LoggingConfig
+from megatron_ext.config.output import TRACKERS, LoggingConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.disk.writing import write_text
@@ -114,17 +114,21 @@ class Kind:
         return [str(getattr(config, field)) for field in self.fields]
 
 
-KINDS = (
-    Kind("TensorBoard", "tensorboard", ("tensorboard_dir",), TensorBoard),
-    Kind("Weights & Biases", "wandb", ("wandb_project", "wandb_entity"), WeightsAndBiases),
-    Kind("MLflow", "mlflow", ("mlflow_experiment", "mlflow_tracking_uri"), MLflow),
-    Kind("Trackio", "trackio", ("trackio_project",), Trackio),
-)
+KINDS = {
+    kind.fields[0]: kind
+    for kind in (
+        Kind("TensorBoard", "tensorboard", ("tensorboard_dir",), TensorBoard),
+        Kind("Weights & Biases", "wandb", ("wandb_project", "wandb_entity"), WeightsAndBiases),
+        Kind("MLflow", "mlflow", ("mlflow_experiment", "mlflow_tracking_uri"), MLflow),
+        Kind("Trackio", "trackio", ("trackio_project",), Trackio),
+    )
+}
+"""Each kind of tracker by the field of `TRACKERS` that switches it on."""
 
 
 def kinds_of(config: LoggingConfig) -> list[Kind]:
     """Return the kinds of trackers that the flags switch on."""
-    return [kind for kind in KINDS if getattr(config, kind.fields[0])]
+    return [KINDS[name] for name in TRACKERS if getattr(config, name)]
 
 
 def missing_packages(config: LoggingConfig) -> list[str]:

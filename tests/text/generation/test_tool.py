@@ -160,7 +160,7 @@ BAD = {
     ),
     "temperature 0": (
         ["--load", "ROOT", "--prompt", "a", "--do-sample", "--temperature", "0"],
-        "`--temperature` (0.0) must be above 0 and at most 1000; leave out --do-sample to take",
+        "`--temperature` (0.0) must be above 0 and at most 1000; for the likeliest token, leave",
     ),
     "negative temperature": (
         ["--load", "ROOT", "--prompt", "a", "--do-sample", "--temperature", "-1"],
