@@ -27,12 +27,14 @@ SFT = "megatron_ext.text.sft"
 def plans_without_data(config: RunConfig) -> bool:
     """Return whether a dry run can do without a tokenizer and data, of which the flags name none.
 
-    ``--padded-vocab-size``, which a plan needs, must be given; recipes give it.
+    ``--padded-vocab-size``, which a plan needs, must be given; recipes give it. NullTokenizer
+    without ``--vocab-size`` counts as none.
     """
+    unnamed = (TokenizerConfig(), TokenizerConfig(tokenizer_type="NullTokenizer"))
     named = (
-        config.section(DataConfig).given_sources()
+        {*config.section(DataConfig).given_sources()} - {"--mock-data"}
         or config.section(HuggingFaceConfig).load_hf is not None
-        or config.section(TokenizerConfig) != TokenizerConfig()
+        or config.section(TokenizerConfig) not in unnamed
     )
     return config.planning.dry_run and bool(config.model.padded_vocab_size) and not named
 

@@ -170,6 +170,11 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
         name = aliases.get(key, key)
         if key in _DESCRIBING or (key == "rope_scaling" and _is_taken_over(value, settings)):
             continue
+        if key in _OF_WINDOWS and raw.get("use_sliding_window") is False:
+            continue
+        # A switch that transformers does not know, and that is off, asks for nothing.
+        if key not in usual and value in (None, False):
+            continue
         # If the file gives both names of an entry, transformers drops one of the values.
         lost = key in twice and settings.values.get(name) != value
         if lost or (name not in settings.read and usual.get(name, _NOTHING) != value):
@@ -196,11 +201,17 @@ def _is_taken_over(scaling: Any, settings: Settings) -> bool:
 
 
 _NOTHING = object()
-_DESCRIBING = ("model_type", "architectures", "quantization_config", "transformers_version")
+_DESCRIBING = tuple(
+    "model_type architectures quantization_config transformers_version torch_dtype dtype "
+    "transformers.js_config is_llama_config task_specific_params use_cache cache_implementation "
+    "n_ctx bos_token_id eos_token_id pad_token_id".split()
+)
 """Entries of config.json that are never reported as ignored.
 
-They are read elsewhere, or only describe the origin of the file.
+They are read elsewhere, describe the file, or are settings of transformers' own programs. The
+number format of a run and its special tokens come from its flags and its tokenizer.
 """
+_OF_WINDOWS = ("sliding_window", "max_window_layers")
 
 
 def _unknown(raw: dict[str, Any], path: Path) -> str:

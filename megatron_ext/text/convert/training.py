@@ -172,6 +172,13 @@ class HuggingFaceFolders(Callback):
         self._folder = Path(given.save_hf)
         self._interval = given.save_hf_interval
         self._written: int | None = None
+        changed = any(x.has_changed_layers for x in unwrap_model(list(run.chunks)))
+        if changed and run.context.rank == 0:
+            print(
+                "> --save-hf writes the weights that a model of this family has; transformers "
+                "computes with its own layers, and not as `change_layers` changed them",
+                flush=True,
+            )
 
     def after_step(self) -> None:
         if due(self.run.progress.iteration, self._interval):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.parallel import ParallelConfig
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work
 
 
+@lru_cache(maxsize=64)
+def _layers_of(layout: str) -> tuple[int, ...]:
+    """Return the number of decoder layers in each stage of ``--pipeline-model-parallel-layout``."""
+    return tuple(stage.count("t") for stage in stages_of(layout))
+
+
 def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, index: int) -> int:
     """Return the number of decoder layers that megatron-core assigns to stage ``index``.
 
@@ -45,7 +52,7 @@ def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, inde
         index: index among all stages of the model.
     """
     if parallel.pipeline_model_parallel_layout is not None:
-        return stages_of(parallel.pipeline_model_parallel_layout)[index].count("t")
+        return _layers_of(parallel.pipeline_model_parallel_layout)[index]
     rank = placement.rank_of(index)
     size = placement.pipeline_size
     first = parallel.decoder_first_pipeline_num_layers

@@ -130,6 +130,7 @@ def build_gpt_chunk(
         vp_stage=vp_stage,
         pg_collection=context.pgs,
     )
+    chunk.has_changed_layers = change_layers is not None
     rotary = positions.own_rotary()
     if rotary is not None:
         from megatron_ext.layers.rotary import RotaryEmbedding

@@ -20,7 +20,12 @@ class TextModel(LanguageModule):  # type: ignore[misc]
     losses (`MTPTargets`), whereas megatron-core derives them from token counts of the local
     micro-batch. The copy of the word embedding on an MTP stage is marked as an embedding, so that
     the decoupled learning rate applies to every copy.
+
+    Attributes:
+        has_changed_layers: whether `build_gpt_chunk` was given ``change_layers``.
     """
+
+    has_changed_layers = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

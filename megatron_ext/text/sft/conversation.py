@@ -15,6 +15,8 @@ A key whose value is null counts as missing, in jsonl and in tables, at any dept
 object the keys of all objects, and therefore cannot tell a null from a missing key.
 """
 
+import difflib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +43,9 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     "function_call": ASSISTANT,
 }
 
+USUAL_ROLES = (*SHAREGPT_ROLES.values(), "developer", "function", "ipython")
+"""The roles of messages in common data sets and chat templates."""
+
 MASKS = ("loss_mask", "weight", "train", "loss", "training", "trainable")
 """Keys of a message that tell whether it is trained, that is, whether its tokens have a loss."""
 
@@ -54,6 +59,13 @@ _LAYOUTS = (
 
 An error recommends the layout whose columns it finds in a row.
 """
+
+
+@functools.lru_cache(maxsize=256)
+def _resembling(role: str) -> str | None:
+    """Return the usual role for which ``role`` may be a misspelling; None if it resembles none."""
+    near = difflib.get_close_matches(role.lower(), dict.fromkeys(USUAL_ROLES), n=1, cutoff=0.75)
+    return near[0] if near else None
 
 
 _NUMBER = re.compile(r"\[\d+\]")
@@ -435,6 +447,8 @@ class _Row:
             self._refuse(name, rule + f"`--sft-conversations-key {self.sft.sft_messages_key}`")
         if not isinstance(role, str) or not role:
             self._refuse(f"{name}.role", f"must be a text such as user or assistant, not {role!r}")
+        if role not in USUAL_ROLES and (usual := _resembling(role)) is not None:
+            self.intake.doubtful[f"{role} ({usual}?)"] += 1
         kept = {key: value for key, value in message.items() if key not in MASKS}
         self._read_calls(kept, name)
         content = kept.get("content")

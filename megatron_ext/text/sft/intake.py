@@ -14,6 +14,7 @@ _SHOWN = 40
 
 _TITLES = {
     "changed": "read in another form",
+    "doubtful": "roles that may be misspelt",
     "ignored": "ignored, because neither this program nor the chat template uses it",
     "unrendered": "left out of the text by the chat template (`--sft-on-unrendered note`)",
     "dropped": "dropped",
@@ -27,6 +28,7 @@ class Intake:
     Attributes:
         counts: number of rows, conversations, turns and so on, by name.
         changed: number of values that were converted to another form, by kind of conversion.
+        doubtful: number of messages whose role resembles a usual one, by both roles.
         ignored: number of values that nothing uses, by the name of their column or key.
         unrendered: number of values that the chat template leaves out of the text, by the name of
             what is lost.
@@ -35,6 +37,7 @@ class Intake:
 
     counts: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
+    doubtful: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
     unrendered: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -71,7 +74,7 @@ class Intake:
 
     def warnings(self) -> list[str]:
         """Return sentences on values and conversations that were not used; [] if there are none."""
-        return self._sentences("ignored", "unrendered", "dropped")
+        return self._sentences("doubtful", "ignored", "unrendered", "dropped")
 
     def _sentences(self, *kinds: str) -> list[str]:
         sentences = []

@@ -13,7 +13,7 @@ FIXED = {
     "sandwich_norm": True,
 }
 ONLY = {
-    "hidden_act": None,
+    "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     "use_bidirectional_attention": False,
