@@ -161,7 +161,7 @@ class ConfigFiles:
 
     def finish(self) -> None:
         """Add an error if no file has the chosen layout; call it after the last file."""
-        if self.unusable or self.layout in (None, NO_LAYOUT, *self.layouts):
+        if self.unusable or self.layout is None or self.layout in (NO_LAYOUT, *self.layouts):
             return
         if self.layouts:
             names = ", ".join(dict.fromkeys(self.layouts))

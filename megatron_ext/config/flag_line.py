@@ -56,7 +56,7 @@ def words_of(flag: Flag, value: Any) -> list[str]:
     if value is None:
         return []
     if flag.type is bool:
-        return [flag.positive[0] if value else flag.negative[-1]]
+        return [flag.positive[0] if value else flag.negative[0]]
     values = value if isinstance(value, (list, tuple)) else [value]
     return [flag.positive[0], *map(str, values)]
 

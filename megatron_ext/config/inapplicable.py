@@ -44,7 +44,7 @@ class Inapplicable:
         source: the program that has the refused flags, such as Megatron-LM.
         settled_by: flags, separated by spaces; beside one of them the refused flags are accepted,
             because it already says what they would.
-        program: the program of this package that has the refused flags, such as pretrain_video.py.
+        program: the other program of this package that has the refused flags.
     """
 
     flags: str

@@ -349,6 +349,12 @@ class LoggingConfig(UsersOwn):
         False, "TFLOP/s per GPU to the trackers; the iteration line in a log has them anyway"
     )
     log_params_norm: bool = flag(False, "norm of the parameters in the iteration line")
+    log_layer_norms_interval: int | None = flag(
+        None,
+        "report the norm of each layer's parameters after each multiple of this many steps",
+        COUNT,
+        "steps",
+    )
     log_progress: bool = flag(False, "append the progress of the run to progress.txt")
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard; none without it")
     tensorboard_log_interval: int = flag(

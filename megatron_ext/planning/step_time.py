@@ -256,7 +256,7 @@ def least_seconds(network: Network, gpu: Gpu, ranks: list[RankMemory]) -> float:
     clock = Clock(network, Rates(gpu, DEFAULT))
     slowest = max(sum(astuple(times)) for times in clock.rank_durations())
     schedule = network.schedule
-    busy = slowest * schedule.num_microbatches * schedule.num_chunks
+    busy: float = slowest * schedule.num_microbatches * schedule.num_chunks
     return busy + max(map(clock.after, ranks))
 
 

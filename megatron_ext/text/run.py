@@ -17,6 +17,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config.hugging_face import HuggingFaceConfig
+from megatron_ext.text.config.samples import TextSampleConfig
 from megatron_ext.text.data.blend import source_options
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import build_mock_datasets, check_mock_data
@@ -40,6 +41,8 @@ INDEXED = "megatron_ext.text.data.checked"
 """The module for megatron-core's order of samples; runs with ``--mock-data`` do not import it."""
 SCORES = "megatron_ext.text.evaluation.scores"
 """The module that scores a model on ``--eval-tasks``; only runs with this flag import it."""
+SAMPLES = "megatron_ext.text.generation.samples"
+"""The module that continues prompts between steps, for ``--sample-interval`` alone."""
 
 
 def weights_of_folder(
@@ -85,14 +88,19 @@ def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer | None]:
         check_mock_data(config, tokenizer)
     else:
         later(f"{INDEXED}:check_files")(config, tokenizer)
-    check_scoring(config)
+    check_writing(config, tokenizer)
     return config, tokenizer
 
 
-def check_scoring(config: RunConfig) -> None:
-    """Raise a ConfigError if a run cannot score its model on ``--eval-tasks`` during training."""
+def check_writing(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise an error if a run cannot let its model write while it trains, as its flags ask.
+
+    ``--eval-tasks`` and ``--sample-interval`` ask for texts.
+    """
     if config.section(TaskEvaluationConfig).eval_tasks:
         later(f"{SCORES}:check_training")(config)
+    if config.section(TextSampleConfig).sample_interval is not None:
+        later(f"{SAMPLES}:check_samples")(config, tokenizer)
 
 
 def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> ModelConfig:
@@ -211,6 +219,15 @@ def task_scores(run: Run) -> Callback | None:
     if not has or not run.config.section(TaskEvaluationConfig).eval_tasks:
         return None
     built: Callback = later(f"{SCORES}:TaskScores")(run)
+    return built
+
+
+def text_samples(run: Run) -> Callback | None:
+    """Return the callback that continues prompts between steps; None without the flag."""
+    has = run.config.has(TextSampleConfig)
+    if not has or run.config.section(TextSampleConfig).sample_interval is None:
+        return None
+    built: Callback = later(f"{SAMPLES}:TextSamples")(run)
     return built
 
 

@@ -136,6 +136,7 @@ GPT = Task(
     callbacks=(
         later(f"{RUN}:data_ledger"),
         later(f"{RUN}:task_scores"),
+        later(f"{RUN}:text_samples"),
         later(f"{RUN}:saved_folders"),
         later(f"{RUN}:storage_notes"),
     ),

@@ -31,6 +31,7 @@ early_stopping_of = later(f"{_CALLBACKS}.evaluation:EarlyStopping")
 evaluation_of = later(f"{_CALLBACKS}.evaluation:Evaluation")
 garbage_collection_of = later(f"{_CALLBACKS}.optional:GarbageCollection")
 invariants_of = later(f"{_CALLBACKS}.invariants:Invariants")
+layer_norms_of = later(f"{_CALLBACKS}.layer_norms:LayerNorms")
 profiler_of = later(f"{_CALLBACKS}.optional:StepProfiler")
 save_watch_of = later(f"{_CALLBACKS}.optional:SaveWatch")
 weight_average_of = later(f"{_CALLBACKS}.optional:WeightAverage")
@@ -116,6 +117,8 @@ def callbacks_of(
         callbacks.append(profiler_of(run))
     if training.check_invariants is not None:
         callbacks.append(invariants_of(run))
+    if run.config.logging.log_layer_norms_interval is not None:
+        callbacks.append(layer_norms_of(run))
     if NonFinite.tells(run.config):
         callbacks.append(NonFinite(run))
     callbacks += supervision_of(run.config).callbacks(run, settle)

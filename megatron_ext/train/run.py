@@ -168,7 +168,7 @@ class Run:
     def params_norm(self) -> float:
         """Return the global L2 norm of the parameters; all ranks call this together."""
         with self.parameter_gather.paused(), torch.no_grad():
-            squares = _summed(lambda p: p.double().square().sum(), self.chunks, self.context)
+            squares = summed(lambda p: p.double().square().sum(), self.chunks, self.context)
             return float(squares.sqrt())
 
     def save(self, superseded: Collection[int] = (), *, is_last: bool = False) -> bool:
@@ -244,14 +244,14 @@ def count_parameters(
         sizes = [parameter.numel(), parameter.numel() * parameter.requires_grad]
         return torch.tensor(sizes, dtype=torch.float64, device=parameter.device)
 
-    model, trained = _summed(measured, chunks, context).tolist()
+    model, trained = summed(measured, chunks, context).tolist()
     here = [p for chunk in chunks for p in chunk.parameters()]
     largest = torch.tensor(sum(p.numel() for p in here), device=here[0].device)
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
     return int(model), int(trained), int(largest)
 
 
-def _summed(
+def summed(
     measured: Callable[[torch.nn.Parameter], Tensor],
     chunks: Sequence[DistributedDataParallel],
     context: ParallelContext,

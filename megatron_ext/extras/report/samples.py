@@ -1,4 +1,4 @@
-"""The samples that a run made while it trained: the contact sheets of its clips."""
+"""The samples that a run made while it trained: contact sheets of clips, and texts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ MAX_SHOWN = 8
 MAX_BYTES = 8 << 20
 """Limit of the bytes of all pictures of samples within a page."""
 _MAX_CLIPS = 16
+_MAX_TEXT = 1000
+"""Largest number of characters of a text that a page shows."""
 _SET = re.compile(r"iter_(\d{1,9})$")
 _CLIP = re.compile(r"sample_\d{3,9}\.mp4$")
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -25,18 +27,20 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 @dataclass(frozen=True)
 class Samples:
-    """Clips that were sampled at an iteration.
+    """Clips or texts that were sampled at an iteration.
 
     Attributes:
         folder: the path of their files, relative to the save folder.
         picture: the ``data:`` URL of their contact sheet; "" if it is missing or too large.
         clips: pairs of the name of a clip's file and its caption.
+        texts: pairs of a prompt and its continuation.
     """
 
     iteration: int
     folder: str
     picture: str
     clips: list[tuple[str, str]]
+    texts: list[tuple[str, str]]
 
 
 def samples_of(root: Path) -> tuple[list[Samples], int]:
@@ -66,7 +70,7 @@ def samples_of(root: Path) -> tuple[list[Samples], int]:
         left -= len(picture)
         data = f"data:image/png;base64,{base64.b64encode(picture).decode()}" if picture else ""
         name = f"{FOLDER}/{folder.name}"
-        shown.append(Samples(iteration, name, data, _clips(folder / LIST)))
+        shown.append(Samples(iteration, name, data, *_listed(folder / LIST)))
     return shown[::-1], len(sets)
 
 
@@ -78,9 +82,10 @@ def _sheet(path: Path, limit: int) -> bytes:
     return content if content.startswith(_PNG) else b""
 
 
-def _clips(path: Path) -> list[tuple[str, str]]:
-    """Return the names of files and the captions in a list of samples."""
+def _listed(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the clips and the texts in a list of samples, as `Samples` has them."""
     clips = list[tuple[str, str]]()
+    texts = list[tuple[str, str]]()
     try:
         for line in () if path.is_symlink() else lines_of(path):
             row = row_of(line) or {}
@@ -88,6 +93,10 @@ def _clips(path: Path) -> list[tuple[str, str]]:
             if len(clips) < _MAX_CLIPS and isinstance(name, str) and _CLIP.match(name):
                 words = row.get("title") or row.get("text") or row.get("prompt") or ""
                 clips.append((name, text_of(words, 300)))
+            written = row.get("completion")
+            if len(texts) < _MAX_CLIPS and isinstance(written, str):
+                prompt = row.get("prompt") or row.get("messages") or ""
+                texts.append((text_of(prompt, _MAX_TEXT), text_of(written, _MAX_TEXT)))
     except UnreadableFile:
-        return []
-    return clips
+        return [], []
+    return clips, texts

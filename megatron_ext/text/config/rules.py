@@ -19,6 +19,7 @@ from megatron_ext.text.config.attention import (
 from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig, rotary_errors
+from megatron_ext.text.config.samples import TextSampleConfig
 from megatron_ext.text.config.sft import SftConfig, sft_errors
 from megatron_ext.text.data.config import DataConfig, FimConfig, direct_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
@@ -35,6 +36,7 @@ SECTIONS = (
     TokenizerConfig,
     HybridConfig,
     TaskEvaluationConfig,
+    TextSampleConfig,
 )
 """The configuration sections that pretrain_gpt.py adds to those of every training program."""
 

@@ -55,15 +55,17 @@ class Prompt:
     row: Mapping[str, Any]
 
 
-def read_prompts(generation: GenerationConfig) -> list[Prompt]:
+def read_prompts(
+    generation: GenerationConfig, *, texts: str = "--prompt", file: str = "--prompt-file"
+) -> list[Prompt]:
     """Return the prompts of ``--prompt``, or those in ``--prompt-file``.
 
-    Raise a DataError if the file cannot be read, is empty, or has a line that is not a prompt.
+    ``texts`` and ``file`` are the flags that gave them, for errors. Raise a DataError if the file
+    cannot be read, is empty, or has a line that is not a prompt.
     """
     if generation.prompt is not None:
         return [
-            Prompt(text, f"`--prompt` ({text[:40]})", {"prompt": text})
-            for text in generation.prompt
+            Prompt(text, f"`{texts}` ({text[:40]})", {"prompt": text}) for text in generation.prompt
         ]
     name = generation.prompt_file
     assert name is not None
@@ -71,13 +73,11 @@ def read_prompts(generation: GenerationConfig) -> list[Prompt]:
         text = sys.stdin.read() if name == "-" else read_text(name)
     except (OSError, UnicodeDecodeError, UnreadableFile) as error:
         why = error.reason if isinstance(error, UnreadableFile) else error
-        raise DataError(
-            f"`--prompt-file` ({name}) cannot be read ({why}); give a jsonl file."
-        ) from None
+        raise DataError(f"`{file}` ({name}) cannot be read ({why}); give a jsonl file.") from None
     lines = [(i, line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if not lines:
-        raise DataError(f"`--prompt-file` ({name}) holds no row; give at least one prompt.")
-    return [_prompt(line, f"`--prompt-file` ({name}), line {i}", generation) for i, line in lines]
+        raise DataError(f"`{file}` ({name}) holds no row; give at least one prompt.")
+    return [_prompt(line, f"`{file}` ({name}), line {i}", generation) for i, line in lines]
 
 
 def _prompt(line: str, place: str, generation: GenerationConfig) -> Prompt:

@@ -17,6 +17,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import described, help_question, withheld_notes
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config.rules import SHAPE_SECTIONS, text_rules
+from megatron_ext.text.config.samples import TextSampleConfig
 from megatron_ext.text.config.sft import is_date
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.generation.config import GenerationConfig
@@ -47,9 +48,9 @@ def inference_task(*sections: type) -> Task:
 
     ``sections`` are configuration classes whose flags are added.
     """
-    without = tuple(kind for kind in GPT.sections if kind is not TaskEvaluationConfig)
+    of_training = (TaskEvaluationConfig, TextSampleConfig)
     return GPT.replace(
-        sections=without,
+        sections=tuple(kind for kind in GPT.sections if kind not in of_training),
         rules=inference_rules,
         datasets=no_datasets,
         inputs=tokenizer_inputs,

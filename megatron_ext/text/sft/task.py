@@ -6,7 +6,7 @@ from megatron_ext.config.rules.optimizer import optimizer_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.run import check_scoring, with_tokenizer
+from megatron_ext.text.run import check_writing, with_tokenizer
 from megatron_ext.text.sft.dataset import (
     SftDataset,
     open_splits,
@@ -25,7 +25,7 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     ``--eval-iters 0`` switches validation off.
     """
     config, tokenizer = with_tokenizer(config)
-    check_scoring(config)
+    check_writing(config, tokenizer)
     opened = open_splits(config, tokenizer)
     training = config.training
     splits = planned(config, opened)
