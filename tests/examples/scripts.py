@@ -11,12 +11,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 STUB = '#!/bin/sh\n{{ printf "%s\\0" "$@"; echo; }} >> {record}\n{more}\n'
+SECONDS = 1200.0
+"""Time for any script, on a machine that does much else."""
 LAUNCHED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
-def start(
-    *command: object, timeout: float = 60, cwd: Path | None = None, **environment: str
-) -> tuple[int, str]:
+def start(*command: object, cwd: Path | None = None, **environment: str) -> tuple[int, str]:
     """Return exit code and output of a command, a script of bash or of Python by its ending."""
     words = [str(word) for word in command]
     shell = words[0].endswith((".sh", ".sbatch"))
@@ -24,22 +24,21 @@ def start(
     done = subprocess.run(
         ["bash" if shell else sys.executable, *words],
         env={**inherited, "OMP_NUM_THREADS": "1", **environment}, cwd=cwd, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False,
+        stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout
 
 
-def succeed(*command: object, timeout: float = 60, **options: Any) -> str:
+def succeed(*command: object, **options: Any) -> str:
     """Return the output of a command; fail with it where the exit code is not 0."""
-    code, shown = start(*command, timeout=timeout, **options)
+    code, shown = start(*command, **options)
     assert code == 0, shown
     return shown
 
 
-def smoke(script: str, out: Path, timeout: float = 240, **environment: str) -> str:
+def smoke(script: str, out: Path, **environment: str) -> str:
     return succeed(
         EXAMPLES / script,
-        timeout=timeout,
         cwd=out.parent,
         **{"SMOKE": "1", "OUT": str(out), "PYTHON": sys.executable, **environment},
     )

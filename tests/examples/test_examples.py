@@ -60,7 +60,7 @@ def test_custom_video_model_trains_on_clips_that_it_renders(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_quickstart_resumes_in_another_layout(tmp_path: Path) -> None:
     out = tmp_path / "quickstart"
-    shown = smoke("quickstart.sh", out, timeout=400)
+    shown = smoke("quickstart.sh", out)
     rows = rows_of(out / "checkpoints")
     steps = [row["iteration"] for row in rows if row["kind"] == "train"]
     assert steps[-1] == 8
@@ -77,7 +77,7 @@ def test_quickstart_resumes_in_another_layout(tmp_path: Path) -> None:
 def test_fine_tuning_quickstart_ends_with_an_accuracy(tmp_path: Path) -> None:
     """At this size it learns nothing; docs/sft.md says what the whole run reaches."""
     out = tmp_path / "sft"
-    shown = smoke("sft/quickstart.sh", out, timeout=400)
+    shown = smoke("sft/quickstart.sh", out)
     assert re.search(r"held-out exact match: [0-9.]+% \([0-9]+ of [0-9]+\)", shown)
     rows = rows_of(out / "checkpoints")
     assert [row["iteration"] for row in rows if row["kind"] == "resumed"] == [4]
@@ -98,7 +98,7 @@ def test_fine_tuning_starts_from_public_weights(tmp_path: Path) -> None:
 def test_video_quickstart_ends_with_a_measurement(tmp_path: Path) -> None:
     """At this size it learns nothing; docs/video.md says what the whole run is."""
     out = tmp_path / "video"
-    shown = smoke("video/quickstart.sh", out, timeout=400)
+    shown = smoke("video/quickstart.sh", out)
     assert shown.rstrip().endswith("loss.png")
     rows = rows_of(out / "checkpoints")
     assert [row["iteration"] for row in rows if row["kind"] == "resumed"] == [4]

@@ -202,7 +202,7 @@ def test_a_failing_piece_of_gpu_all_stops_no_other(tmp_path: Path) -> None:
 def test_gpu_all_runs_through_at_its_smallest(tmp_path: Path) -> None:
     out = tmp_path / "results"
     given = {"TINY": "1", "DEVICE": "cpu", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    code, shown = start(GPU_ALL, "all", out, timeout=1200, **given)
+    code, shown = start(GPU_ALL, "all", out, **given)
     # A slow machine ends a piece at its limit (124); pytest finds no test that can run (5).
     ends = re.findall(r"exit code (\d+)", (out / "summary_all.txt").read_text())
     assert set(ends) <= {"0", "5", "124"}, shown

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL
 from tests.examples.scripts import EXAMPLES, LAUNCHED, ROOT, rows
-from tests.train.nodes import until
+from tests.train.nodes import SECONDS, until
 from tests.training_runs import documents
 
 TINY = (
@@ -100,7 +100,7 @@ class Slurm:
         ) as job:  # fmt: skip
             try:
                 disturb(psutil.Process(job.pid))
-                code = job.wait(timeout=120)
+                code = job.wait(timeout=SECONDS)
             finally:
                 if job.poll() is None:
                     for process in psutil.Process(job.pid).children(recursive=True):

@@ -158,7 +158,7 @@ def test_the_published_recipe_on_one_node(stages: list[RunConfig]) -> None:
 @pytest.mark.slow
 def test_both_stages_run_and_the_second_goes_on_from_the_first(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    smoke("streaming/longtune_1.3b.sh", out, timeout=500)
+    smoke("streaming/longtune_1.3b.sh", out)
     for stage in ("stage_a", "stage_b"):
         rows = rows_of(out / stage, "train")
         assert [row["iteration"] for row in rows] == [1, 2]
@@ -169,7 +169,7 @@ def test_both_stages_run_and_the_second_goes_on_from_the_first(tmp_path: Path) -
 def test_quickstart_ends_with_a_measurement(tmp_path: Path) -> None:
     """At this size it learns nothing; docs/streaming.md says what the whole run reaches."""
     out = tmp_path / "run"
-    shown = smoke("streaming/quickstart.sh", out, timeout=580)
+    shown = smoke("streaming/quickstart.sh", out)
     assert len(re.findall(r"[0-9]+ of 12 videos follow their second prompt", shown)) == 2
     assert len(re.findall(r"(before a switch|after it) +[0-9]+% +[0-9]+ of 12", shown)) == 4
     assert (out / "tuned" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"

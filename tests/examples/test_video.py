@@ -239,7 +239,7 @@ def test_micro_batch_sizes_are_published(name: str, expected: dict[str, tuple[in
 @pytest.mark.slow
 def test_both_stages_run_and_the_second_begins_with_the_first(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    shown = smoke(f"video/{I2V}", out, timeout=500)
+    shown = smoke(f"video/{I2V}", out)
     assert "holds no `embedding.cond_in.weight`, so it starts at zero." in shown
     first, last = rows(out / "stage1", "train"), rows(out, "train")
     for found in (first, last):

@@ -18,6 +18,8 @@ from tests.training_runs import ROOT
 NEW_STORE_EACH_ROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Environment without which torch's c10d rendezvous never tells a node that comes back where the
 others are."""
+SECONDS = 600.0
+"""Time for anything that a run does, on a machine that does much else."""
 
 
 class Nodes:
@@ -81,11 +83,11 @@ class Nodes:
         for process in [psutil.Process(agent.pid), *_children(agent.pid)]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        agent.wait(timeout=10)
+        agent.wait(timeout=SECONDS)
 
-    def wait(self, seconds: float = 120) -> list[int]:
+    def wait(self) -> list[int]:
         """Wait for all agents, and return their exit codes by node."""
-        codes = [agent.wait(timeout=seconds) for _, agent in sorted(self._agents.items())]
+        codes = [agent.wait(timeout=SECONDS) for _, agent in sorted(self._agents.items())]
         self._agents = {}
         return codes
 
@@ -98,9 +100,9 @@ def _children(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-def until(happened: Callable[[], bool], seconds: float = 90) -> None:
-    """Wait until something has happened; fail after ``seconds``."""
-    end = time.monotonic() + seconds
+def until(happened: Callable[[], bool]) -> None:
+    """Wait until something has happened; fail after `SECONDS`."""
+    end = time.monotonic() + SECONDS
     while not happened():
         assert time.monotonic() < end, "it has not happened in time"
         time.sleep(0.05)

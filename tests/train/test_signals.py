@@ -24,7 +24,7 @@ from megatron_ext.errors import EXIT_CODE_INTERRUPTED, EXIT_CODE_NOT_SAVED, run_
 from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.torchrun import run_torchrun
-from tests.train.nodes import until
+from tests.train.nodes import SECONDS, until
 from tests.train.signalled import MOMENTS, REACHED, slowed
 from tests.training_runs import ROOT, SMALL, training_rows, without
 
@@ -38,8 +38,6 @@ FLAGS = [
     *without(SMALL, "--num-workers", "--train-iters", "--eval-interval", "--eval-iters"),
     *"--train-iters 3000 --eval-iters 0".split(),
 ]
-SECONDS = 600.0
-"""Time for anything that a run does, on a machine that does much else."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +168,12 @@ class Started:
             assert self.poll() is None, self.log()
             return all(path.exists() for path in paths)
 
-        until(reached, SECONDS)
+        until(reached)
 
     def end(self) -> int:
         """Wait for the end of all processes, and return the exit code."""
-        until(lambda: self.poll() is not None, SECONDS)
-        until(lambda: not self.alive(), SECONDS)
+        until(lambda: self.poll() is not None)
+        until(lambda: not self.alive())
         assert self._code is not None
         return self._code
 
@@ -319,7 +317,7 @@ def test_restarts_follow_faults_and_not_the_exit_signal(tmp_path: Path) -> None:
     with Started(case, tmp_path, *flags) as run:
         run.reach()
         run.send(signal.SIGKILL)
-        until(lambda: "restart 1 of 3" in run.log(), SECONDS)
+        until(lambda: "restart 1 of 3" in run.log())
         # While no rank runs, or one has just been forked.
         os.kill(run.pid, signal.SIGTERM)
         assert run.end() == EXIT_CODE_SIGNAL, run.log()
@@ -332,11 +330,11 @@ def test_a_rank_whose_agent_dies_during_the_imports_does_not_run_alone(tmp_path:
     case = Case("torchrun", 1, 0, "training", "launcher", "SIGKILL")
     with Started(case, tmp_path, "--exit-signal-handler") as run:
         # torchrun and the libraries that it imports start other programs meanwhile.
-        until(lambda: any(_catches(rank, signal.SIGTERM) for rank in run.sessions()), SECONDS)
+        until(lambda: any(_catches(rank, signal.SIGTERM) for rank in run.sessions()))
         assert "starting 1 ranks" not in run.log()
         run.send(signal.SIGKILL)
         assert run.end() == -signal.SIGKILL
-        until(lambda: not run.alive(), SECONDS)
+        until(lambda: not run.alive())
     assert "] iteration" not in run.log()
 
 
@@ -361,7 +359,7 @@ def test_a_program_says_during_its_imports_that_it_has_not_saved() -> None:
     words = [sys.executable, "pretrain_gpt.py", "--exit-signal-handler"]
     process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
-    until(lambda: _catches(process.pid, signal.SIGTERM), SECONDS)
+    until(lambda: _catches(process.pid, signal.SIGTERM))
     process.terminate()
     _, said = process.communicate(timeout=SECONDS)
     assert (process.returncode, said) == (
