@@ -249,3 +249,31 @@ def test_a_flag_of_a_tracker_that_is_not_used_is_noted(words: str, needed: str) 
     assert needed in note
     used = f"{SMALL} --tensorboard-dir t --wandb-project p --wandb-exp-name n --trackio-project p"
     assert parsed(f"{used} --mlflow-experiment e {words}").notes == []
+
+
+DATA = SMALL.replace("--mock-data", "--data-path x")
+NOTES = {
+    "--eval-iters 2 --split 100,0,0": "`--eval-iters` has no effect: `--split` leaves no documents",
+    "--eval-iters 2 --split 1": "`--eval-iters` has no effect: `--split` leaves no documents",
+    "--lora-rank 2": "`--lora-rank` trains adapters beside random weights that stay as they are",
+    "--profile --profile-step-start 12": "`--profile` records nothing: the run has 12 steps, and",
+    "--early-stop-patience 3 --eval-iters 1 --eval-interval 4":
+        "`--early-stop-patience` (3) never ends the run: its 12 steps have 3 evaluations",
+}  # fmt: skip
+FOLLOWED = [
+    "--eval-iters 2 --split 98,2,0",
+    "--lora-rank 2 --pretrained-checkpoint x",
+    "--profile --profile-step-start 11",
+    "--early-stop-patience 2 --eval-iters 1 --eval-interval 4",
+]
+
+
+@pytest.mark.parametrize("flags", NOTES)
+def test_flags_from_which_nothing_follows_are_told(flags: str) -> None:
+    assert len([x for x in parsed(f"{DATA} {flags}").notes if x.startswith(NOTES[flags])]) == 1
+
+
+@pytest.mark.parametrize("flags", FOLLOWED)
+def test_flags_that_do_something_are_not(flags: str) -> None:
+    told = (" records nothing", " never ends", " beside random weights", "leaves no documents")
+    assert not [note for note in parsed(f"{DATA} {flags}").notes if any(x in note for x in told)]

@@ -6,6 +6,7 @@ from functools import partial
 
 from megatron_ext.config.inapplicable import (
     Inapplicable,
+    Values,
     beside,
     names_of,
     on_cpu,
@@ -38,6 +39,22 @@ TOKENIZER_FLAGS = (
 )
 """Rules of tokenizer flags: each names flags, and the tokenizers or flags that decide their use."""
 
+
+def _lacks_validation(values: Values) -> bool:
+    """Return whether ``--split`` leaves no documents for the evaluations that a run asks for."""
+    split = values["split"]
+    evaluates = values["eval_iters"] or values["full_validation"]
+    if split is None or values["mock_data"] or values["sft"] or not evaluates:
+        return False
+    shares = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
+    return len(shares) < 2 or shares[1] == 0
+
+
+NO_VALIDATION = Inapplicable(
+    "eval-interval eval-iters full-validation",
+    "`--split` leaves no documents to the validation split",
+    holds=_lacks_validation,
+)
 WITHOUT_SFT = Inapplicable(
     names_of(SftConfig),
     remedy="add it, or leave this out",
@@ -59,6 +76,8 @@ _with_direct = partial(
 )
 
 TEXT_FLAGS = (
+    NO_VALIDATION,
+    without("--sample-interval", "sample-new-tokens"),
     WITHOUT_SFT,
     Inapplicable(
         "train-epochs",
