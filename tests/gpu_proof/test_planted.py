@@ -81,7 +81,7 @@ def test_waits_of_the_host_are_reported() -> None:
     with built(flags(size="tiny", length=128), task=task) as step:
         step.take()
         trace = step.take()
-    place = "megatron_ext/train/step.py:forward_step"
+    place = "megatron_ext/schedules/runtime.py:forward"
     assert unexpected(trace.waits, [READ]) == [
         f"_to_copy at {place}",
         f"_local_scalar_dense at {place}",
