@@ -226,8 +226,8 @@ class Reference:
             "A note says why the flag changes nothing.",
             _table(("why", "flags"), idle),
             "## Refused",
-            "An error says what the flag is for and what to do instead. The value that Megatron-LM "
-            "has without the flag is accepted.",
+            "An error says what the flag is for and what to do instead. The flag's default in "
+            "Megatron-LM is accepted.",
         ]
         refused = [entry for entry in entries if entry.remedy]
         for source in dict.fromkeys(entry.source for entry in refused):

@@ -38,6 +38,8 @@ NAMED = re.compile(
 )
 PROSE = re.compile(r"(^ *```.*?^ *```$|^#.*?$)", re.MULTILINE | re.DOTALL)
 """Splits a page into its prose, and code and headings between it."""
+CODE = re.compile(r"<code>[^<]*</code>")
+DASHES = re.compile(r"--\w+")
 PLACES = (".", "megatron_ext")
 """The folders from which pages name files."""
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".yml": "yaml"}
@@ -92,6 +94,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     parts = PROSE.split(markdown)
     parts[::2] = [NAMED.sub(replaced, LINK.sub(replaced, part)) for part in parts[::2]]
     return "".join(parts)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keep the dashes of a flag on one line with its first word."""
+    return CODE.sub(lambda code: DASHES.sub(r'<span class="kept">\g<0></span>', code[0]), html)
 
 
 def _files_in(path: str) -> Iterator[str]:
