@@ -19,7 +19,7 @@ from megatron_ext.config.inapplicable import Inapplicable, of_program
 from megatron_ext.config.sections import help_question
 from megatron_ext.extras import run_tool
 from megatron_ext.text.task import TEXT
-from megatron_ext.train.main import main
+from megatron_ext.train.main import main as train
 
 AUDIT = "--audit"
 """The flag with which the other flags are audited instead of used."""
@@ -32,14 +32,14 @@ def video_flags() -> list[Inapplicable]:
     return [of_program("pretrain_video.py", SECTIONS)]
 
 
-def program(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Train, or audit the flags if `AUDIT` is among the arguments; return the exit code."""
     question = help_question(argv)
     if question in ("", "all"):
         print(__doc__)
     elif question is None and AUDIT in argv:
         return audit([word for word in argv if word != AUDIT])
-    return main(TEXT, argv, elsewhere=video_flags)
+    return train(TEXT, argv, elsewhere=video_flags)
 
 
 def audit(flags: list[str]) -> int:
@@ -57,4 +57,4 @@ def audit(flags: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_program(program)
+    run_program(main)

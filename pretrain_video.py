@@ -14,7 +14,7 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 from megatron_ext.config.inapplicable import Inapplicable, of_program
-from megatron_ext.train.main import main
+from megatron_ext.train.main import main as train
 from megatron_ext.video.task import VIDEO
 
 
@@ -25,5 +25,7 @@ def text_flags() -> list[Inapplicable]:
     return [of_program("pretrain_gpt.py", SECTIONS)]
 
 
+main = partial(train, VIDEO, elsewhere=text_flags)
+
 if __name__ == "__main__":
-    run_program(partial(main, VIDEO, elsewhere=text_flags))
+    run_program(main)

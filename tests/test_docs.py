@@ -37,7 +37,7 @@ PAGES = [
 ]
 SCRIPTS = [
     path
-    for folder in ("examples", "benchmarks", "tools")
+    for folder in ("examples", "benchmarks", "megatron_ext/programs")
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".sh", ".sbatch")
 ]
@@ -62,9 +62,10 @@ OTHERS = set(
     "--standalone --nproc-per-node --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id "
     "--master-addr --master-port --max-restarts --pdb --no-deps --only-binary --python-version "
     "--platform --implementation --shutdown-timeout --signal --requeue --signals-to-handle "
+    "--no-python --build-arg --rm --gpus --shm-size --env "
     "--deepspeed --deepspeed-config --zero-stage --local-dir".split()
 )
-"""Flags of torchrun, pytest, pip, Slurm, DeepSpeed and Hugging Face's hf."""
+"""Flags of torchrun, pytest, pip, Slurm, Docker, kubectl, sky, DeepSpeed and Hugging Face's hf."""
 FAMILY = "-"
 """Ends the beginning of several names, as in `--shift-*`."""
 
@@ -122,7 +123,8 @@ def arguments_of(path: Path) -> frozenset[str]:
 @functools.cache
 def flags_of_tool(path: Path) -> frozenset[str]:
     """Return the flags of a tool's --help, with those of its subcommands."""
-    module = importlib.import_module(f"tools.{path.stem}")
+    name = path.stem.replace("preprocess_data", "preprocess")
+    module = importlib.import_module(f"megatron_ext.programs.{name}")
     text = help_of(module.main, [])
     for command in re.findall(r"\{(\w+(?:,\w+)+)\}", text.split("\n\n")[0]):
         text += "".join(help_of(module.main, [name]) for name in command.split(","))

@@ -1,34 +1,12 @@
 #!/usr/bin/env python3
-"""Lists the known defects of megatron-core that affect a run of Megatron-LM with given flags.
-
-    python tools/audit.py [--core 0.16.1] [--json] -- <flags of a Megatron-LM script>
-    python tools/audit.py model_config.yaml
-    python tools/audit.py --list
-    python tools/audit.py --reproduce D2
-
-Launch scripts are not read. To audit one, replace its training program by this package's
-pretrain_gpt.py, add --audit to the flags, and run it. Recipes of Megatron-LM's functional tests
-(model_config.yaml) are read. The name of the training program may precede the flags; defect D7
-depends on that name. docs/numerics.md describes every defect. Exit code 0: clean; 1: findings; 2:
-errors.
-"""
-
-from __future__ import annotations
+"""Starts the program in megatron_ext/programs/audit.py; see `--help`."""
 
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.errors import end_on_interrupt, run_program
+from megatron_ext.programs import run
 
 if __name__ == "__main__":
-    end_on_interrupt()
-
-from megatron_ext.extras import run_tool
-
-main = partial(run_tool, "audit", "report", description=str(__doc__))
-
-if __name__ == "__main__":
-    run_program(main)
+    run("audit")

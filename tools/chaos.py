@@ -1,42 +1,12 @@
 #!/usr/bin/env python3
-"""Proves on this machine that a training run survives faults.
+"""Starts the program in megatron_ext/programs/chaos.py; see `--help`."""
 
-Trains with the given flags without any fault, then again while ranks are killed, stopped or slowed
-down, disks fill up and bits flip. Prints a table with a row for each fault: where it was injected,
-what the run reported, the time until the fault was detected, the time until the next new step was
-finished, the number of lost steps, and whether the final weights equal those of the undisturbed run
-bit for bit.
-
-    python tools/chaos.py --kills 20 -- <flags of pretrain_gpt.py>
-    python tools/chaos.py --faults all --layouts tp2,pp2,cp2,dp2 --seeds 5 -- <flags>
-    python tools/chaos.py --minutes 15 --per-minute 4 --plot goodput.png -- <flags>
-
-Layouts are named as in tools/parity.py; without --layouts the flags give the layout. All faults of
-a layout and a seed are injected into the same run, one after another, unless --apart is given.
-
-A fault that cannot happen with the given flags is refused at once.
-
-Exit code 0: the run survived all faults; 1: it did not; 2: bad flags.
-"""
-
-from __future__ import annotations
-
-import os
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron_ext.errors import end_on_interrupt, run_program
-
-if __name__ == "__main__":
-    end_on_interrupt()
-
-from megatron_ext.extras import run_tool
-
-main = partial(run_tool, "chaos", "tool", description=str(__doc__))
+from megatron_ext.programs import run
 
 if __name__ == "__main__":
-    run_program(main)
+    run("chaos")

@@ -1,19 +1,12 @@
 #!/usr/bin/env python3
-"""Turns jsonl into Megatron's .bin/.idx datasets, with Megatron-LM's flags; see `--help`."""
-
-from __future__ import annotations
+"""Starts the program in megatron_ext/programs/preprocess.py; see `--help`."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.errors import end_on_interrupt, run_program
+from megatron_ext.programs import run
 
 if __name__ == "__main__":
-    end_on_interrupt()
-
-from megatron_ext.text.preprocess.cli import main
-
-if __name__ == "__main__":
-    run_program(main)
+    run("preprocess")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.run import Program, RunConfig
     from megatron_ext.config.sections import Elsewhere, Values
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NO_LAYOUT = "none"
 """The value of ``--layout`` that chooses none of a file's layouts, without a note about them."""
 SHOWN = 3
@@ -96,8 +97,11 @@ class ConfigFiles:
 
     def read(self, path: str) -> None:
         """Read one file."""
+        place = _place(path)
+        if place != path:
+            self.notes.append(f"`{path}` is not in this folder, so {place} is read.")
         try:
-            content = _content(path)
+            content = _content(place)
         except UnreadableFile as error:
             remedy = _nearest_file(path) if error.missing else ""
             self._give_up(FlagError("--config", path, f"cannot be read: {error.reason}", remedy))
@@ -286,6 +290,17 @@ class ConfigFiles:
             for field in dataclasses.fields(kind)
             if "help" not in field.metadata
         }
+
+
+def _place(path: str) -> str:
+    """Return ``path``, or where the package has that recipe if ``path`` does not exist.
+
+    Who has installed the package without its repository has recipes nowhere else.
+    """
+    if os.path.exists(path) or os.path.dirname(path) != "recipes":
+        return path
+    recipe = os.path.join(_PACKAGE, path)
+    return recipe if os.path.isfile(recipe) else path
 
 
 def _content(path: str) -> Any:

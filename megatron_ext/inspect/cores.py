@@ -100,9 +100,12 @@ def choose_environments(names: str, root: Path) -> list[Environment]:
 def _missing(name: str, environments: Sequence[Environment], root: Path) -> str:
     """Return a sentence that says how to make an environment with the release ``name``."""
     here = ", ".join(dict.fromkeys(f"{e.core} in {e.python}" for e in environments))
-    constraints = (root / "constraints.txt").read_text(encoding="utf-8")
-    pins = list(dict.fromkeys(re.findall(r"^megatron-core==([\w.]+)", constraints, re.MULTILINE)))
-    if any(pin == name or pin.startswith(f"{name}.") for pin in pins):
+    constraints = root / "constraints.txt"
+    text = constraints.read_text(encoding="utf-8") if constraints.is_file() else ""
+    pins = list(dict.fromkeys(re.findall(r"^megatron-core==([\w.]+)", text, re.MULTILINE)))
+    if not pins:
+        remedy = "name one of these; a clone of the repository can make others"
+    elif any(pin == name or pin.startswith(f"{name}.") for pin in pins):
         remedy = f"make one by `CORE={name} bash tests/run.sh`"
     else:
         remedy = f"name one of these, or of {' and '.join(pins)}, which `tests/run.sh` can make"
@@ -114,7 +117,7 @@ def _missing(name: str, environments: Sequence[Environment], root: Path) -> str:
 
 def record_on(
     environment: Environment,
-    script: Path,
+    start: str,
     words: Sequence[str],
     layouts: Sequence[NamedLayout],
     steps: int,
@@ -122,11 +125,11 @@ def record_on(
 ) -> Iterator[Recording]:
     """Train with the flags ``words`` in each layout, and yield each complete recording.
 
-    A process of ``environment`` runs ``script``, which calls `serve`. If the process ends early,
-    the remaining layouts yield recordings with a ``failure``. Closing the iterator ends the
-    process.
+    A process of ``environment`` runs ``start``, Python code that reads the arguments and calls
+    `serve`. If the process ends early, the remaining layouts yield recordings with a ``failure``.
+    Closing the iterator ends the process.
     """
-    command = [str(environment.python), str(script), "--record-into", str(folder)]
+    command = [str(environment.python), "-c", start, "--record-into", str(folder)]
     command += ["--steps", str(steps)]
     command += ["--layouts", ",".join(layout.name for layout in layouts), "--", *words]
     process = subprocess.Popen(

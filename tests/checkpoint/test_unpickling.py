@@ -17,6 +17,7 @@ import megatron_ext
 from megatron_ext.checkpoint.files import MANIFEST, describe_file, folder_of, read_manifest
 from megatron_ext.checkpoint.unpickling import MetadataReader, common_state_of, read_tensors
 from megatron_ext.errors import CheckpointError
+from megatron_ext.programs.convert_checkpoint import main as convert
 from megatron_ext.text.task import GPT
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.launch import fork_ranks
@@ -24,7 +25,6 @@ from megatron_ext.train.main import main
 from tests.checkpoint.tiny import build, load, manager, save
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
-from tools.convert_checkpoint import main as convert
 
 
 class Trap:

@@ -2,15 +2,15 @@
 
 import argparse
 import random
-import runpy
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megatron_ext.programs import convert_checkpoint
 from tests.combinations import layouts
-from tests.combinations.execute import ROOT, Ended, execute, judge_all, work_directory
+from tests.combinations.execute import Ended, execute, judge_all, work_directory
 from tests.combinations.layouts import Layout
 
 MODELS = ("llama", "llama 3.1 tied", "mistral without groups", "qwen2 tied", "qwen3")
@@ -57,8 +57,9 @@ def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
 
         def tool(name: str, words: str) -> Ended:
             commands.append(f"python tools/convert_checkpoint.py {words}")
-            main = runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"))["main"]
-            return execute(lambda: main(shlex.split(words)), folder, name=name, limit=limit)
+            return execute(
+                lambda: convert_checkpoint.main(shlex.split(words)), folder, name=name, limit=limit
+            )
 
         make(case.model, folder / "hf", getattr(torch, case.stored))
         dtype = f"--dtype {case.imported}" if case.imported else ""

@@ -20,12 +20,9 @@ MODEL = (
 SCRIPT = """
 import contextlib, io, sys
 import pretrain_gpt, pretrain_video
-from functools import partial
-from megatron_ext.train.main import main
-from megatron_ext.video.task import VIDEO
 programs = {
-    "gpt": pretrain_gpt.program,
-    "video": partial(main, VIDEO, elsewhere=pretrain_video.text_flags),
+    "gpt": pretrain_gpt.main,
+    "video": pretrain_video.main,
 }
 for line in sys.stdin:
     name, *words = line.split()

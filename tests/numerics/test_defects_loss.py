@@ -15,11 +15,11 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.losses.contract import checked, pair
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.programs.parity import main as parity
 from tests.numerics.reproductions import check_ratio
 from tests.numerics.stock import cross_entropy, gpt_chunk, gpt_config, gradients, whole_batch, worst
 from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import SAME_WEIGHTS, TINY, check_refused, errors_of, mock_data
-from tools.parity import main as parity
 
 
 def test_d17_stock_counts_no_fractions() -> None:

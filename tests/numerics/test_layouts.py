@@ -12,13 +12,13 @@ import torch
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
 from megatron_ext.inspect.layouts import parse_layout
+from megatron_ext.programs.parity import main
 from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepInputs, StepResult
 from tests.training_runs import SAME_WEIGHTS, curve, mock_data, prepared
-from tools.parity import main
 
 FLAGS = [*SAME_WEIGHTS, *mock_data()]
 

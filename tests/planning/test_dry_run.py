@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,13 @@ import pytest
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.report import NO_COST, print_plan
+from megatron_ext.programs import plan
 from megatron_ext.text.task import GPT
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from tests.config.runs import refusals
 from tests.planning.measure import configuration
 from tests.text.cost.layouts import MODEL
-
-TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
 
 PP4 = "--pipeline-model-parallel-size 4 --nproc-per-node 4"
 SEPARATE = {words: said for _, words, said in refusals("dry run, one of several faults")}
@@ -89,7 +87,7 @@ class Tool:
 
 @pytest.fixture
 def tool(capfd: pytest.CaptureFixture[str]) -> Tool:
-    return Tool(runpy.run_path(str(TOOL))["main"], capfd)
+    return Tool(plan.main, capfd)
 
 
 def test_the_tool_plans_for_many_gpus(tool: Tool, tmp_path: Path) -> None:

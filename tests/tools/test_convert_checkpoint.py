@@ -1,7 +1,6 @@
 """Tests of convert_checkpoint.py as a user runs it."""
 
 import io
-import runpy
 import shlex
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -12,18 +11,17 @@ from safetensors.torch import load_file, save_file
 from megatron_ext.device import select
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.programs import convert_checkpoint
 from megatron_ext.train.launch import fork_ranks
 from tests.text.convert.models import in_child, make
 from tests.training_runs import config_of
 from tests.video.networks.wan.convert import models as wan
 
-TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
-
 
 def in_fork(scratch: Path, *argv: str | Path) -> tuple[int, str, str]:
     def main() -> tuple[int, str, str]:
         with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-            code = runpy.run_path(str(TOOL))["main"]([str(word) for word in argv])
+            code = convert_checkpoint.main([str(word) for word in argv])
         return code, out.getvalue(), err.getvalue()
 
     return tuple(in_child(main, scratch))  # type: ignore[return-value]
@@ -93,7 +91,7 @@ def test_a_failed_import_leaves_no_groups_to_ranks_that_are_forked_later(tmp_pat
 
     def main() -> tuple[int, bool, int]:
         argv = ["import", "--hf", str(source), "--save", str(tmp_path / "ours")]
-        code = runpy.run_path(str(TOOL))["main"](argv)
+        code = convert_checkpoint.main(argv)
         left = torch.distributed.is_initialized()
         return code, left, fork_ranks(rank, 2, timeout_minutes=0.1)
 

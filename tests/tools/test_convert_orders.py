@@ -1,6 +1,5 @@
 """Options of convert_checkpoint.py reach the import and the export, or are refused."""
 
-import importlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,17 +8,15 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.programs import convert_checkpoint
 from megatron_ext.text.convert.huggingface import Export, Import
 
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the tool's module, which hides all GPUs when it is imported."""
+    """Return the tool's module, which hides all GPUs when it runs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    module = importlib.import_module("tools.convert_checkpoint")
-    module = importlib.reload(module)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    return module
+    return convert_checkpoint
 
 
 def test_options_of_an_import_are_its_order(
@@ -36,6 +33,7 @@ def test_options_of_an_import_are_its_order(
     source, target = Path("/hf"), Path("/ours")
     words = ["import", "--hf", str(source), "--save", str(target)]
     assert tool.main(words) == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert capsys.readouterr().out.splitlines() == [
         "> a note",
         "/hf -> /ours. Train it with these flags, in any layout:",

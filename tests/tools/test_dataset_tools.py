@@ -3,12 +3,12 @@
 import errno
 import io
 import re
-import runpy
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,10 +39,11 @@ def write(prefix: Path, lengths: list[int], *, first: int = 0) -> Path:
 
 def run(tool: str, *argv: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a tool in this process, since the start of another takes longer than most tools."""
-    path, words = str(tiny.ROOT / "tools" / tool), list(map(str, argv))
+    words = list(map(str, argv))
+    program = import_module(f"megatron_ext.programs.{tool.removesuffix('.py')}")
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         try:
-            code = runpy.run_path(path)["main"](words)
+            code = program.main(words)
         except SystemExit as end:
             code = end.code
     return subprocess.CompletedProcess(words, code or 0, out.getvalue(), err.getvalue())

@@ -17,7 +17,8 @@ from megatron_ext.data import indexed_writer
 from megatron_ext.errors import SECONDS_OF_ONE_INTERRUPTION
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = sorted([*ROOT.glob("pretrain_*.py"), *ROOT.glob("tools/*.py")])
+PROGRAMS = [*sorted(ROOT.glob("pretrain_*.py")), ROOT / "megatron_ext/programs/__init__.py"]
+"""The files that call `end_on_interrupt`; the tools leave it to the last one."""
 RUN = """
 import sys
 from megatron_ext.errors import end_on_interrupt, run_program
@@ -41,7 +42,6 @@ def test_every_program_minds_interrupts_before_its_long_imports(path: Path) -> N
     imported = re.findall(r"^(?:from|import) ([\w.]+)", head, re.MULTILINE)
     own = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
     assert own - {"megatron_ext"} == {"megatron_ext.errors"}
-    assert re.search(r'^if __name__ == "__main__":\n    run_program\(', text, re.MULTILINE)
 
 
 def _interrupt(process: subprocess.Popen[str]) -> tuple[int, str, str]:

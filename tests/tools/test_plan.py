@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.programs.plan import main
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import main as train
 from megatron_ext.video.task import VIDEO
 from tests.text.cost.layouts import LATENT, LLAMA_8B, MODEL
 from tests.video.clips import FLAGS
-from tools.plan import main
 
 SHAPE = ["--dry-run-shape", "64x64x17", "--codec-spatial", "8", "--text-length", "8"]
 

@@ -17,12 +17,12 @@ from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.device import select
 from megatron_ext.inspect.preview.collect import collect
 from megatron_ext.inspect.preview.rows import Row, Step
+from megatron_ext.programs.preview_batch import main
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.run import Run
 from tests.text.sft.tiny import tokenizer
 from tests.training_runs import prepared
-from tools.preview_batch import main
 
 MODEL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 16 "
@@ -329,7 +329,7 @@ def test_the_rows_are_those_of_a_run_on_a_blend(tmp_path: Path, more: str) -> No
 
 def test_the_program_is_known_by_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_ext.inspect.preview import videos
-    from tools import preview_batch
+    from megatron_ext.programs import preview_batch
 
     monkeypatch.setattr(videos, "preview_videos", lambda words, *_: ["a warning"])
     monkeypatch.setattr(preview_batch, "preview", lambda *_: [])

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.programs.report import main
 from tests.extras.report.made_runs import faulty_run
-from tools.report import main
 
 
 def test_the_page_is_written_into_the_folder_or_elsewhere(

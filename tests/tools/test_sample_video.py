@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.programs import sample_video
 from megatron_ext.video.task import VIDEO
-from tools import sample_video
 
 
 def test_streaming_is_the_tools_own_flag(

@@ -160,7 +160,7 @@ def _measured(here: ThisMachine, gpu: Gpu, *, measure: bool) -> Gpu:
 def main(argv: Sequence[str], here: ThisMachine | None = None) -> int:
     """Run the command line of ``tools/doctor.py``; return 1 if no run could start, else 0."""
     about = "Says what this machine has for training, what is missing, and what it costs."
-    parser = argparse.ArgumentParser(prog="doctor.py", description=about)
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--out", type=Path, help="also write everything as JSON to this file")
     unmeasured = "do not measure the rates of the GPUs, nor try CUDA graphs and torch.compile"

@@ -65,7 +65,6 @@ def _parser(*, status: bool = False) -> argparse.ArgumentParser:
     With ``status`` return the parser of `--status`, which takes no inputs.
     """
     parser = _Parser(
-        prog="preprocess_data.py",
         description="Turn texts into Megatron's .bin/.idx datasets.",
         allow_abbrev=False,
     )

@@ -25,7 +25,6 @@ _SECTIONS = {"codec": CodecConfig, "text_encoder": TextEncoderConfig, "encode": 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="preprocess_video.py",
         description="Turns clips with captions into shards of latents and text embeddings.",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

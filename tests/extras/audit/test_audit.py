@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.extras.audit.defect import RELEASES
 from megatron_ext.extras.audit.report import DEFECTS, audit, main
-from pretrain_gpt import program as pretrain_gpt
+from pretrain_gpt import main as pretrain_gpt
 
 ROOT = Path(__file__).resolve().parents[3]
 MOE = "--num-experts 8 --moe-aux-loss-coeff 1e-2"

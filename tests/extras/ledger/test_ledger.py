@@ -19,6 +19,7 @@ from megatron_ext.disk.host_folder import generation
 from megatron_ext.extras.ledger.counts import check_of, compare, uses
 from megatron_ext.extras.ledger.ledger import Ledger
 from megatron_ext.extras.ledger.step_record import LOST, REWOUND
+from megatron_ext.programs.ledger import main as tool
 from megatron_ext.text.step import gpt_forward_step
 from megatron_ext.text.task import GPT
 from megatron_ext.train.callbacks.callback import Callback
@@ -26,7 +27,6 @@ from megatron_ext.train.main import main
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 from tests.extras.resilience.silent_faults import Spoiler
-from tools.ledger import main as tool
 
 FLAGS = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "

@@ -23,8 +23,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.extras.ledger.counts import check_of, compare, holes, merged, shared, uses
 from megatron_ext.extras.ledger.ledger import Ledger
 from megatron_ext.extras.ledger.step_record import RecordWriter, Steps
+from megatron_ext.programs.ledger import main as tool
 from megatron_ext.text.data.direct import DirectDataset, Marks
-from tools.ledger import main as tool
 
 WINDOW = 16
 MARKS = Marks(eod=10**6, pad=-1, vocab_size=10**7, eod_mask_loss=False, reset_position_ids=False)

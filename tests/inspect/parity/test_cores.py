@@ -20,10 +20,10 @@ from megatron_ext.inspect import cores
 from megatron_ext.inspect.cores import Environment, choose_environments, record_on
 from megatron_ext.inspect.layouts import parse_layout, refuse_random_draws, split_layouts
 from megatron_ext.inspect.parity import Recording
+from megatron_ext.programs.parity import main
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.launch import fork_ranks
 from tests.training_runs import ROOT, SAME_WEIGHTS, mock_data
-from tools.parity import main
 
 INSTALLED = version("megatron-core")
 PINS = ("0.16.1", "0.19.2")
@@ -90,7 +90,7 @@ def test_the_refusal_names_the_command_that_makes_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(ROOT / "constraints.txt", tmp_path)
-    monkeypatch.setattr("tools.parity.ROOT", tmp_path)
+    monkeypatch.setattr("megatron_ext.programs.parity.ROOT", tmp_path)
     other = next(pin for pin in PINS if pin != INSTALLED)
     short = other.rpartition(".")[0]
     for name in (other, short):
@@ -103,7 +103,7 @@ def test_the_refusal_names_the_command_that_makes_the_environment(
 def test_a_process_that_dies_fails_the_layouts_that_it_has_not_trained(tmp_path: Path) -> None:
     python = make_python(tmp_path, "broken", "exit 3")
     layouts = split_layouts("dp1,tp2")
-    found = list(record_on(Environment("9.9", python), tmp_path / "x.py", [], layouts, 1, tmp_path))
+    found = list(record_on(Environment("9.9", python), "code", [], layouts, 1, tmp_path))
     assert [recording.layout for recording in found] == layouts
     assert {recording.failure for recording in found} == {
         "the process with megatron-core 9.9 ended with exit code 3"
@@ -118,7 +118,7 @@ def test_whoever_stops_reading_ends_the_process(tmp_path: Path) -> None:
     script = f"echo $$ > {tmp_path}/pid; echo 0; exec sleep 600"
     environment = Environment("9.9", make_python(tmp_path, "slow", script))
     with closing(
-        record_on(environment, tmp_path / "x.py", [], split_layouts("dp1,tp2"), 1, tmp_path)
+        record_on(environment, "code", [], split_layouts("dp1,tp2"), 1, tmp_path)
     ) as recordings:
         first = next(recordings)
     assert (first.label, first.failure, str(first.rows[0]["lm loss"])) == ("9.8 dp1", "x", "nan")
@@ -135,9 +135,9 @@ def test_a_process_gets_the_flags_and_the_search_path_of_its_environment(
         environment = Environment("9.9", make_python(tmp_path, f"of {path}", script), path)
         layouts = split_layouts("tp2,pp2[--a b,c]")
         words = ["--lr", "1"]
-        list(record_on(environment, tmp_path / "x.py", words, layouts, 3, tmp_path))
+        list(record_on(environment, "code", words, layouts, 3, tmp_path))
         assert (tmp_path / "called").read_text().strip() == (
-            f"{path or ''}|{tmp_path}/x.py --record-into {tmp_path} --steps 3 "
+            f"{path or ''}|-c code --record-into {tmp_path} --steps 3 "
             "--layouts tp2,pp2[--a b,c] -- --lr 1"
         )
 

@@ -14,9 +14,9 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.inspect import parity
 from megatron_ext.inspect.cores import Environment
 from megatron_ext.inspect.layouts import flags_of_run, parse_layout, split_layouts
+from megatron_ext.programs import parity as tool
+from megatron_ext.programs.parity import main, prove, train
 from tests.training_runs import SAME_WEIGHTS, mock_data
-from tools import parity as tool
-from tools.parity import main, prove, train
 
 
 def recording(
@@ -205,7 +205,7 @@ def test_tolerances_are_those_of_their_flags(monkeypatch: pytest.MonkeyPatch) ->
         seen.append(tolerances)
         return 0
 
-    monkeypatch.setattr("tools.parity.prove", noted)
+    monkeypatch.setattr("megatron_ext.programs.parity.prove", noted)
     words = ["--layouts", "tp2", "--loss-tolerance", "0.5", "--gradient-tolerance", "0.25"]
     assert main([*words, "--", *FLAGS]) == main([*words[:2], "--", *FLAGS]) == 0
     assert seen == [parity.Tolerances(0.5, 0.25), parity.Tolerances(1e-6, 1e-5)]
@@ -222,7 +222,7 @@ def test_each_core_trains_the_reference_layout_once(
         assert rest == (3, tmp_path / core.core) and script.name == "parity.py"
         return []
 
-    monkeypatch.setattr("tools.parity.record_on", noted)
+    monkeypatch.setattr("megatron_ext.programs.parity.record_on", noted)
     environments = [Environment(name, Path(name)) for name in ("1", "2")]
     layouts = split_layouts("tp2,dp1,pp2")
     given: list[Any] = [[], parse_layout("dp1"), layouts, 3, environments, tmp_path, select()]

@@ -26,6 +26,7 @@ from megatron_ext.inspect.preview.videos import (
     _page,
     _section,
 )
+from megatron_ext.programs.preview_batch import main
 from megatron_ext.video.config.run import MODES, ConditionConfig
 from megatron_ext.video.data.cli import main as preprocess
 from megatron_ext.video.data.conditions import draw_modes, frame_masks
@@ -39,7 +40,6 @@ from tests.training_runs import prepared
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, write_clips
 from tests.video.clips import clip as clip_of
 from tests.video.data import making
-from tools.preview_batch import main
 
 
 @pytest.fixture(scope="module")

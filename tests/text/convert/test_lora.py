@@ -16,6 +16,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.programs.lora import main
 from megatron_ext.text.convert.adapters import peft_layers
 from megatron_ext.text.convert.reading import load_folder
 from megatron_ext.text.model.gpt import build_gpt_chunk
@@ -24,7 +25,6 @@ from tests.layers import plain
 from tests.numerics.stock import LENGTH, VOCABULARY, gpt_config, whole_batch
 from tests.ranks import ranks
 from tests.training_runs import SAME_WEIGHTS, mock_data, train_on_ranks, training_rows
-from tools.lora import main
 
 LORA = "--lora-rank 4 --lora-alpha 8".split()
 MODEL = [*SAME_WEIGHTS, "--global-batch-size", "4"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.programs.lora import main as lora
 from megatron_ext.text.convert import reading
 from megatron_ext.text.convert.huggingface import Export, export_model
 from megatron_ext.text.convert.reading import Loaded
@@ -28,7 +29,6 @@ from tests.training_runs import (
     train,
     training_rows,
 )
-from tools.lora import main as lora
 
 STEPS, RATE, DECAY = 2, 1e-3, 0.1
 EPSILON = 1e-5

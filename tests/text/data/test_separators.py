@@ -16,6 +16,7 @@ from megatron.core.datasets.utils import Split
 from megatron_ext.data.indexed import read_index
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import ConfigError
+from megatron_ext.programs import inspect_dataset, preview_batch
 from megatron_ext.text.data.blend import BlendSpec
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import dataset_config
@@ -35,7 +36,6 @@ from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import NullTokenizer
 from tests.text import tiny
 from tests.training_runs import TINY, config_of, without
-from tools import inspect_dataset, preview_batch
 
 PAD = "<|pad|>"
 

@@ -21,6 +21,7 @@ from megatron_ext.data.block_cache import COUNTS
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.extras.ledger.ledger import Ledger
+from megatron_ext.programs.ledger import main as ledger_tool
 from megatron_ext.text.data import storage
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.direct import DirectDataset
@@ -39,7 +40,6 @@ from tests.training_runs import (
     train_steps,
     without,
 )
-from tools.ledger import main as ledger_tool
 
 # Python 3.12 warns of forks while the thread of requests, which is idle then, exists.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")

@@ -14,12 +14,12 @@ from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.programs.parity import main
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import on_ranks
 from tests.text.convert.models import tokens
 from tests.training_runs import config_of, train_steps
-from tools.parity import main
 
 SIZES: dict[str, Any] = {
     "model_type": "deepseek_v3", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import DataError, MegatronExtError
+from megatron_ext.programs.parity import main as compare
 from megatron_ext.text.generation.tool import GENERATION, _stored_model
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.sft.task import prepare_sft
@@ -20,7 +21,6 @@ from tests.checkpoint.tiny import whole_tensors
 from tests.host_syncs import READ, record_steps
 from tests.text.sft import tiny
 from tests.training_runs import Rows, config_of, train, train_on_ranks, training_rows
-from tools.parity import main as compare
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu "

@@ -1,7 +1,6 @@
 """Runs with averaged weights: closed forms, resumes, resharding, evaluation, export."""
 
 import math
-import runpy
 import shlex
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.optim.ema import ShardedEMA
+from megatron_ext.programs import convert_checkpoint
 from megatron_ext.train.batch_size import Progress
 from megatron_ext.train.callbacks.optional import WeightAverage
 from megatron_ext.train.run import Run
@@ -21,7 +21,6 @@ from tests.runs_from_inside import spoil_steps
 from tests.text.convert.models import in_child
 from tests.training_runs import TINY, Rows, mock_data, train, training_rows
 
-TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
 SIZE = "--vocab-size 200 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --seq-length 16"
 SMALL = [*TINY, *mock_data(), *SIZE.split()]
 DECAY, STEPS = 0.8, 6
@@ -197,7 +196,7 @@ def test_training_does_not_notice_the_average(tmp_path: Path) -> None:
 
 
 def _tool(scratch: Path, *words: str | Path) -> Any:
-    return in_child(lambda: runpy.run_path(str(TOOL))["main"]([str(w) for w in words]), scratch)
+    return in_child(lambda: convert_checkpoint.main([str(w) for w in words]), scratch)
 
 
 def _evaluations(rows: list[dict[str, Any]]) -> dict[str, float]:

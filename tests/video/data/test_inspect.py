@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ext.programs.inspect_dataset import main
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.encode import VideoSample
 from megatron_ext.video.data.geometry import Bucket
 from tests.video import clips as tiny
-from tools.inspect_dataset import main
 
 
 def test_figures_of_a_set_and_what_is_wrong_with_it(

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.programs.merge_datasets import video_sets_in
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.encode import VideoSample
 from megatron_ext.video.data.merge import merge_videos
 from megatron_ext.video.data.shards import ShardWriter
 from tests.text.tiny import ROOT
 from tests.video.clips import IMAGE, LONG, SHORT, write_clips
-from tools.merge_datasets import video_sets_in
 
 
 def test_a_joined_dataset_holds_the_clips_of_all(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.programs.lora import main
 from megatron_ext.video.networks.wan.config import SIZES
 from megatron_ext.video.networks.wan.convert.names import Naming, to_wan, wan_names
 from megatron_ext.video.streaming.networks import network_of
@@ -23,7 +24,6 @@ from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ranks
 from tests.text.convert.test_lora import tool
 from tests.video.streaming.runs import NETWORKS, PREFIXES, STEPS, Tuned, inputs, output, run
-from tools.lora import main
 
 
 def export(load: Path, output: Path, *words: str) -> int:

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from megatron_ext.checkpoint.files import TRACKER
+from megatron_ext.programs.lora import main
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.video.config.encoding import CodecConfig
@@ -24,7 +25,6 @@ from megatron_ext.video.streaming.tool import sample_streaming
 from megatron_ext.video.task import FLOW
 from tests.video.sampling.test_clips import read
 from tests.video.streaming.runs import ADAPTERS, FAST, STEPS, Tuned, attempt, run
-from tools.lora import main
 
 ASKED = (
     '{"text": "disc"}\n'

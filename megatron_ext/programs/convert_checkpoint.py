@@ -1,0 +1,229 @@
+"""Converts public weights to a checkpoint for training, and back.
+
+    python tools/convert_checkpoint.py import --hf FOLDER --save CHECKPOINT
+    python tools/convert_checkpoint.py export --load CHECKPOINT --hf FOLDER --hf-like ORIGINAL
+
+Folders are local and hold safetensors; nothing is downloaded. docs/huggingface.md lists the
+families of language models. Imported weights load in any layout, with --pretrained-checkpoint
+CHECKPOINT or with --load CHECKPOINT --finetune; with the latter, --use-checkpoint-args takes the
+shape of the model from the checkpoint. pretrain_gpt.py --load-hf FOLDER needs no conversion.
+
+The video models are Wan 2.1 text to video. Their weights may have the names of diffusers or of the
+original repository, or be in a file of torch.save, as Self-Forcing and LongLive publish them.
+Imported weights are for pretrain_video.py --task streaming: --pretrained-checkpoint,
+--critic-checkpoint and --teacher-checkpoint load them in any layout. The generator, its averages
+and the critic can be exported.
+
+Runs in one process on the CPU. Exit code 0, or 2 after a user's error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.config.flags import COUNT, NATURAL, SIZE
+from megatron_ext.config.precision import PRECISIONS
+from megatron_ext.errors import (
+    CheckpointError,
+    MegatronExtError,
+    tell_errors,
+)
+from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.train.task import later
+from megatron_ext.video.networks.network import Conversion
+from megatron_ext.video.streaming.config import STORED_ROLES
+
+# Imported when they are called, so that help and a wrong option need no torch.
+_LANGUAGE_MODELS = "megatron_ext.text.convert.huggingface"
+Export = later(f"{_LANGUAGE_MODELS}:Export")
+Import = later(f"{_LANGUAGE_MODELS}:Import")
+export_model = later(f"{_LANGUAGE_MODELS}:export_model")
+import_model = later(f"{_LANGUAGE_MODELS}:import_model")
+is_streaming = later("megatron_ext.video.convert:is_streaming")
+reader_of = later("megatron_ext.video.convert:reader_of")
+streamed_conversion = later("megatron_ext.video.networks.lookup:streamed_conversion")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_import(commands.add_parser("import", help="Hugging Face model -> checkpoint"))
+    _add_export(commands.add_parser("export", help="checkpoint -> Hugging Face model"))
+    for command in commands.choices.values():
+        command.add_argument(
+            "--dtype",
+            choices=PRECISIONS,
+            help="dtype of the weights to write (default: the source's)",
+        )
+    return parser
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hf",
+        required=True,
+        type=Path,
+        help="folder of the model to read; for Wan, a .pt file as well",
+    )
+    parser.add_argument("--save", required=True, type=Path, help="new folder for the checkpoint")
+    language = parser.add_argument_group("language models")
+    language.add_argument(
+        "--target-tensor-parallel-size",
+        type=SIZE.integer,
+        help="pad the vocabulary for this many ranks (1); others can load it as well",
+    )
+    language.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=SIZE.integer,
+        help="round the vocabulary up to a multiple of this times the ranks (128)",
+    )
+    language.add_argument(
+        "--seq-length",
+        type=COUNT.integer,
+        help="sequence length that --use-checkpoint-args gives (the longest position)",
+    )
+    language.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare logits of the imported model with those of transformers, which takes memory "
+        "for the model in float32, before the import",
+    )
+    video = parser.add_argument_group("Wan")
+    video.add_argument(
+        "--entry", help="entry of a .pt file to read, such as generator_ema (the only one)"
+    )
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--load", required=True, type=Path, help="folder of the checkpoints")
+    parser.add_argument(
+        "--ckpt-step", type=NATURAL.integer, help="iteration of the checkpoint to read (the latest)"
+    )
+    parser.add_argument("--hf", required=True, type=Path, help="new folder for the model")
+    parser.add_argument(
+        "--ema", action="store_true", help="write the averaged weights of a run with --ema-decay"
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", help="largest size of a file of weights (5GB)"
+    )
+    language = parser.add_argument_group("language models")
+    language.add_argument(
+        "--hf-like",
+        type=Path,
+        help="model to copy tokenizer files and the rest of config.json from",
+    )
+    language.add_argument(
+        "--vocab-size",
+        type=COUNT.integer,
+        help="rows of the vocabulary to write (those of --hf-like)",
+    )
+    video = parser.add_argument_group("Wan")
+    video.add_argument(
+        "--network", choices=STORED_ROLES, help="network of a streaming run to write (generator)"
+    )
+    video.add_argument("--naming", help="tensor names to write, diffusers or original (diffusers)")
+
+
+_LANGUAGE = (
+    "target_tensor_parallel_size make_vocab_size_divisible_by seq_length hf_like vocab_size"
+).split()
+_VIDEO = "entry network naming".split()
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Return the options, of ``names``, that were given on the command line, with their values."""
+    values = {name: getattr(args, name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], kind: str) -> None:
+    """Raise a CheckpointError if an option without effect was given; it names the first one.
+
+    ``names`` are the options that have no effect on a model of the kind ``kind``.
+    """
+    for name in _given(args, names):
+        raise CheckpointError(
+            f"`--{name.replace('_', '-')}` has no effect on {kind}; leave it out."
+        )
+
+
+def _import(args: argparse.Namespace) -> None:
+    video = reader_of(args.hf)
+    if video is not None:
+        _import_video(video, args)
+        return
+    _refuse(args, _VIDEO, "a language model")
+    given = _given(args, _LANGUAGE)
+    if "target_tensor_parallel_size" in given:
+        given["tensor_parallel_size"] = given.pop("target_tensor_parallel_size")
+    verify = args.verify
+    order = Import(source=args.hf, save=args.save, dtype=args.dtype, verify=verify, **given)
+    words, notes = import_model(order)
+    for note in notes:
+        print(f"> {note}")
+    print(f"{args.hf} -> {args.save}. Train it with these flags, in any layout:")
+    print(shlex.join(["--pretrained-checkpoint", str(args.save.resolve()), *words]))
+
+
+def _import_video(conversion: Conversion, args: argparse.Namespace) -> None:
+    _refuse(args, _LANGUAGE, f"{conversion.title}, which has no vocabulary")
+    if args.verify:
+        raise CheckpointError("`--verify` is for language models; leave it out.")
+    size, dtype = conversion.import_weights(args.hf, args.save, args.dtype, args.entry)
+    print(f"{args.hf} -> {args.save}. Train it with these flags, in any layout:")
+    root = str(args.save.resolve())
+    words = ["--task", "streaming", "--generator-size", size, "--pretrained-checkpoint", root]
+    print(shlex.join([*words, *PRECISIONS[dtype]]))
+    others = (f"--{x}-size {size} --{x}-checkpoint {shlex.quote(root)}" for x in _OTHERS)
+    print(f"or as another network of a run: {', '.join(others)}")
+
+
+_OTHERS = ("critic", "teacher")
+
+
+def _export(args: argparse.Namespace) -> None:
+    order: dict[str, Any] = {
+        "load": args.load,
+        "target": args.hf,
+        "step": args.ckpt_step,
+        "dtype": args.dtype,
+        "max_shard_size": args.max_shard_size,
+        "ema": args.ema,
+    }
+    notes: list[str] = []
+    if is_streaming(read_run_config(args.load, args.ckpt_step)):
+        conversion = streamed_conversion()
+        _refuse(args, _LANGUAGE, f"{conversion.title}, which has no vocabulary")
+        network = args.network or next(iter(STORED_ROLES))
+        if args.naming not in (None, *conversion.namings):
+            known = ", ".join(conversion.namings)
+            raise CheckpointError(f"`--naming` ({args.naming}) must be one of {known}.")
+        conversion.export_weights(**order, network=network, naming=args.naming)
+    else:
+        _refuse(args, _VIDEO, "a language model")
+        notes = export_model(Export(**order, like=args.hf_like, vocab_size=args.vocab_size))
+    for note in notes:
+        print(f"> {note}")
+    print(f"{args.load} -> {args.hf}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert a model; return the exit code."""
+    args = _parser().parse_args(argv)
+    # Conversion runs on the CPU, so that the weights need not fit into the memory of a GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    silence_known_warnings("cpu")
+    try:
+        (_import if args.command == "import" else _export)(args)
+    except MegatronExtError as error:
+        tell_errors(error.messages)
+        return 2
+    return 0

@@ -1,0 +1,135 @@
+"""Merges the adapters of a run with --lora-rank into its weights, or exports them for peft.
+
+python tools/lora.py merge --load RUN --save MERGED
+python tools/lora.py export --load RUN --output ADAPTER --base-model meta-llama/Llama-3.2-1B
+
+A streaming run (pretrain_video.py --task streaming) has adapters on two networks. --network chooses
+generator or critic; the default is the generator. Its exported adapters fit diffusers'
+WanTransformer3DModel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.config.flags import NATURAL
+from megatron_ext.config.run import RunConfig
+from megatron_ext.config.sections import described
+from megatron_ext.device import select
+from megatron_ext.errors import (
+    CheckpointError,
+    MegatronExtError,
+    tell_errors,
+)
+from megatron_ext.text.task import GPT
+from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.train.task import later
+from megatron_ext.video.networks.lookup import streamed_conversion
+from megatron_ext.video.streaming.config import STORED_ROLES, StreamingConfig
+from megatron_ext.video.streaming.task import STREAMING
+
+# Imported when they are called, so that help and a wrong option need no torch.
+_CONVERSION = "megatron_ext.checkpoint.conversion"
+export_adapters = later(f"{_CONVERSION}:export_adapters")
+is_streaming = later("megatron_ext.video.convert:is_streaming")
+merge_checkpoint = later(f"{_CONVERSION}:merge_checkpoint")
+network_of = later("megatron_ext.video.streaming.networks:network_of")
+network_of_gpt = later(f"{_CONVERSION}:Network")
+peft_layers = later("megatron_ext.text.convert.adapters:peft_layers")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the commands merge and export."""
+    top = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    merge = commands.add_parser("merge", help="write a checkpoint without adapters")
+    export = commands.add_parser("export", help="write a folder that peft loads")
+    for command in (merge, export):
+        command.add_argument(
+            "--load", type=Path, required=True, help="folder of the run's checkpoints"
+        )
+        command.add_argument(
+            "--ckpt-step",
+            type=NATURAL.integer,
+            help="iteration of the checkpoint to read; default: the latest",
+        )
+        command.add_argument(
+            "--network",
+            choices=STORED_ROLES,
+            help="network of a streaming run; default: the generator",
+        )
+    merge.add_argument("--save", type=Path, required=True, help="folder for the new checkpoint")
+    merge.add_argument(
+        "--pretrained-checkpoint",
+        help="weights under adapters that were saved alone, as of a streaming run; default: where "
+        "the run found them",
+    )
+    export.add_argument("--output", type=Path, required=True, help="new folder for the adapters")
+    export.add_argument(
+        "--base-model", default="", help="the model's name on Hugging Face, or path"
+    )
+    return top
+
+
+def main(argv: Sequence[str]) -> int:
+    """Merge or export adapters; return the exit code."""
+    args = parser().parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+    silence_known_warnings(select().kind)
+    try:
+        _merge(args) if args.command == "merge" else _export(args)
+    except MegatronExtError as error:
+        tell_errors(error.messages)
+        return 1
+    return 0
+
+
+def _merge(args: argparse.Namespace) -> None:
+    run, streams = _saved_run(args)
+    network = network_of(args.network) if streams else network_of_gpt(GPT.model_chunk)
+    base = args.pretrained_checkpoint
+    print(
+        merge_checkpoint(
+            run, network, args.load, args.save, select(), step=args.ckpt_step, base=base
+        )
+    )
+
+
+def _export(args: argparse.Namespace) -> None:
+    run, streams = _saved_run(args)
+    if streams:
+        sizes = run.section(StreamingConfig).sizes(args.network or "generator")
+        layers = streamed_conversion().adapters(sizes)
+    else:
+        layers = peft_layers(run, args.load)
+    left_out = export_adapters(
+        run.lora,
+        args.load,
+        args.output,
+        layers,
+        section="critic" if args.network == "critic" else None,
+        step=args.ckpt_step,
+        base_model=args.base_model,
+    )
+    for name in left_out:
+        print(f"> `{name}` has no place in a Hugging Face model and was left out")
+    print(args.output)
+
+
+def _saved_run(args: argparse.Namespace) -> tuple[RunConfig, bool]:
+    """Return the configuration of the saved run; and whether that run is a streaming run."""
+    stored = read_run_config(args.load, args.ckpt_step)
+    streams = is_streaming(stored)
+    if args.network is not None and not streams:
+        raise CheckpointError(
+            f"`--network` ({args.network}) is for runs of `pretrain_video.py --task streaming`, "
+            f"but `--load` ({args.load}) holds one model; leave it out."
+        )
+    task = STREAMING if streams else GPT
+    return RunConfig.from_dict(described(stored, task.sections), task.sections), streams
