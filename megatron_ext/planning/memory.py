@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_ext.planning.network import Case, Network
+from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes, Stage
 from megatron_ext.planning.state import State, Weight, rank_state
 from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind, Plan
@@ -54,11 +57,11 @@ def memory(network: Network, other: Sequence[RankMemory] | None = None) -> list[
     costs = network.of_stages(network.activations, stages)
     deferred = network.of_stages(network.deferred, stages)
     ranks = []
-    plan = network.schedule.short()
+    schedule = network.schedule
     kept = _kept(network, stages) if other is None else other
     boundary = network.boundary
     for known in kept:
-        peak = walk(plan, known.rank, costs, deferred=deferred, boundary=boundary)
+        peak = peak_of(_moments(schedule, known.rank), costs, deferred=deferred, boundary=boundary)
         activations, transient, in_flight = peak
         ranks.append(
             replace(known, activations=activations, transient=transient, in_flight=in_flight)
@@ -101,15 +104,73 @@ Kinds that are not listed, which are backward passes, consume `Kind.RECEIVE_GRAD
 """
 
 
-def walk(
-    plan: Plan,
-    rank: int,
+@dataclass(frozen=True)
+class Moment:
+    """What a pipeline rank holds while it computes: counts of micro-batches and of messages.
+
+    Attributes:
+        stage: the stage that computes.
+        held: pairs of a stage and the micro-batches whose activations it holds.
+        deferred: pairs of a stage and the micro-batches whose weight gradients it still owes.
+        waiting: received messages that no computation has used yet.
+        count: all micro-batches that the rank holds, summed over its stages.
+    """
+
+    stage: int
+    held: tuple[tuple[int, int], ...]
+    deferred: tuple[tuple[int, int], ...]
+    waiting: int
+    count: int
+
+
+@lru_cache(maxsize=1 << 14)
+def _moments(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
+    """Return the `moments` of a schedule, found once for all layouts of a search that have it."""
+    return moments(schedule.short(), rank)
+
+
+def moments(plan: Plan, rank: int) -> tuple[Moment, ...]:
+    """Follow a pipeline rank's actions through a plan; return the unlike moments, in order."""
+    held: Counter[int] = Counter()
+    deferred: Counter[int] = Counter()
+    count = 0
+    waiting = set[tuple[Kind | None, int, int]]()
+    found: dict[Moment, None] = {}
+    for action in plan.ranks[rank]:
+        stage = action.stage
+        if action.kind not in COMPUTE:
+            if action.kind in RECEIVES:
+                waiting.add((action.kind, action.microbatch, stage))
+            continue
+        message = USES.get(action.kind, Kind.RECEIVE_GRADIENT)
+        given = (message, action.microbatch, stage)
+        if action.kind is Kind.FORWARD:
+            # The message becomes the input of the first layer, where it is counted.
+            waiting.discard(given)
+            held[stage] += 1
+            count += 1
+        now = tuple(held.items()), tuple(deferred.items())
+        found[Moment(stage, *now, len(waiting), count)] = None
+        waiting.discard(given)
+        if action.kind in (Kind.BACKWARD, Kind.INPUT):
+            held[stage] -= 1
+        if action.kind is Kind.INPUT:
+            deferred[stage] += 1
+        elif action.kind is Kind.WEIGHT:
+            deferred[stage] -= 1
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            count -= 1
+    return tuple(found)
+
+
+def peak_of(
+    found: Iterable[Moment],
     costs: Sequence[LayerBytes],
     *,
     deferred: Sequence[int] = (),
     boundary: int = 0,
 ) -> tuple[int, int, int]:
-    """Follow a pipeline rank's actions through the schedule, and return its memory peak.
+    """Return the memory peak of a pipeline rank among its moments.
 
     Args:
         costs: bytes of one micro-batch in each stage of the model.
@@ -122,34 +183,14 @@ def walk(
         Three numbers at the peak: bytes kept for backward passes and messages, further bytes that
         only the running pass needs, and micro-batches held, summed over the rank's stages.
     """
-    allocated = count = 0
     peak = (0, 0, 0)
-    waiting = set[tuple[Kind | None, int, int]]()
-    for action in plan.ranks[rank]:
-        if action.kind not in COMPUTE:
-            if action.kind in RECEIVES:
-                waiting.add((action.kind, action.microbatch, action.stage))
-                allocated += boundary
-            continue
-        cost = costs[action.stage]
-        message = USES.get(action.kind, Kind.RECEIVE_GRADIENT)
-        given = (message, action.microbatch, action.stage)
-        arrived = boundary if given in waiting else 0
-        waiting.discard(given)
-        if action.kind is Kind.FORWARD:
-            # The message becomes the input of the first layer, where it is counted.
-            allocated = allocated + cost.kept - arrived
-            count = count + 1
-            arrived = 0
-        if allocated + cost.transient > peak[0] + peak[1]:
-            peak = (allocated, cost.transient, count)
-        allocated -= arrived
-        if action.kind is Kind.BACKWARD:
-            allocated = allocated - cost.kept
-            count = count - 1
-        elif action.kind is Kind.INPUT:
-            allocated += deferred[action.stage] - cost.kept
-        elif action.kind is Kind.WEIGHT:
-            allocated = allocated - deferred[action.stage]
-            count = count - 1
+    for moment in found:
+        allocated = boundary * moment.waiting
+        for stage, number in moment.held:
+            allocated += costs[stage].kept * number
+        for stage, number in moment.deferred:
+            allocated += deferred[stage] * number
+        transient = costs[moment.stage].transient
+        if allocated + transient > peak[0] + peak[1]:
+            peak = (allocated, transient, moment.count)
     return peak

@@ -13,7 +13,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.planning import memory as memory_module
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.host_memory import check_host_memory
-from megatron_ext.planning.memory import fullest, memory, walk, worst_case
+from megatron_ext.planning.memory import fullest, memory, moments, peak_of, worst_case
 from megatron_ext.planning.network import Case, Network, fp8_bytes
 from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, in_order, recomputed
@@ -46,8 +46,8 @@ def test_the_peak_is_the_largest_sum_of_what_is_kept_and_what_lasts_a_moment() -
     plan = build_plan("interleaved", pipeline_size=1, num_microbatches=1, num_chunks=2)
     costs = [LayerBytes(5, 100), LayerBytes(30, 1)]
     # Forward of both stages: 5 + 100 at the first, 35 + 1 at the second; going back, 5 + 100.
-    assert walk(plan, 0, costs) == (5, 100, 1)
-    assert walk(plan, 0, [LayerBytes(5, 20), LayerBytes(30, 1)]) == (35, 1, 2)
+    assert peak_of(moments(plan, 0), costs) == (5, 100, 1)
+    assert peak_of(moments(plan, 0), [LayerBytes(5, 20), LayerBytes(30, 1)]) == (35, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_walk_counts_what_is_held_at_its_peak(schedule: str, chunks: int) -> N
                     del held[one]
             assert not held and not inputs and not gradients
             peak = max(peaks, key=lambda at: at[0] + at[1])
-            assert walk(plan, rank, costs, deferred=deferred, boundary=boundary) == peak
+            assert peak_of(moments(plan, rank), costs, deferred=deferred, boundary=boundary) == peak
 
 
 class Fake(SimpleNamespace):

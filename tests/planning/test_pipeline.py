@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron_ext.planning.memory import walk
+from megatron_ext.planning.memory import moments, peak_of
 from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes
 from megatron_ext.schedules.plan import Durations, price
@@ -27,8 +27,10 @@ def test_the_short_step_has_the_time_and_the_memory_of_the_whole_one(seed: int) 
     assert short.bubble_share == pytest.approx(cost.bubble_share, abs=1e-9)
     costs = [LayerBytes(draw.randrange(1, 20), draw.randrange(5)) for _ in range(size * chunks)]
     for rank in range(size):
-        held = walk(whole, rank, costs, deferred=[2] * size, boundary=3)
-        assert walk(schedule.short(), rank, costs, deferred=[2] * size, boundary=3) == held
+        held = peak_of(moments(whole, rank), costs, deferred=[2] * size, boundary=3)
+        assert (
+            peak_of(moments(schedule.short(), rank), costs, deferred=[2] * size, boundary=3) == held
+        )
 
 
 def test_a_long_step_is_not_simulated_whole() -> None:

@@ -14,7 +14,7 @@ from megatron_ext.inspect.doctor.host import Gpu as Found
 from megatron_ext.planning.hardware import DEFAULT, Efficiency, assumed, gpu_named, reserve_on
 from megatron_ext.planning.hardware import Rates as Reached
 from megatron_ext.planning.kernels import Phase, Work
-from megatron_ext.planning.memory import walk
+from megatron_ext.planning.memory import moments, peak_of
 from megatron_ext.planning.stages import LayerBytes, Ranks
 from megatron_ext.planning.state import Weight, buckets
 from megatron_ext.planning.step_time import estimate
@@ -57,15 +57,15 @@ def test_buckets_follow_the_alignment_of_the_distributed_optimizer() -> None:
 
 def test_a_walk_holds_what_the_schedule_has_in_flight_and_what_has_arrived() -> None:
     costs = [LayerBytes(10, 3), LayerBytes(7, 2)]
-    assert walk(PLAN, 0, costs) == (20, 3, 2)
-    assert walk(PLAN, 1, costs) == (7, 2, 1)
-    without, buffers = walk(PLAN, 1, TENS), walk(PLAN, 1, TENS, boundary=3)
+    assert peak_of(moments(PLAN, 0), costs) == (20, 3, 2)
+    assert peak_of(moments(PLAN, 1), costs) == (7, 2, 1)
+    without, buffers = peak_of(moments(PLAN, 1), TENS), peak_of(moments(PLAN, 1), TENS, boundary=3)
     assert buffers[0] in (without[0] + 3, without[0] + 6)
     # With zero bubbles also what weight gradients need.
     plan = build_plan("zb-h1", pipeline_size=2, num_microbatches=4)
-    waiting = walk(plan, 1, TENS, deferred=[4, 4])
+    waiting = peak_of(moments(plan, 1), TENS, deferred=[4, 4])
     assert waiting[0] == 14  # one whole, one whose weight gradient waits
-    assert walk(plan, 1, TENS, deferred=[0, 0])[0] == 10
+    assert peak_of(moments(plan, 1), TENS, deferred=[0, 0])[0] == 10
 
 
 H200 = Found(0, "NVIDIA H200", (9, 0), 150 * 10**9, Rates(8e14, 1.4e15, 4.2e12))
