@@ -106,7 +106,7 @@ Kinds that are not listed, which are backward passes, consume `Kind.RECEIVE_GRAD
 
 @dataclass(frozen=True)
 class Moment:
-    """What a pipeline rank holds while it computes: counts of micro-batches and of messages.
+    """A moment at which a pipeline rank computes, with the micro-batches and messages that it holds.
 
     Attributes:
         stage: the stage that computes.
