@@ -106,7 +106,7 @@ Kinds that are not listed, which are backward passes, consume `Kind.RECEIVE_GRAD
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment at which a pipeline rank computes, with the micro-batches and messages that it holds.
+    """A moment at which a pipeline rank computes, with the micro-batches and messages it holds.
 
     Attributes:
         stage: the stage that computes.
