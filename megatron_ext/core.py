@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,9 +27,6 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-
-HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is not None
-"""Whether megatron-core has a HybridModel, of attention, MLP and other layers in any order."""
 
 
 @functools.cache

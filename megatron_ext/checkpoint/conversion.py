@@ -35,7 +35,6 @@ from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import Device, select
-from megatron_ext.disk.reading import UnreadableFile, read_json
 from megatron_ext.disk.writing import cleared, write_text
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.chunks import ModelChunk, build_chunks
@@ -64,19 +63,6 @@ def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContex
         yield context
     finally:
         context.destroy()
-
-
-def read_settings(path: Path, advice: str) -> dict[str, Any]:
-    """Read a model's config.json; raise a CheckpointError with ``advice`` if that fails."""
-    try:
-        # Some configurations contain Infinity, for example as a limit, which strict JSON does not
-        # allow.
-        raw = read_json(path, not_finite=True)
-    except UnreadableFile as error:
-        raise CheckpointError(f"{path} cannot be read ({error.reason}); {advice}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} must hold names and values; give another folder.")
-    return raw
 
 
 def only_dtype(tensors: TensorSource) -> str:

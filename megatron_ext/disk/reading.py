@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NoReturn
 import orjson
 import yaml
 
-from megatron_ext.errors import DataError
+from megatron_ext.errors import CheckpointError, DataError
 
 MAX_BYTES = 256 << 20
 """Size limit of a JSON file; a large vocabulary of words has 30 MiB."""
@@ -137,6 +137,19 @@ def read_json_object(path: StrPath, *, not_finite: bool = False) -> dict[str, An
     if not isinstance(content, dict):
         raise UnreadableFile(path, f"it holds {kind_of(content)} instead of an object")
     return content
+
+
+def read_model_settings(path: StrPath, advice: str) -> dict[str, Any]:
+    """Read a model's config.json; raise a CheckpointError with ``advice`` if that fails."""
+    try:
+        # Some configurations contain Infinity, for example as a limit, which strict JSON does not
+        # allow.
+        raw = read_json(path, not_finite=True)
+    except UnreadableFile as error:
+        raise CheckpointError(f"{path} cannot be read ({error.reason}); {advice}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} must hold names and values; give another folder.")
+    return raw
 
 
 def parse_json(text: str | bytes, source: StrPath, *, not_finite: bool = False) -> Any:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from megatron_ext.config.flags import spelling_of
 from megatron_ext.config.precision import TE_IMPL
@@ -24,6 +26,17 @@ from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.moe import MoEConfig
 
 PAIRS = "*-", "*E"
+
+
+def _has_hybrid_model() -> bool:
+    # To ask for the module itself would import megatron-core, which takes seconds.
+    spec = importlib.util.find_spec("megatron.core")
+    places = None if spec is None else spec.submodule_search_locations
+    return any(Path(place, "models", "hybrid").is_dir() for place in places or ())
+
+
+HAS_HYBRID_MODEL = _has_hybrid_model()
+"""Whether megatron-core has a HybridModel, of attention, MLP and other layers in any order."""
 
 NO_PATH = {
     "M": "Mamba layers have kernels for GPUs only",
@@ -151,9 +164,7 @@ def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
     text = given.section(HybridConfig).hybrid_layer_pattern
     assert text is not None
     refused = partial(FlagError, _FLAG, text)
-    from megatron_ext import core  # imports torch, which most programs that read flags do without
-
-    if not core.HAS_HYBRID_MODEL:
+    if not HAS_HYBRID_MODEL:
         installed = importlib.metadata.version("megatron-core")
         yield FlagError(
             _FLAG,

@@ -22,6 +22,7 @@ from megatron_ext.train.task import later
 
 INDEXED = "megatron_ext.data.indexed"
 SFT = "megatron_ext.text.sft"
+read_settings = later("megatron_ext.text.convert.settings:read_settings")
 
 
 def plans_without_data(config: RunConfig) -> bool:
@@ -49,7 +50,7 @@ def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     folder = config.section(HuggingFaceConfig).load_hf
     tokenizer = config.section(TokenizerConfig)
     if folder is not None:
-        checks.append(partial(later("megatron_ext.text.convert.config:read_model"), Path(folder)))
+        checks.append(partial(read_settings, Path(folder)))
     if folder is None or tokenizer.tokenizer_type != TokenizerConfig().tokenizer_type:
         checks.append(partial(check_files, tokenizer))
     return checks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.inapplicable import names_of
@@ -25,7 +26,7 @@ from megatron_ext.text.config.rules import (
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.cost.task_cost import GPT_COST
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
-from megatron_ext.text.inputs import conversation_inputs, gpt_inputs
+from megatron_ext.text.inputs import conversation_inputs, gpt_inputs, read_settings
 from megatron_ext.train.task import STEP_FLAGS, Task, TaskChoice, later
 
 FOLDERS = "megatron_ext.text.convert.training"
@@ -44,8 +45,11 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
 
     They are {section of the configuration: {field: value}}; {} without the flag.
     """
-    if not loads_folder(config):
+    folder = config.section(HuggingFaceConfig).load_hf
+    if folder is None:
         return {}
+    # A folder that is none is told of before torch is imported.
+    read_settings(Path(folder))
     values: Mapping[str, Mapping[str, Any]] = later(f"{FOLDERS}:model_of_folder")(config)
     return values
 

@@ -93,6 +93,7 @@ def silence_known_warnings(device: str) -> None:
 
 
 check_core = later("megatron_ext.layers.transformer_config:check_core")
+check_place = later("megatron_ext.config.user_code:check_place")
 check_host_memory = later("megatron_ext.planning.host_memory:check_host_memory")
 pretrain = later("megatron_ext.train.pretrain:pretrain")
 print_plan = later("megatron_ext.planning.report:print_plan")
@@ -347,8 +348,8 @@ def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
 def input_errors(task: Task, config: RunConfig) -> list[str]:
     """Return a sentence for each input of a run that does not exist or is damaged.
 
-    The inputs are the checkpoint to load, the classes of ``--loss`` and ``--optimizer-class``, and
-    the task's inputs.
+    The inputs are the checkpoint to load, the files of ``--loss`` and ``--optimizer-class``, and
+    the task's inputs. Classes in these files are not looked at, since that would import torch.
 
     Args:
         config: the flags as the user gave them, without derived values.
@@ -357,8 +358,21 @@ def input_errors(task: Task, config: RunConfig) -> list[str]:
     checkpoint = config.checkpoint.resolved()
     if checkpoint.is_used and not checkpoint.addresses:
         checks.append(partial(find, checkpoint))
-    checks += [*_check_classes(config), *task.inputs(config)]
+    checks += [*_check_places(config), *task.inputs(config)]
     return [sentence for error in run_all(checks)[1] for sentence in error.messages]
+
+
+def _check_places(config: RunConfig) -> list[Callable[[], Any]]:
+    """Return a check for each class of the user's own, which fails if its file cannot be read."""
+    places = {
+        "--loss": (config.loss.loss, "the class of its options"),
+        "--optimizer-class": (config.optimizer.optimizer_class, "a class of optimizers"),
+    }
+    return [
+        partial(check_place, flag, place, kind)
+        for flag, (place, kind) in places.items()
+        if place is not None
+    ]
 
 
 def _check_classes(config: RunConfig) -> list[Callable[[], Any]]:
@@ -391,8 +405,9 @@ def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]
     initializes = config.model.perform_initialization
     if config.checkpoint.is_used or not initializes:
         checks.append(partial(check_start, config.checkpoint, initializes=initializes))
-    checks += [*_check_classes(config), partial(check_data, config)]
-    config, assets = all_of(checks)[-1]
+    # What needs no torch comes first: a refused run does not wait for its import.
+    all_of([*checks, *_check_places(config)])
+    config, assets = all_of([*_check_classes(config), partial(check_data, config)])[-1]
     if config.checkpoint.is_used:
         check_resume(config)
     return config, assets

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.conversion import read_settings
+from megatron_ext.disk.reading import read_model_settings
 from megatron_ext.errors import CheckpointError
 from megatron_ext.video.networks.lookup import conversions
 from megatron_ext.video.networks.network import Conversion
@@ -20,7 +20,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file() and (folder / "transformer" / "config.json").is_file():
         raise CheckpointError(f"{folder} holds a whole pipeline; give {folder / 'transformer'}.")
-    return read_settings(path, "give the folder of the model.")
+    return read_model_settings(path, "give the folder of the model.")
 
 
 def reader_of(source: Path) -> Conversion | None:

@@ -53,6 +53,14 @@ ANSWERS = {
     f"gpt {MODEL} --mock-data --dry-run --tensor-model-parallel-size 3 --nproc-per-node 3": (
         "2|[]|error: "
     ),
+    f"gpt {MODEL} --mock-data --load nowhere": "2|[]|error: `--load` (nowhere) holds no checkpoint",
+    f"gpt {MODEL} --mock-data --load-hf nowhere": "2|[]|error: nowhere/config.json cannot be read",
+    f"gpt {MODEL} --mock-data --save /proc/a": "2|[]|error: `--save` (/proc/a) cannot be written",
+    f"gpt {MODEL} --mock-data --loss nowhere.py:A": (
+        "2|[]|error: `--loss` (nowhere.py:A) cannot be imported"
+    ),
+    f"gpt {MODEL} --mock-data --optimizer custom --optimizer-class examples/custom_loss/focal.py:A "
+    "--lr -1": "2|[]|error: `--lr` (-1.0) must be at least 0",
     # An index is read with numpy.
     f"gpt {MODEL} --data-path nowhere/a --lr -1": (
         "2|['numpy']|error: Dataset index nowhere/a.idx does not exist"

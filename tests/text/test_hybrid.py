@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext import core
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.errors import ConfigError
+from megatron_ext.text import hybrid
 from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.hybrid import Pattern, hybrid_errors, read_pattern
@@ -17,7 +17,7 @@ from tests.training_runs import SMALL, check_refused, config_of, errors_of, prep
 BASE = without(SMALL, "--num-layers")
 NEEDED = "needs the HybridModel of newer releases of megatron-core"
 HAS = pytest.mark.skipif(
-    not core.HAS_HYBRID_MODEL, reason="this release of megatron-core has no HybridModel"
+    not hybrid.HAS_HYBRID_MODEL, reason="this release of megatron-core has no HybridModel"
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
 
@@ -34,7 +34,7 @@ def test_a_pattern_is_read_as_pairs() -> None:
 @pytest.fixture
 def _has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read flags as with a release of megatron-core that has HybridModel."""
-    monkeypatch.setattr(core, "HAS_HYBRID_MODEL", True)
+    monkeypatch.setattr(hybrid, "HAS_HYBRID_MODEL", True)
 
 
 @pytest.mark.usefixtures("_has")
@@ -93,7 +93,7 @@ def test_the_same_experts_may_be_given_twice() -> None:
     assert run.section(MoEConfig).moe_layer_freq == "[0,1]"
 
 
-@pytest.mark.skipif(core.HAS_HYBRID_MODEL, reason="this release of megatron-core has HybridModel")
+@pytest.mark.skipif(hybrid.HAS_HYBRID_MODEL, reason="this release of megatron-core has HybridModel")
 def test_a_release_without_hybrid_model_is_named() -> None:
     (error,) = errors_of([*BASE, "--hybrid-layer-pattern", "*-*-"])
     assert error.startswith(f"`--hybrid-layer-pattern` {NEEDED}, which the installed one (0.16.1)")

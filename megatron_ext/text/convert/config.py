@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_ext.checkpoint.conversion import read_settings
 from megatron_ext.errors import CheckpointError, ConfigError, FlagError, MegatronExtError
 from megatron_ext.text.convert.families import FAMILIES
 from megatron_ext.text.convert.family import (
@@ -25,6 +24,7 @@ from megatron_ext.text.convert.family import (
     architecture_of,
     differences,
 )
+from megatron_ext.text.convert.settings import SETTINGS, read_settings
 from megatron_ext.text.convert.table import Table
 
 
@@ -65,14 +65,7 @@ class HuggingFaceModel:
 
 def read_model(folder: Path) -> HuggingFaceModel:
     """Read the config.json in a folder; raise a CheckpointError if it is unusable."""
-    if not folder.exists() and len(folder.parts) == 2 and not folder.is_absolute():
-        raise CheckpointError(
-            f"There is no folder {folder} here; if it is a model of the Hugging Face hub, of which "
-            f"nothing is fetched, run `hf download {folder} --local-dir models/{folder.name}` and "
-            "give that folder."
-        )
-    path = folder / "config.json"
-    return parse_model(read_settings(path, "give a folder of a Hugging Face model."), path)
+    return parse_model(read_settings(folder), folder / SETTINGS)
 
 
 def parse_model(raw: dict[str, Any], path: Path) -> HuggingFaceModel:

@@ -4,7 +4,7 @@ Layer ``i`` of a GPT becomes two layers of the stack: ``2i`` with its attention 
 its MLP. In `sharded_state_dict` both use the GPT's parameter names; initialization, saving and
 loading go by these names. Both keep the GPT's layer number, which seeds the dropout masks. Hence a
 GPT and its HybridModel train alike from one seed, and each loads the checkpoints of the other.
-Import this module only if `core.HAS_HYBRID_MODEL`.
+Import this module only if `megatron_ext.text.hybrid.HAS_HYBRID_MODEL`.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import core
+from megatron_ext.text.hybrid import HAS_HYBRID_MODEL
 from tests.training_runs import SMALL, curve, train_steps, without
 
 pytestmark = pytest.mark.skipif(
-    not core.HAS_HYBRID_MODEL, reason="this release of megatron-core has no HybridModel"
+    not HAS_HYBRID_MODEL, reason="this release of megatron-core has no HybridModel"
 )
 
 BASE = [
