@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 import pretrain_gpt
 from megatron_ext.train.exit_codes import FINAL, TRANSIENT
-from tests.examples.scripts import EXAMPLES, LAUNCHED, ROOT, calls, rows, start, stub
+from tests.examples.scripts import EXAMPLES, LAUNCHED, ROOT, SECONDS, calls, rows, start, stub
 from tests.training_runs import config_of, documents
 
 RUNTIME, JOB = yaml.safe_load_all((EXAMPLES / "kubernetes/pretrain_gpt.yaml").read_text("utf-8"))
@@ -177,6 +177,6 @@ def test_two_nodes_train_by_the_command(name: str, tmp_path: Path) -> None:
                 stderr=subprocess.STDOUT,
             )
         )
-    said = [node.communicate(timeout=150)[0] for node in nodes]
+    said = [node.communicate(timeout=SECONDS)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
     assert [row["iteration"] for row in rows(Path(run), "train")] == [1, 2]

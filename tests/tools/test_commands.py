@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.scripts import SECONDS
 from tests.training_runs import ROOT, parsed
 
 PROGRAMS = sorted(path.stem for path in (ROOT / "megatron_ext/programs").glob("[a-z]*.py"))
@@ -61,7 +62,7 @@ def run(command: str, words: str, *, cwd: Path = ROOT, site: Path = ROOT) -> str
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=120,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -98,7 +99,7 @@ def test_a_wheel_alone_preprocesses_trains_and_reports(tmp_path: Path) -> None:
         else:
             shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "."]
-    subprocess.run(pip, cwd=source, check=True, timeout=120)
+    subprocess.run(pip, cwd=source, check=True, timeout=SECONDS)
     (wheel,) = source.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
     (away / "texts.jsonl").write_text(TEXTS)
