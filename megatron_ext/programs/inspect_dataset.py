@@ -79,7 +79,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Inspect the datasets of one command line; return the exit code."""
     args = _parser().parse_args(argv)
-    damaged, whole = False, list[str]()
+    damaged = False
+    whole: list[str] = []
     try:
         if args.samples < 0:
             raise ConfigError(f"`--samples` ({args.samples}) must not be negative; use 0 or more.")

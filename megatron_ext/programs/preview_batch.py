@@ -66,9 +66,12 @@ def main(argv: Sequence[str]) -> int:
 
 def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the tool's own options, and the flags of the run; without ``--`` all are the run's."""
-    own, words = [], list(argv)
+    own: list[str] = []
+    words = list(argv)
     if "--" in words:
-        own, words = words[: words.index("--")], words[words.index("--") + 1 :]
+        end = words.index("--")
+        own = words[:end]
+        words = words[end + 1 :]
     elif not words or words[0] in ("-h", "--help"):
         own = ["--help"]
     parser = argparse.ArgumentParser(

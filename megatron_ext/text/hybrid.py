@@ -88,7 +88,8 @@ class Pattern:
         if len(self.stages) == 1:
             return None
         stages = ["t" * len(stage) for stage in self.stages]
-        stages[0], stages[-1] = "E" + stages[0], stages[-1] + "m" * len(self.depths) + "L"
+        stages[0] = "E" + stages[0]
+        stages[-1] += "m" * len(self.depths) + "L"
         return "|".join(stages)
 
     def moe_layer_freq(self) -> str | None:

@@ -206,7 +206,7 @@ def test_gpu_all_runs_through_at_its_smallest(tmp_path: Path) -> None:
     # A slow machine ends a piece at its limit (124); pytest finds no test that can run (5).
     ends = re.findall(r"exit code (\d+)", (out / "summary_all.txt").read_text())
     assert set(ends) <= {"0", "5", "124"}, shown
-    assert len(list(out.glob("*.md"))) == 14 and code in (0, 1)
+    assert len(list(out.glob("*.md"))) >= 14 - ends.count("124") and code in (0, 1)
     assert "FAILED" not in (out / "try.md").read_text()
 
 
