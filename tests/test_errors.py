@@ -261,6 +261,8 @@ def test_sigterm_lets_an_interrupted_program_clean_up() -> None:
     """After Ctrl-C, torchrun sends SIGTERM as well."""
 
     def cleans_up() -> bool:
+        # A shell starts what it runs in the background with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupt_once()
         try:
             os.kill(os.getpid(), signal.SIGINT)

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.sections import all_flags, section_name, spellings
 from megatron_ext.text.task import TEXT
+from megatron_ext.train.task import Task
 from megatron_ext.video.task import VIDEO
 
 SECTIONS: dict[str, list[str]] = {}
@@ -122,11 +123,17 @@ def every_flag() -> list[Flag]:
     return list({flag.field: flag for flag in (*all_flags(TEXT), *all_flags(VIDEO))}.values())
 
 
+def _words_of_task(task: Task) -> frozenset[str]:
+    """Return every spelling of the flags of a task's own sections."""
+    kinds = {section_name(kind): kind for kind in task.sections}
+    return frozenset(spellings([x for name in kinds for x in flags_of(name, kinds[name])]))
+
+
 @functools.cache
 def words_elsewhere(script: str) -> frozenset[str]:
-    other = VIDEO if script == "pretrain_gpt.py" else TEXT
-    kinds = {section_name(kind): kind for kind in other.sections}
-    return frozenset(spellings([x for name in kinds for x in flags_of(name, kinds[name])]))
+    """Return the spellings of the flags that the other program has and ``script`` lacks."""
+    own, other = (TEXT, VIDEO) if script == "pretrain_gpt.py" else (VIDEO, TEXT)
+    return _words_of_task(other) - _words_of_task(own)
 
 
 @functools.cache

@@ -69,7 +69,7 @@ GPT = Program(
     _MODEL + "--train-iters 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
     "--make-vocab-size-divisible-by 16",
     _gpt,
-    ("whole", *LAYERS, "lora", "loss", "data", "tokenizer", *ENGINE),
+    ("whole", *LAYERS, "lora", "loss", "data", "tokenizer", "text_sample", *ENGINE),
 )
 
 _CHATS = (
@@ -84,7 +84,7 @@ SFT = Program(
     " ".join(joined([GPT.base.split(), _CHATS.split()])),
     _gpt,
     ("whole sft", "sft", "lora", "loss"),
-    (*LAYERS, "data", "tokenizer", *ENGINE),
+    (*LAYERS, "data", "tokenizer", "text_sample", *ENGINE),
 )
 
 

@@ -217,9 +217,9 @@ def test_each_core_trains_the_reference_layout_once(
     """The first core also trains it again where it is one of the layouts to compare."""
     trained: list[tuple[str, ...]] = []
 
-    def noted(core: Environment, script: Path, words: Any, layouts: Any, *rest: Any) -> list[Any]:
+    def noted(core: Environment, script: str, words: Any, layouts: Any, *rest: Any) -> list[Any]:
         trained.append((core.core, *(layout.name for layout in layouts)))
-        assert rest == (3, tmp_path / core.core) and script.name == "parity.py"
+        assert rest == (3, tmp_path / core.core) and "parity" in script
         return []
 
     monkeypatch.setattr("megatron_ext.programs.parity.record_on", noted)
