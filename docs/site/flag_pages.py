@@ -116,7 +116,7 @@ class Reference:
                 _table(("section", "flags", "about", "program"), rows),
                 "## Flags of the parser",
                 _table(("flag", "meaning"), own),
-                "## Names of Hugging Face's trainers",
+                "## Names of other trainers",
                 "An error about one of these names says which flag is meant.",
                 _table(("there", "here"), trainer),
             ]

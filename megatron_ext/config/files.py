@@ -100,11 +100,17 @@ class ConfigFiles:
         place = _place(path)
         if place != path:
             self.notes.append(f"`{path}` is not in this folder, so {place} is read.")
+        if path.endswith(".toml"):
+            self._give_up(FlagError("--config", path, "must be YAML, and its name ends as TOML's"))
+            return
         try:
             content = _content(place)
         except UnreadableFile as error:
-            remedy = _nearest_file(path) if error.missing else ""
+            remedy = _remedy(path) if error.missing else ""
             self._give_up(FlagError("--config", path, f"cannot be read: {error.reason}", remedy))
+            return
+        if content is None:
+            self.notes.append(f"`{path}` is empty, so it gives no values.")
             return
         if not isinstance(content, dict):
             self._give_up(FlagError("--config", path, "must hold names and values"))
@@ -224,6 +230,9 @@ class ConfigFiles:
         """
         name = sections.canonical(key)
         answers = self.answers
+        flag, _ = self.table.get(name, (None, True))
+        if value is None and (flag is None or flag.type is bool):
+            return  # A null asks for nothing, and Megatron-LM's files have many.
         if name in self.table:
             self._read_value(block, *self.table[name], value, named)
         elif (lacking := self._lacking.get(name)) is not None:
@@ -248,8 +257,11 @@ class ConfigFiles:
             self.errors.append(FlagError(named, value, rule, f"give `{name}` there"))
         else:
             fields = {flag.field for flag, _ in self.table.values()}
-            near = difflib.get_close_matches(key.replace("-", "_"), fields, n=2)
-            self.errors.append(sections.unknown(named, sorted(near)))
+            near = sorted(difflib.get_close_matches(key.replace("-", "_"), fields, n=2))
+            usual = sections.usual_flag(name)
+            if usual is not None and usual in self.table:
+                near = [self.table[usual][0].field]
+            self.errors.append(sections.unknown(named, near))
 
     def _read_value(self, block: Block, flag: Flag, positive: bool, value: Any, named: str) -> None:
         try:
@@ -304,13 +316,13 @@ def _place(path: str) -> str:
 
 
 def _content(path: str) -> Any:
-    """Return what a file holds, {} if that is nothing.
+    """Return what a file holds, None if that is nothing.
 
     A program may parse its flags many times, but reads a file again only if it has changed, and a
     shell's pipe, as in ``--config <(command)``, never.
     """
     version = os.stat(path).st_mtime_ns if os.path.isfile(path) else 0
-    return _content_of(path, version) or {}
+    return _content_of(path, version)
 
 
 @functools.lru_cache(maxsize=8)
@@ -318,8 +330,10 @@ def _content_of(path: str, _version: int) -> Any:
     return read_yaml(path)
 
 
-def _nearest_file(path: str) -> str:
-    """Return advice about a path at which there is no file: a file with a similar name, if any."""
+def _remedy(path: str) -> str:
+    """Return advice about a path at which there is no file, such as a file with a similar name."""
+    if "=" in path:
+        return "files are followed by flags with two dashes, such as `--lr 1e-4`"
     folder, name = os.path.split(path)
     try:
         names = os.listdir(folder or ".")

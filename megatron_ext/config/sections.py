@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, takewhile
@@ -73,16 +75,49 @@ TRAINER_NAMES = {
     "save-steps": "--save-interval",
     "eval-steps": "--eval-interval",
     "fsdp": "--data-parallel-sharding-strategy",
+    "adam-epsilon": "--adam-eps",
+    "optim": "--optimizer",
+    "dataloader-num-workers": "--num-workers",
+    "save-total-limit": "--keep-last",
+    "load-best-model-at-end": "--keep-best",
+    "eval-strategy": "--eval-interval",
+    "save-strategy": "--save-interval",
+    "logging-dir": "--tensorboard-dir",
+    "run-name": "--wandb-exp-name",
+    "report-to": "--wandb-project",
+    "attn-implementation": "--attention-backend",
+    "dataset-name": "--data-path",
+    "train-file": "--data-path",
+    "packing": "--sft-batching",
+    "lora-r": "--lora-rank",
+    "steps": "--train-iters",
+    "local-batch-size": "--micro-batch-size",
+    "seq-len": "--seq-length",
+    "max-norm": "--clip-grad",
+    "tensor-parallel-degree": "--tensor-model-parallel-size",
+    "pipeline-parallel-degree": "--pipeline-model-parallel-size",
+    "context-parallel-degree": "--context-parallel-size",
+    "expert-parallel-degree": "--expert-model-parallel-size",
+    "data-parallel-shard-degree": "--data-parallel-sharding-strategy",
+    "devices": "--nproc-per-node",
 }
-"""The flags by the names that Hugging Face's trainers give them, without dashes."""
+"""The flags by the names that other trainers (Hugging Face's, torchtitan) give them, without
+dashes and without the sections that torchtitan puts before a dot."""
 LAYOUTS = "layouts"
 """The key of a ``--config`` file under which its layouts are, where sections have their names."""
 
 
+_OF_SHELL = re.compile(r"(~|\$\{?[A-Za-z_]\w*\}?)/\S*")
+"""Paths whose beginning a shell replaces, but neither a file nor a program started without one."""
+
+
 def usual_flag(name: str) -> str | None:
-    """Return the flag that ``name``, with or without dashes, abbreviates or is elsewhere."""
-    bare = name.removeprefix("--")
-    return ABBREVIATIONS.get(bare) or TRAINER_NAMES.get(bare)
+    """Return the flag that ``name``, with or without dashes, abbreviates or is elsewhere.
+
+    Of a name with sections before a dot, such as ``optimizer.lr``, the last part counts.
+    """
+    path, _, bare = canonical(name).removeprefix("--").rpartition(".")
+    return ABBREVIATIONS.get(bare) or TRAINER_NAMES.get(bare) or (f"--{bare}" if path else None)
 
 
 def help_question(argv: Sequence[str]) -> str | None:
@@ -325,6 +360,8 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
     nargs = flag.nargs or 1
     if (nargs == "+" and not words) or (isinstance(nargs, int) and len(words) != nargs):
         raise ConfigError(_wrong_number(flag, named, words))
+    if flag.type is str:
+        words = [_as_path(flag, named, word) for word in words]
     if flag.type is str and flag.default != "" and not all(words):
         raise ConfigError.about(
             named,
@@ -346,6 +383,21 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
     return converted if flag.nargs else converted[0]
 
 
+def _as_path(flag: Flag, named: str, word: str) -> str:
+    """Return ``word`` with the home folder in place of ``~/`` at its start.
+
+    A shell does that only at the start of a word, so not in ``--save=~/run`` or in a file. A
+    variable that no shell has replaced is refused, as it would become the name of a folder.
+    """
+    begins = _OF_SHELL.fullmatch(word)
+    if begins is None or flag.choices:
+        return word
+    if begins[1] == "~":
+        return os.path.expanduser(word)
+    rule = f"begins with the variable {begins[1]}, which a shell would replace, but nothing here"
+    raise ConfigError.about(named, word, rule, "write the path itself")
+
+
 def renaming_notes(flag: Flag, named: str, words: Iterable[str]) -> list[str]:
     """Return a note for each value that has another name here; ``named`` is the flag in backticks.
 
@@ -365,7 +417,10 @@ def _wrong_number(flag: Flag, named: str, words: Sequence[str]) -> FlagError:
     remedy = ""
     if flag.nargs is None and flag.type is str and not flag.choices and len(words) > 1:
         remedy = f"quote it: {flag.positive[0]} {shlex.quote(' '.join(words))}"
-    return FlagError(named, None, f"takes {flag.nargs or 1} value(s), but got {len(words)}", remedy)
+    rule = f"takes {flag.nargs or 1} value(s), but got {len(words)}"
+    if words and not remedy:
+        rule += f" ({' '.join(words)})"
+    return FlagError(named, None, rule, remedy)
 
 
 def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
@@ -383,4 +438,7 @@ def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
     if value is None or isinstance(value, Mapping):
         raise ConfigError.about(named, str(value), "must be a value or a list of values")
     words = value if isinstance(value, (list, tuple)) else [value]
+    if flag.nargs is None and isinstance(value, list):
+        text = ",".join(map(str, value))
+        raise ConfigError.about(named, value, "must be one value, not a list", f"write {text}")
     return value_of_words(flag, named, [str(word) for word in words])

@@ -70,15 +70,28 @@ def _module(flag: str, spec: str, place: str) -> Any:
         if not place.endswith(".py"):
             return importlib.import_module(place)
         path = Path(place).resolve()
-        file_spec = importlib.util.spec_from_file_location(path.stem, path)
+        name = _module_name(path)
+        file_spec = importlib.util.spec_from_file_location(name, path)
         assert file_spec is not None and file_spec.loader is not None
         module = importlib.util.module_from_spec(file_spec)
         # The dataclass decorator looks up the module by name, so it must be registered first.
-        sys.modules.setdefault(path.stem, module)
+        sys.modules.setdefault(name, module)
+        # The file may import files beside it, as if it had been started as a program. They come
+        # last, since they must not take the place of modules of these names.
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
         file_spec.loader.exec_module(module)
         return module
     except (ImportError, OSError, SyntaxError) as error:
         raise _not_imported(flag, spec, error) from error
+
+
+def _module_name(path: Path) -> str:
+    """Return the name for the module of a file: the file's, unless another module has it."""
+    loaded = sys.modules.get(path.stem)
+    if loaded is None or getattr(loaded, "__file__", None) == str(path):
+        return path.stem
+    return f"{path.stem}_of_{path.parent.name}"
 
 
 def _not_imported(flag: str, spec: str, error: Exception) -> ConfigError:

@@ -80,6 +80,14 @@ def _tell_nothing(_code: int) -> None:
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 """Environment variables with numbers that a launcher such as torchrun gives to each process."""
 
+SCHEDULED = {
+    "PET_NNODES": "a job of {count} nodes",
+    "SKYPILOT_NUM_NODES": "a SkyPilot task of {count} nodes",
+    "SLURM_STEP_NUM_TASKS": "{count} tasks of one `srun`",
+}
+"""Environment variables by which schedulers tell how many processes a command has, and what these
+are. Kubeflow Trainer's is `PET_NNODES`, which torchrun reads."""
+
 
 @dataclass(frozen=True)
 class Launch:

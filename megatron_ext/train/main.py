@@ -37,7 +37,7 @@ from megatron_ext.errors import (
     say_to_stderr,
 )
 from megatron_ext.train.exit_signal import ExitSignal, loss_at_end
-from megatron_ext.train.launch import check_launcher, launch, launch_of, refuse
+from megatron_ext.train.launch import SCHEDULED, check_launcher, launch, launch_of, refuse
 from megatron_ext.train.supervision import check_add_ons, supervision_of
 from megatron_ext.train.task import Preflight, Task, TaskChoice, later
 
@@ -114,6 +114,7 @@ read_run_config = later(f"{_CHECKPOINT}.stored:read_run_config")
 root_of = later(f"{_CHECKPOINT}.files:root_of")
 stage = later(f"{_CHECKPOINT}.staging:stage")
 missing_packages = later("megatron_ext.train.reporting.trackers:missing_packages")
+notes_on_nodes = later("megatron_ext.train.schedulers:notes_on_nodes")
 
 
 def main(
@@ -177,9 +178,12 @@ def main(
             config, assets = preflight(parsed.config, task.preflight)
         configure = partial(_resized, config, task, partial(parse, device=device.kind))
         supervision = supervision_of(config)
+        alone = "RANK" not in os.environ and not config.planning.dry_run
+        is_one_of_many = alone and not os.environ.keys().isdisjoint(SCHEDULED)
+        apart = notes_on_nodes() if is_one_of_many else []
         silence_known_warnings(device.kind)
         loading = load_notes(config.checkpoint) if config.checkpoint.is_used else []
-        every = (*notes, *parsed.notes, *supervision.notes(), *staged, *loading)
+        every = (*notes, *parsed.notes, *apart, *supervision.notes(), *staged, *loading)
         for note in every if first else ():
             print(f"> {note}", flush=True)
         if config.planning.dry_run:

@@ -99,6 +99,14 @@ def test_a_file_whose_layouts_are_not_chosen_says_so(file: Path) -> None:
          "`seed` in the layout b in `{file}` (x) must be an integer."),
         ("layouts: {a: {layouts: {b: {sed: 2}}}}", "--layout a",
          "`b` in the layout a in `{file}` is not a flag of this program"),
+        ("training: {learning-rate: 1e-4}", "", "`learning-rate` in `{file}` is not a flag of this "
+         "program; did you mean lr?"),
+        ("trainer: {output_dir: a}", "", "`output_dir` in `{file}` is not a flag of this program; "
+         "did you mean save?"),
+        ("save: $SCRATCH/run", "", "`save` in `{file}` ($SCRATCH/run) begins with the variable "
+         "$SCRATCH, which a shell would replace, but nothing here; write the path itself."),
+        ("split: [9, 1, 0]", "", "`split` in `{file}` ([9, 1, 0]) must be one value, not a list; "
+         "write 9,1,0."),
         ("no_bf16: 3", "", "`no_bf16` in `{file}` (3) must be true or false."),
         ("fp8: hybrid", "", "`fp8` in `{file}` (hybrid) is spelled `--fp8-format` now."),
         ("use_legacy_models: true", "", "`use_legacy_models` in `{file}` (True) is known from"),
@@ -122,6 +130,10 @@ def test_a_wrong_file_or_layout_is_refused(
          "you mean {folder}/run.yaml?"),
         ("nowhere/run.yaml", "lr: 1", "`--config` ({file}) cannot be read: No such file or "
          "directory; {folder}/nowhere is no folder, seen from "),
+        ("lr=1e-4", "3", "`--config` ({file}) cannot be read: No such file or directory; files are "
+         "followed by flags with two dashes, such as `--lr 1e-4`."),
+        ("run.toml", "", "`--config` ({file}) must be YAML, and its name ends as TOML's."),
+        ("run.yaml", "[]", "`--config` ({file}) must hold names and values."),
         ("run.yaml", "3", "`--config` ({file}) must hold names and values."),
         ("run.yaml", LAYOUTS.replace("layouts:", "layout:"), "`layout` in `{file}` holds blocks of "
          "flags by name, as only the block of layouts does; call it `layouts`."),
@@ -140,6 +152,28 @@ def test_a_file_that_cannot_be_used_gets_one_error_without_what_follows_from_it(
     (error,) = capsys.readouterr().err.splitlines()
     told = sentence.format(file=tmp_path / name, folder=tmp_path)
     assert error.startswith(f"error: {told}"), error
+
+
+def test_a_null_asks_for_nothing(tmp_path: Path) -> None:
+    names = "no_save_optim fp8 num_layers_per_virtual_pipeline_stage params_dtype".split()
+    nulls = "".join(f"{name}: null\n" for name in names)
+    words = written(tmp_path / "run.yaml", f"lr: 1\n{nulls}")
+    found = parsed(words)
+    assert (found.notes, found.config.checkpoint.no_save_optim) == ([], False)
+
+
+def test_an_empty_file_is_told(tmp_path: Path) -> None:
+    found = parsed(f"{written(tmp_path / 'run.yaml', '# lr: 1')} --lr 1")
+    assert found.notes == [f"`{tmp_path}/run.yaml` is empty, so it gives no values."]
+
+
+def test_a_path_may_begin_at_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    words = f"{written(tmp_path / 'run.yaml', 'save: ~/run')} --lr 1 --load=~/base"
+    checkpoint = config_of(words).checkpoint
+    assert (checkpoint.save, checkpoint.load) == ("/home/me/run", "/home/me/base")
 
 
 def test_values_of_a_file_get_the_notes_of_flags(tmp_path: Path) -> None:

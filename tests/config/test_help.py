@@ -136,6 +136,10 @@ def test_names_of_other_trainers_lead_to_flags_that_exist() -> None:
     assert not {f"--{name}" for name in TRAINER_NAMES} & known
     (error,) = read_words(["--learning_rate", "2"], PROGRAM).errors
     assert error == "`--learning_rate` is not a flag of this program; did you mean `--lr`?"
+    others = {"training.local_batch_size": "micro-batch-size", "model.optim.lr": "lr"}
+    for name, meant in others.items():
+        (error,) = read_words([f"--{name}", "2"], PROGRAM).errors
+        assert error.endswith(f"did you mean `--{meant}`?")
 
 
 @pytest.mark.parametrize(

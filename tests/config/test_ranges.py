@@ -108,7 +108,7 @@ def test_a_number_out_of_range_does_not_hide_other_errors_nor_cause_them() -> No
     ("entry", "sentence"),
     [
         ("num_layers: two", "(two) must be an integer."),
-        ("num_layers: [2, 3]", "takes 1 value(s), but got 2."),
+        ("num_layers: [2, 3]", "must be one value, not a list; write 2,3."),
         ("num_layers: true", "(True) must be an integer."),
         ("num_layers: 2.5", "(2.5) must be an integer."),
         ("lr: fast", "(fast) must be a number."),

@@ -41,6 +41,7 @@ from megatron_ext.train.exit_codes import (
 )
 from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.launch import (
+    SCHEDULED,
     _forked,
     _run_started_rank,
     check_launcher,
@@ -50,6 +51,7 @@ from megatron_ext.train.launch import (
     refuse,
     run_rank,
 )
+from megatron_ext.train.schedulers import notes_on_nodes
 from megatron_ext.train.supervision import Supervision
 from megatron_ext.train.supervisor import SignalForwarder
 
@@ -356,6 +358,36 @@ def test_a_variable_of_a_launcher_that_is_no_number_is_named(
         check_launcher()
     # The error is printed at once, as by a process that no launcher has started.
     assert "WORLD_SIZE" not in os.environ and "RANK" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("PET_NNODES", "1", ""),
+        ("SLURM_STEP_NUM_TASKS", "", ""),
+        ("SLURM_STEP_NUM_TASKS", "8", "This process belongs to 8 tasks of one `srun` (`SLURM_STEP"),
+        (
+            "SKYPILOT_NUM_NODES",
+            "2",
+            "This process belongs to a SkyPilot task of 2 nodes (`SKYPILOT",
+        ),
+    ],
+)
+def test_one_of_several_processes_of_a_scheduler_says_that_it_trains_by_itself(
+    name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in SCHEDULED:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, value)
+    assert [note.startswith(told) for note in notes_on_nodes()] == [True] * bool(told)
+
+
+def test_a_node_of_torchrun_without_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "2:8")
+    with pytest.raises(
+        ConfigError, match=r"`PET_NNODES` \(2:8\) says that this process belongs to"
+    ):
+        notes_on_nodes()
 
 
 def test_when_a_launch_began(monkeypatch: pytest.MonkeyPatch) -> None:

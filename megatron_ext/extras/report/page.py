@@ -84,7 +84,7 @@ def render(
     state = state_of(folder, now)
     noticed = noticed_table(folder)
     environment = environment_table(folder)
-    shown, num_samples = samples_of(folder.path)
+    shown, num_samples = samples_of(folder.path, folder.began)
     run = PlottedRun.of(_name(folder.path), folder, goodput)
     texts = scripts(live=live)
     return page_of(

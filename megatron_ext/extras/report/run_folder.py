@@ -82,6 +82,7 @@ class RunFolder:
         events: faults, restarts, saves and other events, in order of time.
         settings: the configuration file, by section and field; {} if it cannot be read.
         tracked: the iteration in the file that names the newest complete checkpoint.
+        began: when the run began, in seconds since the epoch; 0.0 if it is not known.
         problems: sentences on files that are damaged.
         unfinished: names of files whose last line is not whole.
     """
@@ -93,6 +94,7 @@ class RunFolder:
     checkpoints: list[StoredCheckpoint] = field(default_factory=list)
     post_mortems: list[PostMortem] = field(default_factory=list)
     tracked: int | None = None
+    began: float = 0.0
     problems: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
 
@@ -130,10 +132,10 @@ def read_run_folder(path: Path) -> RunFolder:
     rows = _read_lines(path / METRICS_FILE, folder)
     folder.rows = [row for row in rows if is_count(row.get("iteration"))]
     starts = (t for t in map(launch_time, folder.rows) if math.isfinite(t))
-    began = min(starts, default=0.0)
+    folder.began = min(starts, default=0.0)
     events = _read_lines(path / EVENTS_FILE, folder)
     # Events of an earlier run in the same folder do not belong to this run.
-    mine = (event for event in events if time_of(event) > began - 1.0)
+    mine = (event for event in events if time_of(event) > folder.began - 1.0)
     folder.events = sorted(mine, key=time_of)
     folder.settings = _read_settings(path / CONFIGURATION_FILE, folder.problems)
     folder.checkpoints = list(_checkpoints(path, folder.problems))

@@ -18,6 +18,8 @@ MAX_SHOWN = 8
 MAX_BYTES = 8 << 20
 """Limit of the bytes of all pictures of samples within a page."""
 _MAX_CLIPS = 16
+_CLOCKS = 60.0
+"""Seconds by which the clocks of the machines that write metrics and samples may differ."""
 _MAX_TEXT = 1000
 """Largest number of characters of a text that a page shows."""
 _SET = re.compile(r"iter_(\d{1,9})$")
@@ -43,10 +45,11 @@ class Samples:
     texts: list[tuple[str, str]]
 
 
-def samples_of(root: Path) -> tuple[list[Samples], int]:
+def samples_of(root: Path, began: float = 0.0) -> tuple[list[Samples], int]:
     """Return samples of a run for its page, and the number of all sets of samples.
 
-    ``root`` is the save folder. At most `MAX_SHOWN` are returned, among them the first and the
+    ``root`` is the save folder. Samples of an earlier run in it, older than ``began`` (in seconds
+    since the epoch), are left out. At most `MAX_SHOWN` are returned, among them the first and the
     last. Links are not followed.
     """
     sets = list[tuple[int, Path]]()
@@ -54,7 +57,9 @@ def samples_of(root: Path) -> tuple[list[Samples], int]:
         if not (root / FOLDER).is_symlink():
             for entry in os.scandir(root / FOLDER):
                 match = _SET.match(entry.name)
-                if match is not None and entry.is_dir(follow_symlinks=False):
+                if match is None or not entry.is_dir(follow_symlinks=False):
+                    continue
+                if entry.stat(follow_symlinks=False).st_mtime > began - _CLOCKS:
                     sets.append((int(match[1]), Path(entry.path)))
     except OSError:
         return [], 0

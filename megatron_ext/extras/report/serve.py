@@ -252,12 +252,26 @@ def open_server(folders: Sequence[Path], host: str, port: int) -> ThreadingHTTPS
     return server
 
 
+def _from_elsewhere(name: str, port: int) -> str:
+    """Return how a browser on the user's own machine reaches the page, if that is another one."""
+    # ssh tells the addresses of both machines: client, port, server, port.
+    parts = os.environ.get("SSH_CONNECTION", "").split()
+    if len(parts) != 4 or not _is_loopback(name.strip("[]")):
+        return ""
+    return f"; on your own machine first run: ssh -N -L {port}:{name}:{port} {parts[2]}"
+
+
 def serve(folders: Sequence[Path], host: str, port: int) -> None:
     """Serve the page on ``folders`` until Ctrl-C; the errors are those of `open_server`."""
     with open_server(folders, host, port) as server:
         name = f"[{host}]" if ":" in host else host
-        address = f"http://{name}:{server.server_address[1]}/"
-        print(f"serving {', '.join(map(str, folders))} at {address} until Ctrl-C", flush=True)
+        port = server.server_address[1]
+        address = f"http://{name}:{port}/"
+        print(
+            f"serving {', '.join(map(str, folders))} at {address} until Ctrl-C"
+            f"{_from_elsewhere(name, port)}",
+            flush=True,
+        )
         if not _is_loopback(host):
             print("warning: whoever reaches this address can read the page.", flush=True)
         try:

@@ -9,6 +9,8 @@ from pathlib import Path
 from megatron_ext.errors import ConfigError, exclusive, tell_errors
 
 PORT = 8765
+SHOWN = 5
+"""The most runs that an error names."""
 _DEFAULT = Path()
 """The value of --output without a file."""
 
@@ -66,6 +68,14 @@ def _check(folders: Sequence[Path]) -> None:
         if folder.resolve() in seen:
             raise ConfigError(f"`folder` ({folder}) is given twice; give each run once.")
         seen.add(folder.resolve())
+        runs = [] if any(folder.glob("*.jsonl")) else sorted(folder.glob("*/metrics.jsonl"))
+        if runs:
+            more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
+            names = ", ".join(str(path.parent) for path in runs[:SHOWN])
+            raise ConfigError(
+                f"`folder` ({folder}) must be the save folder of a run, but holds those of runs; "
+                f"give some of them: {names}{more}."
+            )
 
 
 def _serve(folders: Sequence[Path], host: str, port: int) -> None:

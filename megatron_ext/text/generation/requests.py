@@ -56,11 +56,16 @@ class Prompt:
 
 
 def read_prompts(
-    generation: GenerationConfig, *, texts: str = "--prompt", file: str = "--prompt-file"
+    generation: GenerationConfig,
+    *,
+    texts: str = "--prompt",
+    file: str = "--prompt-file",
+    chat: str = "--chat",
 ) -> list[Prompt]:
     """Return the prompts of ``--prompt``, or those in ``--prompt-file``.
 
-    ``texts`` and ``file`` are the flags that gave them, for errors. Raise a DataError if the file
+    ``texts`` and ``file`` are the flags that gave them, and ``chat`` is the flag with which prompts
+    may be messages, for errors. Raise a DataError if the file
     cannot be read, is empty, or has a line that is not a prompt.
     """
     if generation.prompt is not None:
@@ -77,10 +82,10 @@ def read_prompts(
     lines = [(i, line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if not lines:
         raise DataError(f"`{file}` ({name}) holds no row; give at least one prompt.")
-    return [_prompt(line, f"`{file}` ({name}), line {i}", generation) for i, line in lines]
+    return [_prompt(line, f"`{file}` ({name}), line {i}", generation, chat) for i, line in lines]
 
 
-def _prompt(line: str, place: str, generation: GenerationConfig) -> Prompt:
+def _prompt(line: str, place: str, generation: GenerationConfig, chat: str) -> Prompt:
     try:
         row = parse_json(line, place)
     except UnreadableFile as error:
@@ -94,7 +99,7 @@ def _prompt(line: str, place: str, generation: GenerationConfig) -> Prompt:
     is_messages = isinstance(content, list) and all(isinstance(each, dict) for each in content)
     if not isinstance(content, str) and not (is_messages and content):
         keys = '"messages", a list of objects, or "prompt"' if generation.chat else '"prompt"'
-        hint = "" if generation.chat else "; for messages give `--chat`"
+        hint = "" if generation.chat else f"; for messages give `{chat}`"
         raise DataError(f"{place} must be an object with {keys}, a text{hint}.")
     assert content is not None
     return Prompt(content, place, row)

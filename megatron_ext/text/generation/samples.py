@@ -46,7 +46,9 @@ def requests_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], 
         chat=config.section(SftConfig).sft,
         max_new_tokens=flags.sample_new_tokens,
     )
-    prompts = read_prompts(generation, texts="--sample-texts", file="--sample-prompts")
+    prompts = read_prompts(
+        generation, texts="--sample-texts", file="--sample-prompts", chat="--sft"
+    )
     positions = config.section(PositionConfig).max_position_embeddings
     assert positions is not None
     encode = Encoder(config.with_section(generation), tokenizer)

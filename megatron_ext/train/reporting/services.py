@@ -123,7 +123,9 @@ class WeightsAndBiases:
         own = folder / "wandb"
         if own.is_symlink():
             own.unlink()
-        resumed = {} if start.identity is None else {"id": start.identity["id"], "resume": "allow"}
+        run_id = _run_id(start, "WANDB_RUN_ID")
+        goes_on = start.identity is not None or (run_id is not None and start.resumed_at > 0)
+        named = {} if run_id is None else {"id": run_id}
         self._run: Any = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name,
@@ -131,10 +133,10 @@ class WeightsAndBiases:
             dir=str(folder),
             config=start.settings,
             allow_val_change=True,
-            **resumed,
+            **(named | {"resume": "allow"} if goes_on else named),
         )
         self.identity: Identity = {"id": self._run.id}
-        self._first = self._run.starting_step if resumed else 0
+        self._first = self._run.starting_step if goes_on else 0
         if start.resumed_at + 1 < self._first:
             say_to_stderr(
                 f"note: Weights & Biases has values up to step {self._first - 1} of this run, and "
@@ -182,7 +184,8 @@ class MLflow:
         client = self._mlflow.MlflowClient(tracking_uri=config.mlflow_tracking_uri or None)
         self._client: Any = client
         params = {_as_name(name): str(value) for name, value in start.flat_settings.items()}
-        before = None if start.identity is None else self._run_before(start.identity["id"])
+        asked = _run_id(start, "MLFLOW_RUN_ID")
+        before = None if asked is None else self._run_before(asked)
         if before is None:
             experiment = client.get_experiment_by_name(config.mlflow_experiment)
             if experiment is None:
@@ -218,7 +221,7 @@ class MLflow:
                 raise
             run = None
         if run is None or run.info.lifecycle_stage == "deleted":
-            say_to_stderr(f"note: MLflow no longer has the run {run_id}; a new one is started.")
+            say_to_stderr(f"note: MLflow has no run {run_id} (any more); a new one is started.")
             return None
         return run
 
@@ -309,6 +312,22 @@ def _imported(module: str, flag: str, value: object) -> Any:
             f"({type(error).__name__}: {error})",
             f"run `pip install -U {package}`, or leave the flag out",
         ) from error
+
+
+def _run_id(start: Start, variable: str) -> str | None:
+    """Return the id of the tracker's run to go on in; None to start a new one.
+
+    The environment variable ``variable``, by which people and schedulers choose the run, counts
+    before the run that the save folder remembers; a sentence says so if they differ.
+    """
+    kept = None if start.identity is None else start.identity["id"]
+    asked = os.environ.get(variable) or kept
+    if kept is not None and asked != kept:
+        say_to_stderr(
+            f"note: {variable} ({asked}) takes the place of the run {kept}, in which this training "
+            "run went on so far."
+        )
+    return asked
 
 
 def _as_name(tag: str) -> str:

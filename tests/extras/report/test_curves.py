@@ -1,6 +1,7 @@
 """The values of a run become panels of curves, which keep what is extreme when they are thinned."""
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -212,3 +213,5 @@ def test_samples_are_spread_over_the_run_and_have_the_names_that_runs_give_them(
     assert [bool(one.picture) for one in shown] == [False, *[True] * 7]
     assert shown[-1].clips == [("sample_000.mp4", "a b")]
     assert shown[-1].folder == "samples/iter_0000030"
+    os.utime(tmp_path / "samples" / "iter_0000001", (BEGAN, BEGAN))
+    assert samples.samples_of(tmp_path, BEGAN + 3600)[1] == 29

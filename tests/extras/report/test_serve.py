@@ -192,6 +192,17 @@ def test_ports_and_addresses_that_cannot_be_served_are_refused_in_a_sentence(
     ]
 
 
+def test_how_to_reach_the_page_from_another_machine_is_said_where_ssh_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 50000 10.0.0.2 22")
+    told = serve._from_elsewhere("127.0.0.1", 8765)
+    assert told.endswith("run: ssh -N -L 8765:127.0.0.1:8765 10.0.0.2")
+    assert serve._from_elsewhere("0.0.0.0", 8765) == ""
+    monkeypatch.delenv("SSH_CONNECTION")
+    assert serve._from_elsewhere("127.0.0.1", 8765) == ""
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_the_server_quietly(tmp_path: Path) -> None:
     for name in ("a", "b"):

@@ -530,6 +530,20 @@ def test_the_launcher_adds_its_exit_code_unless_all_is_told(tmp_path: Path) -> N
         assert told == added, (given, code)
 
 
+def test_a_folder_of_several_runs_is_answered_with_their_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").touch()
+    for more in ([], ["--serve"]):
+        assert tool([str(tmp_path), *more], "") == 2
+        assert capsys.readouterr().err == (
+            f"error: `folder` ({tmp_path}) must be the save folder of a run, but holds those of "
+            f"runs; give some of them: {tmp_path}/a, {tmp_path}/b.\n"
+        )
+
+
 def test_the_tool_writes_where_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,9 @@ def test_texts_are_written_and_losses_stay(layout: str, tmp_path: Path) -> None:
          "`--sample-prompts` and `--sample-texts` exclude each other; give a file or texts."),
         ("--sample-interval 2 --sample-prompts {save}/none --save {save}",
          "`--sample-prompts` ({save}/none) cannot be read"),
+        ("--sample-interval 2 --sample-prompts {save}/chat --save {save}",
+         "`--sample-prompts` ({save}/chat), line 1 must be an object with \"prompt\", a text; for "
+         "messages give `--sft`."),
         ("--sample-interval 2 --sample-texts a --save {save} --nproc-per-node 2 "
          "--context-parallel-size 2", "`--context-parallel-size` (2) must be 1 where text is"),
     ],
@@ -55,6 +58,7 @@ def test_texts_are_written_and_losses_stay(layout: str, tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused_before_the_start(
     flags: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "chat").write_text('{"messages": []}', encoding="utf-8")
     words = [*TINY, *flags.format(save=tmp_path).split()]
     assert main(TEXT, words) == 2
     (error,) = capsys.readouterr().err.splitlines()

@@ -109,6 +109,7 @@ class Wandb:
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
     service = Wandb()
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     monkeypatch.setitem(sys.modules, "wandb", service)
     return service
 
@@ -190,6 +191,7 @@ class Mlflow:
 @pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> Mlflow:
     service = Mlflow()
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
     monkeypatch.setitem(sys.modules, "mlflow", service)
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
         monkeypatch.setenv(name, "1")
@@ -331,8 +333,32 @@ def test_mlflow_notes_the_settings_that_change_when_a_run_is_resumed(
     del mlflow.runs["run1"]
     started(config_with(MLFLOW, save), resumed_at=20)
     assert capsys.readouterr().err == (
-        "note: MLflow no longer has the run run0; a new one is started.\n"
-        "note: MLflow no longer has the run run1; a new one is started.\n"
+        "note: MLflow has no run run0 (any more); a new one is started.\n"
+        "note: MLflow has no run run1 (any more); a new one is started.\n"
+    )
+
+
+def test_the_run_that_the_environment_names_counts_before_the_remembered_one(
+    tmp_path: Path,
+    wandb: Wandb,
+    mlflow: Mlflow,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = config_with(WANDB, MLFLOW, "--save", str(tmp_path))
+    mlflow.create_run("0", "of a scheduler")
+    monkeypatch.setenv("WANDB_RUN_ID", "of-a-sweep")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "run0")
+    started(config).close()
+    assert (wandb.given["id"], "resume" in wandb.given) == ("of-a-sweep", False)
+    assert list(mlflow.runs) == ["run0"] and not capsys.readouterr().err
+    monkeypatch.setenv("WANDB_RUN_ID", "another")
+    started(config, resumed_at=2).close()
+    assert (wandb.given["id"], wandb.given["resume"]) == ("another", "allow")
+    assert list(mlflow.runs) == ["run0"]
+    assert capsys.readouterr().err == (
+        "note: WANDB_RUN_ID (another) takes the place of the run of-a-sweep, in which this "
+        "training run went on so far.\n"
     )
 
 
