@@ -88,7 +88,6 @@ TRAINER_NAMES = {
     "attn-implementation": "--attention-backend",
     "dataset-name": "--data-path",
     "train-file": "--data-path",
-    "packing": "--sft-batching",
     "lora-r": "--lora-rank",
     "steps": "--train-iters",
     "local-batch-size": "--micro-batch-size",
