@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from megatron_ext.text.convert.config import read_model
+from megatron_ext.text.convert.config import _DESCRIBING, read_model
 from tests.intake.judge import Heard
 from tests.text.convert.models import MODELS, SIZES
 
@@ -35,4 +35,7 @@ def hear(content: Any, folder: Path) -> Heard:
     """Return what the project makes of a config.json."""
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     model = read_model(folder)
-    return Heard((model.fields, model.vocab_size), "\n".join(model.notes()))
+    # Each published folder has such entries, which do not describe the network. The number format
+    # and the special tokens of a run are those of its flags and its tokenizer.
+    describing = {key: value for key, value in content.items() if key in _DESCRIBING}
+    return Heard((model.fields, model.vocab_size, describing), "\n".join(model.notes()))

@@ -250,18 +250,16 @@ def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
     return ends | set(ids)
 
 
-_WITHOUT_CHOICE = ("_from_model_config", "eos_token_id", "bos_token_id", "pad_token_id")
-"""Entries of generation_config.json that change no text: its end is read, the rest is unused."""
-
-
 def generation_notes(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """Return a list with one sentence for the user, or an empty list.
 
     The sentence names the settings in the model's generation_config.json that have no effect here.
     """
     path, entries = _generation_config(config, tokenizer)
-    skipped = (*DESCRIBING, *_WITHOUT_CHOICE)
-    given = [key for key, value in entries.items() if value is not None]
+    skipped = (*DESCRIBING, "_from_model_config", "eos_token_id")
+    # Entries that say what holds without them.
+    same = {"bos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
+    given = [key for key, value in entries.items() if value not in (None, same.get(key))]
     names = ", ".join(f"`{key}`" for key in given if key not in skipped)
     if not names:
         return []
