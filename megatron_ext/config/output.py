@@ -419,6 +419,14 @@ GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")
 """GPUs whose FLOP/s and bandwidths `planning.hardware` knows, for dry runs."""
 
 
+def unknown_gpu(flag: str, name: str) -> FlagError:
+    """Return the error about a flag with the name of a GPU that no plan knows."""
+    rule = f"must be one of {', '.join(GPU_NAMES)}, or a file .json that `tools/doctor.py --json`"
+    # Others write 8xH100, H100-80GB or h100_sxm.
+    near = next((known for known in GPU_NAMES if known.lower() in name.lower()), None)
+    return FlagError(flag, name, f"{rule} wrote", f"did you mean {near}?" if near else "")
+
+
 @dataclass(frozen=True)
 class PlanningConfig(UsersOwn):
     """Flags of ``--dry-run``, which checks a run and estimates memory, communication and time."""
@@ -446,9 +454,4 @@ class PlanningConfig(UsersOwn):
         gpu = self.dry_run_gpu
         names = [name.lower() for name in GPU_NAMES]
         if gpu is not None and not gpu.endswith(".json") and gpu.lower() not in names:
-            yield FlagError(
-                "--dry-run-gpu",
-                self.dry_run_gpu,
-                f"must be one of {', '.join(GPU_NAMES)}, or a file .json that `tools/doctor.py "
-                "--json` wrote",
-            )
+            yield unknown_gpu("--dry-run-gpu", gpu)

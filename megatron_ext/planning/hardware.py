@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+from megatron_ext.config.output import unknown_gpu
 from megatron_ext.device.gpus import GB, GPUS, Gpu, Measured
 from megatron_ext.disk.reading import UnreadableFile, read_json
 from megatron_ext.errors import ConfigError
@@ -40,12 +41,7 @@ def gpu_named(name: str, flag: str = "--dry-run-gpu") -> Gpu:
     if not name.endswith(".json"):
         listed = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())
         if listed is None:
-            raise ConfigError.about(
-                flag,
-                name,
-                f"must be one of {', '.join(GPUS)}, or a file .json that `tools/doctor.py "
-                "--json` wrote",
-            )
+            raise ConfigError(unknown_gpu(flag, name))
         return listed
     rated = [gpu for gpu in _read_gpus(name, flag) if isinstance(gpu.get("rates"), dict)]
     if not rated:

@@ -8,6 +8,7 @@ node.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -28,10 +29,16 @@ from torch.distributed.run import main as torchrun
 
 from megatron_ext.disk.host_folder import exit_codes_left, shared_host_folder
 from megatron_ext.disk.writing import write_text
-from megatron_ext.errors import EXIT_CODE_NOT_SAVED, STOP_SIGNALS, ignore_stop_signals
+from megatron_ext.errors import (
+    EXIT_CODE_NOT_SAVED,
+    STOP_SIGNALS,
+    ignore_stop_signals,
+    tell_errors,
+)
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_RESIZED,
     EXIT_CODE_SIGNAL,
+    EXIT_CODE_USER_ERROR,
     FOLDER_VARIABLE,
     FOLLOWS,
     code_of,
@@ -106,5 +113,18 @@ def _ended_ranks(folder: Path | None) -> Iterator[set[int]]:
         raise
 
 
+def main(words: Sequence[str]) -> int:
+    """Run torchrun as `run_torchrun` does, unless it would take a command for a file."""
+    options = get_args_parser().parse_args([*words])
+    program = options.training_script
+    runs_python = not (options.no_python or options.module)
+    if runs_python and not os.path.exists(program) and shutil.which(program) is not None:
+        tell_errors(
+            [f"`{program}` is a command, not a file of Python; give `--no-python` before it."]
+        )
+        return EXIT_CODE_USER_ERROR
+    return run_torchrun(words)
+
+
 if __name__ == "__main__":
-    sys.exit(run_torchrun(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -155,3 +155,13 @@ def test_an_update_moves_weights_state_and_averages(kind: str, half: bool) -> No
         per_weight += 4 + (4 if half else 0)
         moved += 2 * 300
     assert work.num_bytes == per_weight * 1000 + moved
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("8xH100", "H100"), ("A100-80GB", "A100"), ("h200_sxm", "H200"), ("V100", "")],
+)
+def test_other_names_of_a_gpu_lead_to_the_one_that_is_known(name: str, near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        gpu_named(name, "--gpu")
+    assert str(caught.value).endswith(f"; did you mean {near}?" if near else "wrote.")

@@ -130,3 +130,15 @@ def test_a_run_that_ends_well_leaves_no_code(
     assert module.run_torchrun(["--standalone", "train.py"]) == 0
     assert given[-2:] == ["--standalone", "train.py"]
     assert not (tmp_path / "codes").exists()
+
+
+def test_a_command_in_the_place_of_a_file_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "run_torchrun", lambda words: 7)
+    assert module.main(["--nproc-per-node", "2", "ls", "--lr", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "error: `ls` is a command, not a file of Python; give `--no-python` before it.\n"
+    )
+    for words in (["--no-python", "ls"], ["-m", "ls"], [__file__]):
+        assert module.main(words) == 7
