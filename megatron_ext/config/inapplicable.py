@@ -107,6 +107,17 @@ def beside(other: str, flags: str, reason: str = "") -> Inapplicable:
     return Inapplicable(flags, reason, says=says, holds=condition.is_met)
 
 
+def longer_than_run(flag: str, says: str = "has no effect: the run ends before") -> Inapplicable:
+    """Return an entry that says that ``flag``, an interval of steps, is longer than the run."""
+    field = flag.replace("-", "_")
+
+    def holds(values: Values) -> bool:
+        steps = values["train_iters"]
+        return steps is not None and values[field] is not None and steps < values[field]
+
+    return Inapplicable(flag, says=says, holds=holds)
+
+
 class _Condition:
     """A condition on the values of a run, read from words.
 
@@ -285,6 +296,8 @@ ENGINE = (
     without("--recompute-granularity selective", "recompute-modules"),
     without("--fp16", "loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis"),
     without("--exit-signal-handler", "exit-signal"),
+    longer_than_run("log-layer-norms-interval"),
+    longer_than_run("log-interval", "reports no step but the first: the run ends before"),
     without("--on-spike", "spike-window spike-factor"),
     without("--profile", "profile-step-start profile-step-end profile-ranks"),
     without("--optimizer sgd", "sgd-momentum"),

@@ -259,12 +259,19 @@ NOTES = {
     "--profile --profile-step-start 12": "`--profile` records nothing: the run has 12 steps, and",
     "--early-stop-patience 3 --eval-iters 1 --eval-interval 4":
         "`--early-stop-patience` (3) never ends the run: its 12 steps have 3 evaluations",
+    "--log-interval 13": "`--log-interval` reports no step but the first: the run ends before",
+    "--log-layer-norms-interval 13":
+        "`--log-layer-norms-interval` has no effect: the run ends before",
+    "--sample-interval 13 --sample-texts a --save s":
+        "`--sample-interval` has no effect: the run ends before",
 }  # fmt: skip
 FOLLOWED = [
     "--eval-iters 2 --split 98,2,0",
     "--lora-rank 2 --pretrained-checkpoint x",
     "--profile --profile-step-start 11",
     "--early-stop-patience 2 --eval-iters 1 --eval-interval 4",
+    "--log-interval 12 --log-layer-norms-interval 12",
+    "--sample-interval 12 --sample-texts a --save s",
 ]
 
 
@@ -275,5 +282,11 @@ def test_flags_from_which_nothing_follows_are_told(flags: str) -> None:
 
 @pytest.mark.parametrize("flags", FOLLOWED)
 def test_flags_that_do_something_are_not(flags: str) -> None:
-    told = (" records nothing", " never ends", " beside random weights", "leaves no documents")
+    told = (
+        " records nothing",
+        " never ends",
+        " beside random weights",
+        "leaves no documents",
+        "before",
+    )
     assert not [note for note in parsed(f"{DATA} {flags}").notes if any(x in note for x in told)]

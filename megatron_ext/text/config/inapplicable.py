@@ -8,6 +8,7 @@ from megatron_ext.config.inapplicable import (
     Inapplicable,
     Values,
     beside,
+    longer_than_run,
     names_of,
     on_cpu,
     without,
@@ -78,6 +79,7 @@ _with_direct = partial(
 TEXT_FLAGS = (
     NO_VALIDATION,
     without("--sample-interval", "sample-new-tokens"),
+    longer_than_run("sample-interval"),
     WITHOUT_SFT,
     Inapplicable(
         "train-epochs",

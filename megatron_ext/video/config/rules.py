@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from megatron_ext.config.flags import changed, changed_fields, default_of, flags_of, spelling_of
-from megatron_ext.config.inapplicable import Inapplicable, names_of
+from megatron_ext.config.inapplicable import Inapplicable, longer_than_run, names_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.config.rules.optimizer import target_errors
@@ -104,8 +104,9 @@ UNUSED = (
         "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
         "blocks are dealt to stages by their cost",
     ),
+    longer_than_run("sample-interval"),
 )
-"""General training flags that a video run refuses, since it would ignore them, with the reasons."""
+"""Flags that a video run refuses, since it would ignore them, or of which nothing follows."""
 
 UNUSED_IN_FLOW = (*UNUSED, _unused(names_of(LoraConfig), "its layers take no adapters"))
 
