@@ -422,6 +422,19 @@ def _wrong_number(flag: Flag, named: str, words: Sequence[str]) -> FlagError:
     return FlagError(named, None, rule, remedy)
 
 
+def blend_in_one_word(named: str, words: Sequence[str]) -> FlagError | None:
+    """Return the error about data and its weights in one word, as quotes make it; None for none."""
+    for word in words:
+        weight, *rest = word.split() or [""]
+        if rest and re.fullmatch(r"[\d.]+(e-?\d+)?", weight):
+            rule = "is one word, but each weight and each path is a word of its own"
+            shown = ", ".join([weight, *rest])
+            return FlagError(
+                named, word, rule, f"leave the quotes out, or in a file write [{shown}]"
+            )
+    return None
+
+
 def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
     """Convert a value from a YAML file to a flag's value; raise a ConfigError if it does not fit.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megatron_ext.config.sections import blend_in_one_word
 from megatron_ext.disk.reading import UnreadableFile, is_count, read_json, read_text
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.config import DataConfig, is_number
@@ -39,10 +40,12 @@ def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
     """Parse a flag's value: prefixes, or alternating weights and prefixes, as Megatron-LM does.
 
     ``words`` are the words of the value; return None if there are none. Raise a DataError, which
-    names ``flag``, for bad weights or a mix of both forms.
+    names ``flag``, for bad weights, a mix of both forms, or both in one word.
     """
     if not words:
         return None
+    if (error := blend_in_one_word(flag, words)) is not None:
+        raise DataError(error)
     weighted = len(words) % 2 == 0 and all(map(is_number, words[::2]))
     if not weighted and any(map(is_number, words)):
         raise DataError.about(

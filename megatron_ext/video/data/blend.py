@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megatron_ext.config.sections import blend_in_one_word
 from megatron_ext.errors import ConfigError
 
 
@@ -48,6 +49,8 @@ def blend_of(words: Sequence[str], flag: str = "--video-data-path") -> Blend:
     Paths may be repeated. ConfigError is raised for bad weights, and if only some paths have a
     weight.
     """
+    if (error := blend_in_one_word(flag, words)) is not None:
+        raise ConfigError(error)
     numbers = [_number(word) for word in words]
     if len(words) == 1 or not any(x is not None for x in numbers):
         paths = tuple(dict.fromkeys(words))

@@ -260,6 +260,10 @@ def test_blends_that_cannot_be_meant_are_refused() -> None:
     ):
         with pytest.raises(DataError, match=rule):
             read_blend(DataConfig(data_path=words.split()))
+    with pytest.raises(
+        DataError, match=r"\(0.3 a 0.7 b\) is one word, .* in a file write \[0.3, a,"
+    ):
+        read_blend(DataConfig(data_path=["0.3 a 0.7 b"]))
 
 
 def test_each_dataset_of_several_splits_is_named_once() -> None:

@@ -54,6 +54,12 @@ def test_bad_blends(words: str, sentence: str) -> None:
         blend_of(words.split())
 
 
+def test_a_blend_in_one_word_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"\(1 a 2 b\) is one word, but each weight and each"):
+        blend_of(["1 a 2 b"])
+    assert blend_of(["my clips/2024 a"]).paths == ("my clips/2024 a",)
+
+
 def joined(root: Path, words: str, plan: str | None = None) -> JoinedVideos:
     blend = blend_of([x if x[0].isdigit() else str(root / x) for x in words.split()])
     parsed = None if plan is None else parse_plan(plan)
