@@ -62,6 +62,8 @@ TRAINER_NAMES = {
     "per-device-train-batch-size": "--micro-batch-size",
     "gradient-accumulation-steps": "--global-batch-size",
     "gradient-checkpointing": "--recompute-granularity",
+    "activation-checkpointing": "--recompute-granularity",
+    "gradient-accumulation": "--global-batch-size",
     "max-grad-norm": "--clip-grad",
     "warmup-steps": "--lr-warmup-iters",
     "warmup-ratio": "--lr-warmup-fraction",
