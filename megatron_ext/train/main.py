@@ -178,7 +178,8 @@ def main(
             config, assets = preflight(parsed.config, task.preflight)
         configure = partial(_resized, config, task, partial(parse, device=device.kind))
         supervision = supervision_of(config)
-        alone = "RANK" not in os.environ and not config.planning.dry_run
+        trains_here = work is None and not config.planning.dry_run
+        alone = trains_here and "RANK" not in os.environ
         is_one_of_many = alone and not os.environ.keys().isdisjoint(SCHEDULED)
         apart = notes_on_nodes() if is_one_of_many else []
         silence_known_warnings(device.kind)
