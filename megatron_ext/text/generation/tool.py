@@ -73,8 +73,9 @@ def model_defaults(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the flag defaults, by name, that follow from the model of ``--load`` or ``--load-hf``.
 
-    Also return a list of sentences for the user, on switches that permit untrusted code to run:
-    those that the checkpoint's run had on are off unless given again. ``program`` is the task that
+    Also return a list of sentences for the user: on switches that permit untrusted code to run,
+    since those that the checkpoint's run had on are off unless given again, and on plain prompts
+    for a model of conversations. ``program`` is the task that
     defines the flags in ``argv``, ``tool`` the name of the program, for errors.
 
     Raises:
@@ -106,6 +107,12 @@ def model_defaults(
         return {**defaults, "seq_length": source.fields["max_position_embeddings"]}, []
     stored = read_run_config(Path(load), given.get("ckpt_step"))
     notes = withheld_notes(stored, program.sections, reading.given)
+    asks_plainly = GenerationConfig in program.sections and "chat" not in reading.given
+    if asks_plainly and stored.get("sft", {}).get("sft"):
+        notes.append(
+            "The checkpoint was fine-tuned on conversations, but prompts are continued as plain "
+            "texts; `--chat` asks them as a user's messages."
+        )
     stored = described(stored, program.sections)
     return {**defaults, **_stored_model(stored, program, load), "finetune": True}, notes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shlex
 import textwrap
 from collections.abc import Collection
@@ -77,7 +78,26 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
 
         path = Path(config.checkpoint.save) / CONFIGURATION_FILE
         where = f"the whole configuration is in {path}"
-    return [*lines, f"> {where}"]
+    return [*lines, f"> {where}", *_busy(config)]
+
+
+def _busy(config: RunConfig) -> list[str]:
+    """Return a line if other programs take processors that a rank's own threads would need.
+
+    OpenMP's threads wait for each other in a loop, so that one of them without a processor stops
+    all; a step then takes up to 40 times as long.
+    """
+    cores = os.cpu_count() or 1
+    threads = cores // config.parallel.nproc_per_node
+    if config.device != "cpu" or threads < 2 or "OMP_NUM_THREADS" in os.environ:
+        return []
+    load = os.getloadavg()[0]
+    if load < cores:
+        return []
+    return [
+        f"> this machine is busy (load {load:.1f} on {cores} processors), and a rank's {threads} "
+        "threads wait for each other; `OMP_NUM_THREADS=1` before the command may be much faster"
+    ]
 
 
 def _as_flag(section: Any, field: str) -> str:

@@ -81,6 +81,18 @@ def test_rows_of_a_file_get_completions_in_their_order(
         assert row["finish_reason"] in ("length", "eos")
 
 
+def test_plain_prompts_for_a_model_of_conversations_are_told(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = tool.read_run_config(root)
+    for sft, words, count in ((True, [], 1), (True, ["--chat"], 0), (False, [], 0)):
+        content = {**stored, "sft": {**stored.get("sft", {}), "sft": sft}}
+        monkeypatch.setattr(tool, "read_run_config", lambda *_, content=content: content)
+        given = ["--load", str(root), "--prompt", "a", *words]
+        _, notes = tool.model_defaults(given, tool.GENERATION, "tools/generate_text.py")
+        assert len([note for note in notes if "`--chat`" in note]) == count
+
+
 def test_messages_go_through_the_chat_template_and_stop_strings_end_texts(
     source: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

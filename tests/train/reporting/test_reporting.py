@@ -592,6 +592,22 @@ def test_steps_whose_data_decides_their_size_say_so() -> None:
     assert "16 to 64 samples in a step: 4 micro-batches × micro-batch size 2 to 8 × " in lines[1]
 
 
+@pytest.mark.parametrize(
+    ("load", "ranks", "threads", "is_told"),
+    [(4.5, 1, None, True), (3.5, 1, None, False), (4.5, 1, "1", False), (4.5, 4, None, False)],
+)
+def test_the_first_lines_tell_of_threads_that_will_wait_for_processors(
+    load: float, ranks: int, threads: str | None, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of([*FLAGS, "--nproc-per-node", str(ranks)], ranks=ranks)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert ("busy (load 4.5 on 4 processors)" in start_lines(config, set())[-1]) == is_told
+
+
 def test_the_first_lines_name_experts_and_samples_and_quote_words(tmp_path: Path) -> None:
     more = "--num-experts 4 --expert-model-parallel-size 2 --train-samples 32 --no-load-optim"
     more += " --no-calculate-per-token-loss"
