@@ -165,6 +165,10 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
             continue
         if key in _OF_WINDOWS and raw.get("use_sliding_window") is False:
             continue
+        # All layers see the whole sequence, as they do without the entry.
+        is_list = key == "layer_types" and isinstance(value, list)
+        if is_list and all(kind == "full_attention" for kind in value):
+            continue
         # A switch that transformers does not know, and that is off, asks for nothing.
         if key not in usual and value in (None, False):
             continue
