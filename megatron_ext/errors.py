@@ -331,6 +331,25 @@ def tell_errors(sentences: Iterable[str]) -> None:
         say_to_stderr(f"error: {sentence}")
 
 
+def did_you_mean(
+    word: str,
+    known: Iterable[str],
+    *,
+    count: int = 1,
+    cutoff: float = 0.6,
+    shown: Callable[[str], str] = str,
+) -> str:
+    """Return a question with the names in ``known`` that resemble ``word`` most; "" if none does.
+
+    There are at most ``count`` of them, each as similar as difflib's ``cutoff`` asks (from 0 to 1),
+    and as ``shown`` returns it.
+    """
+    import difflib
+
+    near = difflib.get_close_matches(word, list(known), count, cutoff)
+    return f"did you mean {' or '.join(map(shown, near))}?" if near else ""
+
+
 def terminal_width() -> int:
     """Return the columns of a terminal's lines: `WIDEST_LINE`, or fewer if it is narrower."""
     return min(WIDEST_LINE, shutil.get_terminal_size((WIDEST_LINE, 24)).columns)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config import sections
 from megatron_ext.config.inapplicable import Inapplicable, answer_to, by_flag
 from megatron_ext.disk.reading import UnreadableFile, read_yaml
-from megatron_ext.errors import ConfigError, FlagError
+from megatron_ext.errors import ConfigError, FlagError, did_you_mean
 
 if TYPE_CHECKING:
     from megatron_ext.config.flags import Flag
@@ -339,8 +339,7 @@ def _remedy(path: str) -> str:
         names = os.listdir(folder or ".")
     except OSError:
         return f"{folder} is no folder, seen from {os.getcwd()}"
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {os.path.join(folder, near[0])}?" if near else ""
+    return did_you_mean(name, names, shown=functools.partial(os.path.join, folder))
 
 
 def _value_of(entry: Entry | None) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 
-from megatron_ext.errors import FlagError, tell_errors
+from megatron_ext.errors import FlagError, did_you_mean, tell_errors
 
 
 def own_options(
@@ -21,12 +20,8 @@ def own_options(
     words = list(argv[len(own) + 1 :])
     if unknown and "--" not in argv and unknown[0].startswith("--"):
         known = [name for action in parser._actions for name in action.option_strings]
-        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.8)
-        remedy = (
-            f"did you mean `{near[0]}`?"
-            if near
-            else f"flags of a run follow `--`: {parser.prog} OPTIONS -- {' '.join(unknown[:2])}"
-        )
+        way = f"flags of a run follow `--`: {parser.prog} OPTIONS -- {' '.join(unknown[:2])}"
+        remedy = did_you_mean(unknown[0], known, cutoff=0.8, shown="`{}`".format) or way
         tell_errors([FlagError(unknown[0], None, f"is no option of {parser.prog}", remedy)])
         raise SystemExit(2)
     if unknown:

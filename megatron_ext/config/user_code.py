@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, did_you_mean
 
 
 def load_object(flag: str, spec: str, kind: str) -> Any:
@@ -29,7 +27,8 @@ def load_object(flag: str, spec: str, kind: str) -> Any:
     place, name = _parts(flag, spec, kind)
     module = _module(flag, spec, place)
     if not hasattr(module, name):
-        remedy = _names_like(name, module) or f"name {kind} that is in {place}"
+        classes = [x for x, value in vars(module).items() if isinstance(value, type)]
+        remedy = did_you_mean(name, classes, count=2) or f"name {kind} that is in {place}"
         raise ConfigError.about(flag, spec, f"names nothing: {place} has no {name}", remedy)
     return getattr(module, name)
 
@@ -56,13 +55,6 @@ def _parts(flag: str, spec: str, kind: str) -> tuple[str, str]:
     if not place or not name:
         raise ConfigError.about(flag, spec, "must be module:Class or file.py:Class", f"name {kind}")
     return place, name
-
-
-def _names_like(name: str, module: ModuleType) -> str:
-    """Return a question with the classes of a module whose names resemble ``name``; "" if none."""
-    classes = [x for x, value in vars(module).items() if isinstance(value, type)]
-    near = difflib.get_close_matches(name, classes, n=2)
-    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def _module(flag: str, spec: str, place: str) -> Any:
@@ -115,8 +107,7 @@ def split_options(
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not equals or name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
+            advice = did_you_mean(name, names) or f"it has {', '.join(names) or 'none'}"
             rule = f"must be FIELD=VALUE of {spec}"
             raise ConfigError.about(flag, argument, rule, advice)
         yield argument, name, text

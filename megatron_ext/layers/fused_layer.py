@@ -30,7 +30,8 @@ def projected(
     linear = attention.linear_qkv
     interleaved = attention.config.rotary_interleaved
     # Without its bias, which `queries_keys_values` adds.
-    before, linear.skip_bias_add = linear.skip_bias_add, True
+    before = linear.skip_bias_add
+    linear.skip_bias_add = True
     try:
         wide, bias = linear(hidden)
     finally:

@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_ext.config.flags import COUNT, NATURAL
+from megatron_ext.config.tool_options import own_options
 from megatron_ext.errors import MegatronExtError, tell_errors
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.task import later
@@ -66,14 +67,10 @@ def main(argv: Sequence[str]) -> int:
 
 def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the tool's own options, and the flags of the run; without ``--`` all are the run's."""
-    own: list[str] = []
-    words = list(argv)
-    if "--" in words:
-        end = words.index("--")
-        own = words[:end]
-        words = words[end + 1 :]
-    elif not words or words[0] in ("-h", "--help"):
-        own = ["--help"]
+    if not argv:
+        argv = ["--help"]
+    elif "--" not in argv and argv[0] not in ("-h", "--help"):
+        argv = ["--", *argv]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,4 +93,4 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--strict", action="store_true", help="exit code 1 where there is a warning"
     )
-    return parser.parse_args(own), words
+    return own_options(parser, argv)

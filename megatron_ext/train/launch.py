@@ -484,6 +484,14 @@ def _forked(
         yield
 
 
+def threads_of_rank(num_ranks: int) -> int:
+    """Return the number of threads that each of ``num_ranks`` ranks on this machine computes with.
+
+    This holds on CPUs unless OMP_NUM_THREADS says otherwise.
+    """
+    return max(1, (os.cpu_count() or 1) // num_ranks)
+
+
 def _child(
     main: Main, environment: Mapping[str, str], parent: int, forwarder: SignalForwarder
 ) -> None:
@@ -496,8 +504,7 @@ def _child(
         forwarder.restore()
         os.environ.update(environment)
         if "OMP_NUM_THREADS" not in os.environ:
-            world_size = int(environment["WORLD_SIZE"])
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+            torch.set_num_threads(threads_of_rank(int(environment["WORLD_SIZE"])))
         release_signals()
         code = run_rank(main)
     except KeyboardInterrupt:

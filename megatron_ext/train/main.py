@@ -179,9 +179,8 @@ def main(
         configure = partial(_resized, config, task, partial(parse, device=device.kind))
         supervision = supervision_of(config)
         trains_here = work is None and not config.planning.dry_run
-        alone = trains_here and "RANK" not in os.environ
-        is_one_of_many = alone and not os.environ.keys().isdisjoint(SCHEDULED)
-        apart = notes_on_nodes() if is_one_of_many else []
+        may_be_apart = "RANK" not in os.environ and not SCHEDULED.keys().isdisjoint(os.environ)
+        apart = notes_on_nodes() if trains_here and may_be_apart else []
         silence_known_warnings(device.kind)
         loading = load_notes(config.checkpoint) if config.checkpoint.is_used else []
         every = (*notes, *parsed.notes, *apart, *supervision.notes(), *staged, *loading)

@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from megatron_ext.text.convert.config import _DESCRIBING, read_model
+from megatron_ext.text.convert.config import DESCRIBING, read_model
 from tests.intake.judge import Heard
 from tests.text.convert.models import MODELS, SIZES
 
@@ -37,5 +37,5 @@ def hear(content: Any, folder: Path) -> Heard:
     model = read_model(folder)
     # Each published folder has such entries, which do not describe the network. The number format
     # and the special tokens of a run are those of its flags and its tokenizer.
-    describing = {key: value for key, value in content.items() if key in _DESCRIBING}
+    describing = {key: value for key, value in content.items() if key in DESCRIBING}
     return Heard((model.fields, model.vocab_size, describing), "\n".join(model.notes()))

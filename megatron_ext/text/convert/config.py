@@ -161,7 +161,7 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
     ignored = list(settings.ignored)
     for key, value in raw.items():
         name = aliases.get(key, key)
-        if key in _DESCRIBING or (key == "rope_scaling" and _is_taken_over(value, settings)):
+        if key in DESCRIBING or (key == "rope_scaling" and _is_taken_over(value, settings)):
             continue
         if key in _OF_WINDOWS and raw.get("use_sliding_window") is False:
             continue
@@ -198,7 +198,7 @@ def _is_taken_over(scaling: Any, settings: Settings) -> bool:
 
 
 _NOTHING = object()
-_DESCRIBING = tuple(
+DESCRIBING = tuple(
     "model_type architectures quantization_config transformers_version torch_dtype dtype "
     "transformers.js_config is_llama_config task_specific_params use_cache cache_implementation "
     "n_ctx bos_token_id eos_token_id pad_token_id".split()

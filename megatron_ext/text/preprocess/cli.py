@@ -1,7 +1,6 @@
 """The command line of tools/preprocess_data.py: Megatron-LM's flags, and our own."""
 
 import argparse
-import difflib
 import signal
 from collections.abc import Sequence
 from functools import partial
@@ -9,7 +8,7 @@ from typing import NoReturn
 
 from megatron_ext.config.flags import Flag, changed_fields, flags_of, spelling_of
 from megatron_ext.config.inapplicable import Inapplicable, by_flag
-from megatron_ext.errors import ConfigError, interrupt_once, say_to_stderr
+from megatron_ext.errors import ConfigError, did_you_mean, interrupt_once, say_to_stderr
 from megatron_ext.text.config.inapplicable import ALWAYS_FAST, TOKENIZER_FLAGS, WITHOUT_SFT
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.preprocess.options import (
@@ -141,8 +140,7 @@ def _about_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> l
     options = [option for action in parser._actions for option in action.option_strings]
     wrong = []
     for flag in unknown:
-        near = difflib.get_close_matches(flag, options, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else "see --help."
+        hint = did_you_mean(flag, options, shown="`{}`".format) or "see --help."
         kind = "flag" if flag.startswith("-") else "argument"
         wrong.append(f"Unknown {kind} `{flag}`; {hint}")
     return wrong

@@ -4,12 +4,11 @@ Importing this package loads no tokenizer library. Building a tokenizer loads on
 and torch only for Hugging Face classes that transformers must load.
 """
 
-import difflib
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import COUNT, NATURAL, flag
 from megatron_ext.disk.reading import UnreadableFile, read_json_object
-from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError, did_you_mean
 from megatron_ext.text.tokenizers.base import (
     ByteLevelTokenizer,
     NullTokenizer,
@@ -192,8 +191,7 @@ def _known_type(settings: TokenizerConfig) -> str:
             f"--tokenizer-type {kind}", None, "is not supported here", _NOT_HERE[kind]
         )
     if kind not in TOKENIZER_TYPES:
-        near = difflib.get_close_matches(kind, TOKENIZER_TYPES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"give one of {names}"
+        hint = did_you_mean(kind, TOKENIZER_TYPES) or f"give one of {names}"
         raise ConfigError.about("--tokenizer-type", kind, "is unknown", hint)
     if settings.vocab_extra_ids:
         raise ConfigError.about(

@@ -17,6 +17,7 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import TE_IMPL, Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.sdpa import flash_3_in_use
+from megatron_ext.train.launch import threads_of_rank
 
 STARTED = "> starting"
 """The beginning of the first line of a run that has passed all checks."""
@@ -88,7 +89,7 @@ def _busy(config: RunConfig) -> list[str]:
     all; a step then takes up to 40 times as long.
     """
     cores = os.cpu_count() or 1
-    threads = cores // config.parallel.nproc_per_node
+    threads = threads_of_rank(config.parallel.nproc_per_node)
     if config.device != "cpu" or threads < 2 or "OMP_NUM_THREADS" in os.environ:
         return []
     load = os.getloadavg()[0]
