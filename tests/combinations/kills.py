@@ -4,10 +4,11 @@ import json
 import random
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.checkpoint.files import folder_of
 from megatron_ext.checkpoint.run_record import RECORD
 from megatron_ext.disk.events import EVENTS_FILE, read_events
 from megatron_ext.extras.chaos.inject import Fault, record_file
@@ -66,9 +67,25 @@ def _untold(records: Path, killed: Path) -> Iterator[str]:
 
 def _left(undisturbed: Path, killed: Path) -> Iterator[str]:
     before, after = ({path.name for path in x.iterdir()} for x in (undisturbed, killed))
-    for name in sorted(after - before):
+    expected = {folder_of(killed, made_up).name for made_up in _made_up(before - after, killed)}
+    for name in sorted(after - before - expected):
         if not _LEFT_BY_FAULTS.fullmatch(name):
             yield f"{name} is left in the save folder"
+
+
+def _made_up(lost: Collection[str], killed: Path) -> Iterator[int]:
+    """Yield the iteration of the save that makes up for a lost one, if there is such a save.
+
+    A run that goes on from a snapshot saves at once if the kill has interrupted an earlier save.
+
+    Args:
+        lost: names in the undisturbed run's save folder that the killed run's folder lacks.
+        killed: the save folder of the run that was killed.
+    """
+    source, restored = restart_of(killed)
+    earlier = {folder_of(killed, iteration).name for iteration in range(restored)}
+    if source in ("memory", "peer") and earlier & set(lost):
+        yield restored
 
 
 def restart_of(killed: Path) -> tuple[str, int]:

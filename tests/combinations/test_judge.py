@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.checkpoint.files import folder_of
 from megatron_ext.disk import events
 from megatron_ext.disk import host_folder as host
 from megatron_ext.extras.chaos import inject
@@ -105,7 +106,6 @@ def _killed(
     rank: int = 1,
     kind: str = "fault",
     left: str = "faults.jsonl",
-    restored: int = 0,
 ) -> Main:
     """Return a program that behaves like a run whose rank 1 is killed where a fault is injected."""
 
@@ -115,7 +115,7 @@ def _killed(
         code, folder = _train(words, loss), Path(words[words.index("--save") + 1])
         (folder / left).touch()
         events.append_event(folder, kind, rank=rank, cause="SIGKILL")
-        events.append_event(folder, "restart", restored_from="memory", restored_iteration=restored)
+        events.append_event(folder, "restart", restored_from="memory", restored_iteration=0)
         records = Path(json.loads(os.environ[inject.VARIABLE])["folder"])
         inject.record_file(records, 0).write_text('{"rank": 1}')
         return code
@@ -141,6 +141,36 @@ def test_a_run_that_is_killed_tells_it_and_ends_alike(
     verdict = judge(Case(1, "gpt", judges=("kill",)), tmp_path, tmp_path, limit=5.0)
     assert verdict.kind == kind and text in verdict.text
     assert verdict.compared == (["kill, restarted from memory"] if kind == "trained" else [])
+
+
+@pytest.mark.parametrize(
+    ("undisturbed", "killed", "source", "left"),
+    [
+        ((2, 4), (3, 4), "memory", []),
+        ((2, 4), (3, 4), "peer", []),
+        ((2, 4), (2, 3, 4), "memory", [3]),
+        ((4,), (3, 4), "memory", [3]),
+        ((2, 4), (1, 4), "memory", [1]),
+        ((2, 4), (3, 4), "checkpoint", [3]),
+    ],
+)
+def test_only_a_save_that_makes_up_for_a_lost_one_may_be_of_another_step(
+    tmp_path: Path,
+    undisturbed: tuple[int, ...],
+    killed: tuple[int, ...],
+    source: str,
+    left: list[int],
+) -> None:
+    folders = [tmp_path / name for name in ("faults", "a", "k")]
+    for folder, saved in zip(folders, ((), undisturbed, killed), strict=True):
+        folder.mkdir()
+        for iteration in saved:
+            folder_of(folder, iteration).mkdir()
+    inject.record_file(folders[0], 0).write_text('{"rank": 0}')
+    events.append_event(folders[2], "fault", rank=0, cause="SIGKILL")
+    events.append_event(folders[2], "restart", restored_from=source, restored_iteration=3)
+    told = [f"iter_{iteration:07d} is left in the save folder" for iteration in left]
+    assert kills.problems(*folders) == told
 
 
 @pytest.mark.parametrize(
