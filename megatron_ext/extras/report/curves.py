@@ -24,6 +24,8 @@ MAX_CURVES = 200
 """Largest number of curves that a page shows of a run."""
 TRAINED = "training"
 """The source of values that a run logs while it trains; other sources are splits of evaluations."""
+LAYERS = "layers"
+"""The source of parameter norms, whose names say all."""
 LOSS, PARTS, MEMORY = "Loss", "Parts of a step in seconds", "Memory in GB"
 _TITLES = {
     "grad_norm": "Gradient norm",
@@ -77,7 +79,7 @@ class Curve:
 
     @property
     def label(self) -> str:
-        return self.name if self.source == TRAINED else f"{self.name}, {self.source}"
+        return self.name if self.source in (TRAINED, LAYERS) else f"{self.name}, {self.source}"
 
     @cached_property
     def facts(self) -> CurveFacts | None:
@@ -161,6 +163,8 @@ def _title(name: str) -> str:
     """Return the title of the panel for a value that is not the main loss."""
     if name.startswith(_MEMORY):
         return MEMORY
+    if name.startswith("norm of layer "):
+        return "Norm of each layer"
     shown = re.sub(r"\d+", "#", text_of(name, 60)).replace("_", " ")
     return _TITLES.get(name) or shown[:1].upper() + shown[1:]
 
