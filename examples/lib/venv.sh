@@ -57,7 +57,7 @@ _make_venv() {
     if [[ ! -x "$PYTHON" ]]; then
         local base
         base="$(_find_python)" || exit 1
-        echo "> making .venv with $("$base" --version) (once)"
+        echo "> making .venv with $("$base" --version) (once: about 2 GB, and some minutes)"
         "$base" -m venv "$folder" || _fail "python -m venv failed; on Debian run 'apt install python3-venv'."
     fi
     # Install torch first: on Linux without a GPU, the CPU build, which is ten times smaller, if its index

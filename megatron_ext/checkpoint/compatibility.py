@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_ext.checkpoint.files import root_of
 from megatron_ext.checkpoint.flat_state import FLAT
 from megatron_ext.checkpoint.state import CRITIC, PREFIX, SHARDING
 from megatron_ext.checkpoint.stored import (
@@ -416,11 +417,17 @@ def check_changes(
             f"{', '.join(schedule)}; `--override-opt-param-scheduler` takes yours."
         )
     elif schedule and with_optimizer and not optimizer.override_opt_param_scheduler:
+        ended = _decay_has_ended(path, RunConfig.from_dict(stored))
         raise CheckpointError(
             f"The learning-rate schedule is not the checkpoint's ({path}), because of "
             f"{', '.join(schedule)}; give the flags of the run that saved it, "
-            "`--use-checkpoint-opt-param-scheduler` to keep its schedule, or "
-            "`--override-opt-param-scheduler` to go on from its rate to the end that yours set."
+            + (
+                "or, since its rate has come down to `--min-lr` and would stay there, `--finetune` "
+                "for a schedule that starts anew."
+                if ended
+                else "`--use-checkpoint-opt-param-scheduler` to keep its schedule, or "
+                "`--override-opt-param-scheduler` to go on from its rate to the end that yours set."
+            )
         )
     else:
         said = [*said, *(text for text in schedule if text not in said)]
@@ -464,6 +471,19 @@ _PHASES = (
     "lr_wsd_decay_iters lr_wsd_decay_samples"
 )
 _BATCHES = "global_batch_size rampup_batch_size step_batch_size_schedule"
+
+
+def _decay_has_ended(path: Path, saved: RunConfig) -> bool:
+    """Return whether the decay of the learning rate had ended when a checkpoint was saved.
+
+    ``path`` is the checkpoint's folder, ``saved`` the configuration of its run. False, too, where
+    the length of the decay is given in samples.
+    """
+    iteration = root_of(path)[1]
+    end = saved.optimizer.lr_decay_iters or saved.training.train_iters
+    if iteration is None or end is None or saved.optimizer.lr_decay_style == "constant":
+        return False
+    return iteration >= end
 
 
 def _schedule_changes(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:

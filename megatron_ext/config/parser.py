@@ -85,6 +85,7 @@ def parse_args(
     if reading.lacks_file:
         raise ConfigError(reading.errors)
     user_values = reading.values
+    described: Values = {}
     try:
         # The flags choose the task, whose defaults stand below them.
         replaced = _by_section(defaults or {}, program)
@@ -93,7 +94,8 @@ def parse_args(
         )
         layers = [_by_section(task.defaults, program), replaced]
         bare = RunConfig.from_dict(_joined([*layers, user_values]), program.sections)
-        layers.append(_joined([task.described_model(bare)]))
+        described = _joined([task.described_model(bare)])
+        layers.append(described)
         if checkpoint_config is not None:
             stored = sections.described(checkpoint_config, program.sections)
             layers.append(dict(task.stored_model(stored, bare)))
@@ -104,7 +106,8 @@ def parse_args(
         refusals = partial(_refusals, task, sections.all_flags(program), usual)
         config = finalize(bare, task, world_size, device, refusals)
     except ConfigError as error:
-        raise ConfigError([*reading.errors, *reading.causes(error.messages)]) from None
+        messages = _on_described(error.messages, described, user_values)
+        raise ConfigError([*reading.errors, *reading.causes(messages)]) from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         if checkpoint_config is None and not defaults:
             raise
@@ -208,6 +211,33 @@ def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
         for section, entries in layer.items():
             values.setdefault(section, {}).update(entries)
     return values
+
+
+def _on_described(errors: Iterable[str], described: Values, user_values: Values) -> Iterator[str]:
+    """Yield the errors; those about a value that came with a model's files say so.
+
+    Such a value cannot be changed, so its error asks for another value of the flag that it does
+    not go with.
+
+    Args:
+        errors: the sentences about the configuration.
+        described: values that the model's files gave, by section and field.
+        user_values: values that the user gave, which stand above them.
+    """
+    given = {name for section in user_values.values() for name in section}
+    theirs = {
+        f"`--{name.replace('_', '-')}`"
+        for section in described.values()
+        for name in section
+        if name not in given
+    }
+    for error in errors:
+        others = [f"`{name}`" for name in sorted(flags_of(error)) if f"`{name}`" not in theirs]
+        if others and isinstance(error, FlagError) and error.subject in theirs:
+            value = f"{error.value}, which comes with the weights"
+            yield FlagError(error.subject, value, error.rule, f"change {' or '.join(others)}")
+        else:
+            yield error
 
 
 def _by_section(values: Mapping[str, Any], program: Program) -> Values:

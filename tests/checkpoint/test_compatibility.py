@@ -135,6 +135,19 @@ def test_another_schedule_is_refused_by_the_flags_that_changed(
     assert named in kept.partition("not with ")[2] and "goes on with the settings of" in kept
 
 
+def test_a_rate_that_has_come_to_its_end_cannot_go_on(tmp_path: Path) -> None:
+    for iteration, advice in (
+        (12, "and would stay there, `--finetune` for"),
+        (11, "to go on from"),
+    ):
+        path = tmp_path / f"iter_{iteration:07d}"
+        path.mkdir()
+        stored = given("--train-iters 12", ENDLESS).to_dict()
+        how = {"weights_only": False, "with_optimizer": True}
+        with pytest.raises(CheckpointError, match=advice):
+            check_changes(path, given("--train-iters 24", ENDLESS), stored, **how)
+
+
 @pytest.mark.parametrize(
     ("now", "before"),
     [

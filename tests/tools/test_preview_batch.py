@@ -101,7 +101,7 @@ def test_marks_and_counts(sft: list[str], folder: Path, capfd: pytest.CaptureFix
     shown = capfd.readouterr().out
     assert shown.count(MARKED) == 2 and shown.count(MARKED_SUM) == 1
     assert "⟦" not in shown.replace(MARKED, "").replace(MARKED_SUM, "")
-    assert "columns" in shown and f"{folder}/a.jsonl:2" in shown
+    assert "columns" in shown and f"number 2 of {folder}/a.jsonl" in shown
     cells = [re.findall(r"[^│\s]+", text) for text in shown.splitlines() if text[:1] == "│"]
     table = ["1 12 20 37.5 12", "2 21 82 20.4 21", "3 33 102 24.4 33"]
     assert sorted(" ".join(row[1:]) for row in cells[-3:]) == table
@@ -167,7 +167,7 @@ def test_the_page_shows_tokens_and_weights(sft: list[str], folder: Path, tmp_pat
     assert four["data-position"] == "41"
     _, _, weight, _, *lines = four["title"].splitlines()
     assert weight == "weight 1"
-    assert lines == [f"sample 1, {folder}/a.jsonl, conversation 2", "MTP 1: “↵” (198), weight 1"]
+    assert lines == [f"sample 1, number 2 of {folder}/a.jsonl", "MTP 1: “↵” (198), weight 1"]
     assert "<script" not in page and "<b>ok" not in page and not found.addresses
     assert "color-scheme: light dark" in page and "light-dark(" in page
 

@@ -41,7 +41,7 @@ CATEGORIES = {
     "save": "saving",
     "evaluate": "evaluation",
     "start": "starting",
-    "lost": "lost to faults",
+    "lost": "lost steps",
     "restart": "restarting",
     "other": "other",
 }

@@ -166,8 +166,7 @@ class Page:
         ]
         provenance = document.provenance
         if provenance is not None:
-            number = "" if provenance.number is None else f", conversation {provenance.number}"
-            facts.append(f"sample {provenance.sample}, {visible(provenance.source)}{number}")
+            facts.append(visible(str(provenance)))
         if read and owners:
             facts.append(f"context-parallel rank {owners[column]}")
         facts += learns if read else []

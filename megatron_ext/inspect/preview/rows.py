@@ -30,8 +30,8 @@ class Provenance:
     Attributes:
         sample: the sample's number in the split, from 0.
         source: the file that the sample comes from, or the prefix of its dataset.
-        number: for a conversation, its number among the accepted lines of the file, from 1; else
-            None.
+        number: for a conversation, its number among the samples that the file gave, from 1; else
+            None. Rows that were dropped give none, and `--sft-split-turns` makes several of one.
         cut: number of tokens that truncation has removed from the sample.
     """
 
@@ -39,6 +39,10 @@ class Provenance:
     source: str
     number: int | None = None
     cut: int = 0
+
+    def __str__(self) -> str:
+        place = self.source if self.number is None else f"number {self.number} of {self.source}"
+        return f"sample {self.sample}, {place}"
 
 
 @dataclass(frozen=True)

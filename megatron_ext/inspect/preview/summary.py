@@ -128,8 +128,7 @@ def name_of(document: Document) -> str:
     provenance = document.provenance
     if provenance is None:
         return f"document {document.number} of its row"
-    place = f"{provenance.source}, sample {provenance.sample}"
-    return place if provenance.number is None else f"{place}, conversation {provenance.number}"
+    return str(provenance)
 
 
 def warnings_of(steps: Sequence[Step], splitter: SpanSplitter, eod: int) -> list[str]:

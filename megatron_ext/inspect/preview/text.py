@@ -183,8 +183,7 @@ def describe(document: Document) -> str:
     words = [f"document {document.number}"]
     provenance = document.provenance
     if provenance is not None:
-        number = "" if provenance.number is None else f":{provenance.number}"
-        words += [f"sample {provenance.sample}", f"{provenance.source}{number}"]
+        words.append(str(provenance))
     if document.end > document.start:
         first = document.row.positions[document.start]
         last = document.row.positions[document.end - 1]

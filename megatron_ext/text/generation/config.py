@@ -24,7 +24,9 @@ class GenerationConfig(UsersOwn):
     prompt_file: str | None = flag(
         None, "jsonl whose rows hold prompt, or messages with --chat; - is standard input"
     )
-    interactive: bool = flag(False, "read prompts from the terminal, one a line, until its end")
+    interactive: bool = flag(
+        False, "read prompts from the terminal, one a line, until its end; each one starts anew"
+    )
     output_file: str | None = flag(
         None, "jsonl to write: each row of --prompt-file with completion and finish_reason added"
     )

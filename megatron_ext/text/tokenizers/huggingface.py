@@ -242,7 +242,7 @@ def local_folder(name: str) -> Path | None:
             "--tokenizer-model",
             name,
             "does not exist",
-            "give a folder with tokenizer.json, or a name on the Hugging Face hub",
+            "give a folder with tokenizer.json here, or, if it has moved, where it is now",
         )
     return None
 

@@ -57,7 +57,7 @@ def test_the_page_of_a_faulty_run_tells_its_story(tmp_path: Path) -> None:
         "3 faults were seen, all of them survived; 7 steps were done again (rank 2: SIGKILL at "
         "iteration 143; rank 0: hang at iteration 217; rank 3: exception at iteration 305).",
         "The newest whole checkpoint is of iteration 400.",
-        "Goodput 90.1% of 7 min 15 s; the largest losses: lost to faults 9.21 s (2.1%), ",
+        "Goodput 90.1% of 7 min 15 s; the largest losses: lost steps 9.21 s (2.1%), ",
         "iteration 142 (memory)",
         "backward of micro-batch 3, stage 1",
         "samples: 2960, 2961, 2962",

@@ -111,7 +111,7 @@ def test_a_sentence_names_the_three_largest_losses() -> None:
     lost = {"lost": 8.0, "data": 5.0, "save": 4.0, "start": 3.0}
     goodput = Goodput([Interval(0.0, 100.0, {"computing": 80.0, **lost}, 1)], [(0.0, 100.0)])
     assert goodput.sentence() == (
-        "goodput 80.0% of 1 min 40 s; the largest losses: lost to faults 8.00 s (8.0%), waiting "
+        "goodput 80.0% of 1 min 40 s; the largest losses: lost steps 8.00 s (8.0%), waiting "
         "for data 5.00 s (5.0%), saving 4.00 s (4.0%)"
     )
 

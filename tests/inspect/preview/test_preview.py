@@ -268,7 +268,7 @@ def test_good_rows_raise_no_suspicion(splitter: SpanSplitter) -> None:
 
 def test_a_conversation_without_trained_tokens(splitter: SpanSplitter) -> None:
     (sentence,) = found(splitter, packed([GOOD, ([5, 6, 7], [0, 0])], 8))
-    said = "1 conversations have no trained token (the first: a.jsonl, sample 1, conversation 2)"
+    said = "1 conversations have no trained token (the first: sample 1, number 2 of a.jsonl)"
     assert sentence.startswith(said)
 
 
@@ -326,14 +326,15 @@ def test_rows_and_documents_are_described_by_their_numbers() -> None:
     row.sample_provenance[1] = Provenance(1, "b.jsonl", None, 6)
     first, second = documents_of(row, EOD)
     assert describe(first) == (
-        "document 1 · sample 0 · a.jsonl:1 · columns 0–1, positions 0–1 · 1 of 2 trained, weight 1"
+        "document 1 · sample 0, number 1 of a.jsonl · columns 0–1, positions 0–1 "
+        "· 1 of 2 trained, weight 1"
     )
     assert describe(second) == (
-        "document 2 · sample 1 · b.jsonl · columns 2–4, positions 0–2 · 2 of 3 trained, weight 1.5 "
+        "document 2 · sample 1, b.jsonl · columns 2–4, positions 0–2 · 2 of 3 trained, weight 1.5 "
         "· 6 tokens cut off"
     )
     _, last = documents_of(stream([5, EOD, 7], [1, 0.5]), EOD)
-    assert describe(last) == "document 2 · sample 4 · corpus · 1 of 1 trained, weight 0.5"
+    assert describe(last) == "document 2 · sample 4, corpus · 1 of 1 trained, weight 0.5"
 
 
 def direct(documents: Sequence[int], weights: Sequence[float]) -> Row:
@@ -391,7 +392,7 @@ def test_totals_take_all_rows_into_account(splitter: SpanSplitter) -> None:
     first = warnings_of([dataclasses.replace(step, rows=[other])], splitter, eod=0)[0]
     assert "(the first: step 7, rank 2, micro-batch 2, row 5);" in first
     (named,) = warnings_of([step_of(packed([([5, 6], [0]), GOOD], 8))], splitter, eod=0)
-    assert "(the first: a.jsonl, sample 0, conversation 1);" in named
+    assert "(the first: sample 0, number 1 of a.jsonl);" in named
 
 
 def test_targets_of_depths_are_the_labels_that_follow(splitter: SpanSplitter) -> None:

@@ -238,6 +238,10 @@ def test_folders_written_with_weights_in_one_buffer(tmp_path: Path) -> None:
         ("--pretrained-checkpoint X", "`--load-hf` ({hf}) and `--pretrained-checkpoint` (X) both"),
         ("--use-checkpoint-args --load X", "`--load-hf` and `--use-checkpoint-args` both give the"),
         ("--save-hf-interval 2", "`--save-hf-interval` needs `--save-hf`; give a folder"),
+        (
+            "--seq-length 999999",
+            "which comes with the weights) must be at least `--seq-length` (999999); change",
+        ),
         ("--save-hf /proc/x", "`--save-hf` (/proc/x) cannot be written"),
     ],
 )
