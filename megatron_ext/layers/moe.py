@@ -205,18 +205,21 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     @contextmanager
     def _sorted_already(self) -> Iterator[None]:
-        """Inside the block, keep megatron-core from sorting tokens if one rank holds all experts.
+        """Inside the block, keep megatron-core from sorting tokens that arrive sorted by expert.
 
-        The tokens are then sorted already, and megatron-core would only copy them in the same
-        order.
+        It would only copy them in the same order.
         """
         count = self.num_local_experts
-        if self.tp_size * self.ep_size == 1 and not self.drop_and_pad:
+        if self._arrive_sorted():
             self.num_local_experts = 1
         try:
             yield
         finally:
             self.num_local_experts = count
+
+    def _arrive_sorted(self) -> bool:
+        """Return whether tokens arrive sorted by expert, as they do if one rank has all experts."""
+        return bool(self.tp_size * self.ep_size == 1 and not self.drop_and_pad)
 
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
-from math import prod
+from math import gcd, prod
 
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.rules.parallel import rank_errors
@@ -179,6 +179,16 @@ class Layout:
     def expert_groups(self, axes: str) -> list[list[int]]:
         """Return the groups of the experts' grid along axes such as ``"ep"`` or ``"tp-ep"``."""
         return groups_of(tuple(self.order.split("-")), self.expert_sizes(), set(axes.split("-")))
+
+    def experts_in_node(self, ranks_per_node: int) -> int:
+        """Return the number of consecutive expert-parallel ranks that surely share a node.
+
+        A node has ``ranks_per_node`` consecutive ranks. If a node holds a whole expert-parallel
+        group, the result is the size of this group; it is 1 if an expert's parts do not fit a node.
+        """
+        if ranks_per_node % self.expert_tp:
+            return 1
+        return gcd(self.expert_model_parallel_size, ranks_per_node // self.expert_tp)
 
     def position(self, rank: int) -> dict[str, int]:
         """Return the index of a rank along each axis ("tp", "cp", …) of the dense grid."""
