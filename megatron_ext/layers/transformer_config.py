@@ -97,6 +97,8 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         has_local_rotary: whether layers with a window have their own rotary angles.
         moe_router_group_scores: group-limited routing ranks a group of experts by the sum of this
             many of its best scores; None means router top-k / group top-k.
+        moe_ranks_per_node: number of ranks on each node, to which tokens are sent once; None sends
+            them as ``moe_token_dispatcher_type`` says.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
@@ -115,6 +117,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     rotary_magnitude: float = 1.0
     has_local_rotary: bool = False
     moe_router_group_scores: int | None = None
+    moe_ranks_per_node: int | None = None
 
 
 @dataclass

@@ -135,7 +135,6 @@ def test_flags_of_scripts_built_on_megatron_lm_are_told_what_replaces_them(
             "`--train-weighted-split-paths-path` has no effect with `--data-path`: it names",
         ),
         ("--main-grads-dtype bf16", "`--main-grads-dtype` has no effect: gradients and the wei"),
-        ("--moe_token_dispatcher_type flex", "`--moe_token_dispatcher_type` (flex) is alltoall h"),
         ("--lr-wsd-decay-style 1-sqrt", "`--lr-wsd-decay-style` (1-sqrt) is minus_sqrt here, wh"),
     ],
 )
@@ -147,10 +146,9 @@ def test_a_flag_whose_work_another_one_does_is_a_note(words: str, note: str) -> 
 
 
 def test_names_of_values_in_forks_become_ours() -> None:
-    words = "--lr-wsd-decay-style 1-sqrt --moe-token-dispatcher-type flex"
+    words = "--lr-wsd-decay-style 1-sqrt"
     values = read_words(f"{words} --tokenizer-type PretrainedFromHF".split(), TEXT).values
     assert values["optimizer"]["lr_wsd_decay_style"] == "minus_sqrt"
-    assert values["moe"]["moe_token_dispatcher_type"] == "alltoall"
     assert values["tokenizer"]["tokenizer_type"] == "HuggingFaceTokenizer"
 
 

@@ -14,6 +14,7 @@ from megatron_ext.config.inapplicable import (
     without,
     without_engine,
 )
+from megatron_ext.text.config.moe import has_flex_backend
 from megatron_ext.text.config.sft import SftConfig
 
 _SENTENCE_PIECE = "SentencePieceTokenizer or GPTSentencePieceTokenizer or Llama2Tokenizer"
@@ -171,11 +172,28 @@ TEXT_FLAGS = (
         "moe-router-pre-softmax moe-router-num-groups moe-router-group-topk "
         "moe-router-group-scores moe-router-topk-scaling-factor moe-router-enable-expert-bias "
         "moe-router-bias-update-rate moe-router-force-load-balancing moe-token-dispatcher-type "
+        "moe-flex-dispatcher-backend moe-enable-deepep moe-ranks-per-node "
         "moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy "
         "moe-layer-recompute moe-apply-probs-on-input",
     ),
     without("--moe-router-group-topk", "moe-router-num-groups"),
     without("--moe-router-enable-expert-bias", "moe-router-bias-update-rate"),
+    without("--moe-token-dispatcher-type flex", "moe-flex-dispatcher-backend moe-ranks-per-node"),
+    without(
+        "--expert-model-parallel-size above 1",
+        "moe-flex-dispatcher-backend moe-enable-deepep moe-ranks-per-node",
+    ),
+    Inapplicable(
+        "moe-flex-dispatcher-backend moe-enable-deepep",
+        "tokens make the same hops by torch's collectives",
+        says="has no effect without a GPU and the library",
+        holds=lambda values: (
+            not (
+                values["device"] == "cuda"
+                and has_flex_backend(values["moe_flex_dispatcher_backend"])
+            )
+        ),
+    ),
     without("--moe-expert-capacity-factor", "moe-token-drop-policy"),
     without("--moe-shared-expert-intermediate-size", "moe-shared-expert-gate"),
     Inapplicable(
