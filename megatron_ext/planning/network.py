@@ -88,6 +88,7 @@ class Volume(Summed):
         tensor: all-reduces of tensor parallelism, or gathers and scatters of sequence parallelism.
         context: exchanges of keys and values, or of heads, in context parallelism.
         expert: exchanges of tokens with experts on other ranks.
+        expert_in_node: those exchanges that surely stay in a node.
         pipeline: messages between stages.
         data: gradients and parameters between data-parallel replicas.
         embedding: gradients of the copies of the word embedding.
@@ -96,6 +97,7 @@ class Volume(Summed):
     tensor: float = 0.0
     context: float = 0.0
     expert: float = 0.0
+    expert_in_node: float = 0.0
     pipeline: float = 0.0
     data: float = 0.0
     embedding: float = 0.0

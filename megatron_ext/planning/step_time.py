@@ -159,6 +159,7 @@ class Clock:
             volume.tensor / link(x.tp)
             + volume.context / link(x.tp * x.cp)
             + volume.expert / link(x.etp * x.ep)
+            + volume.expert_in_node / link(1)
         )
 
     def latency(self) -> float:

@@ -31,6 +31,7 @@ MODEL = (
 KINDS = {
     "plain": "",
     "alltoall": "--moe-token-dispatcher-type alltoall",
+    "two hops": "--moe-token-dispatcher-type flex --moe-ranks-per-node 2 --moe-router-topk 3",
     "balanced": "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-z-loss-coeff 0.001",
     "shared": "--moe-shared-expert-intermediate-size 24 --moe-token-dispatcher-type alltoall",

@@ -29,6 +29,7 @@ from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
+from megatron_ext.text.cost.dispatch import dispatched
 from megatron_ext.text.cost.flops import GptFlops, GptRun, Sizes, attention_matrices, mlp_matrices
 from megatron_ext.text.cost.latent import LatentSizes
 
@@ -316,8 +317,9 @@ class GptNetwork(Parameters, Activations, GptFlops):
         forward = Volume(
             tensor=entering + (1 if experts else 3) * gather,
             context=self._context(),
-            expert=self._dispatch() if experts else 0.0,
         )
+        if experts:
+            forward += dispatched(self)
         # Under sequence parallelism the inputs of two matrices are gathered once more.
         backward = forward + Volume(tensor=entering + (0 if experts else 1) * gather)
         if not x.sequence_parallel:
@@ -344,19 +346,6 @@ class GptNetwork(Parameters, Activations, GptFlops):
         if self.config.parallel.cp_comm_type[0] == "a2a":
             return ring(x.cp) * tokens * (x.n + x.g) * both
         return (x.cp - 1) * tokens * x.g * both
-
-    def _dispatch(self) -> float:
-        """Return the bytes that a rank sends for experts in one layer's forward pass.
-
-        They include the tokens that go to experts and the outputs that return.
-        """
-        x = self.sizes
-        moe = self.moe
-        ranks = x.ep * x.etp
-        tokens = x.residual_tokens * x.h * x.width
-        if moe.moe_token_dispatcher_type == "allgather":
-            return 2 * (ranks - 1) * tokens
-        return 2 * (ring(x.ep) + x.etp - 1) * tokens * moe.moe_router_topk
 
 
 def cases(config: RunConfig) -> list[Case]:

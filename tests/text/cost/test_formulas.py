@@ -12,6 +12,7 @@ from megatron_ext.planning.network import ring
 from megatron_ext.planning.stages import Stage, in_order
 from megatron_ext.text.config.attention import AttentionConfig
 from megatron_ext.text.cost import kernels
+from megatron_ext.text.cost.dispatch import dispatched
 from megatron_ext.text.cost.flops import _keys_in_window, flops_per_sample
 from megatron_ext.text.cost.kernels import layer_work
 from megatron_ext.text.cost.network import GptNetwork
@@ -517,11 +518,11 @@ def test_context_parallel_ranks_send_keys_around_or_trade_heads() -> None:
 def test_tokens_go_to_their_experts_and_back() -> None:
     """Each of 4 ranks sends all tokens to all others, or each token twice to three quarters."""
     flags = f"{EXPERTS} --expert-model-parallel-size 4 --moe-token-dispatcher-type"
-    assert llama_network(f"{flags} allgather")._dispatch() == 2 * 3 * TENSOR
-    assert llama_network(f"{flags} alltoall")._dispatch() == 2 * 3 / 4 * 2 * TENSOR
+    assert dispatched(llama_network(f"{flags} allgather")).expert == 2 * 3 * TENSOR
+    assert dispatched(llama_network(f"{flags} alltoall")).expert == 2 * 3 / 4 * 2 * TENSOR
     more = "--tensor-model-parallel-size 2 --sequence-parallel"
     both = llama_network(f"{flags} alltoall {more}")
-    assert both._dispatch() == 2 * (3 / 4 + 2 - 1) * 2 * TENSOR / 2
+    assert dispatched(both).expert == 2 * (3 / 4 + 2 - 1) * 2 * TENSOR / 2
 
 
 def test_recomputed_passes_send_their_messages_again() -> None:
