@@ -72,7 +72,7 @@ class _Hop:
         """
         size = self.group.size()
         copies = tokens.index_select(0, self.row)
-        by_receiver = scores.reshape(self.num_rows * size, -1)
+        by_receiver = scores.reshape(self.num_rows * size, scores.size(1) // size)
         parts = by_receiver.index_select(0, self.row * size + self.receiver)
         return self._exchange(copies), self._exchange(parts)
 
@@ -84,6 +84,14 @@ class _Hop:
         """Return the outputs of the copies that this rank has sent, ``[copies, h]``."""
         copies: Tensor = all_to_all(self.group, outputs, self.sent, self.received)
         return copies
+
+
+def _needed(chosen: Tensor, size: int) -> Tensor:
+    """Return which of ``size`` equal parts of the e experts each row needs, ``[rows, size]``.
+
+    ``chosen`` says which experts it needs, ``[rows, e]``.
+    """
+    return chosen.reshape(len(chosen), size, chosen.size(1) // size).any(-1)
 
 
 def _summed(copies: Tensor, row: Tensor, num_rows: int) -> Tensor:
@@ -105,6 +113,7 @@ class _OneRank:
 class TwoHopDispatcher(AlltoAllDispatcher):
     """Dispatcher that sends each token once to each node of its experts, then to their ranks."""
 
+    ep_group: Any
     ep_rank: int
     hops: ExpertHops
     routing_map: Tensor
@@ -150,8 +159,8 @@ class TwoHopDispatcher(AlltoAllDispatcher):
 
         A token with several experts on a rank, or on a node, counts once there.
         """
-        by_rank = self.routing_map.unflatten(1, (self.ep_size, -1)).any(-1)
-        by_node = by_rank.unflatten(1, (self._num_nodes, -1)).any(-1)
+        by_rank = _needed(self.routing_map, self.ep_size)
+        by_node = _needed(by_rank, self._num_nodes)
         own = torch.cat([by_rank.sum(0), by_node.sum(0)])
         everyones = own.new_empty(self.ep_size * len(own))
         torch.distributed.all_gather_into_tensor(everyones, own, group=self.ep_group)
@@ -173,7 +182,7 @@ class TwoHopDispatcher(AlltoAllDispatcher):
         node, place = divmod(self.ep_rank, self._ranks_in_node)
         self._made = []
         if self.hops.between is not None:
-            needed = self.routing_map.unflatten(1, (self._num_nodes, -1)).any(-1)
+            needed = _needed(self.routing_map, self._num_nodes)
             arriving = [self._copies[x][self.ep_size + node] for x in self._senders(place)]
             tokens, scores = self._send(self.hops.between, needed, arriving, tokens, scores)
         places = range(self._ranks_in_node)
@@ -182,8 +191,7 @@ class TwoHopDispatcher(AlltoAllDispatcher):
         senders = [sender for other in places for sender in self._senders(other)]
         arriving = [self._copies[sender][self.ep_rank] for sender in senders]
         if self.hops.inside is not None:
-            chosen = scores != NOT_CHOSEN
-            needed = chosen.unflatten(1, (self._ranks_in_node, -1)).any(-1)
+            needed = _needed(scores != NOT_CHOSEN, self._ranks_in_node)
             passed_on = [sum(arriving[x * self._num_nodes :][: self._num_nodes]) for x in places]
             tokens, scores = self._send(self.hops.inside, needed, passed_on, tokens, scores)
         copies, probs = self._copied(tokens, scores, senders, arriving)

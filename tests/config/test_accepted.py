@@ -199,6 +199,28 @@ def fields_of(words: str, device: str = "cpu") -> dict[str, Any]:
     return transformer_fields(config_of(f"{BF16} {words}", ranks=0, device=device))
 
 
+def test_flex_is_two_hops_unless_its_library_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (
+        "--nproc-per-node 4 --num-experts 4 --disable-bias-linear --moe-permute-fusion "
+        "--expert-model-parallel-size 4 --moe-token-dispatcher-type flex --moe-enable-deepep"
+    )
+
+    def chosen(words: str = "", device: str = "cuda") -> tuple[str, int | None]:
+        fields = fields_of(f"{flags} {words}", device)
+        assert "moe_enable_deepep" not in fields and not fields["moe_permute_fusion"]
+        return fields["moe_token_dispatcher_type"], fields["moe_ranks_per_node"]
+
+    assert chosen() == ("alltoall", 4)
+    assert chosen("--moe-ranks-per-node 2") == ("alltoall", 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert chosen() == ("alltoall", 2)
+    monkeypatch.setattr("megatron_ext.text.config.moe.has_flex_backend", lambda name: True)
+    assert chosen() == ("flex", None)
+    assert chosen(device="cpu") == ("alltoall", 2)
+    padded = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
+    assert chosen(padded) == ("alltoall", 2)
+
+
 def test_fields_of_the_core_are_named_as_it_names_them() -> None:
     fields = fields_of(
         "--nproc-per-node 3 --pipeline-model-parallel-size 3 --num-layers 6 --apply-layernorm-1p "
