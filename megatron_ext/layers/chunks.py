@@ -19,7 +19,7 @@ from megatron_ext.config.precision import TE_IMPL, Fp8Config, PrecisionConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initialization import initialize_by_name, mark_methods, unmark_methods
-from megatron_ext.parallel.context import ParallelContext, expert_hops
+from megatron_ext.parallel.context import ParallelContext
 
 ModelChunk = Callable[..., MegatronModule]
 
@@ -76,6 +76,7 @@ def build_chunks(
     ranks_per_node = getattr(transformer_config, "moe_ranks_per_node", None)
     if ranks_per_node is not None and context.layout.expert_model_parallel_size > 1:
         from megatron_ext.layers.two_hop_dispatcher import use_two_hops
+        from megatron_ext.parallel.expert_hops import expert_hops
 
         minutes = parallel.distributed_timeout_minutes
         hops = expert_hops(context, ranks_per_node, timeout_minutes=minutes)

@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.layers.moe import AlltoAllDispatcher
-from megatron_ext.parallel.context import ExpertHops, ParallelContext
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.expert_hops import ExpertHops
 
 NOT_CHOSEN = float("-inf")
 """The score of an expert that a token is not sent to; no router gives this probability."""

@@ -315,10 +315,10 @@ def secondary_groups(
     are created. For ``recorder`` see `init_groups`.
     """
     timeout = timedelta(minutes=timeout_minutes)
-    groups = {axes: _group(layout.groups(axes), timeout) for axes in ("tp", "cp", "pp", "dp")}
+    groups = {axes: own_group(layout.groups(axes), timeout) for axes in ("tp", "cp", "pp", "dp")}
     whole_replicas = groups["dp"]
     if layout.context_parallel_size > 1:
-        whole_replicas = _group(layout.groups("dp-cp"), timeout)
+        whole_replicas = own_group(layout.groups("dp-cp"), timeout)
     rank = torch.distributed.get_rank()
     position = layout.position(rank)
     return ParallelContext(
@@ -340,62 +340,10 @@ def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10
     """
     sizes = {"place": step, "stretch": block // step, "block": world_size // block}
     ranks = groups_of(("place", "stretch", "block"), sizes, {"stretch"})
-    return _group(ranks, timedelta(minutes=timeout_minutes))
+    return own_group(ranks, timedelta(minutes=timeout_minutes))
 
 
-@dataclass(frozen=True)
-class ExpertHops:
-    """The groups through which tokens reach experts in two hops.
-
-    The expert-parallel ranks of a node are numbered by their place in the node.
-
-    Attributes:
-        between: the ranks with this rank's place on all nodes; None if one node has all experts.
-        inside: the expert-parallel ranks on this rank's node; None if there is only this rank.
-    """
-
-    between: ProcessGroup | None
-    inside: ProcessGroup | None
-
-
-def expert_hops(
-    context: ParallelContext, ranks_per_node: int, *, timeout_minutes: float = 10
-) -> ExpertHops:
-    """Create the groups that join the expert-parallel ranks between nodes and inside each node.
-
-    All ranks of the run call this together. ``ranks_per_node`` is the number of ranks on each node.
-    No group is created if one hop is enough: the expert-parallel group serves it.
-
-    Raises:
-        ConfigError: the ranks disagree about ``ranks_per_node``.
-    """
-    layout = context.layout
-    device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
-    extremes = torch.tensor([ranks_per_node, -ranks_per_node], device=device)
-    torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
-    most = int(extremes[0])
-    least = -int(extremes[1])
-    if least != most:
-        raise ConfigError.about(
-            "--moe-ranks-per-node",
-            None,
-            f"must be the same on every rank, but nodes have {least} to {most} ranks",
-            "give a number that divides those of all nodes",
-        )
-    size = layout.experts_in_node(ranks_per_node)
-    whole = layout.expert_model_parallel_size
-    if size == whole:
-        return ExpertHops(None, context.pgs.ep)
-    if size == 1:
-        return ExpertHops(context.pgs.ep, None)
-    timeout = timedelta(minutes=timeout_minutes)
-    groups = layout.expert_groups("ep")
-    between = [ranks[place::size] for ranks in groups for place in range(size)]
-    inside = [ranks[first : first + size] for ranks in groups for first in range(0, whole, size)]
-    return ExpertHops(_group(between, timeout), _group(inside, timeout))
-
-
-def _group(groups: list[list[int]], timeout: timedelta) -> ProcessGroup:
+def own_group(groups: list[list[int]], timeout: timedelta) -> ProcessGroup:
     """Create all groups of ``groups``, and return the one that contains this rank."""
     own: ProcessGroup
     own, _ = torch.distributed.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]

@@ -207,14 +207,15 @@ def test_flex_is_two_hops_unless_its_library_is_installed(monkeypatch: pytest.Mo
 
     def chosen(words: str = "", device: str = "cuda") -> tuple[str, int | None]:
         fields = fields_of(f"{flags} {words}", device)
-        assert "moe_enable_deepep" not in fields and not fields["moe_permute_fusion"]
+        assert not fields["moe_permute_fusion"]
         return fields["moe_token_dispatcher_type"], fields["moe_ranks_per_node"]
 
     assert chosen() == ("alltoall", 4)
+    assert chosen("--moe-ranks-per-node 2 --moe-token-dispatcher-type alltoall")[1] is None
     assert chosen("--moe-ranks-per-node 2") == ("alltoall", 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert chosen() == ("alltoall", 2)
-    monkeypatch.setattr("megatron_ext.text.config.moe.has_flex_backend", lambda name: True)
+    monkeypatch.setattr("megatron_ext.text.config.flex.has_flex_backend", lambda name: True)
     assert chosen() == ("flex", None)
     assert chosen(device="cpu") == ("alltoall", 2)
     padded = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"

@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.two_hop_dispatcher import TwoHopDispatcher, use_two_hops
-from megatron_ext.parallel.context import ExpertHops, ParallelContext, expert_hops
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.expert_hops import ExpertHops, expert_hops
 from tests.layers import plain
 from tests.layers.test_layers import B, H, S, local_part, near, torch_block
 from tests.layers.test_moe import SHARED, config

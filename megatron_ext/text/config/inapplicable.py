@@ -14,7 +14,6 @@ from megatron_ext.config.inapplicable import (
     without,
     without_engine,
 )
-from megatron_ext.text.config.moe import has_flex_backend
 from megatron_ext.text.config.sft import SftConfig
 
 _SENTENCE_PIECE = "SentencePieceTokenizer or GPTSentencePieceTokenizer or Llama2Tokenizer"
@@ -50,6 +49,13 @@ def _lacks_validation(values: Values) -> bool:
         return False
     shares = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
     return len(shares) < 2 or shares[1] == 0
+
+
+def _lacks_flex_backend(values: Values) -> bool:
+    """Return whether a run cannot use the library of its ``--moe-flex-dispatcher-backend``."""
+    from megatron_ext.text.config.flex import has_flex_backend
+
+    return values["device"] != "cuda" or not has_flex_backend(values["moe_flex_dispatcher_backend"])
 
 
 NO_VALIDATION = Inapplicable(
@@ -172,7 +178,7 @@ TEXT_FLAGS = (
         "moe-router-pre-softmax moe-router-num-groups moe-router-group-topk "
         "moe-router-group-scores moe-router-topk-scaling-factor moe-router-enable-expert-bias "
         "moe-router-bias-update-rate moe-router-force-load-balancing moe-token-dispatcher-type "
-        "moe-flex-dispatcher-backend moe-enable-deepep moe-ranks-per-node "
+        "moe-flex-dispatcher-backend moe-ranks-per-node "
         "moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy "
         "moe-layer-recompute moe-apply-probs-on-input",
     ),
@@ -181,18 +187,13 @@ TEXT_FLAGS = (
     without("--moe-token-dispatcher-type flex", "moe-flex-dispatcher-backend moe-ranks-per-node"),
     without(
         "--expert-model-parallel-size above 1",
-        "moe-flex-dispatcher-backend moe-enable-deepep moe-ranks-per-node",
+        "moe-flex-dispatcher-backend moe-ranks-per-node",
     ),
     Inapplicable(
-        "moe-flex-dispatcher-backend moe-enable-deepep",
+        "moe-flex-dispatcher-backend",
         "tokens make the same hops by torch's collectives",
         says="has no effect without a GPU and the library",
-        holds=lambda values: (
-            not (
-                values["device"] == "cuda"
-                and has_flex_backend(values["moe_flex_dispatcher_backend"])
-            )
-        ),
+        holds=_lacks_flex_backend,
     ),
     without("--moe-expert-capacity-factor", "moe-token-drop-policy"),
     without("--moe-shared-expert-intermediate-size", "moe-shared-expert-gate"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import ClassVar
 
 from megatron_ext.config.flags import (
@@ -20,7 +18,6 @@ from megatron_ext.config.flags import (
     said_flag,
 )
 from megatron_ext.config.layers import layers_with_experts, read_pattern
-from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import LayerSection, RunConfig, has_te_layers
 from megatron_ext.errors import FlagError
@@ -104,7 +101,6 @@ class MoEConfig(LayerSection):
         "library that --moe-token-dispatcher-type flex uses on GPUs where it is installed",
         choices="deepep hybridep ncclep",
     )
-    moe_enable_deepep: bool = flag(False, "the older form of --moe-flex-dispatcher-backend deepep")
     moe_ranks_per_node: int | None = flag(
         None,
         "consecutive ranks that --moe-token-dispatcher-type flex takes for a node, to which it "
@@ -145,35 +141,6 @@ class MoEConfig(LayerSection):
             return [False] * num_layers
         return layers_with_experts(self.layer_pattern(), num_layers)
 
-    def ranks_per_node(self, parallel: ParallelConfig) -> int:
-        """Return the number of ranks on each node.
-
-        Without ``--moe-ranks-per-node`` it is the number that the launcher has started, and for a
-        run on a machine elsewhere that of ``--nproc-per-node``, or else of most GPU machines.
-        """
-        if self.moe_ranks_per_node is not None:
-            return self.moe_ranks_per_node
-        if "LOCAL_WORLD_SIZE" in os.environ:
-            return int(os.environ["LOCAL_WORLD_SIZE"])
-        from megatron_ext.device.gpus import Gpu
-
-        return parallel.nproc_per_node if parallel.nproc_per_node > 1 else Gpu.per_node
-
-    def _uses_backend(self, config: RunConfig) -> bool:
-        """Return whether megatron-core's flex dispatcher can run with the asked library."""
-        parallel = config.parallel
-        parts = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-        return (
-            config.device == "cuda"
-            and parallel.expert_model_parallel_size * parts > 1
-            and has_flex_backend(self.moe_flex_dispatcher_backend)
-            # Its buffers have no place for padding.
-            and not (
-                self.moe_flex_dispatcher_backend == "deepep"
-                and self.moe_pad_expert_input_to_capacity
-            )
-        )
-
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
         """Return the fields of `StepTransformerConfig` for experts, with their values.
 
@@ -197,14 +164,11 @@ class MoEConfig(LayerSection):
             groups_experts=self.moe_grouped_gemm and on_gpu and not _uses_te(config),
             **{name: fields[name] and te for name in FUSIONS},
         )
-        del fields["moe_enable_deepep"]
         fields["moe_ranks_per_node"] = None
-        if self.moe_token_dispatcher_type == "flex" and not self._uses_backend(config):
-            fields.update(
-                moe_token_dispatcher_type="alltoall",
-                moe_ranks_per_node=self.ranks_per_node(config.parallel),
-                moe_permute_fusion=False,
-            )
+        if self.moe_token_dispatcher_type == "flex":
+            from megatron_ext.text.config.flex import flex_fields
+
+            fields.update(flex_fields(self, config))
         if config.model.add_bias_linear or not config.model.swiglu:
             # megatron-core's experts have no fused form of other activations and of biases.
             fields["bias_activation_fusion"] = False
@@ -232,20 +196,6 @@ class MoEConfig(LayerSection):
             )
         if pads_for_quantization(config):
             yield FlagError(PADDING, None, "needs `--num-experts`", "give both")
-
-
-def has_flex_backend(name: str) -> bool:
-    """Return whether a library of ``--moe-flex-dispatcher-backend`` is installed.
-
-    megatron-core's dispatcher takes NCCL's (``ncclep``) in newer releases only, with flags that are
-    not here, so it never counts as installed.
-    """
-    if find_spec("deep_ep") is None:
-        return False
-    from megatron.core.transformer.moe import fused_a2a
-
-    functions = {"deepep": "fused_dispatch", "hybridep": "hybrid_ep_dispatch"}
-    return getattr(fused_a2a, functions.get(name, ""), None) is not None
 
 
 def _uses_te(config: RunConfig) -> bool:

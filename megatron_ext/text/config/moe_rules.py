@@ -244,7 +244,10 @@ def _dispatch_errors(
             "needs `--moe-expert-capacity-factor`",
             "give both",
         )
-    yield from _flex_errors(moe, parallel)
+    if moe.moe_token_dispatcher_type == "flex":
+        from megatron_ext.text.config.flex import flex_errors
+
+        yield from flex_errors(moe, parallel)
     if moe.moe_layer_recompute and model.recompute_granularity == "full":
         yield FlagError(
             "--moe-layer-recompute",
@@ -258,36 +261,4 @@ def _dispatch_errors(
             None,
             f"needs `--moe-router-topk` ({moe.moe_router_topk}) to be 1",
             "leave it out",
-        )
-
-
-def _flex_errors(moe: MoEConfig, parallel: ParallelConfig) -> Iterator[FlagError]:
-    """Yield an error for each wrong flag of ``--moe-token-dispatcher-type flex``."""
-    flex = moe.moe_token_dispatcher_type == "flex"
-    if moe.moe_enable_deepep and not flex:
-        yield FlagError(
-            "--moe-enable-deepep",
-            None,
-            f"does not go with `--moe-token-dispatcher-type` ({moe.moe_token_dispatcher_type})",
-            "give flex",
-        )
-    if moe.moe_enable_deepep and moe.moe_flex_dispatcher_backend != "deepep":
-        yield FlagError(
-            "--moe-enable-deepep",
-            None,
-            f"does not go with `--moe-flex-dispatcher-backend` ({moe.moe_flex_dispatcher_backend})",
-            "leave one out",
-        )
-    node = moe.moe_ranks_per_node
-    if node is None or not flex:
-        return
-    parts = parallel.expert_tensor_parallel_size or max(1, parallel.tensor_model_parallel_size)
-    ranks = max(1, parallel.expert_model_parallel_size) * parts
-    if node % parts or (ranks % node and node % ranks):
-        yield FlagError(
-            "--moe-ranks-per-node",
-            node,
-            "must be a multiple of `--expert-tensor-parallel-size` "
-            f"({parts}) that divides the {ranks} ranks of all experts, or a multiple of those",
-            f"use {ranks}",
         )

@@ -36,10 +36,12 @@ def _two_hops(run: GptRun) -> Volume:
     On the way there, a token takes along the probabilities of all experts of the node, and then of
     the rank, that it is sent to.
     """
+    from megatron_ext.text.config.flex import ranks_per_node
+
     x = run.sizes
     moe = run.moe
     layout = Layout.from_config(run.config.parallel)
-    in_node = layout.experts_in_node(moe.ranks_per_node(run.config.parallel))
+    in_node = layout.experts_in_node(ranks_per_node(moe, run.config.parallel))
     nodes = x.ep // in_node
     of_rank = (moe.num_experts or x.ep) // x.ep
     of_node = of_rank * in_node

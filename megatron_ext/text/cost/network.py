@@ -29,7 +29,6 @@ from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
-from megatron_ext.text.cost.dispatch import dispatched
 from megatron_ext.text.cost.flops import GptFlops, GptRun, Sizes, attention_matrices, mlp_matrices
 from megatron_ext.text.cost.latent import LatentSizes
 
@@ -319,6 +318,8 @@ class GptNetwork(Parameters, Activations, GptFlops):
             context=self._context(),
         )
         if experts:
+            from megatron_ext.text.cost.dispatch import dispatched
+
             forward += dispatched(self)
         # Under sequence parallelism the inputs of two matrices are gathered once more.
         backward = forward + Volume(tensor=entering + (0 if experts else 1) * gather)
