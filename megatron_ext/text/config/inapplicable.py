@@ -53,9 +53,11 @@ def _lacks_validation(values: Values) -> bool:
 
 def _lacks_flex_backend(values: Values) -> bool:
     """Return whether a run cannot use the library of its ``--moe-flex-dispatcher-backend``."""
+    if values["device"] != "cuda":
+        return True
     from megatron_ext.text.config.flex import has_flex_backend
 
-    return values["device"] != "cuda" or not has_flex_backend(values["moe_flex_dispatcher_backend"])
+    return not has_flex_backend(values["moe_flex_dispatcher_backend"])
 
 
 NO_VALIDATION = Inapplicable(
