@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -132,13 +133,19 @@ def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningC
 def _core_errors() -> Iterator[FlagError]:
     """Yield an error if the installed megatron-core is not among the tested releases."""
     installed = importlib.metadata.version("megatron-core")
-    if not SpecifierSet(TESTED_CORES).contains(installed, prereleases=True):
+    if not _tested(installed):
         yield FlagError(
             "megatron-core",
             installed,
             f"must be a release that was tested ({TESTED_CORES})",
             f"run `pip install 'megatron-core{TESTED_CORES}'`, or give `--allow-untested-core`",
         )
+
+
+@lru_cache
+def _tested(version: str) -> bool:
+    """Return whether a release of megatron-core is among those that the tests run with."""
+    return SpecifierSet(TESTED_CORES).contains(version, prereleases=True)
 
 
 def _precision_errors(run: RunConfig) -> Iterator[FlagError]:

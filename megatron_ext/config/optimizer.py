@@ -211,6 +211,20 @@ class OptimizerConfig(Changeable):
         """Return whether each data-parallel rank keeps only its shard of the summed gradients."""
         return self.data_parallel_sharding_strategy == "optim_grads"
 
+    def bucket_size(self, num_parameters: int, replicas: int) -> int | None:
+        """Return the number of parameters in a gradient bucket; None means one bucket per chunk.
+
+        It is None unless gradients are sharded or their reduction overlaps the backward pass.
+        Without sharded gradients, megatron-core applies the size only to the first chunk of the
+        first pipeline rank; all other chunks have one bucket. ``replicas`` is the number of ranks
+        over which gradients are reduced.
+        """
+        if not (self.overlap_grad_reduce or self.shards_gradients):
+            return None
+        if self.ddp_num_buckets is not None:
+            return num_parameters // self.ddp_num_buckets
+        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * replicas)
+
     def muon_notes(self) -> list[str]:
         """Return a note on the size of Muon's updates with spectral scaling, else []."""
         if self.optimizer != "muon" or self.muon_scale_mode != "spectral":

@@ -39,6 +39,7 @@ class ParsedArgs:
         print_config: whether the user asked to print the configuration instead of running.
         as_flags: the line of flags to print instead of the whole configuration; None without
             ``--as-flags``.
+        with_values: see `Completion`.
     """
 
     config: RunConfig
@@ -47,6 +48,48 @@ class ParsedArgs:
     given: frozenset[str]
     print_config: bool = False
     as_flags: str | None = None
+    with_values: Completion | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Completes and checks the configuration of a command line with other values of some fields.
+
+    It reads no words, so it is quick enough for a search through thousands of layouts.
+
+    Attributes:
+        bare: the configuration as flags, files and task set it, before anything is derived.
+        task: the task that the flags choose.
+        device: "cpu" or "cuda".
+        refusals: the check of `finalize` for flags that a run refuses.
+    """
+
+    bare: RunConfig
+    task: Any
+    device: str
+    refusals: Callable[[RunConfig, RunConfig], Iterable[str]]
+
+    def __call__(self, values: Mapping[str, Any], world_size: int) -> RunConfig:
+        """Return the checked configuration on ``world_size`` ranks; ``values`` are by field.
+
+        Raises:
+            ConfigError: with a sentence for each error.
+        """
+        own: list[Any] = []
+        changed: dict[str, Any] = {}
+        for name, section in self.bare.by_name().items():
+            mine = {key: value for key, value in values.items() if key in _fields(section)}
+            if mine and name in engine_sections():
+                changed[name] = dataclasses.replace(section, **mine)
+            elif mine:
+                own.append(dataclasses.replace(section, **mine))
+        given = dataclasses.replace(self.bare, **changed).with_section(*own)
+        return finalize(given, self.task, world_size, self.device, self.refusals)
+
+
+def _fields(section: Any) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = type(section).__dataclass_fields__
+    return fields
 
 
 def parse_args(
@@ -137,7 +180,8 @@ def parse_args(
     answered = fields | reading.switched_on_by_files()
     notes += sections.withheld_notes(checkpoint_config or {}, program.sections, answered)
     line = reading.as_line(_joined(layers)) if reading.as_flags else None
-    return ParsedArgs(config, notes, task, fields, reading.print_config, line)
+    completion = Completion(bare, task, device, refusals)
+    return ParsedArgs(config, notes, task, fields, reading.print_config, line, completion)
 
 
 def all_errors(

@@ -125,21 +125,6 @@ def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
         raise ConfigError(missing)
 
 
-def bucket_size(optimizer: OptimizerConfig, num_parameters: int, replicas: int) -> int | None:
-    """Return the number of parameters in a gradient bucket; None means one bucket per model chunk.
-
-    It is None unless gradients are sharded or their reduction overlaps the backward pass. Without
-    sharded gradients, megatron-core applies the size only to the first chunk of the first pipeline
-    rank; all other chunks have one bucket. ``replicas`` is the number of ranks over which gradients
-    are reduced.
-    """
-    if not (optimizer.overlap_grad_reduce or optimizer.shards_gradients):
-        return None
-    if optimizer.ddp_num_buckets is not None:
-        return num_parameters // optimizer.ddp_num_buckets
-    return optimizer.ddp_bucket_size or max(40_000_000, 1_000_000 * replicas)
-
-
 def _ddp_config(
     optimizer: OptimizerConfig,
     precision: PrecisionConfig,
@@ -156,7 +141,7 @@ def _ddp_config(
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
         # Non-finite values are found later: the step checks the global norm and skips.
         check_for_nan_in_grad=False,
-        bucket_size=bucket_size(optimizer, num_parameters, context.pgs.dp_cp.size()),
+        bucket_size=optimizer.bucket_size(num_parameters, context.pgs.dp_cp.size()),
         average_in_collective=optimizer.ddp_average_in_collective,
         fp8_param_gather=fp8.fp8_param_gather,
         reuse_grad_buf_for_mxfp8_param_ag=fp8.reuse_grad_buf_for_mxfp8_param_ag,
@@ -203,7 +188,7 @@ def wrap_chunks(
     if config.optimizer.shards_gradients:
         from megatron_ext.layers.gradient_shards import ShardedGradients
 
-        size = bucket_size(config.optimizer, num_parameters, context.pgs.dp_cp.size())
+        size = config.optimizer.bucket_size(num_parameters, context.pgs.dp_cp.size())
         overlap = config.optimizer.overlap_grad_reduce
         wrap = partial(ShardedGradients, bucket_size=size, overlap=overlap)
     ddp = [

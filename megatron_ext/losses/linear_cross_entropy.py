@@ -74,7 +74,7 @@ def weighted_linear_cross_entropy(
         block_size: tokens C of a block; None chooses an eighth of the tokens, at most 1024. The
             logits take C * v/tp * 4 bytes, and a 16-bit head needs a 16-bit copy of half that size.
             If a GPU keeps the logits in 16 bits, they take C * v/tp * 2 bytes, and None chooses a
-            larger C (`logit_blocks.fused_rows`).
+            larger C (`config.training.fused_rows`).
         ignore_index: label of tokens whose loss and gradient are exactly 0.
         label_smoothing: share of the target probability spread over the whole vocabulary.
         z_loss_coefficient: c of the term ``c * lse^2`` in each token's loss.

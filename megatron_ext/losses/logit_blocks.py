@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from megatron_ext.config.training import default_rows, fused_rows
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layers import compiled
 from megatron_ext.layers.compiled import compiles
@@ -27,29 +28,6 @@ from megatron_ext.losses.softmax_kernels import (
     statistics,
     to_gradient_,
 )
-
-MAX_ROWS = 1024
-MIN_FUSED_ROWS = 4096
-
-
-def default_rows(num_tokens: int) -> int:
-    """Return the number of tokens in a float32 block: an eighth of all, at most `MAX_ROWS`."""
-    return min(-(-num_tokens // 8), MAX_ROWS)
-
-
-def fused_rows(num_tokens: int, hidden_size: int) -> int:
-    """Return the number C of tokens in a block on a GPU, where its logits stay in 16 bits.
-
-    C is 2 h for hidden size h, but at least `MIN_FUSED_ROWS`, and never more than half of all
-    tokens.
-
-    For v rows of the head on this rank, adding a block's part to the weight's float32 gradient
-    takes 2 C h v operations and moves 8 h v bytes: C / 4 operations per byte. An H200 does about
-    200 operations in the time of moving one byte. At C = 2 h the logits of a block take as much
-    memory as the weight's gradient; for h below 2048 they take 8192 v bytes, 1.05 GB for v =
-    128,256.
-    """
-    return min(-(-num_tokens // 2), max(2 * hidden_size, MIN_FUSED_ROWS))
 
 
 @dataclass(frozen=True)

@@ -255,13 +255,38 @@ class Rates:
         return work.kernels * (GRAPH_GAP if work.graphed else GAP)
 
     def link(self, span: int) -> float:
-        """Return the bytes per second that a rank can send in a group that spans ``span`` ranks.
+        """Return the bytes per second that a rank can send to one that is ``span`` ranks away.
 
-        If the span is at most the number of GPUs in a node, the group uses the links within the
+        If the span is at most the number of GPUs in a node, the message uses the links within the
         node, otherwise the network.
         """
         link = self.gpu.link if span <= self.gpu.per_node else self.gpu.network
         return link * self.efficiency.links
+
+    def ring(self, ranks: int, stride: int = 1) -> float:
+        """Return the bytes per second that each of ``ranks`` ranks can send in a ring.
+
+        The ranks are ``stride`` apart. If a ring spans nodes, NCCL runs as many rings as the group
+        has ranks on a node, and each leaves the node through the network port of another rank. So
+        all the ports together carry what one rank sends, up to the rate of the links within a node.
+        """
+        if ranks * stride <= self.gpu.per_node:
+            return self.link(1)
+        inside = max(1, self.gpu.per_node // stride)
+        return min(self.gpu.link, inside * self.gpu.network) * self.efficiency.links
+
+    def all_to_all(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Return the seconds in which each of ``ranks`` ranks sends ``num_bytes`` to all others.
+
+        Each of the others gets the same share. Shares for ranks of the same node go over the links
+        within it, while the others go over the network. The ranks are ``stride`` apart.
+        """
+        if ranks < 2:
+            return 0.0
+        inside = min(ranks, max(1, self.gpu.per_node // stride))
+        near = num_bytes * (inside - 1) / (ranks - 1)
+        far = num_bytes * (ranks - inside) / (ranks - 1)
+        return max(near / self.gpu.link, far / self.gpu.network) / self.efficiency.links
 
 
 def reserve_on(gpu: Gpu, ranks: Ranks, moving: int) -> dict[str, int]:

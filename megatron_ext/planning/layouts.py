@@ -21,7 +21,7 @@ from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.task_cost import TaskCost
 
-MOST_CHUNKS = 4
+MOST_CHUNKS = 8
 """The largest number of virtual chunks on a pipeline rank that a search tries."""
 
 LEAST_SLICE = 512
@@ -146,8 +146,8 @@ class LayoutFlags:
             return findings(optimizer).is_elementwise
         return optimizer.optimizer != "sgd"
 
-    def words(self, candidate: Candidate) -> list[list[str]]:
-        """Return the words of each flag that a layout needs."""
+    def values(self, candidate: Candidate) -> dict[str, Any]:
+        """Return the values of the fields that a layout sets."""
         values: dict[str, Any] = {
             "tensor_model_parallel_size": candidate.tp,
             "pipeline_model_parallel_size": candidate.pp,
@@ -165,6 +165,11 @@ class LayoutFlags:
             values["num_virtual_stages_per_pipeline_rank"] = candidate.chunks
         if self._shards:
             values["use_distributed_optimizer"] = True
+        return values
+
+    def words(self, candidate: Candidate) -> list[list[str]]:
+        """Return the words of each flag that a layout needs."""
+        values = self.values(candidate)
         entries = [words_of(self._flags[name], value) for name, value in values.items()]
         return [words for words in entries if words]
 
@@ -245,7 +250,7 @@ def candidates(
             continue
         stages = None
         if layers % (pp * chunks) and not anyhow:
-            if network is None or pp * chunks > layers:
+            if network is None:
                 continue
             stages = balanced(network, pp, chunks)
             if stages is None:
@@ -294,7 +299,6 @@ def balanced(network: Network, pipeline_size: int, chunks: int) -> str | None:
         fits = len(_dealt(parts, count, middle)) == count
         low, high = (low, middle) if fits else (middle, high)
     stages = ["".join(letters) for letters in _dealt(parts, count, high)]
-    stages[0] = "E" + stages[0]
     depths = [index for index, stage in enumerate(stages) if "m" in stage]
     if depths and (depths[0] % pipeline_size == 0 or depths[0] < count - pipeline_size):
         return None
@@ -309,7 +313,7 @@ def _parts(network: Network) -> list[tuple[str, float]]:
     if whole.depths:
         depths = network.flops(replace(bare, depths=whole.depths)).forward
         parts.append(("m" * whole.depths, depths))
-    return [*parts, ("L", network.flops(replace(bare, head=True)).forward)]
+    return [("E", 0.0), *parts, ("L", network.flops(replace(bare, head=True)).forward)]
 
 
 def _dealt(parts: Sequence[tuple[str, float]], count: int, limit: float) -> list[list[str]]:

@@ -58,6 +58,8 @@ def memory(network: Network, other: Sequence[RankMemory] | None = None) -> list[
     deferred = network.of_stages(network.deferred, stages)
     ranks = []
     schedule = network.schedule
+    # A shorter step has the same moments; layouts with other numbers of replicas share it.
+    schedule = replace(schedule, num_microbatches=schedule.simulated)
     kept = _kept(network, stages) if other is None else other
     boundary = network.boundary
     for known in kept:
@@ -125,8 +127,8 @@ class Moment:
 
 @lru_cache(maxsize=1 << 14)
 def _moments(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
-    """Return the `moments` of a schedule, found once for all layouts of a search that have it."""
-    return moments(schedule.short(), rank)
+    """Return the `moments` of a schedule's step, found once for all layouts that have it."""
+    return moments(schedule.plan(), rank)
 
 
 def moments(plan: Plan, rank: int) -> tuple[Moment, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, Summed
-from megatron_ext.planning.state import LINEAR, Weight
+from megatron_ext.planning.state import Weight, is_linear
 
 if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work
@@ -90,8 +90,9 @@ class Volume(Summed):
         expert: exchanges of tokens with experts on other ranks.
         expert_in_node: those exchanges that surely stay in a node.
         pipeline: messages between stages.
-        data: gradients and parameters between data-parallel replicas.
+        data: gradients and parameters between data-parallel replicas, without those of experts.
         embedding: gradients of the copies of the word embedding.
+        expert_data: gradients and parameters between replicas of experts.
     """
 
     tensor: float = 0.0
@@ -101,14 +102,12 @@ class Volume(Summed):
     pipeline: float = 0.0
     data: float = 0.0
     embedding: float = 0.0
+    expert_data: float = 0.0
 
     @property
     def total(self) -> float:
         """Return the bytes of all kinds of communication together."""
         return float(sum(vars(self).values()))
-
-    def __mul__(self, times: float) -> Volume:
-        return Volume(*(part * times for part in vars(self).values()))
 
 
 def ring(ranks: int) -> float:
@@ -125,8 +124,42 @@ def fp8_bytes(fp8: Fp8Config, weights: Iterable[Weight]) -> int:
     A weight has a copy and a transposed copy in 8 bits. With ``--fp8-param-gather`` the weight
     itself is in 8 bits, and only the transposed copy is added.
     """
-    numbers = sum(weight.numel for weight in weights if LINEAR.search(weight.name))
+    numbers = sum(weight.numel for weight in weights if is_linear(weight.name))
     return (2 - fp8.fp8_param_gather) * numbers
+
+
+@dataclass(frozen=True)
+class Elements(Summed):
+    """The numbers of elements in a rank's parameters.
+
+    Attributes:
+        trained: elements that are trained.
+        expert: trained elements that belong to experts.
+        shared: trained elements in copies of the word embedding.
+        linear: elements of the weights of linear layers.
+        linear_trained: those of them that are trained.
+    """
+
+    trained: int = 0
+    expert: int = 0
+    shared: int = 0
+    linear: int = 0
+    linear_trained: int = 0
+
+    @classmethod
+    def of(cls, weights: Iterable[Weight]) -> Elements:
+        """Count the elements of ``weights``."""
+        trained = expert = shared = linear = linear_trained = 0
+        for weight in weights:
+            number = weight.numel
+            updated = 0 if weight.frozen else number
+            trained += updated
+            expert += updated if weight.expert else 0
+            shared += updated if weight.shared else 0
+            if is_linear(weight.name):
+                linear += number
+                linear_trained += updated
+        return cls(trained, expert, shared, linear, linear_trained)
 
 
 class Network(ABC):
@@ -192,9 +225,29 @@ class Network(ABC):
             self._parameters[key] = tuple(self.weights(stage))
         return self._parameters[key]
 
+    def elements(self, stage: Stage) -> Elements:
+        """Return the numbers of a stage's parameters, counted once for all stages of its `kind`."""
+        key = self.kind(stage)
+        if key not in self._elements:
+            self._elements[key] = Elements.of(self.parameters(stage))
+        return self._elements[key]
+
     @cached_property
     def _parameters(self) -> dict[Hashable, tuple[Weight, ...]]:
         return {}
+
+    @cached_property
+    def _elements(self) -> dict[Hashable, Elements]:
+        return {}
+
+    def with_recomputation(self, config: RunConfig) -> Network:
+        """Return a copy for ``config``, which differs only in recomputation.
+
+        The copy has the same parameters, and does not list them again.
+        """
+        other = self.with_config(config)
+        vars(other).update(_parameters=self._parameters, _elements=self._elements)
+        return other
 
     @abstractmethod
     def weights(self, stage: Stage) -> list[Weight]:
@@ -265,10 +318,10 @@ class Network(ABC):
             Work("casts", forward, num_bytes=x.cast / 2),
             Work("casts", inputs, num_bytes=x.cast / 2),
         ]
-        matrices = [w for w in self.parameters(stage) if LINEAR.search(w.name)]
+        elements = self.elements(stage)
         if x.fp8:
             # Only layers in 8 bits cast weights, once in a step.
-            numbers = sum(w.numel for w in matrices) * x.fp8 / (x.fp8 + x.linear) / count
+            numbers = elements.linear * x.fp8 / (x.fp8 + x.linear) / count
             moved = numbers * cast_of(self.config.fp8.fp8_recipe)[0]
             works.append(Work("casts", forward, num_bytes=moved))
         shards = self.config.optimizer.shards_gradients
@@ -277,7 +330,7 @@ class Network(ABC):
         summed = gradient_bytes(count, recipe, overwrites=not (shards or graphed))
         if graphed:  # products in CUDA graphs add to sums that are zeroed first
             summed += FP32 / count
-        summed *= sum(w.numel for w in matrices if not w.frozen)
+        summed *= elements.linear_trained
         works.append(Work("weight gradients", weights, num_bytes=summed))
         if shards:
             works.append(Work("plumbing", weights, num_bytes=self._sharded_bytes(stage)))

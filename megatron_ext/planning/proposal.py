@@ -11,7 +11,7 @@ from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import WIDEST_LINE, ConfigError
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.layouts import size_fields
-from megatron_ext.planning.search import Layout, Parse, SearchResult
+from megatron_ext.planning.search import Layout, SearchResult
 from megatron_ext.planning.sheet import Column, Report, Sheet
 from megatron_ext.planning.step_time import TIGHT, Estimate, memory_use
 
@@ -136,6 +136,10 @@ def _values(layout: Layout) -> dict[str, Any]:
     }
 
 
+Parse = Callable[[Sequence[str]], RunConfig]
+"""Returns the checked configuration of a command line; raises a ConfigError if it has errors."""
+
+
 def fewest_words(layout: Layout, parse: Parse) -> list[list[str]]:
     """Return the flags of a layout without those that change nothing."""
     whole = parse(_flat(layout.words))
@@ -147,9 +151,7 @@ def fewest_words(layout: Layout, parse: Parse) -> list[list[str]]:
     return kept
 
 
-def _runs_as(
-    parse: Callable[[Sequence[str]], RunConfig], words: Sequence[Sequence[str]], whole: RunConfig
-) -> bool:
+def _runs_as(parse: Parse, words: Sequence[Sequence[str]], whole: RunConfig) -> bool:
     try:
         return parse(_flat(words)) == whole
     except ConfigError:

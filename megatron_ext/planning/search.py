@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
@@ -17,8 +18,11 @@ from megatron_ext.planning.state import ROUTED, rank_state
 from megatron_ext.planning.step_time import Estimate, estimate, least_seconds, needed_on
 from megatron_ext.planning.task_cost import TaskCost
 
-Parse = Callable[[Sequence[str]], RunConfig]
-"""Returns the checked configuration of a command line; raises a ConfigError if it has errors."""
+Complete = Callable[[Mapping[str, Any]], RunConfig]
+"""Returns the checked configuration of a run with the given values of fields.
+
+It raises a ConfigError if the run has errors.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class SearchResult:
 def search(
     base: RunConfig,
     flags: LayoutFlags,
-    parse: Parse,
+    complete: Complete,
     world_size: int,
     gpu: Gpu,
     *,
@@ -74,7 +78,7 @@ def search(
     Args:
         base: the configuration without flags of a layout, for one rank.
         flags: returns the flags of a layout.
-        parse: takes the flags of a layout and returns the configuration of its run.
+        complete: takes the values that a layout sets and returns the configuration of its run.
         count: the largest number of layouts to return.
 
     Raises:
@@ -94,8 +98,8 @@ def search(
             needed = bound.bytes_of(layout[0])
             least = layout[0]
             if needed <= gpu.memory:
-                words = [word for entry in flags.words(layout[0]) for word in entry]
-                fitting, needed, least = _first_that_fits(layout, flags.cost, parse(words), gpu)
+                config = complete(flags.values(layout[0]))
+                fitting, needed, least = _first_that_fits(layout, flags.cost, config, gpu)
                 found += fitting
         except ConfigError as error:
             refusals.add(error.messages[0])
@@ -106,7 +110,7 @@ def search(
     if not tried:
         none = f"No layout of {world_size} ranks can run this model."
         raise ConfigError([none, *[text for text, _ in refusals.counted()[:5]]])
-    best = _fastest(found, flags, parse, gpu, count)
+    best = _fastest(found, flags, complete, gpu, count)
     return SearchResult(best, tried, len(found), None if best else closest, refusals.counted())
 
 
@@ -142,7 +146,10 @@ def _first_that_fits(
     for candidate in modes:
         if candidate is not modes[0]:
             # Recomputation changes only activations.
-            cases = cost.cases(cost.recompute(config, candidate.recompute))
+            changed = cost.recompute(config, candidate.recompute)
+            cases = [
+                replace(case, network=case.network.with_recomputation(changed)) for case in cases
+            ]
             known = [memory(case.network, kept) for case, kept in zip(cases, known, strict=True)]
         network, ranks = max(
             ((case.network, ranks) for case, ranks in zip(cases, known, strict=True)),
@@ -159,7 +166,7 @@ def _first_that_fits(
 
 
 def _fastest(
-    found: Sequence[_Fitting], flags: LayoutFlags, parse: Parse, gpu: Gpu, count: int
+    found: Sequence[_Fitting], flags: LayoutFlags, complete: Complete, gpu: Gpu, count: int
 ) -> list[Layout]:
     """Return the fastest layout for each choice of parallel sizes: the ``count`` fastest of them.
 
@@ -175,14 +182,14 @@ def _fastest(
         sizes = layout.candidate.sizes
         if sizes in best and layout.seconds > best[sizes].cost.seconds:
             continue
-        words = tuple(tuple(entry) for entry in flags.words(layout.candidate))
         try:
-            # Only the flags of the first mode of recomputation have been checked.
-            parse([word for entry in words for word in entry])
+            # Only the first mode of recomputation has been checked.
+            complete(flags.values(layout.candidate))
         except ConfigError:
             continue
         cost = estimate(layout.network, gpu, ranks=layout.ranks)
         if sizes not in best or cost.seconds < best[sizes].cost.seconds:
+            words = tuple(tuple(entry) for entry in flags.words(layout.candidate))
             best[sizes] = Layout(layout.candidate, words, cost, variants[sizes])
     return sorted(best.values(), key=lambda layout: layout.cost.seconds)[:count]
 

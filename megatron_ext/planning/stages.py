@@ -16,11 +16,14 @@ Numbers = TypeVar("Numbers", bound="Summed")
 
 
 class Summed:
-    """The base class of dataclasses of numbers; ``+`` adds two of them field by field."""
+    """The base class of dataclasses of numbers; ``+`` and ``*`` work field by field."""
 
     def __add__(self: Numbers, other: Numbers) -> Numbers:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return type(self)(*(mine + theirs for mine, theirs in pairs))
+
+    def __mul__(self: Numbers, times: float) -> Numbers:
+        return type(self)(*(number * times for number in vars(self).values()))
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,20 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 
 from megatron_ext.config.optimizer import LoraConfig, OptimizerConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.layers.chunks import bucket_size
 from megatron_ext.planning.stages import FP32, Ranks, Summed
 
 LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|(q|kv)(|_proj|_down_proj|_up_proj))\.weight$")
 """Matches the names of weights whose matrix products may be in 8 bits."""
+
+
+@lru_cache(maxsize=1 << 16)
+def is_linear(name: str) -> bool:
+    """Return whether a parameter is the weight of a linear layer, as `LINEAR` says."""
+    return LINEAR.search(name) is not None
+
 
 ROUTED = ".experts."
 """The text that the name of every routed expert's weight contains."""
@@ -256,14 +261,14 @@ def rank_state(
     size, filled = None, 0
     if rank == 0 or shards:
         numel = sum(weight.numel for chunk in trained for weight in chunk)
-        size = bucket_size(optimizer, numel, ranks.dp * ranks.cp)
+        size = optimizer.bucket_size(numel, ranks.dp * ranks.cp)
     for chunk in trained:
         filling = 0
         # Core uses a separate buffer for each dtype of parameters, and for experts.
-        for expert, fp8 in product((False, True), (False, True)):
-            weights = [x for x in chunk if (x.expert, x.fp8) == (expert, fp8)]
-            if not weights:
-                continue
+        buffers: dict[tuple[bool, bool], list[Weight]] = {}
+        for weight in chunk:
+            buffers.setdefault((weight.expert, weight.fp8), []).append(weight)
+        for (expert, fp8), weights in buffers.items():
             replicas = ranks.expert_dp if expert else ranks.dp * ranks.cp
             distributed = optimizer.use_distributed_optimizer
             laid = buckets(weights, distributed=distributed, replicas=replicas, bucket_size=size)

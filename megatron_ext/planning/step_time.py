@@ -15,7 +15,7 @@ from megatron_ext.planning.hardware import DEFAULT, Efficiency, Rates, reserve_o
 from megatron_ext.planning.kernels import Phase, Work, update_work
 from megatron_ext.planning.memory import RankMemory, fullest, memory
 from megatron_ext.planning.muon import muon_volume, muon_work
-from megatron_ext.planning.network import Network, Volume, ring
+from megatron_ext.planning.network import Elements, Network, Volume, ring
 from megatron_ext.planning.pipeline import PipelineTime
 from megatron_ext.planning.stages import FP32, Stage
 from megatron_ext.schedules.plan import Durations
@@ -154,13 +154,37 @@ class Clock:
     def exchange(self, volume: Volume) -> float:
         """Return the time of the tensor, context and expert collectives counted in ``volume``."""
         x = self.network.sizes
-        link = self.rates.link
-        return (
-            volume.tensor / link(x.tp)
-            + volume.context / link(x.tp * x.cp)
-            + volume.expert / link(x.etp * x.ep)
-            + volume.expert_in_node / link(1)
-        )
+        rates = self.rates
+        if self.network.config.parallel.cp_comm_type[0] == "a2a":
+            context = rates.all_to_all(volume.context, x.cp, x.tp)
+        else:
+            context = volume.context / rates.ring(x.cp, x.tp)
+        tensor = volume.tensor / rates.ring(x.tp)
+        if self.network.config.engine.tp_comm_overlap:
+            # Products wait at least for the first of the pieces into which each message is cut.
+            tensor *= max(1 / x.tp, 1 - rates.efficiency.hidden)
+        return tensor + context + self.experts_exchange(volume)
+
+    def experts_exchange(self, volume: Volume) -> float:
+        """Return the time in which tokens go to experts on other ranks, and their outputs back."""
+        x = self.network.sizes
+        rates = self.rates
+        if volume.expert_in_node:
+            # Two hops, one after the other: between nodes, and inside them.
+            far = volume.expert / rates.link(x.etp * x.ep)
+            return far + volume.expert_in_node / rates.link(1)
+        return rates.all_to_all(volume.expert, x.etp * x.ep)
+
+    @property
+    def _between(self) -> int:
+        """Return the number of pipeline stages whose ranks stand between neighbouring replicas."""
+        mapped = self.network.config.parallel.use_tp_pp_dp_mapping
+        return self.network.sizes.pp if mapped else 1
+
+    def _replica_ring(self) -> float:
+        """Return the bytes per second that a rank can send in a ring of replicas."""
+        x = self.network.sizes
+        return self.rates.ring(x.dp * x.cp, x.tp * self._between)
 
     def latency(self) -> float:
         """Return the time of one micro-batch's message between stages."""
@@ -188,8 +212,7 @@ class Clock:
     def update_exchange(self, rank: RankMemory) -> float:
         """Return the time of communication within the optimizer's update, which only Muon needs."""
         sent = update_volume(self.network, rank)
-        x = self.network.sizes
-        return self.exchange(sent) + sent.data / self.rates.link(x.tp * x.dp * x.cp)
+        return self.exchange(sent) + sent.data / self._replica_ring()
 
     def replicas(self, volume: Volume) -> float:
         """Return the time of communication between replicas that computation does not hide.
@@ -199,14 +222,21 @@ class Clock:
         """
         x = self.network.sizes
         flags = self.network.config.optimizer
-        ranks = x.dp * x.cp
-        link = self.rates.link
-        seconds = volume.data / link(x.tp * ranks) if ranks > 1 else 0.0
+        experts = self.rates.ring(x.expert_dp, x.etp * x.ep * self._between)
+        seconds = volume.expert_data / experts if x.expert_dp > 1 else 0.0
+        if x.dp * x.cp > 1:
+            seconds += volume.data / self._replica_ring()
         shown = 1.0
         if flags.overlap_grad_reduce:
             both = flags.overlap_param_gather or not flags.use_distributed_optimizer
             shown -= self.rates.efficiency.hidden * (1.0 if both else 0.5)
-        return seconds * shown + volume.embedding / link(x.tp * ranks * x.pp)
+        across = self.rates.link(x.tp * x.dp * x.cp * x.pp)
+        return seconds * shown + volume.embedding / across
+
+    def longest_end(self, ranks: Sequence[RankMemory]) -> float:
+        """Return the longest time from a rank's last backward pass to the end of the step."""
+        unlike = {(rank.state, *map(self.network.kind, rank.stages)): rank for rank in ranks}
+        return max(map(self.after, unlike.values()))
 
     def rank_durations(self) -> list[Durations]:
         """Return the three pass times of each pipeline rank, averaged over its chunks."""
@@ -245,7 +275,7 @@ def estimate(
     ranks = ranks or memory(network)
     slowest = max(clock.rank_durations(), key=lambda times: sum(astuple(times)))
     cost = network.schedule.time(slowest, clock.latency())
-    seconds = cost.makespan + max(map(clock.after, ranks))
+    seconds = cost.makespan + clock.longest_end(ranks)
     return Estimate(network, rates, ranks, cost, seconds, network.step_flops())
 
 
@@ -258,7 +288,7 @@ def least_seconds(network: Network, gpu: Gpu, ranks: list[RankMemory]) -> float:
     slowest = max(sum(astuple(times)) for times in clock.rank_durations())
     schedule = network.schedule
     busy: float = slowest * schedule.num_microbatches * schedule.num_chunks
-    return busy + max(map(clock.after, ranks))
+    return busy + clock.longest_end(ranks)
 
 
 def _uses_muon(flags: OptimizerConfig) -> bool:
@@ -286,15 +316,15 @@ def step_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Vo
     config = network.config
     x = network.sizes
     state = rank.state
-    trained = [weight for weight in rank.all_weights if not weight.frozen]
-    count = max(1, sum(weight.numel for weight in trained))
-    experts = sum(weight.numel for weight in trained if weight.expert) / count
-    share = ring(x.dp * x.cp) * (1 - experts) + ring(x.expert_dp) * experts
+    elements = sum((network.elements(stage) for stage in rank.stages), Elements())
+    experts = elements.expert / max(1, elements.trained)
+    moved = 2 * state.reduced
     if config.optimizer.use_distributed_optimizer:
         times = num_microbatches if config.optimizer.shards_gradients else 1
-        data = share * (times * state.reduced + state.parameters - state.frozen)
-    else:
-        data = 2 * share * state.reduced
-    copied = sum(weight.numel for weight in trained if weight.shared)
+        moved = times * state.reduced + state.parameters - state.frozen
+    data = ring(x.dp * x.cp) * (1 - experts) * moved
+    expert_data = ring(x.expert_dp) * experts * moved
+    copied = elements.shared
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    return total + Volume(data=data, embedding=float(copied * (FP32 if in_fp32 else x.width)))
+    embedding = float(copied * (FP32 if in_fp32 else x.width))
+    return total + Volume(data=data, expert_data=expert_data, embedding=embedding)

@@ -25,9 +25,10 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,18 +132,17 @@ class Planner:
             words, self.program, world_size=world_size, device="cuda", defaults=planned
         )
 
-    def completed(self, arguments: ParsedArgs) -> RunConfig:
+    def completed(self, config: RunConfig, task: Any) -> RunConfig:
         """Return a run's configuration with what follows from its tokenizer or its clips.
 
         Raises:
             ConfigError, DataError: flags or data have errors; it has a sentence for each.
         """
-        config: RunConfig = arguments.config
         with redirect_stdout(sys.stderr if self.args.json else sys.stdout):
             if self.args.video:
                 from megatron_ext.train.main import preflight
 
-                return preflight(config, arguments.task.preflight)[0]
+                return preflight(config, task.preflight)[0]
             if config.model.padded_vocab_size:
                 return config
             from megatron_ext.text.run import with_tokenizer
@@ -161,7 +161,7 @@ def plan(planner: Planner) -> int:
     gpu = gpu_named(args.gpu, "--gpu")
     arguments = planner.parsed(planner.words, args.world_size)
     tell(args, arguments.notes)
-    config = planner.completed(arguments)
+    config = planner.completed(arguments.config, arguments.task)
     cost = arguments.task.cost
     check_core(config)
     report = report_of(config, gpu, cost)
@@ -208,17 +208,22 @@ def propose(planner: Planner) -> int:
     if errors := fixed_errors(arguments.config, arguments.task.defaults, decided):
         raise ConfigError(errors)
     tell(args, arguments.notes)
-    base = planner.completed(arguments)
-    complete = completion(planner, base)
+    base = planner.completed(arguments.config, arguments.task)
+    complete = completion(planner, base, arguments.task)
+    with_values = arguments.with_values
+    assert with_values is not None
 
     def parse(words: Sequence[str]) -> RunConfig:
-        return complete(planner.parsed([*kept, *words], args.world_size))
+        return complete(planner.parsed([*kept, *words], args.world_size).config)
+
+    def completed(values: Mapping[str, Any]) -> RunConfig:
+        return complete(with_values(values, args.world_size))
 
     flags = LayoutFlags(program, cost, base)
     kept = [*without(kept, program, {"micro_batch_size"}), *unchosen]
     # Collections would go through all imported modules again and again.
     gc.freeze()
-    result = search(base, flags, parse, args.world_size, gpu, count=args.count)
+    result = search(base, flags, completed, args.world_size, gpu, count=args.count)
     report = proposal(result, args.world_size, gpu, given_estimate(planner, complete))
     commands = []
     for layout in result.best[: len(result.best) if args.json else args.flags]:
@@ -280,28 +285,26 @@ def has_batch(planner: Planner, words: Sequence[str], config: RunConfig) -> bool
     return bool(other.training.global_batch_size == config.training.global_batch_size)
 
 
-def completion(planner: Planner, base: RunConfig) -> Callable[[ParsedArgs], RunConfig]:
+def completion(planner: Planner, base: RunConfig, task: Any) -> Callable[[RunConfig], RunConfig]:
     """Return a function that does for each layout what `Planner.completed` does for ``base``.
 
     It opens no tokenizer again.
     """
     if planner.args.video:
-        return planner.completed
-    from megatron_ext.text.run import padded_to_ranks
+        return partial(planner.completed, task=task)
+    size = base.model.unpadded_vocab_size
 
-    def padded(arguments: ParsedArgs) -> RunConfig:
-        config: RunConfig = arguments.config
-        size = base.model.unpadded_vocab_size
+    def padded(config: RunConfig) -> RunConfig:
         if config.model.padded_vocab_size or not size:
             return config
+        from megatron_ext.text.run import padded_to_ranks
+
         return replace(config, model=padded_to_ranks(config.model, config.parallel, size))
 
     return padded
 
 
-def given_estimate(
-    planner: Planner, complete: Callable[[ParsedArgs], RunConfig]
-) -> Estimate | None:
+def given_estimate(planner: Planner, complete: Callable[[RunConfig], RunConfig]) -> Estimate | None:
     """Return the estimate of the run with the user's own layout; None if that cannot run."""
     from megatron_ext.planning.hardware import gpu_named
     from megatron_ext.planning.memory import worst_case
@@ -309,7 +312,7 @@ def given_estimate(
 
     try:
         arguments = planner.parsed(planner.words, planner.args.world_size)
-        network, ranks = worst_case(arguments.task.cost.cases(complete(arguments)))
+        network, ranks = worst_case(arguments.task.cost.cases(complete(arguments.config)))
     except MegatronExtError:
         return None
     return estimate(network, gpu_named(planner.args.gpu, "--gpu"), ranks=ranks)

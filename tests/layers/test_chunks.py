@@ -15,7 +15,6 @@ from megatron_ext.layers import chunks as chunks_module
 from megatron_ext.layers.chunks import (
     _ddp_config,
     _In16Bits,
-    bucket_size,
     build_chunks,
     check_chunk,
     named_parameters,
@@ -49,7 +48,7 @@ def test_a_bucket_is_as_large_as_the_flags_say(
 ) -> None:
     """By default at least 40 million parameters, and a million for each replica."""
     optimizer = dataclasses.replace(OptimizerConfig(), **flags)
-    assert bucket_size(optimizer, 100, replicas) == size
+    assert optimizer.bucket_size(100, replicas) == size
 
 
 @pytest.mark.parametrize("overlap", [False, True])

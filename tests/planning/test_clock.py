@@ -10,7 +10,7 @@ from megatron_ext.device.gpus import GPUS
 from megatron_ext.planning.hardware import DEFAULT, GAP, Rates
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.muon import muon_volume, muon_work
-from megatron_ext.planning.network import Volume
+from megatron_ext.planning.network import Elements, Volume
 from megatron_ext.planning.stages import Ranks
 from megatron_ext.planning.state import Weight
 from megatron_ext.planning.step_time import Clock, estimate, step_volume, update_volume
@@ -29,6 +29,12 @@ class Spans(Rates):
     def link(self, span: int) -> float:
         return 1 / span
 
+    def ring(self, ranks: int, stride: int = 1) -> float:
+        return 1 / (ranks * stride)
+
+    def all_to_all(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        return num_bytes * ranks * stride
+
 
 def clock_of(more: str) -> Clock:
     return Clock(llama_network(more), Spans(GPUS["H100"]))
@@ -42,7 +48,7 @@ def test_messages_go_over_the_ranks_between_their_ends() -> None:
     assert clock.exchange(Volume(context=1)) == 4
     assert clock.exchange(Volume(data=1, pipeline=1, embedding=1)) == 0
     experts = dataclasses.replace(clock.network.sizes, ep=4, etp=3)
-    network: Any = SimpleNamespace(sizes=experts)
+    network: Any = SimpleNamespace(sizes=experts, config=clock.network.config)
     assert Clock(network, clock.rates).exchange(Volume(expert=1)) == 12
     assert clock.replicas(Volume(data=1)) == 8
     assert clock.latency() == 0
@@ -160,10 +166,12 @@ def test_experts_have_replicas_of_their_own() -> None:
     network = llama_network(SHARED)
     (rank,) = memory(network)
     network = dataclasses.replace(network, sizes=dataclasses.replace(network.sizes, expert_dp=2))
-    weights = ((Weight("a", 300), Weight("e", 100, expert=True)),)
-    rank = dataclasses.replace(rank, weights=weights)
+    counted = Elements.of([Weight("a", 300), Weight("e", 100, expert=True)])
+    object.__setattr__(network, "elements", lambda _: counted)
     sent = rank.state.reduced + rank.state.parameters
-    assert step_volume(network, rank, 1).data == pytest.approx(sent * (7 / 8 * 3 / 4 + 1 / 2 / 4))
+    found = step_volume(network, rank, 1)
+    assert found.data == pytest.approx(sent * 7 / 8 * 3 / 4)
+    assert found.expert_data == pytest.approx(sent * 1 / 2 / 4)
 
 
 def test_muon_deals_the_matrices_of_experts_to_their_replicas() -> None:

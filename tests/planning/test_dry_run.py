@@ -119,7 +119,7 @@ def test_recomputation_is_not_advised_with_graphs(tool: Tool) -> None:
     large = "--num-layers 64 --hidden-size 4096 --num-attention-heads 32 --seq-length 16384"
     graphs = "--cuda-graph-impl local --max-position-embeddings 16384"
     more = "--bf16 --use-distributed-optimizer --global-batch-size 128"
-    shown = tool("--world-size 64 --gpu H200", f"{large} {graphs} {more}", code=1)
+    shown = tool("--world-size 64 --gpu H100", f"{large} {graphs} {more}", code=1)
     assert "it would fit with full recomputation in place of" in shown
     assert not {"full", "selective"} & set(tool("--world-size 1 --search", graphs).split())
 

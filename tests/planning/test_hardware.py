@@ -64,6 +64,21 @@ def test_ranks_of_one_machine_have_its_links() -> None:
     assert rates.link(H100.per_node + 1) == H100.network * DEFAULT.links
 
 
+def test_a_group_of_several_machines_uses_the_ports_of_all_its_ranks() -> None:
+    """An H100's link is 9 times as fast as its port, of which a machine has 8."""
+    rates = Rates(H100)
+    port = H100.network * DEFAULT.links
+    link = H100.link * DEFAULT.links
+    assert [rates.ring(8), rates.ring(2, 4)] == [link, link]
+    assert [rates.ring(16), rates.ring(4, 4), rates.ring(2, 8)] == [8 * port, 2 * port, port]
+    assert rates.all_to_all(7e9, 8) == pytest.approx(7e9 / link)
+    assert rates.all_to_all(15e9, 16) == pytest.approx(8e9 / port)
+    # Where few ranks are elsewhere, the links within a machine take longer.
+    slow = Rates(dataclasses.replace(H100, link=H100.network))
+    assert slow.all_to_all(11e9, 12) == pytest.approx(7e9 / port)
+    assert rates.all_to_all(1e9, 1) == 0
+
+
 def test_nothing_of_an_exchange_may_be_hidden_but_a_rate_is_above_zero() -> None:
     assert Efficiency(hidden=0, kernels=1).hidden == 0
     with pytest.raises(ConfigError) as caught:

@@ -2,11 +2,14 @@
 
 import dataclasses
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 
+from megatron_ext.config.parser import parse_args
 from megatron_ext.config.rules.parallel import stages_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import GPUS
@@ -30,7 +33,7 @@ from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.text.cost.task_cost import GPT_COST
 from megatron_ext.text.task import TEXT
 from tests.text.cost.layouts import LLAMA_8B, llama
-from tests.training_runs import config_of
+from tests.training_runs import ROOT, config_of
 
 H100 = GPUS["H100"]
 MOE = "--num-experts 6 --moe-ffn-hidden-size 512"
@@ -49,11 +52,10 @@ def searched(more: str = "", world: int = 8, gpu: str = "H100", count: int = 10)
     base = llama(more, 1)
     flags = LayoutFlags(TEXT, GPT_COST, base)
     kept = without(f"{LLAMA_8B} {more}".split(), TEXT, decided_fields(base, GPT_COST))
-
-    def parse(words: Sequence[str]) -> RunConfig:
-        return config_of([*kept, *words], ranks=world, device="cuda")
-
-    return search(base, flags, parse, world, GPUS[gpu], count=count)
+    arguments = parse_args(kept, TEXT, world_size=1, device="cuda")
+    assert arguments.with_values is not None
+    complete = partial(arguments.with_values, world_size=world)
+    return search(base, flags, complete, world, GPUS[gpu], count=count)
 
 
 def test_candidates_have_every_size_that_divides_ranks_layers_and_experts() -> None:
@@ -66,10 +68,13 @@ def test_candidates_have_every_size_that_divides_ranks_layers_and_experts() -> N
         for tp in (1, 2, 4) for pp in (1, 2, 4) for cp in (1, 2, 4) if tp * pp * cp <= 4
     }  # fmt: skip
     assert {x.ep for x in found} == {1}
-    # 12 layers in 2 stages have up to 3 chunks of equal length, and none of 4; in 4 stages 1 and 3.
-    assert {(x.pp, x.chunks) for x in found} == {(1, 1), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3)}
+    # 12 layers in 2 stages have 1, 2, 3 or 6 chunks of equal length; in 4 stages 1 or 3.
+    even = {(1, 1), (2, 1), (2, 2), (2, 3), (2, 6), (4, 1), (4, 3)}
+    assert {(x.pp, x.chunks) for x in found} == even
     uneven = [*candidates(config, 4, H100, GPT_COST, GptNetwork.of(llama("--num-layers 12", 1)))]
-    assert {(x.pp, x.chunks) for x in uneven if x.stages} == {(2, 4), (4, 2)}
+    # Embedding, layers and head fill 14 stages, one each.
+    assert {(x.pp, x.chunks) for x in uneven if x.stages} == {(2, 4), (2, 5), (2, 7), (4, 2)}
+    assert {x.stages for x in uneven if x.chunks == 7} == {"E|(t|)*12,L"}
     flat = [*candidates(llama("--num-layers 2"), 4, H100, GPT_COST)]
     assert {x.pp for x in flat} == {1, 2}  # A stage has one layer at least.
     # A slice of a sequence across nodes has 512 of its 8192 tokens at least.
@@ -94,6 +99,38 @@ def test_a_candidate_is_a_run_with_its_flags() -> None:
     assert not of(layout, "--optimizer sgd").optimizer.use_distributed_optimizer
     experts = of(dataclasses.replace(layout, ep=2), MOE)
     assert experts.parallel.expert_tensor_parallel_size == 1  # Tensor ranks share no expert.
+
+
+@pytest.mark.parametrize(
+    ("more", "layout"),
+    [
+        ("", Candidate(2, 2, 1, 1, 2, 4, "full")),
+        ("", Candidate(1, 1, 2, 1, 1, 1, "selective")),
+        ("--num-layers 5", Candidate(1, 2, 1, 1, 1, 1, "none", "Ett|tttL")),
+        (MOE, Candidate(2, 2, 1, 2, 1, 2, "none")),
+        ("--optimizer sgd", Candidate(4, 1, 1, 1, 1, 1, "none")),
+    ],
+)
+def test_values_of_a_layout_are_the_run_of_its_words(more: str, layout: Candidate) -> None:
+    """The search reads no words, but proposes some."""
+    base = llama(more, 1)
+    kept = without(f"{LLAMA_8B} {more}".split(), TEXT, decided_fields(base, GPT_COST))
+    arguments = parse_args(kept, TEXT, world_size=1, device="cuda")
+    assert arguments.with_values is not None
+    values = LayoutFlags(TEXT, GPT_COST, base).values(layout)
+    assert arguments.with_values(values, 8) == of(layout, more)
+    with pytest.raises(ConfigError, match="`--global-batch-size` \\(128\\) must be divisible by"):
+        arguments.with_values(values, 8 * 37)
+
+
+def test_a_search_imports_neither_torch_nor_megatron_core() -> None:
+    """They would take most of the memory of a search, and more time than a small one."""
+    script = (
+        "import sys; from megatron_ext.programs.plan import main; "
+        "words = '--world-size 4 --search -- --config recipes/llama3_8b.yaml'.split(); "
+        "assert main(words) == 0; sys.exit(bool({'torch', 'megatron.core'} & sys.modules.keys()))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 
 from megatron_ext.config.flags import must_divide
 from megatron_ext.config.model import ModelConfig
@@ -37,18 +37,24 @@ def stages_of(layout: str) -> list[str]:
     E is the embedding, t a layer, m multi-token prediction, L the loss. Another letter, or a
     repetition such as ``*99`` with a number above `MOST_REPETITIONS`, raises a ValueError.
     """
+    return list(_expanded(layout))
+
+
+@lru_cache(maxsize=1 << 10)
+def _expanded(layout: str) -> tuple[str, ...]:
+    """Return the `stages_of` a layout.
+
+    megatron-core reads the same language, but importing it takes seconds, and plans do not need it.
+    """
     if any(int(times) > MOST_REPETITIONS for times in re.findall(r"\*(\d+)", layout)):
         raise ValueError(f"no part can be repeated more than {MOST_REPETITIONS} times")
-    from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    kinds = LayerType.embedding, LayerType.decoder, LayerType.mtp, LayerType.loss
-    letters = dict(zip(kinds, "EtmL", strict=True))
-    try:
-        stages = PipelineParallelLayerLayout.parse_str_to_list(layout)
-    except AssertionError as error:
-        raise ValueError(str(error)) from None
-    return ["".join(letters[layer] for layer in stage) for stage in stages]
+    text = layout.replace(",", "")
+    # First groups in parentheses, such as (t|)*3, then single letters, such as t*3.
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    if unknown := sorted({*text} - {*"EtmL|"}):
+        raise ValueError(f"only E, t, m and L stand for parts, but it has {' '.join(unknown)}")
+    return tuple(text.split("|"))
 
 
 def mtp_stage(parallel: ParallelConfig) -> int:

@@ -94,6 +94,10 @@ class Activations(GptRun):
         if model.qk_layernorm:
             kept += mixed + copied + self.norm(sizes.tokens * sizes.n // sizes.tp, sizes.d)
             kept += self.norm(sizes.tokens * sizes.g // sizes.tp, sizes.d)
+        if sizes.gpu and model.apply_rope_fusion and rotates and not model.qk_layernorm:
+            # One kernel copies all three out of the projection, whose memory is then freed. All
+            # layers share the rotary tables.
+            return queries + gathered if self._exchange == "gather" else mixed
         fresh = rotates or model.qk_layernorm
         viewed = 0 if model.qk_layernorm else mixed
         if self._exchange == "gather":
@@ -194,17 +198,18 @@ class Activations(GptRun):
         Args:
             tokens: number of tokens that the MLP gets.
             width: number of the MLP's channels on this rank.
-            scaled: whether the MLP is an expert. Autograd then keeps one more tensor, since the
-                router's weights multiply the result.
+            scaled: whether the MLP is an expert. Without a fused kernel, autograd then keeps one
+                more tensor, since the router's weights multiply the result.
         """
         model = self.config.model
         sizes = self.sizes
         tensor = tokens * width * sizes.width
-        fused = sizes.gpu and model.has_mlp_bias
+        fused = sizes.gpu and (model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion)
         # Gated: both halves of fc1's output, the activated half, the other one plus core's offset,
-        # and their product; the fused kernel computes the middle ones again.
+        # and their product. One kernel (`layers.pointwise.activated`) keeps only its input and its
+        # result, and computes the others again.
         gated = 3 if fused else 5 + (not model.swiglu)
-        tensors = (gated if model.gated else 2) + scaled
+        tensors = (gated if model.gated else 2) + (scaled and not fused)
         inner = 2 * width if model.gated else width
         of_fc2 = tensor + width * sizes.h * sizes.width
         of_product = (2 if model.gated else 1) * tensor
@@ -318,7 +323,9 @@ class Activations(GptRun):
         if stage.embedding:
             dropped = self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
             parts.append(LayerBytes(dropped + sizes.tokens * INT64, self.table * sizes.width))
-        layers = [self.layer_bytes(number) for number in stage.layers]
+        kinds = self.layer_kinds
+        counted = {kinds[x]: self.layer_bytes(x) for x, _ in self.unlike(stage.layers)}
+        layers = [counted[kinds[number]] for number in stage.layers]
         if model.recompute_granularity == "full":
             count = model.recompute_num_layers or 1
             uniform = model.recompute_method == "uniform"

@@ -5,13 +5,15 @@ half of full attention. Like Megatron-LM, the log reports three times the whole 
 pass, since the backward pass takes twice as many operations.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
-from megatron_ext.losses.logit_blocks import default_rows, fused_rows
+from megatron_ext.config.training import default_rows, fused_rows
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Flops, Network
 from megatron_ext.planning.stages import FP32, Ranks, Stage
 from megatron_ext.planning.state import Linear
@@ -233,6 +235,33 @@ class GptRun(Network):
         """
         return self.sizes.v // self.sizes.tp * self.sizes.h
 
+    @cached_property
+    def windowed(self) -> list[bool]:
+        """Return for each layer whether a window limits its attention."""
+        return self.scoring.windowed_layers(self.config.model)
+
+    @cached_property
+    def layer_kinds(self) -> list[tuple[bool, bool, bool]]:
+        """Return a key for each layer, which is the same for layers that cost the same.
+
+        It says whether the layer has experts, whether a window limits its attention, and whether
+        its linear layers multiply in 8 bits.
+        """
+        fp8 = self.config.fp8
+        x = self.sizes
+        return [
+            (experts, windowed, x.in_8_bits(fp8, number))
+            for number, (experts, windowed) in enumerate(zip(x.experts, self.windowed, strict=True))
+        ]
+
+    def unlike(self, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return one layer of each kind among ``layers``, and how many of them are of its kind."""
+        first: dict[tuple[bool, bool, bool], int] = {}
+        for number in layers:
+            first.setdefault(self.layer_kinds[number], number)
+        counts = Counter(self.layer_kinds[number] for number in layers)
+        return [(number, counts[kind]) for kind, number in first.items()]
+
     @property
     def routed(self) -> int:
         """Return the number of tokens that a rank's experts get from a micro-batch in one layer.
@@ -346,8 +375,8 @@ class GptFlops(GptRun):
 
     def flops(self, stage: Stage) -> Flops:
         total = Flops()
-        for number in stage.layers:
-            total += self.layer_flops(number)
+        for number, count in self.unlike(stage.layers):
+            total += self.layer_flops(number) * count
         for _ in range(stage.depths):
             total += self._depth_flops()
         return total + self.recomputed(stage) + (self.logits_flops() if stage.head else Flops())
@@ -360,10 +389,10 @@ class GptFlops(GptRun):
         layers = stage.layers
         if model.recompute_granularity == "full" and model.recompute_method == "block":
             layers = layers[: model.recompute_num_layers or 0]
-        for number in layers:
+        for number, count in self.unlike(layers):
             linear, scores = self._again(number)
             fp8 = linear if self.sizes.in_8_bits(self.config.fp8, number) else 0.0
-            total += Flops(again=linear - fp8, fp8_again=fp8, scores_again=scores)
+            total += Flops(again=linear - fp8, fp8_again=fp8, scores_again=scores) * count
         return total
 
     def _again(self, number: int) -> tuple[float, float]:
@@ -385,13 +414,9 @@ class GptFlops(GptRun):
             linear += MULTIPLY_AND_ADD * of_heads * self.sizes.tokens / self.sizes.tp
         return linear, scores if self.recomputes("core_attn") else 0.0
 
-    @cached_property
-    def _windowed(self) -> list[bool]:
-        return self.scoring.windowed_layers(self.config.model)
-
     def _scores(self, number: int) -> float:
         """Return one rank's forward operations of attention scores in layer ``number`` (from 0)."""
-        return self._on_rank("windowed" if self._windowed[number] else "scores")
+        return self._on_rank("windowed" if self.windowed[number] else "scores")
 
     def _on_rank(self, part: str) -> float:
         """Return one rank's forward operations in a part of the model.

@@ -69,14 +69,15 @@ def other_work(network: GptFlops, stage: Stage) -> list[Work]:
     count = network.num_microbatches
     fp8 = network.config.fp8
     work: list[Work] = []
-    for number in stage.layers:
+    for number, layers in network.unlike(stage.layers):
         joins = network.joins_activation(number)
-        work += layer_work(network, x.experts[number], joins=joins)
+        of_layer = layer_work(network, x.experts[number], joins=joins)
         if x.in_8_bits(fp8, number):
             # Inputs and output gradients of four layers; once in a step their weights.
             casts = 4 * cast_of(fp8.fp8_recipe)[1]
-            work.append(Work("casts", Phase.FORWARD, kernels=casts * (1 + 1 / count)))
-            work.append(Work("casts", Phase.INPUT, kernels=casts))
+            of_layer.append(Work("casts", Phase.FORWARD, kernels=casts * (1 + 1 / count)))
+            of_layer.append(Work("casts", Phase.INPUT, kernels=casts))
+        work += [part * layers for part in of_layer]
     for _ in range(stage.depths):
         work += [*layer_work(network, x.experts[-1]), *_norms(network, 3)]
     if stage.final_norm:

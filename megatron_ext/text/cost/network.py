@@ -7,6 +7,7 @@ pass, and kernels.py the bytes that kernels move.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,7 +26,7 @@ from megatron_ext.planning.network import (
     ring,
 )
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
-from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
+from megatron_ext.planning.state import Linear, Weight, is_linear, with_frozen
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
@@ -83,7 +84,7 @@ class Parameters(GptRun):
             layer = self._layer_weights(f"decoder.layers.{position}", self.sizes.experts[number])
             # ``--fp8-param-gather`` holds the matrices of 8-bit layers in 8 bits.
             if fp8.fp8_param_gather and self.sizes.in_8_bits(fp8, number):
-                layer = [replace(w, fp8=LINEAR.search(w.name) is not None) for w in layer]
+                layer = [replace(w, fp8=is_linear(w.name)) for w in layer]
             weights += layer
         if stage.final_norm:
             weights += self._norm_weights("decoder.final_layernorm")
@@ -261,10 +262,8 @@ class GptNetwork(Parameters, Activations, GptFlops):
         return stages
 
     def kind(self, stage: Stage) -> Hashable:
-        fp8 = self.config.fp8
-        x = self.sizes
-        layers = [(x.experts[n], self._windowed[n], x.in_8_bits(fp8, n)) for n in stage.layers]
-        return tuple(layers), stage.depths, stage.embedding, stage.final_norm, stage.head
+        layers = tuple(self.layer_kinds[number] for number in stage.layers)
+        return layers, stage.depths, stage.embedding, stage.final_norm, stage.head
 
     def fp8_weights(self, stage: Stage) -> int:
         """Return the bytes of the 8-bit copies of weights; layers that stay in bf16 have none."""
@@ -299,8 +298,10 @@ class GptNetwork(Parameters, Activations, GptFlops):
         x = self.sizes
         gathers = stage.embedding + stage.depths + (1 + x.depths) * stage.head
         total = Volume(2 * self._gather() * gathers, pipeline=self.messages(stage))
-        for experts in [*(x.experts[n] for n in stage.layers), *[x.experts[-1]] * stage.depths]:
-            total += self.layer_traffic(experts)
+        layers = Counter(x.experts[number] for number in stage.layers)
+        layers[x.experts[-1]] += stage.depths
+        for experts, count in layers.items():
+            total += self.layer_traffic(experts) * count
         return total
 
     def layer_traffic(self, experts: bool) -> Volume:

@@ -1,11 +1,14 @@
 """Terms of a GPT's cost, each as a person would count it for Llama 3 8B and its relatives."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
+from megatron_ext.layers.pointwise import activated
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.network import ring
@@ -160,30 +163,50 @@ def test_norms_keep_statistics_of_each_token() -> None:
     assert frozen.norm(10, 7) == 10 * 4
 
 
-def test_the_activation_of_an_mlp_is_fused_with_its_biases() -> None:
+def test_the_activation_of_an_mlp_is_one_kernel_on_a_gpu() -> None:
     """Gated, the kernel keeps three tensors: both halves of fc1's output, and the product."""
     tensor = S * F * 2
     for more, tensors in (
-        ("", 5), ("--add-mlp-bias", 3), ("--no-swiglu", 2), ("--no-swiglu --add-mlp-bias", 2),
-        ("--no-swiglu --geglu", 6),
+        ("", 3), ("--add-mlp-bias", 3), ("--no-swiglu", 2), ("--no-swiglu --add-mlp-bias", 2),
+        ("--no-swiglu --geglu", 3), ("--no-bias-swiglu-fusion", 5),
+        ("--no-swiglu --geglu --no-bias-gelu-fusion", 6),
     ):  # fmt: skip
         kept = llama_network(more)._inner(S, F, scaled=False).kept
         assert kept == tensors * tensor, more
     assert on_cpu("--add-mlp-bias")._inner(S, F, scaled=True).kept == 6 * 2 * tensor
 
 
+@pytest.mark.slow
+def test_the_kernel_of_an_activation_keeps_only_what_it_gets() -> None:
+    """The result, which the second matrix keeps, makes it three tensors in a gated MLP."""
+    kernel = torch.compile(inspect.unwrap(activated), backend="aot_eager_decomp_partition")
+    wide = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True)
+    scale = torch.rand(8, 1, requires_grad=True)
+    for given in ((wide, None, None), (wide, None, scale)):
+        kept: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            kernel(*given, "silu", True)
+        wanted = [x.data_ptr() for x in given if x is not None]
+        assert [x.data_ptr() for x in kept] == wanted
+
+
 def test_experts_keep_what_their_tokens_need() -> None:
     """Each token has two experts; a shared expert adds its own tensors."""
     plain = llama_network(EXPERTS)
     assert (plain.routed, plain.expert_width) == (2 * S, 1024)
-    # Gated, scaled outputs of the experts; inputs with places and weights; the map of tokens and
+    # Gated outputs of the experts; inputs with places and weights; the map of tokens and
     # experts; the router's choice and both of its scores.
-    kept = 6 * 2 * S * 1024 * 2 + 2 * S * (2 * H + 8 + 4) + S * 8 * (4 + 1)
+    kept = 3 * 2 * S * 1024 * 2 + 2 * S * (2 * H + 8 + 4) + S * 8 * (4 + 1)
     kept += S * (2 * (8 + 4) + 2 * 8 * 4)
     assert plain._experts().kept == kept
     shared = llama_network(f"{EXPERTS} --moe-shared-expert-intermediate-size 64")
     one, two = (x.mlp(experts=True) for x in (plain, shared))
-    assert two.kept - one.kept == 5 * S * 64 * 2
+    assert two.kept - one.kept == 3 * S * 64 * 2
     # A small shared expert is over before the routed ones need most.
     assert two.transient == one.transient
     by_default = llama_network(EXPERTS.replace("--moe-ffn-hidden-size 1024", ""))
@@ -666,7 +689,7 @@ def test_a_shared_expert_is_divided_among_tensor_parallel_ranks() -> None:
         llama_network(f"{four} {x}").mlp(experts=True).kept
         for x in ("", "--moe-shared-expert-intermediate-size 64")
     )
-    assert shared - plain == 5 * S * 64 // 4 * 2
+    assert shared - plain == 3 * S * 64 // 4 * 2
 
 
 def test_experts_run_one_after_the_other() -> None:
@@ -776,7 +799,9 @@ def test_queries_keys_and_values_are_kept_once_and_as_attention_gets_them() -> N
     mixed = queries + 2 * keys
     tables = 4 * S * D * 2
     none = "--position-embedding-type none"
-    assert llama_network().qk() == tables + mixed + queries + keys
+    # One kernel on a GPU copies all three; without it, rotated ones stand beside the projection.
+    assert llama_network().qk() == mixed
+    assert llama_network("--no-rope-fusion").qk() == tables + mixed + queries + keys
     assert llama_network(none).qk() == mixed + queries
     assert llama_network(f"{none} --no-group-query-attention").qk() == 3 * queries
     # A norm keeps its input, and the statistics of each head; a copy lies between them.
@@ -791,12 +816,11 @@ def test_exchanged_keys_are_kept_whole_or_by_heads_or_not_at_all() -> None:
     """Each of 4 ranks has a quarter of the tokens, and after a gather the keys of all."""
     queries = S // 4 * N * D * 2
     keys = S // 4 * G * D * 2
-    tables = 4 * S // 4 * D * 2
     four = "--context-parallel-size 4 --cp-comm-type"
-    assert llama_network(f"{four} p2p").qk() == tables + 2 * keys * 4 + queries
-    assert llama_network(f"{four} a2a").qk() == tables + 2 * keys + queries
+    assert llama_network(f"{four} p2p").qk() == 2 * keys * 4 + queries
+    assert llama_network(f"{four} a2a").qk() == 2 * keys + queries
     again = "--recompute-granularity selective --recompute-modules core_attn"
-    kept = tables + queries + 2 * keys + queries + keys
+    kept = queries + 2 * keys
     for kind in ("p2p", "a2a"):
         assert llama_network(f"{four} {kind} {again}").qk() == kept
 

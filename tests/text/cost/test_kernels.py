@@ -9,9 +9,9 @@ from torch import Tensor
 from benchmarks.gpu_setup import LLAMAS
 from benchmarks.layer_traffic import DTYPE, LLAMA, gpt_step
 from benchmarks.traffic import compiled_traffic
+from megatron_ext.config.training import fused_rows
 from megatron_ext.device.gpus import GPUS
 from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
-from megatron_ext.losses.logit_blocks import fused_rows
 from megatron_ext.planning.hardware import Rates
 from megatron_ext.planning.kernels import Work
 from megatron_ext.text.cost.kernels import LAYER_KERNELS, LOGIT, layer_work
