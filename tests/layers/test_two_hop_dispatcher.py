@@ -6,17 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.two_hop_dispatcher import TwoHopDispatcher, use_two_hops
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.expert_hops import ExpertHops, expert_hops
+from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.layers import plain
 from tests.layers.test_layers import B, H, S, local_part, near, torch_block
 from tests.layers.test_moe import SHARED, config
 from tests.ranks import on_ranks, ranks
+from tests.training_runs import SMALL, config_of
 
 E = 8
 SHARED_EXPERT = {"moe_shared_expert_intermediate_size": SHARED}
@@ -106,6 +111,25 @@ def test_experts_beside_other_parallelism_get_equal_rows(
 
 def test_sums_over_many_experts_differ_by_their_rounding() -> None:
     on_ranks(check_rounding, {"dp": 4, "ep": 4})
+
+
+@ranks(dp=2, ep=2)
+def test_flags_give_two_hops_to_every_layer_and_depth(context: ParallelContext) -> None:
+    words = (
+        "--num-experts 4 --disable-bias-linear --padded-vocab-size 128 --mtp-num-layers 1 "
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type flex --moe-ranks-per-node"
+    )
+    for ranks_per_node, ranks_in_node in ((1, 1), (2, 2), (8, 2)):
+        config = config_of([*SMALL, *words.split(), str(ranks_per_node)], ranks=2)
+        transformer_config = build_transformer_config(config)
+        (chunk,) = build_chunks(build_gpt_chunk, config, transformer_config, context)
+        layers = [x for x in chunk.modules() if isinstance(x, BaseMoELayer)]
+        assert len(layers) == 3
+        for layer in layers:
+            assert type(layer.token_dispatcher) is TwoHopDispatcher
+            hops = layer.token_dispatcher.hops
+            assert [hops.between, hops.inside][ranks_in_node - 1] is context.pgs.ep
+            assert [hops.inside, hops.between][ranks_in_node - 1] is None
 
 
 @contextmanager

@@ -280,3 +280,18 @@ def test_peers_stand_at_the_same_place_of_their_stretches(context: ParallelConte
     assert members(peers(1, 2, 4)) == [rank // 2 * 2, rank // 2 * 2 + 1]
     alone = peers(4, 4, 4, timeout_minutes=3)
     assert members(alone) == [rank] and timeout_of(alone) == timedelta(minutes=3)
+
+
+@pytest.mark.parametrize(
+    ("ep", "etp", "ranks_per_node", "count"),
+    [(8, 1, 4, 4), (8, 1, 8, 8), (8, 1, 16, 8), (8, 1, 12, 4), (4, 2, 4, 2), (4, 2, 3, 1)],
+)
+def test_consecutive_ranks_of_experts_share_a_node(
+    ep: int, etp: int, ranks_per_node: int, count: int
+) -> None:
+    """Count the ranks of every group that are surely on one node, wherever the group begins."""
+    layout = Layout(48, 1, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    assert layout.experts_in_node(ranks_per_node) == count
+    for group in layout.expert_groups("ep"):
+        for first in range(0, ep, count):
+            assert len({rank // ranks_per_node for rank in group[first : first + count]}) == 1
