@@ -9,6 +9,8 @@ from megatron_ext.config.flags import PROCESSES, SIZE, Changeable, Range, flag
 SCHEDULES = (
     "no-pipelining 1f1b interleaved zb-h1 zb-v core-no-pipelining core-1f1b core-interleaved"
 ).split()
+PAIRED_SCHEDULES = ("no-pipelining", "1f1b", "interleaved")
+"""The schedules whose forward and backward passes can be paired."""
 ABBREVIATIONS = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -71,6 +73,11 @@ class ParallelConfig(Changeable):
         "pipeline size",
         SIZE,
         names="--microbatch-group-size-per-virtual-pipeline-stage",
+    )
+    overlap_moe_expert_parallel_comm: bool = flag(
+        False,
+        "run the forward pass of one micro-batch and the backward pass of another in turns, so "
+        "that each computes while the other's experts exchange tokens; holds more micro-batches",
     )
     sequence_parallel: bool = flag(False, "share norms and dropout along the sequence too")
     cp_comm_type: list[str] = flag(

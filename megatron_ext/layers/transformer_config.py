@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.compiled import Fusions
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
+
+if TYPE_CHECKING:
+    from megatron_ext.parallel.turns import Turns
 
 
 class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
@@ -81,6 +84,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         auxiliary_scale: holds the factor of auxiliary losses, which each training step sets.
         weight_gradients: queues of the weight gradients that a zero-bubble schedule computes later;
             None for other schedules.
+        turns: runs a forward and a backward pass in turns; None if the schedule has no pairs.
         deterministic_dropout: whether dropout masks are independent of the parallel layout.
         adds_in_place: whether our linear layers add weight gradients to the data-parallel buffer.
         groups_experts: whether one grouped matrix product serves all experts of a rank.
@@ -103,6 +107,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
 
     auxiliary_scale: AuxiliaryScale | None = None
     weight_gradients: DeferredWeightGradients | None = None
+    turns: Turns | None = None
     deterministic_dropout: bool = False
     adds_in_place: bool = False
     groups_experts: bool = False
@@ -190,6 +195,11 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     latent = fields.get("multi_latent_attention", False)
     kind = StepMLATransformerConfig if latent else StepTransformerConfig
     transformer_config = kind(**fields)
+    if parallel.overlap_moe_expert_parallel_comm:
+        from megatron_ext.parallel.turns import Turns
+
+        recomputes = transformer_config.recompute_granularity is not None
+        transformer_config.turns = Turns(keeps_random_states=recomputes)
     kinds = transformer_config.cp_comm_type
     if isinstance(kinds, list):
         transformer_config.cp_comm_type = kinds_by_layer(kinds, transformer_config)

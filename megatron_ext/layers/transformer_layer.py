@@ -229,6 +229,16 @@ def _after_norm(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[...,
     return bias_dropout_add
 
 
+def _dispatcher_class(config: TransformerConfig) -> type[MoEAlltoAllTokenDispatcher]:
+    if getattr(config, "turns", None) is not None:
+        from megatron_ext.layers.expert_exchange import OverlappedDispatcher
+
+        return OverlappedDispatcher
+    from megatron_ext.layers.moe import AlltoAllDispatcher
+
+    return AlltoAllDispatcher
+
+
 class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     """megatron-core's layer with fused parts, our all-to-all dispatcher and our dropout masks.
 
@@ -272,10 +282,8 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
 
             group_experts(mlp)
         if self.is_moe_layer and type(mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
-            from megatron_ext.layers.moe import AlltoAllDispatcher
-
             local = mlp.num_local_experts, mlp.local_expert_indices
-            mlp.token_dispatcher = AlltoAllDispatcher(
+            mlp.token_dispatcher = _dispatcher_class(self.config)(
                 *local, config=self.config, pg_collection=groups
             )
             if mlp.shared_expert_overlap:

@@ -35,10 +35,11 @@ begins, and otherwise "begin" or "end".
 _WHOLE = frozenset({PHASES.index("save"), PHASES.index("evaluate")})
 """Phases that also count the time of phases nested in them, which then do not count it."""
 _NO_DETAIL = (-1, -1, -1)
-_PHASE_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+_PHASE_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "FB": "backward"}
 """The phase of each kind of computation; I and W are the gradients of input and weights.
 
-All other kinds of actions are messages, whose phase is "bubble".
+FB is a pair of a forward and a backward pass, which says itself which of them runs
+(`Recorder.charge_to`). All other kinds of actions are messages, whose phase is "bubble".
 """
 
 
@@ -112,6 +113,12 @@ class Recorder:
         self._scope.action = action
         self._scope.peer = -1 if peer is None else peer
         return self._scope
+
+    def charge_to(self, name: str) -> None:
+        """Add the time from now on to phase ``name``, in place of the innermost phase's."""
+        self._charge(time.monotonic_ns())
+        if self._charged[-1] not in _WHOLE:
+            self._charged[-1] = self._ids[name]
 
     def waiting(
         self, kind: str, microbatch: int, stage: int, peer: int

@@ -37,6 +37,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--latency", type=WEIGHT.number, default=0.0, help="of a message, in the same unit"
     )
+    parser.add_argument(
+        "--pairs", action="store_true", help="pair forward passes with backward passes"
+    )
+    parser.add_argument(
+        "--hidden",
+        type=WEIGHT.number,
+        default=0.0,
+        help="time of all of a rank's layers that a pair takes less than its two passes",
+    )
     parser.add_argument("--forward-only", action="store_true", help="plan an evaluation step")
     parser.add_argument("--png", type=Path, help="PNG file to draw the plan into")
     return parser
@@ -46,7 +55,7 @@ def main(argv: list[str]) -> int:
     """Print the timeline, step time, bubble and peak memory of a plan; return the exit code."""
     args = _parser().parse_args(argv)
     chunks = args.chunks or (2 if args.schedule in ("interleaved", "zb-v") else 1)
-    durations = Durations(*(time / chunks for time in args.times))
+    durations = Durations(*(time / chunks for time in (*args.times, args.hidden)))
     try:
         plan = build_plan(
             args.schedule,
@@ -56,6 +65,7 @@ def main(argv: list[str]) -> int:
             group_size=args.group_size,
             forward_only=args.forward_only,
             durations=durations,
+            pairs=args.pairs,
         )
         cost = price(plan, durations, args.latency)
         print(text(plan, cost))

@@ -22,7 +22,15 @@ from megatron_ext.layers.gradient_shards import ShardedGradients
 from megatron_ext.layers.weight_gradients import zero_untouched
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
-from megatron_ext.schedules.plan import Action, Key, Kind, Plan, Shape, settled_messages
+from megatron_ext.schedules.plan import (
+    Action,
+    Key,
+    Kind,
+    Plan,
+    Shape,
+    passes_of,
+    settled_messages,
+)
 
 _PENDING = 64
 """The largest number of messages of one rank that may be in flight at a time."""
@@ -164,7 +172,8 @@ class GradientSync:
         if self.no_sync and not self.grad_sync:
             self.grad_sync = [chunk.start_grad_sync for chunk in chunks]
         gradients = (Kind.WEIGHT,) if self.halves else (Kind.BACKWARD,)
-        self.last = {action.stage: action for action in actions if action.kind in gradients}
+        passes = passes_of(actions)
+        self.last = {action.stage: action for action in passes if action.kind in gradients}
         self.waiting: dict[int, AbstractContextManager[None]] = {}
         self.gathered = 0
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
+from megatron_ext.config.parallel import PAIRED_SCHEDULES
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.plan import (
@@ -17,22 +19,27 @@ from megatron_ext.schedules.plan import (
 )
 
 
-def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
+def one_f_one_b(placement: Placement, num_microbatches: int, *, pairs: bool) -> list[Order]:
     """Return the 1F1B order of each rank (arXiv:2006.09503; arXiv:2104.04473, fig. 3).
 
-    A rank's warm-up is one forward pass for each stage after its own.
+    A rank's warm-up is one forward pass for each stage after its own. With ``pairs`` it is two for
+    each: a result reaches the next rank only when a pair has ended, on the way there and back.
     """
+    warmup_per_stage = 2 if pairs else 1
     return [
         _alternate(
             [Action(Kind.FORWARD, i, rank) for i in range(num_microbatches)],
             [Action(Kind.BACKWARD, i, rank) for i in range(num_microbatches)],
-            min(placement.pipeline_size - rank - 1, num_microbatches),
+            warmup_per_stage * (placement.pipeline_size - rank - 1),
+            pairs=pairs,
         )
         for rank in range(placement.pipeline_size)
     ]
 
 
-def interleaved(placement: Placement, num_microbatches: int, group_size: int) -> list[Order]:
+def interleaved(
+    placement: Placement, num_microbatches: int, group_size: int, *, pairs: bool
+) -> list[Order]:
     """Return each rank's order of interleaved 1F1B (arXiv:2104.04473, section 2.2).
 
     As in megatron-core, a rank runs a group of ``group_size`` micro-batches through one chunk
@@ -48,8 +55,8 @@ def interleaved(placement: Placement, num_microbatches: int, group_size: int) ->
         stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
         forwards = [Action(Kind.FORWARD, i, stages[c]) for i, c in table]
         backwards = [Action(Kind.BACKWARD, i, stages[chunks - 1 - c]) for i, c in table]
-        warmup = min((size - rank - 1) * 2 + (chunks - 1) * max(groups), len(table))
-        orders.append(_alternate(forwards, backwards, warmup))
+        warmup = (size - rank - 1) * 2 + (chunks - 1) * max(groups)
+        orders.append(_alternate(forwards, backwards, warmup, pairs=pairs))
     return orders
 
 
@@ -91,15 +98,21 @@ def chunk_order(groups: list[int], num_chunks: int) -> list[tuple[int, int]]:
     return table
 
 
-def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
+def _alternate(forwards: Order, backwards: Order, warmup: int, *, pairs: bool) -> Order:
     """Return the order that consists of warm-up, steady phase and cool-down.
 
     The first ``warmup`` forward passes are the warm-up. In the steady phase one forward and one
-    backward pass alternate; the cool-down runs the remaining backward passes.
+    backward pass alternate, or run as a pair; the cool-down runs the remaining backward passes.
+    With ``pairs`` the warm-up has one more forward pass, since the passes of a pair cannot be of
+    the same micro-batch.
     """
+    warmup = min(warmup + pairs, len(forwards))
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        order += [forward, backward]
+        if pairs:
+            order.append(replace(forward, kind=Kind.PAIR, backward=backward))
+        else:
+            order += [forward, backward]
     return order + backwards[len(forwards) - warmup :]
 
 
@@ -116,6 +129,7 @@ def build_plan(
     group_size: int | None = None,
     forward_only: bool = False,
     durations: Durations = EVEN,
+    pairs: bool = False,
 ) -> Plan:
     """Return the lists of actions of all pipeline ranks for one step.
 
@@ -124,20 +138,23 @@ def build_plan(
         group_size: micro-batches that an interleaved chunk runs before the next chunk; default and
             minimum are the pipeline size.
         durations: expected times; they decide zb-v's order and when receives are posted.
+        pairs: whether a forward pass of one micro-batch and a backward pass of another run in
+            turns; see `Kind.PAIR`. Evaluation steps have no pairs.
 
     Raises:
         ConfigError: the schedule is unknown, or does not allow the pipeline size, the number of
-            chunks or the group size.
+            chunks, the group size or pairs.
     """
-    _check(schedule, pipeline_size, num_chunks, group_size)
+    _check(schedule, pipeline_size, num_chunks, group_size, pairs=pairs)
     placement = Placement(pipeline_size, num_chunks, v_shape=schedule == "zb-v")
     orders: list[Order]
     if forward_only:
         orders = forward_only_order(placement, num_microbatches)
     elif schedule in ("no-pipelining", "1f1b"):
-        orders = one_f_one_b(placement, num_microbatches)
+        orders = one_f_one_b(placement, num_microbatches, pairs=pairs)
     elif schedule == "interleaved":
-        orders = interleaved(placement, num_microbatches, group_size or pipeline_size)
+        group_size = group_size or pipeline_size
+        orders = interleaved(placement, num_microbatches, group_size, pairs=pairs)
     else:
         from megatron_ext.schedules.zero_bubble import zb_h1, zb_v
 
@@ -149,7 +166,9 @@ def build_plan(
     return Plan(schedule, placement, num_microbatches, tuple(tuple(rank) for rank in ranks))
 
 
-def _check(schedule: str, pipeline_size: int, num_chunks: int, group_size: int | None) -> None:
+def _check(
+    schedule: str, pipeline_size: int, num_chunks: int, group_size: int | None, *, pairs: bool
+) -> None:
     if schedule not in SCHEDULES:
         raise ConfigError(f"The schedule `{schedule}` must be one of {', '.join(SCHEDULES)}.")
     needed, fits = {
@@ -166,4 +185,9 @@ def _check(schedule: str, pipeline_size: int, num_chunks: int, group_size: int |
         raise ConfigError(
             f"A group of micro-batches ({group_size}) must be at least as large as the pipeline; "
             f"use {pipeline_size}."
+        )
+    if pairs and schedule not in PAIRED_SCHEDULES:
+        raise ConfigError(
+            f"The schedule `{schedule}` has no pairs of a forward and a backward pass; use one of "
+            f"{', '.join(PAIRED_SCHEDULES)}."
         )

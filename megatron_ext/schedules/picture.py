@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.disk.figures import new_figure
 from megatron_ext.errors import ConfigError
-from megatron_ext.schedules.plan import Kind, Plan, Price
+from megatron_ext.schedules.plan import Action, Kind, Plan, Price
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,6 +17,7 @@ STYLES = {
     Kind.BACKWARD: ("backward", "#8cc98c"),
     Kind.INPUT: ("input gradient", "#6fc3c3"),
     Kind.WEIGHT: ("weight gradient", "#f2c14e"),
+    Kind.PAIR: ("forward beside backward", "#b3a2c8"),
 }
 """The name and the colour of each kind of computation in a drawing."""
 
@@ -25,23 +26,33 @@ def text(plan: Plan, cost: Price) -> str:
     """Draw the timeline as text, and return it; the shortest computation is three characters wide.
 
     A computation is drawn as the letter of its `Kind`, the index of its micro-batch, and dashes up
-    to its end. The letter is lower-case for all chunks of a rank but the first. Dots are idle time.
+    to its end. A pair is drawn as its forward and its backward pass. The letter is lower-case for
+    all chunks of a rank but the first. Dots are idle time.
     """
-    scale = 3 / min(entry.end - entry.start for rank in cost.timeline for entry in rank)
+    scale = max(
+        3 * len(entry.action.passes) / (entry.end - entry.start)
+        for rank in cost.timeline
+        for entry in rank
+    )
     rows = []
     for index, rank in enumerate(cost.timeline):
         row = ""
         for entry in rank:
             start = round(entry.start * scale)
             end = round(entry.end * scale)
-            action = entry.action
-            letter = action.kind.value
-            if plan.placement.chunk_of(action.stage) > 0:
-                letter = letter.lower()
-            box = f"{letter}{action.microbatch}"[: end - start].ljust(end - start, "-")
+            box = "".join(_name(part, plan) for part in entry.action.passes)
+            box = box[: end - start].ljust(end - start, "-")
             row = row.ljust(start, ".") + box
         rows.append(f"rank {index} |{row.ljust(round(cost.makespan * scale), '.')}|")
     return "\n".join(rows)
+
+
+def _name(action: Action, plan: Plan) -> str:
+    """Return a computation's name in a text, such as F0, or f0 in a later chunk."""
+    letter = action.kind.value
+    if plan.placement.chunk_of(action.stage) > 0:
+        letter = letter.lower()
+    return f"{letter}{action.microbatch}"
 
 
 def save(plan: Plan, cost: Price, path: Path) -> None:
@@ -73,7 +84,8 @@ def save(plan: Plan, cost: Price, path: Path) -> None:
                 alpha=0.75 if later else 1.0,
             )
             middle = entry.start + length / 2
-            axes.text(middle, index, str(action.microbatch), ha="center", va="center", fontsize=7)
+            label = " ".join(str(part.microbatch) for part in action.passes)
+            axes.text(middle, index, label, ha="center", va="center", fontsize=7)
             used.add(action.kind)
     axes.set_yticks(range(rows), [f"rank {index}" for index in range(rows)])
     axes.invert_yaxis()

@@ -8,7 +8,7 @@ is still pending can always happen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -24,13 +24,15 @@ class Kind(Enum):
 
     BACKWARD computes the gradients of a chunk's input and of its weights together. INPUT computes
     only the gradient of the input, WEIGHT only the gradients of the weights (B and W in
-    arXiv:2401.10241).
+    arXiv:2401.10241). PAIR runs a FORWARD of one micro-batch and a BACKWARD of another in turns, so
+    that one computes while the other's experts exchange tokens.
     """
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
     WEIGHT = "W"
+    PAIR = "FB"
     SEND_OUTPUT = "send output"
     RECEIVE_INPUT = "receive input"
     SEND_GRADIENT = "send gradient"
@@ -40,7 +42,7 @@ class Kind(Enum):
     __hash__ = object.__hash__
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.PAIR})
 SENDS = frozenset({Kind.SEND_OUTPUT, Kind.SEND_GRADIENT})
 RECEIVES = frozenset({Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT})
 
@@ -50,16 +52,30 @@ class Action:
     """One computation, send or receive of a pipeline rank.
 
     Attributes:
-        stage: index of the stage among all stages of the model.
+        microbatch: index of the micro-batch; in a pair, that of its forward pass.
+        stage: index of the stage among all stages of the model; in a pair, that of its forward
+            pass.
         peer: pipeline rank at the other end of a message, None for computation.
+        backward: the backward pass of a pair, None for other actions.
     """
 
     kind: Kind
     microbatch: int
     stage: int
     peer: int | None = None
+    backward: Action | None = None
+
+    @property
+    def passes(self) -> tuple[Action, ...]:
+        """Return the forward and the backward pass of a pair; the action itself if it is none."""
+        if self.backward is None:
+            return (self,)
+        return Action(Kind.FORWARD, self.microbatch, self.stage), self.backward
 
     def __str__(self) -> str:
+        if self.backward is not None:
+            forward, backward = self.passes
+            return f"{forward} beside {backward}"
         end = "" if self.peer is None else f" with rank {self.peer}"
         return f"{self.kind.value}{self.microbatch} of stage {self.stage}{end}"
 
@@ -71,15 +87,24 @@ Order = list[Action]
 class Durations:
     """Times of one stage's computations, in any unit; all stages are taken to be equal.
 
-    A full backward pass takes ``input_gradient + weight_gradient``.
+    A full backward pass takes ``input_gradient + weight_gradient``. A pair takes the time of its
+    two passes without ``hidden``, the time of communication that each hides behind the other.
     """
 
     forward: float = 1.0
     input_gradient: float = 1.0
     weight_gradient: float = 1.0
+    hidden: float = 0.0
+
+    @property
+    def passes(self) -> float:
+        """Return the time of a forward and a backward pass that do not overlap."""
+        return self.forward + self.input_gradient + self.weight_gradient
 
     def of(self, kind: Kind) -> float:
         """Return the time of a computation of this kind."""
+        if kind is Kind.PAIR:
+            return self.passes - self.hidden
         if kind is Kind.BACKWARD:
             return self.input_gradient + self.weight_gradient
         if kind is Kind.FORWARD:
@@ -100,24 +125,25 @@ def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int
     The kind in a key is `Kind.INPUT` also for a full backward pass, since others wait only for its
     input gradient.
     """
-    kind = action.kind
-    microbatch = action.microbatch
-    stage = action.stage
-    if kind is Kind.FORWARD and stage > 0:
-        yield Kind.FORWARD, microbatch, stage - 1
-    elif kind in (Kind.BACKWARD, Kind.INPUT):
-        yield Kind.FORWARD, microbatch, stage
-        if stage < placement.num_stages - 1:
-            yield Kind.INPUT, microbatch, stage + 1
-    elif kind is Kind.WEIGHT:
-        yield Kind.INPUT, microbatch, stage
+    for part in action.passes:
+        kind = part.kind
+        microbatch = part.microbatch
+        stage = part.stage
+        if kind is Kind.FORWARD and stage > 0:
+            yield Kind.FORWARD, microbatch, stage - 1
+        elif kind in (Kind.BACKWARD, Kind.INPUT):
+            yield Kind.FORWARD, microbatch, stage
+            if stage < placement.num_stages - 1:
+                yield Kind.INPUT, microbatch, stage + 1
+        elif kind is Kind.WEIGHT:
+            yield Kind.INPUT, microbatch, stage
 
 
 def gives(action: Action) -> tuple[Kind, int, int]:
     """Return the key ``(kind, microbatch, stage)`` under which other actions wait for this result.
 
-    The kind in the key is `Kind.INPUT` also for a full backward pass, since others wait only for
-    its input gradient.
+    ``action`` is no pair. The kind in the key is `Kind.INPUT` also for a full backward pass, since
+    others wait only for its input gradient.
     """
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.microbatch, action.stage
@@ -163,7 +189,8 @@ def timeline(
                     ready = max(ready, ends[key] + (latency if far else 0.0))
                 end = ready + durations.of(action.kind)
                 timed[rank].append(Timed(action, ready, end))
-                ends[gives(action)] = end
+                for part in action.passes:
+                    ends[gives(part)] = end
                 moved = True
     for rank, actions in enumerate(lists):
         if len(timed[rank]) < len(actions):
@@ -211,11 +238,12 @@ def with_messages(
     for timed in computed:
         rank = placement.rank_of(timed.action.stage)
         lists[rank].append(timed.action)
-        message = _message(timed.action, placement)
-        if message is not None:
-            send, receive = message
-            lists[rank].append(send)
-            lists[placement.rank_of(receive.stage)].append(receive)
+        for part in timed.action.passes:
+            message = _message(part, placement)
+            if message is not None:
+                send, receive = message
+                lists[rank].append(send)
+                lists[placement.rank_of(receive.stage)].append(receive)
     return lists
 
 
@@ -237,6 +265,12 @@ Key = tuple[Kind, int, int]
 """Kind, micro-batch and stage of an action."""
 
 
+def passes_of(actions: Iterable[Action]) -> Iterator[Action]:
+    """Yield the actions, with the forward and then the backward pass of each pair in its place."""
+    for action in actions:
+        yield from action.passes
+
+
 @lru_cache(maxsize=64)
 def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
     """Map each message that ``rank`` receives to messages from ``rank`` that must have arrived.
@@ -249,7 +283,7 @@ def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
     settled = {}
     for peer, actions in enumerate(plan.ranks):
         used: list[Key] = []
-        for action in actions if peer != rank else ():
+        for action in passes_of(actions) if peer != rank else ():
             kind = action.kind
             microbatch = action.microbatch
             stage = action.stage
@@ -302,7 +336,7 @@ def _peak(actions: Sequence[Action]) -> int:
     """
     trains = any(action.kind is not Kind.FORWARD for action in actions if action.kind in COMPUTE)
     in_flight = peak = 0
-    for action in actions:
+    for action in passes_of(actions):
         if action.kind is Kind.FORWARD:
             peak = max(peak, in_flight + 1)
             in_flight += trains

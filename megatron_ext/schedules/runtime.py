@@ -30,10 +30,11 @@ from megatron_ext.losses.contract import LossFunction, StepCounts, checked
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.orders import build_plan
-from megatron_ext.schedules.plan import Action, Kind, Plan, Shape
+from megatron_ext.schedules.plan import Action, Kind, Plan, Shape, passes_of
 
 if TYPE_CHECKING:
     from megatron_ext.layers.graphs import ChunkGraphs
+    from megatron_ext.parallel.turns import Turns
     from megatron_ext.schedules.communication import Channels, GradientSync
 
 
@@ -50,7 +51,7 @@ def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]
     """
     now = [0] * placement.num_chunks
     most = [0] * placement.num_chunks
-    for action in actions:
+    for action in passes_of(actions):
         chunk = placement.chunk_of(action.stage)
         if action.kind is Kind.FORWARD:
             now[chunk] += 1
@@ -138,6 +139,7 @@ class PipelineEngine:
         self.graphs = graphs
         self.shards_gradients = shards_gradients
         self.transformer_config = transformer_config
+        self.turns: Turns | None = getattr(transformer_config, "turns", None)
         self.context = context
         self.device = torch.cuda.current_device()
 
@@ -150,6 +152,7 @@ class PipelineEngine:
             num_chunks=len(self.chunks),
             group_size=self.group_size,
             forward_only=forward_only,
+            pairs=self.turns is not None and not forward_only,
         )
 
     def run(
@@ -204,6 +207,8 @@ class PipelineEngine:
                     step.forward(action)
                 elif action.kind is Kind.WEIGHT:
                     step.weight(action)
+                elif action.kind is Kind.PAIR:
+                    step.pair(action)
                 elif action.kind in (Kind.BACKWARD, Kind.INPUT):
                     step.backward(action)
                 else:
@@ -267,6 +272,7 @@ class _Step:
             from megatron_ext.schedules.communication import GradientSync
 
             self.sync = GradientSync(engine.chunks, config, self.actions, plan.placement)
+        self.turns = engine.turns
         self.deferred: Any = getattr(config, "weight_gradients", None)
         self.inputs: dict[tuple[int, int], Tensor | None] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
@@ -351,6 +357,17 @@ class _Step:
             self.gradients[key] = given
         if self.sync is not None:
             self.sync.computed(action)
+
+    def pair(self, action: Action) -> None:
+        """Run a micro-batch's forward pass and another one's backward pass in turns."""
+        assert self.turns is not None
+        forward, backward = action.passes
+        recorder = self.context.recorder
+        self.turns.run(
+            lambda: self.backward(backward),
+            lambda: self.forward(forward),
+            took_turn=lambda own: recorder.charge_to("forward" if own else "backward"),
+        )
 
     def weight(self, action: Action) -> None:
         """Compute the weight gradients that a `Kind.INPUT` pass has deferred."""

@@ -165,7 +165,6 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     # The program then takes `get_tokenizer`, which is the tokenizer of the flags.
     "legacy_tokenizer": True,
     "use_legacy_models": False,
-    "overlap_moe_expert_parallel_comm": False,
     "dataloader_fast_cache_load": False,
     "dataloader_defer_npy_index_mmap": False,
     "dataloader_inter_document_masking": False,

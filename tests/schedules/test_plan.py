@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
+from megatron_ext.config.parallel import PAIRED_SCHEDULES
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules import picture
@@ -26,6 +27,7 @@ from megatron_ext.schedules.plan import (
     Plan,
     gives,
     needs,
+    passes_of,
     price,
     timeline,
     with_messages,
@@ -38,6 +40,7 @@ def random_plan(generator: random.Random) -> tuple[Plan, int]:
     schedule = generator.choice(SCHEDULES)
     size = 1 if schedule == "no-pipelining" else generator.randint(1, 8)
     chunks = {"interleaved": generator.randint(2, 4), "zb-v": 2}.get(schedule, 1)
+    forward_only = generator.random() < 0.15
     group = size + generator.choice((0, 0, 1, 3)) if schedule == "interleaved" else size
     plan = build_plan(
         schedule,
@@ -45,8 +48,9 @@ def random_plan(generator: random.Random) -> tuple[Plan, int]:
         num_microbatches=generator.randint(1, 32),
         num_chunks=chunks,
         group_size=group,
-        forward_only=generator.random() < 0.15,
+        forward_only=forward_only,
         durations=Durations(*(generator.choice((0.5, 1.0, 1.3, 2.0)) for _ in range(3))),
+        pairs=schedule in PAIRED_SCHEDULES and not forward_only and generator.random() < 0.5,
     )
     return plan, group
 
@@ -56,14 +60,16 @@ def activation_limit(plan: Plan, rank: int, group: int) -> int:
     size, chunks = plan.placement.pipeline_size, plan.placement.num_chunks
     if not any(action.kind is not Kind.FORWARD for action in plan.ranks[0] if action.peer is None):
         return 1
+    # A pair adds a forward pass to the warm-up, and in 1F1B one for each later stage.
+    pairs = any(a.kind is Kind.PAIR for rank in plan.ranks for a in rank)
     if plan.schedule == "interleaved":
         # Left-over micro-batches join the last group, which is then smaller than two groups.
         rest = plan.num_microbatches % group
         largest = group + rest if rest < size and plan.num_microbatches > group else group
-        return (size - rank - 1) * 2 + (chunks - 1) * largest + 1
+        return (size - rank - 1) * 2 + (chunks - 1) * largest + 1 + pairs
     if plan.schedule in ("zb-h1", "zb-v"):
         return size * chunks
-    return size - rank
+    return 2 * (size - rank) if pairs else size - rank
 
 
 @pytest.mark.slow
@@ -78,8 +84,13 @@ def test_random_plans_are_complete_and_free_of_deadlock_and_within_memory() -> N
             assert peak <= activation_limit(plan, rank, group), (case, rank)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_small_plans_are_complete_and_free_of_deadlock_and_within_memory(schedule: str) -> None:
+CASES = [*((x, False) for x in SCHEDULES), *((x, True) for x in PAIRED_SCHEDULES)]
+
+
+@pytest.mark.parametrize(("schedule", "pairs"), CASES)
+def test_small_plans_are_complete_and_free_of_deadlock_and_within_memory(
+    schedule: str, pairs: bool
+) -> None:
     """The number of micro-batches is below, at and above the sizes of the pipeline and groups."""
     for size in (1,) if schedule == "no-pipelining" else (1, 2, 3, 4):
         for chunks in {"interleaved": (2, 3), "zb-v": (2,)}.get(schedule, (1,)):
@@ -91,6 +102,7 @@ def test_small_plans_are_complete_and_free_of_deadlock_and_within_memory(schedul
                         num_microbatches=number,
                         num_chunks=chunks,
                         group_size=group,
+                        pairs=pairs,
                     )
                     case = (size, chunks, group, number)
                     for capacity in (0, None):
@@ -181,9 +193,49 @@ def test_orders_of_zb_v_follow_the_given_times() -> None:
 
 
 def test_what_a_computation_takes() -> None:
-    times = Durations(1.0, 3.0, 5.0)
-    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-    assert [times.of(kind) for kind in kinds] == [1.0, 8.0, 3.0, 5.0]
+    times = Durations(1.0, 3.0, 5.0, hidden=2.0)
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.PAIR)
+    assert [times.of(kind) for kind in kinds] == [1.0, 8.0, 3.0, 5.0, 7.0]
+
+
+def test_a_forward_pass_is_beside_the_backward_pass_of_an_earlier_micro_batch() -> None:
+    def orders(schedule: str, number: int, *, size: int = 1, chunks: int = 1) -> list[str]:
+        plan = build_plan(
+            schedule,
+            pipeline_size=size,
+            num_microbatches=number,
+            num_chunks=chunks,
+            pairs=True,
+        )
+        return [
+            " ".join(
+                "".join(f"{part.kind.value}{part.microbatch}.{part.stage}" for part in a.passes)
+                for a in plan.ranks[rank]
+                if a.kind in COMPUTE
+            )
+            for rank in range(size)
+        ]
+
+    assert orders("no-pipelining", 3) == ["F0.0 F1.0B0.0 F2.0B1.0 B2.0"]
+    assert orders("1f1b", 4, size=2) == [
+        "F0.0 F1.0 F2.0 F3.0B0.0 B1.0 B2.0 B3.0",
+        "F0.1 F1.1B0.1 F2.1B1.1 F3.1B2.1 B3.1",
+    ]
+    # Chunk 1 of rank 0 is stage 2. The warm-up is megatron-core's, which is one pass longer, too.
+    assert orders("interleaved", 2, size=2, chunks=2) == [
+        "F0.0 F1.0 F0.2 F1.2 B0.2 B1.2 B0.0 B1.0",
+        "F0.1 F1.1 F0.3 F1.3B0.3 B1.3 B0.1 B1.1",
+    ]
+
+
+def test_hidden_communication_shortens_every_pair() -> None:
+    shape = {"pipeline_size": 4, "num_microbatches": 16}
+    plain = price(build_plan("1f1b", **shape))  # type: ignore[arg-type]
+    paired = build_plan("1f1b", **shape, pairs=True)  # type: ignore[arg-type]
+    assert price(paired).makespan == plain.makespan
+    hidden = price(paired, Durations(hidden=0.5))
+    # The last rank pairs all passes but its first and its last.
+    assert hidden.makespan == plain.makespan - 0.5 * 15
 
 
 def changed(plan: Plan, rank: int, actions: list[Action]) -> Plan:
@@ -258,6 +310,12 @@ def test_every_stage_is_placed_once(size: int) -> None:
             "The schedule `interleaved` needs 2 or more chunks on each rank, not 1.",
         ),
         ("1f1b", {"num_chunks": 2}, "The schedule `1f1b` needs 1 chunks on each rank, not 2."),
+        (
+            "zb-h1",
+            {"pairs": True},
+            "The schedule `zb-h1` has no pairs of a forward and a backward pass; use one of "
+            "no-pipelining, 1f1b, interleaved.",
+        ),
         ("no-pipelining", {}, "The schedule `no-pipelining` is for 1 rank, not 4."),
         (
             "interleaved",
@@ -284,7 +342,9 @@ def errors(plan: Plan, *, capacity: int | None = None) -> list[str]:
 
 def _wrong_computations(plan: Plan) -> list[str]:
     found = []
-    seen = Counter(gives(a) for rank in plan.ranks for a in rank if a.kind in COMPUTE)
+    seen = Counter(
+        gives(part) for rank in plan.ranks for part in passes_of(rank) if part.kind in COMPUTE
+    )
     halves = any(a.kind is Kind.WEIGHT for rank in plan.ranks for a in rank)
     trains = any(a.kind is not Kind.FORWARD for rank in plan.ranks for a in rank if a.peer is None)
     kinds = [Kind.FORWARD, *([Kind.INPUT] if trains else []), *([Kind.WEIGHT] if halves else [])]
@@ -296,7 +356,7 @@ def _wrong_computations(plan: Plan) -> list[str]:
     found += [f"{key} is not asked for" for key in seen]
     for rank, actions in enumerate(plan.ranks):
         last: dict[tuple[Kind, int], int] = {}
-        for a in actions:
+        for a in passes_of(actions):
             if a.kind in COMPUTE and plan.placement.rank_of(a.stage) != rank:
                 found.append(f"rank {rank} computes {a}, which is another rank's")
             if last.get((a.kind, a.stage), -1) >= a.microbatch:
@@ -358,7 +418,7 @@ def _step(
     if action.kind in COMPUTE:
         if not all(key in have[rank] for key in needs(action, plan.placement)):
             return False
-        have[rank].add(gives(action))
+        have[rank].update(gives(part) for part in action.passes)
         return True
     if action.kind in SENDS:
         channel = full.setdefault((rank, action.peer), deque())

@@ -228,6 +228,14 @@ def _dispatch_errors(
             "needs `--sequence-parallel`",
             "give it",
         )
+    dispatcher = moe.moe_token_dispatcher_type
+    if parallel.overlap_moe_expert_parallel_comm and dispatcher == "allgather":
+        yield FlagError(
+            "--overlap-moe-expert-parallel-comm",
+            None,
+            f"does not go with `--moe-token-dispatcher-type` ({dispatcher})",
+            "use alltoall",
+        )
     capacity = moe.moe_expert_capacity_factor
     wrong = [x for x in moe.moe_router_load_balancing_type if x not in CAPACITY_BALANCING]
     if capacity is not None and wrong:

@@ -1,0 +1,131 @@
+"""The exchange of tokens between ranks of experts, hidden behind another micro-batch's computing.
+
+With ``--overlap-moe-expert-parallel-comm`` a forward pass of one micro-batch and a backward pass of
+another run in turns (`parallel.turns`). Each gives way to the other after it has started an
+all-to-all, and waits for the result only when it is its turn again. With the backward pass first,
+a layer of each is run in this order::
+
+    backward:  start combine'              experts', start dispatch'            attention'
+    forward:                  attention, start dispatch             experts, start combine
+
+Here ' marks the backward pass of an operation. So each all-to-all is under way while the other
+micro-batch computes. NCCL's all-to-alls run on a stream of their own, Gloo's on threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.layers.moe import AlltoAllDispatcher
+from megatron_ext.parallel.turns import Turns
+
+Splits = Sequence[int] | None
+"""Numbers of rows for each rank of a group, or None for equal numbers."""
+
+
+def exchange(
+    turns: Turns,
+    group: ProcessGroup,
+    tensors: Sequence[Tensor],
+    output_splits: Splits,
+    input_splits: Splits,
+) -> tuple[Tensor, ...]:
+    """Send parts of each tensor to the ranks of a group, and return the parts received from them.
+
+    While the parts are under way, in the forward and in the backward pass, the other pass of a pair
+    goes on (`Turns.give_way`).
+
+    Args:
+        output_splits: numbers of rows to receive from each rank.
+        input_splits: numbers of rows to send to each rank.
+    """
+    if group.size() == 1:
+        return tuple(tensors)
+    exchanged: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
+        turns, group, output_splits, input_splits, *tensors
+    )
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        turns: Turns,
+        group: ProcessGroup,
+        output_splits: Splits,
+        input_splits: Splits,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.call = turns, group, input_splits, output_splits
+        return _exchanged(turns, group, output_splits, input_splits, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, None, None, *_exchanged(*ctx.call, gradients)
+
+
+def _exchanged(
+    turns: Turns,
+    group: ProcessGroup,
+    output_splits: Splits,
+    input_splits: Splits,
+    tensors: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    received = []
+    works = []
+    for tensor in tensors:
+        sent = tensor.contiguous()
+        rows = len(sent) if output_splits is None else int(sum(output_splits))
+        into = sent.new_empty((rows, *sent.shape[1:]))
+        work = torch.distributed.all_to_all_single(
+            into, sent, output_splits, input_splits, group=group, async_op=True
+        )
+        received.append(into)
+        works.append((work, sent))
+    turns.give_way()
+    for work, _ in works:
+        work.wait()
+    return tuple(received)
+
+
+class OverlappedDispatcher(AlltoAllDispatcher):
+    """Dispatcher whose all-to-alls are under way while another micro-batch computes."""
+
+    def token_dispatch(
+        self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Send each token ``[tokens, h]`` and its probability ``[tokens]`` to its expert's rank.
+
+        Return the tokens and the probabilities that other ranks have sent to this one.
+        """
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_ep_alltoall", self.tokens_per_expert
+        )
+        sent = permutated_local_input_tokens, permuted_probs
+        splits = self.output_splits, self.input_splits
+        with self._own_state():
+            return exchange(self.config.turns, self.ep_group, sent, *splits)
+
+    def token_combine(self, hidden_states: Tensor, *_options: bool) -> Tensor:
+        """Return each expert's outputs ``[tokens, h]`` to the ranks that sent the tokens."""
+        splits = self.input_splits, self.output_splits
+        with self._own_state():
+            (output,) = exchange(self.config.turns, self.ep_group, (hidden_states,), *splits)
+        return output
+
+    @contextmanager
+    def _own_state(self) -> Iterator[None]:
+        """Restore the dispatcher's attributes after the block.
+
+        The other pass may recompute this same layer in between, and dispatch other tokens.
+        """
+        state = dict(self.__dict__)
+        yield
+        self.__dict__.update(state)
