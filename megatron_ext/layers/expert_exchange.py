@@ -68,7 +68,9 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, None, None, *_exchanged(*ctx.call, gradients)
+        turns, group, output_splits, input_splits = ctx.call
+        exchanged = _exchanged(turns, group, output_splits, input_splits, gradients)
+        return None, None, None, None, *exchanged
 
 
 def _exchanged(
@@ -97,6 +99,8 @@ def _exchanged(
 
 class OverlappedDispatcher(AlltoAllDispatcher):
     """Dispatcher whose all-to-alls are under way while another micro-batch computes."""
+
+    tokens_per_expert: Tensor | None
 
     def token_dispatch(
         self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor
