@@ -79,6 +79,11 @@ class ParallelConfig(Changeable):
         "run the forward pass of one micro-batch and the backward pass of another in turns, so "
         "that each computes while the other's experts exchange tokens; holds more micro-batches",
     )
+    delay_wgrad_compute: bool = flag(
+        False,
+        "compute weight gradients only when the backward pass waits for the exchange of its "
+        "experts' tokens; needs --overlap-moe-expert-parallel-comm",
+    )
     sequence_parallel: bool = flag(False, "share norms and dropout along the sequence too")
     cp_comm_type: list[str] = flag(
         ["p2p"],
@@ -109,6 +114,11 @@ class ParallelConfig(Changeable):
     virtual_pipeline_model_parallel_size: int | None = None
     world_size: int = 1
     data_parallel_size: int = 1
+
+    @property
+    def defers_weight_gradients(self) -> bool:
+        """Return whether our own linear layers compute the gradients of their weights later."""
+        return self.delay_wgrad_compute or (self.pipeline_schedule or "").startswith("zb-")
 
     @property
     def counted_ends(self) -> int:

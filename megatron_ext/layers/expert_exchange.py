@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.layers.moe import AlltoAllDispatcher
+from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.turns import Turns
 
 Splits = Sequence[int] | None
@@ -35,6 +36,7 @@ def exchange(
     tensors: Sequence[Tensor],
     output_splits: Splits,
     input_splits: Splits,
+    deferred: DeferredWeightGradients | None = None,
 ) -> tuple[Tensor, ...]:
     """Send parts of each tensor to the ranks of a group, and return the parts received from them.
 
@@ -44,11 +46,13 @@ def exchange(
     Args:
         output_splits: numbers of rows to receive from each rank.
         input_splits: numbers of rows to send to each rank.
+        deferred: queues of weight gradients. Those that the backward pass has queued so far are
+            computed while the parts of the gradient are under way.
     """
     if group.size() == 1:
         return tuple(tensors)
     exchanged: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
-        turns, group, output_splits, input_splits, *tensors
+        turns, group, output_splits, input_splits, deferred, *tensors
     )
     return exchanged
 
@@ -61,16 +65,17 @@ class _Exchange(torch.autograd.Function):
         group: ProcessGroup,
         output_splits: Splits,
         input_splits: Splits,
+        deferred: DeferredWeightGradients | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.call = turns, group, input_splits, output_splits
+        ctx.call = turns, group, input_splits, output_splits, deferred
         return _exchanged(turns, group, output_splits, input_splits, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        turns, group, output_splits, input_splits = ctx.call
-        exchanged = _exchanged(turns, group, output_splits, input_splits, gradients)
-        return None, None, None, None, *exchanged
+        turns, group, output_splits, input_splits, deferred = ctx.call
+        exchanged = _exchanged(turns, group, output_splits, input_splits, gradients, deferred)
+        return None, None, None, None, None, *exchanged
 
 
 def _exchanged(
@@ -79,6 +84,7 @@ def _exchanged(
     output_splits: Splits,
     input_splits: Splits,
     tensors: Sequence[Tensor],
+    deferred: DeferredWeightGradients | None = None,
 ) -> tuple[Tensor, ...]:
     received = []
     works = []
@@ -91,6 +97,8 @@ def _exchanged(
         )
         received.append(into)
         works.append((work, sent))
+    if deferred is not None:
+        deferred.compute_collected()
     turns.give_way()
     for work, _ in works:
         work.wait()
@@ -112,17 +120,21 @@ class OverlappedDispatcher(AlltoAllDispatcher):
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
             "before_ep_alltoall", self.tokens_per_expert
         )
-        sent = permutated_local_input_tokens, permuted_probs
-        splits = self.output_splits, self.input_splits
-        with self._own_state():
-            return exchange(self.config.turns, self.ep_group, sent, *splits)
+        tensors = permutated_local_input_tokens, permuted_probs
+        return self._exchange(tensors, self.output_splits, self.input_splits)
 
     def token_combine(self, hidden_states: Tensor, *_options: bool) -> Tensor:
         """Return each expert's outputs ``[tokens, h]`` to the ranks that sent the tokens."""
-        splits = self.input_splits, self.output_splits
-        with self._own_state():
-            (output,) = exchange(self.config.turns, self.ep_group, (hidden_states,), *splits)
+        (output,) = self._exchange((hidden_states,), self.input_splits, self.output_splits)
         return output
+
+    def _exchange(
+        self, tensors: Sequence[Tensor], output_splits: Splits, input_splits: Splits
+    ) -> tuple[Tensor, ...]:
+        config = self.config
+        splits = output_splits, input_splits
+        with self._own_state():
+            return exchange(config.turns, self.ep_group, tensors, *splits, config.weight_gradients)
 
     @contextmanager
     def _own_state(self) -> Iterator[None]:

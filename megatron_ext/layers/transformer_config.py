@@ -82,8 +82,8 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
 
     Attributes:
         auxiliary_scale: holds the factor of auxiliary losses, which each training step sets.
-        weight_gradients: queues of the weight gradients that a zero-bubble schedule computes later;
-            None for other schedules.
+        weight_gradients: queues of the weight gradients that are computed later, by a zero-bubble
+            schedule or with ``--delay-wgrad-compute``; None in other runs.
         turns: runs a forward and a backward pass in turns; None if the schedule has no pairs.
         deterministic_dropout: whether dropout masks are independent of the parallel layout.
         adds_in_place: whether our linear layers add weight gradients to the data-parallel buffer.
@@ -177,7 +177,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "mlp_bias": model.has_mlp_bias,
         "adds_in_place": fuses and not in_te and config.device == "cuda",
         "te_gradient_accumulation_fusion": fuses and in_te,
-        "weight_gradients": DeferredWeightGradients() if schedule in ("zb-h1", "zb-v") else None,
+        "weight_gradients": DeferredWeightGradients() if parallel.defers_weight_gradients else None,
         "auxiliary_scale": AuxiliaryScale(),
         "fusions": Fusions(
             norm=model.persist_layer_norm,

@@ -11,7 +11,8 @@ gradient of the step overwrites the old one (`StepGradients`). Old gradients tha
 overwritten are zeroed before the gradients are reduced (`zero_untouched`).
 
 A zero-bubble schedule computes weight gradients when the rank would otherwise be idle
-(arXiv:2401.10241). Until then `DeferredWeightGradients` queues their computation.
+(arXiv:2401.10241), and ``--delay-wgrad-compute`` when the rank would otherwise wait for an exchange
+of its experts' tokens. Until then `DeferredWeightGradients` queues their computation.
 """
 
 from __future__ import annotations
@@ -284,6 +285,12 @@ class DeferredWeightGradients:
             compute()
         else:
             self._collecting.append(compute)
+
+    def compute_collected(self) -> None:
+        """Compute and remove what the backward pass inside `collect` has queued so far."""
+        collected = self._collecting or []
+        while collected:
+            collected.pop(0)()
 
     def compute(self, key: Key) -> None:
         """Compute and remove the queued gradients of a micro-batch and stage."""

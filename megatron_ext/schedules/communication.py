@@ -168,7 +168,9 @@ class GradientSync:
         self.param_sync = _list_of(transformer_config.param_sync_func, len(chunks))
         self.halves = any(action.kind is Kind.WEIGHT for action in actions)
         last_to_end = len(chunks) == 1 and any(action.stage == 0 for action in actions)
-        self.during = not self.halves and (last_to_end or not self.grad_sync)
+        # Deferred gradients are not autograd's, so no bucket learns when they are complete.
+        deferred = self.halves or getattr(transformer_config, "weight_gradients", None) is not None
+        self.during = not deferred and (last_to_end or not self.grad_sync)
         if self.no_sync and not self.grad_sync:
             self.grad_sync = [chunk.start_grad_sync for chunk in chunks]
         gradients = (Kind.WEIGHT,) if self.halves else (Kind.BACKWARD,)

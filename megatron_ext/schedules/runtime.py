@@ -334,7 +334,8 @@ class _Step:
     def backward(self, action: Action) -> None:
         """Run a micro-batch's backward pass in a chunk.
 
-        An action of `Kind.INPUT` leaves the weight gradients to a later `Kind.WEIGHT`.
+        An action of `Kind.INPUT` leaves the weight gradients to a later `Kind.WEIGHT`. With
+        ``--delay-wgrad-compute`` they are computed while experts exchange tokens, or at the end.
         """
         key = action.microbatch, action.stage
         gradient = None
@@ -346,13 +347,15 @@ class _Step:
                 gradient = self.gradients.pop((action.microbatch, action.stage + 1))
         if self.sync is not None:
             self.sync.before_backward(action)
-        with self.deferred.collect(key) if action.kind is Kind.INPUT else nullcontext():
+        with nullcontext() if self.deferred is None else self.deferred.collect(key):
             given = backward_step(
                 self.inputs.pop(key),
                 self.outputs.pop(key),
                 gradient,
                 self.transformer_config,
             )
+        if self.deferred is not None and action.kind is Kind.BACKWARD:
+            self.deferred.compute(key)
         if action.stage > 0:
             self.gradients[key] = given
         if self.sync is not None:

@@ -142,6 +142,12 @@ def sharding_errors(run: RunConfig) -> Iterator[FlagError]:
     if not run.optimizer.shards_gradients:
         return
     schedule = run.parallel.pipeline_schedule or ""
+    if run.parallel.delay_wgrad_compute:
+        yield refused(
+            "does not go with `--delay-wgrad-compute`, which adds weight gradients to buckets that "
+            "sharding frees",
+            "leave one out",
+        )
     graphs = run.cuda_graphs.cuda_graph_impl
     if schedule.startswith("zb-"):
         yield refused(

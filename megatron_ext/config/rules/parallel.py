@@ -376,13 +376,14 @@ def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> I
 def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
     """Yield an error for each option that does not go with a zero-bubble schedule."""
     schedule = parallel.pipeline_schedule or ""
-    if schedule.startswith("zb-") and model.transformer_impl == "transformer_engine":
+    if parallel.defers_weight_gradients and model.transformer_impl == "transformer_engine":
+        delays = parallel.delay_wgrad_compute
         yield FlagError(
-            f"--pipeline-schedule {schedule}",
+            "--delay-wgrad-compute" if delays else f"--pipeline-schedule {schedule}",
             None,
             "defers the weight gradients of our own layers, which `--transformer-impl "
             "transformer_engine` replaces",
-            "use `--transformer-impl torch`, or 1f1b",
+            "use `--transformer-impl torch`, or " + ("leave it out" if delays else "1f1b"),
         )
     same_rank = {
         "tied embeddings": not model.untie_embeddings_and_output_weights,
@@ -407,6 +408,13 @@ def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterato
 def _pair_errors(parallel: ParallelConfig) -> Iterator[FlagError]:
     """Yield an error for each option that does not go with pairs of passes."""
     if not parallel.overlap_moe_expert_parallel_comm:
+        if parallel.delay_wgrad_compute:
+            yield FlagError(
+                "--delay-wgrad-compute",
+                None,
+                "needs `--overlap-moe-expert-parallel-comm`",
+                "give both",
+            )
         return
     refused = partial(FlagError, "--overlap-moe-expert-parallel-comm", None)
     schedule = parallel.pipeline_schedule

@@ -134,7 +134,7 @@ def needs_torch_layers(run: RunConfig) -> bool:
         or bool(_torch_only(run))
         or run.model.attention_backend == "local"
         or run.model.document_masks
-        or (run.parallel.pipeline_schedule or "").startswith("zb-")
+        or run.parallel.defers_weight_gradients
         or (run.fp8.fp8_format is not None and run.fp8.fp8_recipe in TORCH_RECIPES)
         or not run.fp8.fp8_wgrad
         or run.cuda_graphs.cuda_graph_impl == "local"
