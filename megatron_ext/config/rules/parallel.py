@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 from megatron_ext.config.flags import must_divide
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.parallel import PAIRED_SCHEDULES, ParallelConfig
+from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import FlagError, exclusive
 
@@ -178,7 +178,10 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[Fl
         yield from _layout_errors(parallel, model, parallel.pipeline_model_parallel_layout)
     yield from _schedule_errors(parallel)
     yield from _zero_bubble_errors(parallel, model)
-    yield from _pair_errors(parallel)
+    if parallel.overlap_moe_expert_parallel_comm or parallel.delay_wgrad_compute:
+        from megatron_ext.config.rules.pairs import pair_errors
+
+        yield from pair_errors(parallel)
     yield from share_errors(parallel, model)
     layers = 1 if model.blocks_dealt_by_cost else model.num_layers
     if len(parallel.cp_comm_type) not in (1, layers):
@@ -403,31 +406,3 @@ def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterato
                 f"keeps the first and the last stage on one rank, which does not go with {name}",
                 "use zb-h1",
             )
-
-
-def _pair_errors(parallel: ParallelConfig) -> Iterator[FlagError]:
-    """Yield an error for each option that does not go with pairs of passes."""
-    if not parallel.overlap_moe_expert_parallel_comm:
-        if parallel.delay_wgrad_compute:
-            yield FlagError(
-                "--delay-wgrad-compute",
-                None,
-                "needs `--overlap-moe-expert-parallel-comm`",
-                "give both",
-            )
-        return
-    refused = partial(FlagError, "--overlap-moe-expert-parallel-comm", None)
-    schedule = parallel.pipeline_schedule
-    if schedule not in PAIRED_SCHEDULES:
-        yield refused(
-            f"does not go with `--pipeline-schedule` ({schedule}), which has no pairs of a forward "
-            "and a backward pass",
-            f"use one of {', '.join(PAIRED_SCHEDULES)}",
-        )
-    ranks = parallel.expert_model_parallel_size
-    if ranks < 2:
-        yield refused(
-            f"needs `--expert-model-parallel-size` ({ranks}) of at least 2, since only ranks that "
-            "share the experts exchange tokens",
-            "leave it out",
-        )
