@@ -25,6 +25,8 @@ MLA = (
     "--qk-pos-emb-head-dim 8 --v-head-dim 8 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias"
 )
+SHARED = "--moe-shared-expert-intermediate-size 32"
+DROPS = "--moe-expert-capacity-factor 0.7"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 slow = pytest.mark.slow
 
@@ -32,17 +34,17 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (2, "--moe-shared-expert-intermediate-size 32 --moe-expert-capacity-factor 0.7"),
         # Three layers of a rank: a forward pass and a recomputation meet in the middle one.
-        (2, f"--num-layers 3 {FULL} --hidden-dropout 0.1 --attention-dropout 0.1"),
+        (2, f"--num-layers 3 {FULL} --hidden-dropout 0.1 {SHARED} {DROPS}"),
         (4, f"{VPP} {DELAYED} --mtp-num-layers 1 --moe-layer-freq [0,1,1,0]"),
         *(
             pytest.param(ranks, words, marks=slow)
             for ranks, words in [
                 (2, f"{TP} --expert-tensor-parallel-size 1"),
                 (4, f"{TP} --expert-tensor-parallel-size 2 --mtp-num-layers 2"),
+                (2, f"{SHARED} {DROPS} --attention-dropout 0.1"),
                 (2, "--context-parallel-size 2 --moe-z-loss-coeff 0.01"),
-                (2, "--moe-expert-capacity-factor 0.7 --moe-pad-expert-input-to-capacity"),
+                (2, f"{DROPS} --moe-pad-expert-input-to-capacity"),
                 (2, f"{FULL} --hidden-dropout 0.1 --deterministic-dropout"),
                 (2, "--moe-layer-recompute --num-layers 3 --moe-input-jitter-eps 0.1"),
                 (2, MLA),
@@ -50,7 +52,7 @@ slow = pytest.mark.slow
                 (4, f"{PP} --hidden-dropout 0.1 --attention-dropout 0.1"),
                 (4, f"{VPP} {OVERLAP} --moe-router-load-balancing-type seq_aux_loss"),
                 (4, OVERLAP),
-                (2, f"{DELAYED} --moe-shared-expert-intermediate-size 32"),
+                (2, f"{DELAYED} {SHARED}"),
                 (4, f"{VPP} {OVERLAP} {DELAYED}"),
                 (4, "--data-parallel-sharding-strategy optim_grads"),
                 (8, f"{PP} {TP} --expert-tensor-parallel-size 1 --micro-batch-size 1"),
