@@ -2,17 +2,19 @@
 """Measure generated tokens per second with a key-value cache, ours beside transformers'.
 
     python benchmarks/generation.py
-    python benchmarks/generation.py --layers 8 --hidden-size 512 --batch-size 8 --new-tokens 64
+    python benchmarks/generation.py --layers 8 --hidden-size 512 --batch-size 1 16 --new-tokens 64
 
 Both write greedy continuations of the same prompts, of unequal length, with the same random Llama
-weights, in one process with one thread; they take turns, and the fastest of ``--repeats`` counts.
-The texts must be equal. ``--markdown FILE`` writes the table.
+weights, in one process with one thread; they take turns, and the median of ``--repeats`` counts.
+Seconds are the process's CPU time, so that other programs on the machine do not matter. The texts
+must be equal. ``--markdown FILE`` writes the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_ext.checkpoint.manager import CheckpointManager
@@ -83,7 +86,7 @@ def theirs(model: Any, texts: Texts, new_tokens: int) -> Texts:
 def our_decoder(root: Path, context: Any, batch_size: int) -> Decoder:
     """Load the imported model as tools/generate_text.py does."""
     words, task = ["--load", str(root)], inference_task()
-    defaults = model_defaults(words, task, "the benchmark")
+    defaults, _ = model_defaults(words, task, "the benchmark")
     config = parse_args(words, task, world_size=1, device="cpu", defaults=defaults).config
     transformer_config = build_transformer_config(config)
     chunks = build_chunks(build_frozen_chunk, config, transformer_config, context, VOCABULARY)
@@ -95,17 +98,17 @@ def our_decoder(root: Path, context: Any, batch_size: int) -> Decoder:
     return Decoder(forward, NullTokenizer(VOCABULARY), (), batch_size=batch_size)
 
 
-def fastest(work: Callable[[], Texts], other: Callable[[], Texts], repeats: int) -> list[float]:
-    """Return the fastest time of both in seconds; they take turns. Their texts must be equal."""
+def medians(work: Callable[[], Texts], other: Callable[[], Texts], repeats: int) -> list[float]:
+    """Return the median CPU seconds of both; they take turns. Their texts must be equal."""
     times: list[list[float]] = [[], []]
     for _ in range(repeats):
         found = []
         for own, function in zip(times, (work, other), strict=True):
-            began = time.perf_counter()
+            began = time.process_time()
             found.append(function())
-            own.append(time.perf_counter() - began)
+            own.append(time.process_time() - began)
         assert found[0] == found[1], "the texts differ"
-    return [min(own) for own in times]
+    return [statistics.median(own) for own in times]
 
 
 def measure(flags: argparse.Namespace) -> int:
@@ -113,39 +116,46 @@ def measure(flags: argparse.Namespace) -> int:
     from megatron_ext.checkpoint.conversion import one_rank
 
     torch.set_num_threads(1)
-    texts = prompts(flags.batch_size, flags.prompt_tokens)
-    sampling = Sampling(max_new_tokens=flags.new_tokens)
-    requests = [Request(i, text, sampling) for i, text in enumerate(texts)]
+    lines = [
+        f"Llama of {flags.layers} layers, width {flags.hidden_size}, {flags.heads_per_group} heads "
+        f"per group; prompts up to {flags.prompt_tokens} tokens, {flags.new_tokens} new tokens "
+        f"each; fp32, one CPU thread, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}; medians of {flags.repeats} alternating runs",
+        "",
+        "| batch | ours, tokens/s | transformers, tokens/s | ratio |",
+        "|---:|---:|---:|---:|",
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(flags, Path(scratch) / "hf")
         import_model(Import(Path(scratch) / "hf", Path(scratch) / "ours"))
         with one_rank(1234) as context:
-            decoder = our_decoder(Path(scratch) / "ours", context, flags.batch_size)
-
-            def ours() -> Texts:
-                return [found.ids for found in sorted(decoder.complete(requests), key=_number)]
-
-            def others() -> Texts:
-                with torch.no_grad():
-                    return theirs(model, texts, flags.new_tokens)
-
-            times = fastest(ours, others, flags.repeats)
-    total = flags.batch_size * flags.new_tokens
-    lines = [
-        f"Llama of {flags.layers} layers, width {flags.hidden_size}, {flags.heads_per_group} heads "
-        f"per group; batch of {flags.batch_size} prompts up to {flags.prompt_tokens} tokens, "
-        f"{flags.new_tokens} new tokens each; fp32, one CPU thread, torch {torch.__version__}",
-        "",
-        "| | tokens/s | seconds |",
-        "|---|---:|---:|",
-        f"| ours | {total / times[0]:.1f} | {times[0]:.3f} |",
-        f"| transformers | {total / times[1]:.1f} | {times[1]:.3f} |",
-        f"| ratio | {times[1] / times[0]:.2f} | |",
-    ]
+            for size in flags.batch_size:
+                decoder = our_decoder(Path(scratch) / "ours", context, size)
+                times = measure_batch(flags, decoder, model, size)
+                ours, others = (size * flags.new_tokens / seconds for seconds in times)
+                lines.append(f"| {size} | {ours:.1f} | {others:.1f} | {ours / others:.2f} |")
     print("\n".join(lines))
     if flags.markdown is not None:
         Path(flags.markdown).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
+
+
+def measure_batch(
+    flags: argparse.Namespace, decoder: Decoder, model: Any, size: int
+) -> list[float]:
+    """Return the median CPU seconds in which we and transformers continue ``size`` prompts."""
+    texts = prompts(size, flags.prompt_tokens)
+    sampling = Sampling(max_new_tokens=flags.new_tokens)
+    requests = [Request(i, text, sampling) for i, text in enumerate(texts)]
+
+    def ours() -> Texts:
+        return [found.ids for found in sorted(decoder.complete(requests), key=_number)]
+
+    def others() -> Texts:
+        with torch.no_grad():
+            return theirs(model, texts, flags.new_tokens)
+
+    return medians(ours, others, flags.repeats)
 
 
 def _number(found: Any) -> int:
@@ -158,10 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--heads-per-group", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--markdown", help="file for the table")
     flags = parser.parse_args(argv)
     return fork_ranks(lambda: measure(flags), 1)

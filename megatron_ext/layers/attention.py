@@ -169,9 +169,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             )
         self.length = query.size(0) * self.cp_group.size()
         if self.cache is not None:
-            context = self.cache.attend(query, key, value, self._attend, self.window_size)
+            context = self.cache.attend(query, key, value, self.attend_locally)
         elif self.cp_group.size() == 1:
-            context = self._attend(query, key, value, attention_mask, first_query=0)
+            context = self.attend_locally(query, key, value, attention_mask, first_query=0)
         elif self.cp_comm_type == "a2a":
             context = self._attend_with_traded_heads(query, key, value, attention_mask)
         else:
@@ -199,7 +199,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             # The mask covers all keys, but a rank has only some of the queries.
             end = first + length if self.causal and mask is None else key.size(0)
             outputs.append(
-                self._attend(
+                self.attend_locally(
                     query[own], key[:end], value[:end],
                     mask[:, :, own] if is_dense(mask) else mask, first_query=first,
                 )
@@ -237,10 +237,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         if is_dense(mask):
             rows = mask.permute(2, 0, 1, 3).to(torch.uint8)
             mask = gather_sequence(rows, self.cp_group).permute(1, 2, 0, 3).bool()
-        context = self._attend(query, key, value, mask, first_query=0)
+        context = self.attend_locally(query, key, value, mask, first_query=0)
         return sequence_to_heads(context, self.cp_group)
 
-    def _attend(
+    def attend_locally(
         self,
         query: Tensor,
         key: Tensor,
@@ -323,6 +323,13 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             forbidden |= k > q + right
         return forbidden[None, None] if mask is None else mask | forbidden
 
+    def has_kernel(self, query: Tensor) -> bool:
+        """Return whether `sdpa.attend` alone computes the attention of queries like this one.
+
+        Only dtype and device of the query matter.
+        """
+        return not (self.has_sinks or self.softcap or self._follows_core(query))
+
     def _follows_core(self, query: Tensor) -> bool:
         """Return whether to attend by separate operations, like megatron-core's unfused attention.
 
@@ -337,7 +344,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_eagerly(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int
     ) -> Tensor:
-        """Attend with the full matrix of probabilities; see `_attend` for arguments and result."""
+        """Attend with the full matrix of probabilities.
+
+        Arguments and result are those of `attend_locally`.
+        """
         q_len, batch, heads, _ = query.shape
         repeats = heads // key.size(2)
         if repeats > 1:

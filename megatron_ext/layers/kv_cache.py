@@ -1,4 +1,4 @@
-"""A cache of keys and values, for models that generate text token by token.
+"""Caches of keys and values, for models that generate text token by token.
 
 A forward pass takes the new tokens of several sequences, concatenated without gaps to one sequence
 of T tokens, ``[T, 1, h]``. A new sequence brings its whole prompt; a continued one brings its
@@ -6,12 +6,14 @@ newest token. Only two modules must know where a sequence begins: the rotary emb
 rotates each token by its own position, and attention, which keeps sequences apart. All other layers
 run as in training, so the result of a sequence does not depend on the lengths of the others.
 
-Keys are stored as attention gets them, after norms and rotary embedding.
+Keys are stored as attention gets them, after norms and rotary embedding. A cache is allocated once,
+for its longest sequence, and written in place. A layer with a window keeps only the tokens that its
+next query can see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,6 +50,7 @@ class PackedTokens:
     Attributes:
         segments: the sequences in the order of their tokens; sequences with one new token come
             first.
+        singles: number of sequences with one new token.
         length: number of tokens T, including padding.
         positions: position of each token in its sequence, ``[T]``; 0 for padding.
     """
@@ -58,10 +61,17 @@ class PackedTokens:
         self.length = length
         self.device = device
         self.num_tokens = sum(segment.length for segment in segments)
-        parts = [torch.arange(segment.start, segment.end) for segment in self.segments]
-        padding = torch.zeros(length - self.num_tokens, dtype=torch.int64)
-        self.positions = torch.cat([*parts, padding]).to(device)
+        positions = [p for segment in self.segments for p in range(segment.start, segment.end)]
+        self.positions = self._index(positions + [0] * (length - self.num_tokens))
         self._kept: dict[Hashable, Any] = {}
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+    @property
+    def only_singles(self) -> bool:
+        """Tell whether each token is the only new one of its sequence, and none is padding."""
+        return self.singles == self.length
 
     @property
     def lengths(self) -> Tensor:
@@ -83,114 +93,197 @@ class PackedTokens:
             self._kept[key] = make()
         return self._kept[key]  # type: ignore[no-any-return]
 
-    def slots(self) -> Tensor:
-        """Return the cache slots of the sequences with one new token, as an index ``[singles]``."""
-        slots = [segment.slot for segment in self.segments[: self.singles]]
-        return torch.tensor(slots, device=self.device)
+    def rows(self, capacity: int) -> tuple[Tensor | None, Tensor]:
+        """Return (tokens, rows): which new tokens a cache stores, and in which of its rows.
+
+        Rows are those of `TokenRows` with ``capacity`` tokens in a slot. The tokens are indices
+        ``[r]`` in the order of the pass; None stands for all T.
+        """
+        return self.kept(("rows", capacity), lambda: self._rows(capacity))
+
+    def _rows(self, capacity: int) -> tuple[Tensor | None, Tensor]:
+        tokens = list[int]()
+        rows = list[int]()
+        first = 0
+        for segment in self.segments:
+            begin = max(segment.start, segment.end - capacity)
+            tokens += range(first + begin - segment.start, first + segment.length)
+            row = segment.slot * capacity
+            rows += [row + p % capacity for p in range(begin, segment.end)]
+            first += segment.length
+        return None if len(tokens) == self.length else self._index(tokens), self._index(rows)
 
     def places(self) -> Tensor | slice:
         """Return the cache slots of the sequences with one new token, as an index of the cache.
 
         This is a slice if the slots are adjacent and in order, so that the cache is not copied;
-        otherwise it is the tensor of `slots`.
+        otherwise it is a tensor ``[singles]``.
         """
+        return self.kept("places", self._places)
+
+    def _places(self) -> Tensor | slice:
         slots = [segment.slot for segment in self.segments[: self.singles]]
         if slots == list(range(slots[0], slots[0] + len(slots))):
             return slice(slots[0], slots[0] + len(slots))
-        return self.kept("slots", self.slots)
+        return self._index(slots)
 
-    def mask(self, window: Window) -> Tensor:
-        """Return the mask for sequences with one new token, ``[singles, 1, 1, k]``.
+    def num_keys(self, capacity: int) -> int:
+        """Return k, the most keys that a sequence with one new token attends to.
 
-        k is the length of the longest one. The mask is True for keys after the token, and for those
-        more than ``window[0]`` positions before it; None or a negative number hides no earlier key.
+        ``capacity`` is that of the layer's `TokenRows`.
         """
         longest = max(segment.end for segment in self.segments[: self.singles])
-        keys = torch.arange(longest, device=self.device)
-        position = self.positions[: self.singles, None, None, None]
-        forbidden = keys > position
-        if window is not None and window[0] >= 0:
-            forbidden = forbidden | (keys < position - window[0])
-        return forbidden
+        return min(longest, capacity)
+
+    def forbidden(self, capacity: int) -> Tensor:
+        """Return the mask for sequences with one new token, ``[singles, 1, 1, k]``.
+
+        The mask is True for the rows of a slot without a token of the sequence. A row of a layer
+        with a window holds a token that the query may see, or none.
+        """
+
+        def mask() -> Tensor:
+            keys = torch.arange(self.num_keys(capacity), device=self.device)
+            return keys > self.positions[: self.singles, None, None, None]
+
+        return self.kept(("forbidden", capacity), mask)
+
+    def allowed(self, capacity: int) -> Tensor | None:
+        """Return the negation of `forbidden`; None if it forbids nothing."""
+        shortest = min(segment.end for segment in self.segments[: self.singles])
+        if shortest >= self.num_keys(capacity):
+            return None
+        return self.kept(("allowed", capacity), lambda: ~self.forbidden(capacity))
+
+
+class TokenRows:
+    """A tensor for each token of the sequences in a cache, ``[slots, c, ...]``.
+
+    The token at position p of a sequence is in row ``p % c`` of its slot. So a layer with a window
+    keeps, of each sequence, the last c tokens. Memory is allocated when the first tokens are
+    stored.
+    """
+
+    def __init__(self, num_slots: int, capacity: int) -> None:
+        self.num_slots = num_slots
+        self.capacity = capacity
+        self.stored = torch.empty(0)
+
+    def store(self, new: Tensor, tokens: PackedTokens) -> None:
+        """Store a tensor for each new token, ``[T, ...]``."""
+        if not self.stored.numel():
+            self.stored = new.new_zeros(self.num_slots, self.capacity, *new.shape[1:])
+        chosen, rows = tokens.rows(self.capacity)
+        new = new if chosen is None else new[chosen]
+        self.stored.flatten(0, 1).index_copy_(0, rows, new)
+
+    def of_singles(self, tokens: PackedTokens) -> Tensor:
+        """Return ``[singles, k, ...]`` for the sequences with one new token.
+
+        k is `PackedTokens.num_keys`.
+        """
+        return self.stored[tokens.places(), : tokens.num_keys(self.capacity)]
+
+    def before(self, segment: Segment) -> Tensor:
+        """Return a copy ``[e, ...]`` of the cached tokens before a segment, by position."""
+        positions = range(max(0, segment.start - self.capacity), segment.start)
+        return self.stored[segment.slot, [p % self.capacity for p in positions]]
 
 
 Attend = Callable[..., Tensor]
 
 
 class LayerCache:
-    """The keys and values of one attention layer: ``[slots, g, k, d]`` for k positions.
+    """The keys ``[slots, c, g, d]`` and values of one attention layer, which may differ in d.
 
-    Keys and values may differ in d. Memory is allocated when the first tokens are stored.
+    Args:
+        window: how many earlier and later positions a query sees; None for all earlier ones.
     """
 
-    def __init__(self, cache: KeyValueCache) -> None:
+    def __init__(self, cache: KeyValueCache, window: Window = None) -> None:
         self._cache = cache
-        self.keys = self.values = torch.empty(0)
+        capacity = cache.capacity(window)
+        self.capacity = capacity
+        self.keys = TokenRows(cache.num_slots, capacity)
+        self.values = TokenRows(cache.num_slots, capacity)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attend: Attend, window: Window
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
         """Store the new keys and values, and return the attention ``[T, 1, n, d]`` of the queries.
 
         Args:
             query: ``[T, 1, n, d]``.
             key, value: ``[T, 1, g, d]``.
             attend: attends within one sequence or a batch of sequences, like
-                `DotProductAttention._attend`.
-            window: how many earlier and later positions a query sees; None for all earlier ones.
+                `DotProductAttention.attend_locally`.
         """
         tokens = self._cache.tokens
-        if self._cache.num_slots:
-            self._store(tokens, key, value)
-        outputs = []
-        first = 0
-        singles = tokens.singles if self._cache.num_slots else 0
-        if singles:
-            slots = tokens.kept("places", tokens.places)
-            which = "mask", None if window is None else tuple(window)
-            mask = tokens.kept(which, lambda: tokens.mask(window))
-            keys, values = (
-                x[slots, :, : mask.size(-1)].permute(2, 0, 1, 3) for x in (self.keys, self.values)
-            )
-            queries = query[:singles].transpose(0, 1)
-            attended = attend(queries, keys, values, mask, first_query=None)
-            outputs = [attended.transpose(0, 1)]
-            first = singles
-        for segment in tokens.segments[singles:]:
-            own = slice(first, first + segment.length)
-            keys = key[own]
-            values = value[own]
-            if segment.start:
-                keys, values = (
-                    x[segment.slot, :, : segment.end].transpose(0, 1).unsqueeze(1)
-                    for x in (self.keys, self.values)
-                )
-            outputs.append(attend(query[own], keys, values, None, first_query=segment.start))
-            first += segment.length
-        if first < tokens.length:
-            padding = tokens.length - first
-            outputs.append(query.new_zeros(padding, 1, query.size(2), value.size(3)))
-        return torch.cat(outputs)
+        if not self._cache.num_slots:
+            return attend_in_segments(tokens, [], query, key, value, attend)
+        # A window's rows are overwritten when new tokens are stored.
+        earlier = {
+            segment.slot: (self.keys.before(segment), self.values.before(segment))
+            for segment in tokens.segments[tokens.singles :]
+            if segment.start
+        }
+        self.store(key[:, 0], value[:, 0])
+        done = list[Tensor]()
+        if tokens.singles:
+            keys, values = (x.transpose(0, 1) for x in self.of_singles())
+            queries = query[: tokens.singles].transpose(0, 1)
+            mask = tokens.forbidden(self.capacity)
+            done = [attend(queries, keys, values, mask, first_query=None).transpose(0, 1)]
+        return attend_in_segments(tokens, done, query, key, value, attend, earlier)
 
-    def _store(self, tokens: PackedTokens, key: Tensor, value: Tensor) -> None:
-        if not self.keys.numel():
-            places = self._cache.num_slots, key.size(2), self._cache.max_length
-            self.keys = key.new_zeros(*places, key.size(3))
-            self.values = value.new_zeros(*places, value.size(3))
-        singles = tokens.singles
-        for stored, new in ((self.keys, key), (self.values, value)):
-            if singles:
-                slots = tokens.kept("slots", tokens.slots)
-                stored[slots, :, tokens.positions[:singles]] = new[:singles, 0]
-            first = singles
-            for segment in tokens.segments[singles:]:
-                own = new[first : first + segment.length, 0].transpose(0, 1)
-                stored[segment.slot, :, segment.start : segment.end] = own
-                first += segment.length
+    def store(self, key: Tensor, value: Tensor) -> None:
+        """Store the new keys and values, ``[T, g, d]``."""
+        self.keys.store(key, self._cache.tokens)
+        self.values.store(value, self._cache.tokens)
+
+    def of_singles(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[singles, k, g, d]`` of the sequences with one new token."""
+        tokens = self._cache.tokens
+        return self.keys.of_singles(tokens), self.values.of_singles(tokens)
+
+
+def attend_in_segments(
+    tokens: PackedTokens,
+    done: list[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attend: Attend,
+    earlier: Mapping[int, tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
+    """Attend within one sequence after the other; return the attention ``[T, 1, n, d]`` of a pass.
+
+    Args:
+        done: the attention ``[singles, 1, n, d]`` of the sequences with one new token, if it has
+            been computed.
+        query, key, value, attend: as for `LayerCache.attend`.
+        earlier: keys and values ``[e, g, d]``, by slot, of the cached tokens before a segment.
+    """
+    outputs = list(done)
+    first = sum(map(len, done))
+    for segment in tokens.segments[first:]:
+        own = slice(first, first + segment.length)
+        keys = key[own]
+        values = value[own]
+        before = (earlier or {}).get(segment.slot)
+        if before is not None:
+            keys = torch.cat([before[0].unsqueeze(1), keys])
+            values = torch.cat([before[1].unsqueeze(1), values])
+        first_query = len(keys) - segment.length
+        outputs.append(attend(query[own], keys, values, None, first_query=first_query))
+        first += segment.length
+    if first < tokens.length:
+        outputs.append(query.new_zeros(tokens.length - first, 1, query.size(2), value.size(3)))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 class KeyValueCache:
-    """The caches of all attention layers of a rank, for sequences of at most ``max_length`` tokens.
+    """What the caches of all attention layers of a rank share.
+
+    Sequences have at most ``max_length`` tokens.
 
     Args:
         num_slots: number of sequences that the cache can hold. With 0 nothing is stored, and each
@@ -205,6 +298,15 @@ class KeyValueCache:
     def __init__(self, num_slots: int, max_length: int) -> None:
         self.num_slots = num_slots
         self.max_length = max_length
+
+    def capacity(self, window: Window) -> int:
+        """Return how many tokens of a sequence a layer with this window keeps.
+
+        A query sees its own token and ``window[0]`` earlier ones, or all if that is negative.
+        """
+        if window is None or window[0] < 0:
+            return self.max_length
+        return min(self.max_length, window[0] + 1)
 
     def all_positions(self, _module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace a rotary embedding's first argument, the sequence length, by ``max_length``.

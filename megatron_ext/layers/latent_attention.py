@@ -19,7 +19,7 @@ of all heads as in any other attention.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
@@ -37,6 +37,9 @@ from megatron_ext.layers.compiled import compiled, fusions_of
 from megatron_ext.layers.linear import enter
 from megatron_ext.layers.pointwise import Table, rotated, table_of
 from megatron_ext.layers.transformer_layer import WithBias
+
+if TYPE_CHECKING:
+    from megatron_ext.layers.latent_cache import LatentCache
 
 
 def split_latent_heads(
@@ -87,7 +90,10 @@ class LatentAttention(Attention):  # type: ignore[misc]
     Attributes:
         recomputes_heads: whether to free queries, keys and values after attention, and recompute
             them in the backward pass (``--recompute-modules mla_up_proj``).
+        cache: the latents of earlier tokens, in generation; else None.
     """
+
+    cache: LatentCache | None = None
 
     def __init__(
         self,
@@ -163,14 +169,17 @@ class LatentAttention(Attention):  # type: ignore[misc]
         Args:
             attention_mask: documents or a dense mask, see `layers.masks`; None means causal.
         """
-        small = self._small_vectors(hidden_states)
+        small = self.small_vectors(hidden_states)
+        if self.cache is not None:
+            in_generation: WithBias = self.linear_proj(self.cache.attend(*small))
+            return in_generation
         again = None
         if self.recomputes_heads and self.training and torch.is_grad_enabled():
             again = CheckpointWithoutOutput()
             again.fp8 = False  # whatever it is given, it would use Transformer Engine
-            query, key, value = again.checkpoint(self._heads, *small)
+            query, key, value = again.checkpoint(self.heads, *small)
         else:
-            query, key, value = self._heads(*small)
+            query, key, value = self.heads(*small)
         checkpoints = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if checkpoints else self.core_attention
         attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
@@ -189,9 +198,9 @@ class LatentAttention(Attention):  # type: ignore[misc]
 
         dk is ``qk_head_dim + qk_pos_emb_head_dim``, and dv is ``v_head_dim``.
         """
-        return self._heads(*self._small_vectors(hidden_states))
+        return self.heads(*self.small_vectors(hidden_states))
 
-    def _small_vectors(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def small_vectors(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the vectors from which heads are computed: c_q, N(c_kv) and k_r.
 
         See the equations of this module. Under sequence parallelism, the first two cover this
@@ -209,16 +218,15 @@ class LatentAttention(Attention):  # type: ignore[misc]
         shared = enter(shared, self.tp_group, config.sequence_parallel)
         return query_input, self.kv_layernorm(latent), shared
 
-    def _heads(
+    def heads(
         self, query_input: Tensor, latent: Tensor, shared: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's heads: queries and keys ``[s, b, n, dk]``, values ``[s, b, n, dv]``.
 
-        The arguments are the results of `_small_vectors`.
+        The arguments are the results of `small_vectors`.
         """
         config = self.config
-        projection = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
-        query, _ = projection(query_input)
+        query = self._projected_query(query_input)
         keys_and_values, _ = self.linear_kv_up_proj(latent)
         length = shared.size(0) * self.pg_collection.cp.size()
         fuses = fusions_of(config).rotary
@@ -231,6 +239,25 @@ class LatentAttention(Attention):  # type: ignore[misc]
             self.num_attention_heads_per_partition,
             config.v_head_dim,
         )
+
+    def _projected_query(self, query_input: Tensor) -> Tensor:
+        """Return this rank's queries ``[s, b, n * dk]``, not yet rotated."""
+        direct = self.config.q_lora_rank is None
+        projection = self.linear_q_proj if direct else self.linear_q_up_proj
+        query: Tensor = projection(query_input)[0]
+        return query
+
+    def queries(self, query_input: Tensor, length: int) -> Tensor:
+        """Return the queries ``[s, b, n, dk]`` that `heads` returns, for s = ``length`` tokens."""
+        query = self._projected_query(query_input)
+        query = query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        plain, turned = query.split((self.config.qk_head_dim, self.config.qk_pos_emb_head_dim), -1)
+        return torch.cat((plain, rotated(turned, *self._table(length, query.dtype), True)), -1)
+
+    def rotated_shared(self, shared: Tensor) -> Tensor:
+        """Return the rotated k_r ``[s, b, dr]``, which all heads share."""
+        table = self._table(len(shared), shared.dtype)
+        return rotated(shared.unsqueeze(2), *table, True).squeeze(2)
 
     def _table(self, length: int, dtype: torch.dtype) -> Table:
         """Return cosines and sines ``[s, 1, 1, d/2]`` for this context-parallel rank's tokens.

@@ -13,24 +13,34 @@ N, G, D, DV = 4, 2, 8, 6
 SLOTS, MOST = 4, 12
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int | None
-) -> Tensor:
-    """Attend like `DotProductAttention._attend`, by plain arithmetic and without a window."""
-    key, value = (x.repeat_interleave(N // G, dim=2) for x in (key, value))
-    scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * D**-0.5
-    if mask is None:
-        assert first_query is not None
-        after = torch.arange(key.size(0)) > torch.arange(query.size(0))[:, None] + first_query
-        mask = after[None, None]
-    scores = scores.masked_fill(mask, -torch.inf)
-    return torch.einsum("bnqk,kbnd->qbnd", scores.softmax(-1), value)
+def attention(window: tuple[int, int] | None) -> Any:
+    """Return a function like `DotProductAttention.attend_locally`, of plain arithmetic."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int | None
+    ) -> Tensor:
+        key, value = (x.repeat_interleave(N // G, dim=2) for x in (key, value))
+        scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * D**-0.5
+        if mask is None:
+            assert first_query is not None
+            mask = hidden(len(key), window)[first_query:][None, None]
+        scores = scores.masked_fill(mask, -torch.inf)
+        return torch.einsum("bnqk,kbnd->qbnd", scores.softmax(-1), value)
+
+    return attend
+
+
+def hidden(length: int, window: tuple[int, int] | None) -> Tensor:
+    """Return a mask ``[k, k]``, True for keys after a query, or before its window."""
+    position = torch.arange(length)
+    left = MOST if window is None else window[0]
+    return (position > position[:, None]) | (position < position[:, None] - left)
 
 
 class Texts:
     """Texts that grow in the slots of a cache, with the queries, keys and values of all tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: tuple[int, int] | None = None) -> None:
         generator = torch.Generator().manual_seed(2)
         shapes = (N, D), (G, D), (G, DV)
         self.qkv = [
@@ -39,12 +49,11 @@ class Texts:
         ]
         self.lengths = [0] * SLOTS
         self.cache = KeyValueCache(SLOTS, MOST)
-        self.layer = LayerCache(self.cache)
+        self.window = window
+        self.layer = LayerCache(self.cache, window)
         self.other = LayerCache(self.cache)
 
-    def step(
-        self, new: dict[int, int], padding: int = 0, window: tuple[int, int] | None = None
-    ) -> None:
+    def step(self, new: dict[int, int], padding: int = 0) -> None:
         """Add new tokens by slot in one pass; compare with attention to the whole texts."""
         given = [Segment(slot, self.lengths[slot], count) for slot, count in new.items()]
         total = sum(new.values()) + padding
@@ -56,18 +65,16 @@ class Texts:
             packed.append(torch.cat([*own, torch.full((padding, *x.shape[2:]), torch.nan)]))
         given_qkv = [x.unsqueeze(1) for x in packed]
         # Another layer of the same pass may have no window.
-        whole = self.other.attend(*given_qkv, attend, None)
-        found = self.layer.attend(*given_qkv, attend, window)
-        if window is None:
+        whole = self.other.attend(*given_qkv, attention(None))
+        found = self.layer.attend(*given_qkv, attention(self.window))
+        if self.window is None:
             assert torch.equal(found, whole)
         assert found.shape == (total, 1, N, DV)
         first = 0
         for slot, span in parts:
             query, key, value = (x[slot, : span.stop].unsqueeze(1) for x in self.qkv)
-            position = torch.arange(span.stop)
-            left = MOST if window is None else window[0]
-            hidden = (position > position[:, None]) | (position < position[:, None] - left)
-            want = attend(query, key, value, hidden[None, None], None)[span]
+            mask = hidden(span.stop, self.window)[None, None]
+            want = attention(None)(query, key, value, mask, None)[span]
             torch.testing.assert_close(found[first : first + len(want)], want)
             first += len(want)
             self.lengths[slot] = span.stop
@@ -96,13 +103,21 @@ def test_a_pass_may_begin_texts_beside_those_that_go_on() -> None:
     texts.step({1: 1, 2: 1, 0: 1})
 
 
-def test_a_window_counts_from_each_texts_own_position() -> None:
-    texts = Texts()
-    texts.step({0: 3, 1: 1, 2: 3}, window=(MOST, 0))
-    for _ in range(3):
-        texts.step({0: 1, 1: 1, 2: 1}, window=(2, 0))
+@pytest.mark.parametrize("left", [0, 2, 4, MOST])
+def test_a_layer_with_a_window_keeps_as_many_tokens_as_it_sees(left: int) -> None:
+    texts = Texts((left, 0))
+    texts.step({0: 3, 1: 1, 2: 7})
+    for _ in range(2):
         texts.step({0: 1, 1: 1, 2: 1})
-    texts.step({1: 1, 2: 1}, window=(0, 0))
+    # Tokens may go on several at once, as many as the window has or more, beside others.
+    texts.step({1: 5, 0: 1, 2: 2}, padding=1)
+    # Slot 2 is taken by another text, which must see nothing of the one before.
+    texts.lengths[2] = 0
+    texts.step({2: 1, 0: 3})
+    texts.step({2: 1, 0: 1, 1: 1})
+    kept = min(left + 1, MOST)
+    assert texts.layer.keys.stored.shape == (SLOTS, kept, G, D)
+    assert texts.layer.values.stored.shape == (SLOTS, kept, G, DV)
 
 
 def test_without_slots_texts_attend_to_themselves_and_nothing_is_stored() -> None:
@@ -110,7 +125,7 @@ def test_without_slots_texts_attend_to_themselves_and_nothing_is_stored() -> Non
     texts.cache = KeyValueCache(0, MOST)
     texts.layer, texts.other = LayerCache(texts.cache), LayerCache(texts.cache)
     texts.step({0: 3, 1: 1, 2: MOST}, padding=1)
-    assert not texts.layer.keys.numel()
+    assert not texts.layer.keys.stored.numel()
 
 
 def packed(*segments: tuple[int, int, int], padding: int = 0) -> PackedTokens:

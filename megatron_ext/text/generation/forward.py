@@ -1,7 +1,9 @@
 """Runs forward passes over the new tokens of several texts, in the model's parallel layout.
 
-All ranks of a replica have the same texts and call these functions together. The texts are split
-into as many micro-batches as there are pipeline stages, so that all stages work at once.
+All ranks of a replica have the same texts and call these functions together. With pipeline stages
+the texts are split into as many micro-batches as there are stages, so that all stages work at once.
+On one stage no pipeline runs, and where its layers are known to `layers.inference`, a pass calls
+torch's functions instead of modules.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from torch.distributed import ReduceOp
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.inference import InferenceDecoder, Product, inference_decoder
 from megatron_ext.layers.kv_cache import KeyValueCache, LayerCache, PackedTokens, Segment
+from megatron_ext.layers.latent_attention import LatentAttention
+from megatron_ext.layers.linear import OutputLayer
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.forward import collect_outputs, evaluating, forward_engine
 from megatron_ext.schedules.runtime import PipelineEngine
@@ -85,7 +90,8 @@ class PackedForward:
     replicas must call `run` equally often; a replica without texts passes an empty list.
 
     Args:
-        engine: the pipeline engine of a training run; None builds one for forward passes only.
+        engine: the pipeline engine of a training run; None builds one for forward passes only, if
+            there are several stages.
 
     Raises:
         ConfigError: the model is not a `TextModel`.
@@ -109,7 +115,10 @@ class PackedForward:
         self.chunks = list(chunks)
         self.context = context
         self.device = device
-        self._engine = engine or forward_engine(chunks, transformer_config, context)
+        self._model: TextModel = model
+        self._engine: PipelineEngine | None = None
+        if context.layout.pipeline_model_parallel_size > 1:
+            self._engine = engine or forward_engine(chunks, transformer_config, context)
         self._config = transformer_config
         self._run_config = config
         self._halves = config.precision.bf16 or config.precision.fp16
@@ -118,6 +127,8 @@ class PackedForward:
         expert_ranks = layout.expert_model_parallel_size * layout.expert_tp
         self._in_step = expert_ranks > layout.tensor_model_parallel_size
         self._cache = KeyValueCache(0, 0)
+        self._decoder: InferenceDecoder | None = None
+        self._head: Product | None = None
 
     @classmethod
     def of_run(cls, run: Run) -> PackedForward:
@@ -168,20 +179,49 @@ class PackedForward:
     def ready(self, num_slots: int, max_length: int) -> Iterator[None]:
         """Prepare the model for `run` in a ``with`` block: evaluation mode, no gradients, a cache.
 
-        The key-value cache has ``num_slots`` slots of ``max_length`` tokens.
+        The key-value cache has ``num_slots`` slots of ``max_length`` tokens. The weights must not
+        change in the block.
         """
         self._cache = cache = KeyValueCache(num_slots, max_length)
+        trains = any(p.requires_grad for chunk in self.chunks for p in chunk.parameters())
         with ExitStack() as undo:
-            undo.enter_context(torch.no_grad())
+            # Autograd cannot save what is made in inference mode, and modules keep some tensors.
+            undo.enter_context(torch.no_grad() if trains else torch.inference_mode())
             undo.enter_context(evaluating(self.chunks))
             for module in self._modules:
-                if isinstance(module, DotProductAttention):
-                    module.cache = LayerCache(cache)
+                if isinstance(module, (DotProductAttention, LatentAttention)):
+                    module.cache = _layer_cache(module, cache)
                     undo.callback(setattr, module, "cache", None)
+            undo.callback(self._forget_decoder)
+            self._prepare_decoder()
             for module in self._rotary_embeddings:
                 undo.callback(module.register_forward_pre_hook(cache.all_positions).remove)
                 undo.callback(module.register_forward_hook(cache.token_angles).remove)
             yield
+
+    def _prepare_decoder(self) -> None:
+        """Look up what a pass on one stage needs of the model, if `layers.inference` knows it."""
+        model = self._model
+        positions = model.position_embedding_type
+        if (
+            self._engine is not None
+            or model.has_changed_layers
+            or type(model).forward is not TextModel.forward
+            or positions not in ("learned_absolute", "none", "rope")
+        ):
+            return
+        latent = getattr(self._config, "multi_latent_attention", False)
+        rotary = model.rotary_pos_emb if positions == "rope" and not latent else None
+        self._decoder = inference_decoder(model.decoder, self._cache, rotary)
+        head = model.output_layer
+        adapted = head.lora is not None or head.fp8 is not None
+        is_plain = type(head) is OutputLayer and type(model).logits is TextModel.logits
+        if self._decoder is not None and is_plain and not adapted:
+            weight = model.head_weight()
+            self._head = Product(head.weight if weight is None else weight, head.bias)
+
+    def _forget_decoder(self) -> None:
+        self._decoder = self._head = None
 
     @property
     def _modules(self) -> list[torch.nn.Module]:
@@ -215,6 +255,10 @@ class PackedForward:
         Ranks of pipeline stages before the last return [].
         """
         batches = self._micro_batches(texts)
+        if self._engine is None:
+            (batch,) = batches
+            self._cache.tokens = batch.tokens
+            return [Hidden(batch.tokens, self._gathered(self._on_one_stage(batch)))]
         length = batches[0].tokens.length // self._multiple
         shape = length, 1, self._config.hidden_size
 
@@ -227,6 +271,16 @@ class PackedForward:
             Hidden(batch.tokens, self._gathered(output))
             for batch, output in zip(batches, outputs, strict=False)
         ]
+
+    def _on_one_stage(self, batch: MicroBatch) -> Tensor:
+        """Return the hidden states of a micro-batch on the only pipeline stage."""
+        if self._decoder is None:
+            output: Tensor = self.chunks[0](**batch.arguments)
+            return output
+        embedded = self._model.embedding(
+            input_ids=batch.arguments["input_ids"], position_ids=batch.arguments["position_ids"]
+        )
+        return self._model.before_head(self._decoder(embedded).to(self._config.params_dtype))
 
     def _gathered(self, output: Tensor) -> Tensor:
         """Gather hidden states, split by sequence parallelism, into ``[s, 1, h]``."""
@@ -286,7 +340,6 @@ class PackedForward:
         v is ``vocab_size``; if that is None, the tokenizer's vocabulary size. Call this on all
         tensor-parallel ranks of the last pipeline stage together, and on no others.
         """
-        model: TextModel = unwrap_model(self.chunks[-1])
         number = states.size(0)
         tp = self.context.pgs.tp
         if self._multiple > 1:
@@ -294,7 +347,11 @@ class PackedForward:
             # it this rank's part.
             padded = torch.nn.functional.pad(states, (0, 0, 0, 0, 0, -number % tp.size()))
             states = padded.chunk(tp.size())[tp.rank()]
-        own = model.logits(states)[:number, 0].float().contiguous()
+        if self._head is None:
+            found = self._model.logits(states)[:number, 0]
+        else:
+            found = self._model.capped(self._head(states[:, 0]))
+        own = found.float().contiguous()
         parts = [own]
         if tp.size() > 1:
             parts = [torch.empty_like(own) for _ in range(tp.size())]
@@ -310,7 +367,18 @@ class PackedForward:
         by_slot: dict[int, Tensor] = {}
         for hidden in self.run(texts):
             if hidden.tokens.segments:
-                logits = self.logits(hidden.states[hidden.tokens.last_tokens])
+                tokens = hidden.tokens
+                last = slice(None) if tokens.only_singles else tokens.last_tokens
+                logits = self.logits(hidden.states[last])
                 slots = [segment.slot for segment in hidden.tokens.segments]
                 by_slot |= dict(zip(slots, logits, strict=True))
         return by_slot
+
+
+def _layer_cache(module: Any, cache: KeyValueCache) -> Any:
+    """Return the cache of a module of attention."""
+    if isinstance(module, LatentAttention):
+        from megatron_ext.layers.latent_cache import LatentCache
+
+        return LatentCache(cache, module, module.core_attention.window_size)
+    return LayerCache(cache, module.window_size)

@@ -142,7 +142,7 @@ class TextModel(LanguageModule):  # type: ignore[misc]
     def output_head(self) -> OutputHead:
         return OutputHead(
             softcap=self._softcap,
-            weight=self.output_layer(None, weight=self._head_weight(), weight_only=True),
+            weight=self.output_layer(None, weight=self.head_weight(), weight_only=True),
             tp_group=self.output_layer.tp_group,
             sequence_parallel=self.config.sequence_parallel,
             config=self.config,
@@ -152,7 +152,8 @@ class TextModel(LanguageModule):  # type: ignore[misc]
     def _softcap(self) -> float | None:
         return getattr(self.config, "final_logit_softcapping", None)
 
-    def _head_weight(self) -> Tensor | None:
+    def head_weight(self) -> Tensor | None:
+        """Return the weight of the output head if it is the embedding's; None if it is its own."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
         return None
@@ -160,7 +161,11 @@ class TextModel(LanguageModule):  # type: ignore[misc]
     def logits(self, hidden: Tensor) -> Tensor:
         """Return vocabulary-parallel logits ``[s, b, v/tp]`` of ``hidden`` from `before_head`."""
         logits: Tensor
-        logits, _ = self.output_layer(hidden, weight=self._head_weight())
+        logits, _ = self.output_layer(hidden, weight=self.head_weight())
+        return self.capped(logits)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Return logits bounded by ``--final-logit-softcapping``, if it is given."""
         cap = self._softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.kv_cache import Segment
+from megatron_ext.layers.lora import attach_adapters
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.config.hugging_face import HuggingFaceConfig
@@ -74,6 +76,106 @@ def test_a_model_is_after_generation_as_it_was_before(context: ParallelContext) 
         raise ZeroDivisionError
     assert all(module.training for module in modules)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+PROMPTS = (IDS, (7,), (2, 7, 1, 8, 2, 8))
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 12 --disable-bias-linear --position-embedding-type rope"
+)
+ROTARY = "--position-embedding-type rope"
+MODELS = {
+    "plain": "",
+    "groups, norms of heads, SwiGLU, a window": (
+        f"{ROTARY} --group-query-attention --num-query-groups 2 --qk-layernorm --swiglu "
+        "--normalization RMSNorm --window-size 3 0 --window-attn-skip-freq 2"
+    ),
+    "half of a head rotated by neighbours": f"{ROTARY} --rotary-percent 0.5 --rotary-interleaved",
+    "norms after parts, a gain minus one": (
+        f"{ROTARY} --sandwich-norm --apply-layernorm-1p --untie-embeddings-and-output-weights"
+    ),
+    "soft caps": f"{ROTARY} --attn-logit-softcapping 2 --final-logit-softcapping 1",
+    "16 bits": f"{ROTARY} --bf16 --fp32-residual-connection --group-query-attention "
+    "--num-query-groups 2",
+    "with adapters": ROTARY,
+    "experts": "--num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear",
+    "latent attention": LATENT,
+    "latent attention with adapters": LATENT,
+    "latent attention, queries too": f"{LATENT} --q-lora-rank 24 --window-size 3 0",
+}
+
+
+def logits_of_passes(forward: PackedForward, *, by_modules: bool) -> list[Tensor]:
+    """Return the logits after some passes, one of which begins a text beside two that go on."""
+    lengths = [0] * len(PROMPTS)
+    found = []
+    with forward.ready(len(PROMPTS), 16):
+        assert forward._decoder is not None
+        if by_modules:
+            forward._forget_decoder()
+        for counts in ((5, 1, 0), (1, 1, 4), (1, 1, 2), (1, 1, 1), (1, 0, 1), (1, 1, 1)):
+            texts = [
+                NewTokens(Segment(slot, lengths[slot], count), [3 + slot] * count)
+                for slot, count in enumerate(counts)
+                if count
+            ]
+            lengths = [a + b for a, b in zip(lengths, counts, strict=True)]
+            logits = forward.next_logits(texts)
+            found.append(torch.stack([logits[slot] for slot in sorted(logits)]))
+    return found
+
+
+@ranks()
+def test_a_pass_without_modules_gives_their_logits(context: ParallelContext) -> None:
+    for name, flags in MODELS.items():
+        forward = forward_of(context, *flags.split())
+        if "with adapters" in name:
+            attach_adapters(forward.chunks, LoraConfig(lora_rank=2, lora_alpha=8), 1)
+            for chunk in forward.chunks:
+                for key, parameter in chunk.named_parameters():
+                    if key.endswith("lora.b"):
+                        torch.nn.init.normal_(parameter)
+        passes = [logits_of_passes(forward, by_modules=each) for each in (False, True)]
+        near = 2e-2 if name == "16 bits" else 1e-5
+        for found, expected in zip(*passes, strict=True):
+            atol = near * float(expected.abs().max())
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@ranks()
+def test_a_model_with_hooks_or_other_layers_is_called_as_it_is(context: ParallelContext) -> None:
+    forward = forward_of(context)
+    model = forward._model
+    seen = []
+    handle = model.decoder.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
+    next_logits(forward)
+    assert len(seen) == 2
+    handle.remove()
+    model.has_changed_layers = True
+    with forward.ready(1, 4):
+        assert forward._decoder is None
+    model.has_changed_layers = False
+    with forward.ready(1, 4):
+        assert forward._decoder is not None and forward._head is not None
+
+
+@ranks()
+def test_latent_attention_keeps_latents_and_a_window_its_own_tokens(
+    context: ParallelContext,
+) -> None:
+    """A token takes 16 latents and 4 rotated numbers, not 4 heads of 12 + 12."""
+    flags = f"{LATENT} --window-size 3 0 --window-attn-skip-freq 2"
+    forward = forward_of(context, *flags.split())
+    with forward.ready(2, 10):
+        forward.next_logits([NewTokens(Segment(1, 0, 5), IDS)])
+        layers = [layer.self_attention for layer in forward._model.decoder.layers]
+        sizes = [layer.cache.latents.stored.shape for layer in layers]
+        windows = [layer.core_attention.window_size for layer in layers]
+        assert sizes == [(2, 10 if window is None else 4, 20) for window in windows]
+        assert len(set(windows)) == 2
+        assert not any(layer.core_attention.cache.keys.stored.numel() for layer in layers)
 
 
 @ranks()

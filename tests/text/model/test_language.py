@@ -100,7 +100,7 @@ def test_the_output_head_carries_what_the_logits_need(
     layer: Any = output_layer
     layer.tp_group = "group"
     config = SimpleNamespace(sequence_parallel=sequence_parallel)
-    chunk = chunk_of(config=config, output_layer=layer, _softcap=cap, _head_weight=lambda: "tied")
+    chunk = chunk_of(config=config, output_layer=layer, _softcap=cap, head_weight=lambda: "tied")
     head: Any = TextModel.output_head(chunk)
     assert asked == [("tied", True)]
     assert (head.softcap, head.sequence_parallel) == (cap, sequence_parallel)

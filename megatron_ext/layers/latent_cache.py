@@ -1,0 +1,109 @@
+"""A cache of the small vectors of multi-latent attention, for models that generate text.
+
+It keeps ``r + dr`` numbers a token, the latent N(c_kv) and the rotated k_r of `latent_attention`,
+instead of the keys and values of all heads. For a new token the up-projections are applied to its
+query and to the attention's result instead of to all cached tokens (DeepSeek-V2, arXiv:2405.04434,
+section 2.1.2): with the rows W_uk and W_uv of a head::
+
+    q . (W_uk c) = (W_uk^T q) . c         sum_j p_j (W_uv c_j) = W_uv (sum_j p_j c_j)
+
+So all heads attend to one key per token, ``(c, k_r)``, whose first r numbers are also its value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megatron_ext.layers.kv_cache import KeyValueCache, TokenRows, Window, attend_in_segments
+
+if TYPE_CHECKING:
+    from megatron_ext.layers.latent_attention import LatentAttention
+
+
+class LatentCache:
+    """The latents and shared keys ``[slots, c, r + dr]`` of one layer of multi-latent attention.
+
+    Args:
+        attention: the layer, whose weights must not change while the cache is used.
+    """
+
+    def __init__(self, cache: KeyValueCache, attention: LatentAttention, window: Window) -> None:
+        self._cache = cache
+        self._attention = attention
+        self.latents = TokenRows(cache.num_slots, cache.capacity(window))
+        self._up = _up_projection(attention)
+
+    def attend(self, query_input: Tensor, latent: Tensor, shared: Tensor) -> Tensor:
+        """Store the new latents and return the attention of the queries, ``[T, 1, n * dv]``.
+
+        The arguments are the results of `LatentAttention.small_vectors`.
+        """
+        attention = self._attention
+        tokens = self._cache.tokens
+        attend = attention.core_attention.attend_locally
+        stores = self._cache.num_slots > 0
+        if stores and tokens.only_singles:
+            self._store(latent, shared)
+            return self._of_singles(attention.queries(query_input, len(shared))).flatten(2)
+        query, key, value = attention.heads(query_input, latent, shared)
+        if not stores:
+            return attend_in_segments(tokens, [], query, key, value, attend).flatten(2)
+        # A window's rows are overwritten when new tokens are stored.
+        earlier = {
+            segment.slot: self._heads(self.latents.before(segment))
+            for segment in tokens.segments[tokens.singles :]
+            if segment.start
+        }
+        self._store(latent, shared)
+        done = [self._of_singles(query[: tokens.singles])] if tokens.singles else []
+        outputs = attend_in_segments(tokens, done, query, key, value, attend, earlier)
+        return outputs.flatten(2)
+
+    def _store(self, latent: Tensor, shared: Tensor) -> None:
+        """Store N(c_kv) ``[T, 1, r]`` and k_r before rotation ``[T, 1, dr]`` of the new tokens."""
+        attention = self._attention
+        if attention.config.sequence_parallel:
+            latent = gather_from_sequence_parallel_region(latent, group=attention.tp_group)
+        rotated = attention.rotated_shared(shared)
+        self.latents.store(torch.cat((latent, rotated), dim=-1)[:, 0], self._cache.tokens)
+
+    def _of_singles(self, query: Tensor) -> Tensor:
+        """Attend from the sequences with one new token; return ``[singles, 1, n, dv]``.
+
+        ``query`` is ``[singles, 1, n, dk]``.
+        """
+        tokens = self._cache.tokens
+        config = self._attention.config
+        keys = self.latents.of_singles(tokens).transpose(0, 1).unsqueeze(2)
+        plain, turned = query[:, 0].split((config.qk_head_dim, config.qk_pos_emb_head_dim), dim=-1)
+        key_rows, value_rows = self._up.split((config.qk_head_dim, config.v_head_dim), dim=1)
+        moved = torch.bmm(plain.transpose(0, 1), key_rows).transpose(0, 1)
+        queries = torch.cat((moved, turned), dim=-1).unsqueeze(0)
+        mask = tokens.forbidden(self.latents.capacity)
+        attended = self._attention.core_attention.attend_locally(
+            queries, keys, keys, mask, first_query=None
+        )
+        sums = attended[0, ..., : config.kv_lora_rank].transpose(0, 1)
+        return torch.bmm(sums, value_rows.transpose(1, 2)).transpose(0, 1).unsqueeze(1)
+
+    def _heads(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's keys ``[e, n, dk]`` and values ``[e, n, dv]`` of e stored tokens."""
+        config = self._attention.config
+        latent, turned = stored.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1)
+        heads = torch.einsum("er,ndr->end", latent, self._up)
+        key, value = heads.split((config.qk_head_dim, config.v_head_dim), dim=-1)
+        turned = turned.unsqueeze(1).expand(-1, key.size(1), -1)
+        return torch.cat((key, turned), dim=-1), value
+
+
+def _up_projection(attention: LatentAttention) -> Tensor:
+    """Return W_ukv of this rank's heads, ``[n, dqk + dv, r]``, with its adapter."""
+    layer = attention.linear_kv_up_proj
+    weight: Tensor = layer.weight
+    if layer.lora is not None:
+        weight = weight + layer.lora.delta().to(weight.dtype)
+    return weight.view(attention.num_attention_heads_per_partition, -1, weight.size(-1))
