@@ -50,6 +50,9 @@ ONEDNN_FROM = 2**19
 
 It takes about 10 µs more a call than MKL, and on AMD's processors half as long a product."""
 
+_onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+"""The operation that torch.compile puts in the place of linear layers on CPUs."""
+
 
 class Product:
     """Multiplies by a weight ``[out, in]``, and adds a bias.
@@ -66,7 +69,8 @@ class Product:
         self.bias = bias
         self.tp_group = tp_group
         fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self.fewest_rows = ONEDNN_FROM / weight.numel() if fits and _has_onednn() else None
+        has_onednn = _onednn is not None and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        self.fewest_rows = ONEDNN_FROM / weight.numel() if fits and has_onednn else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``[T, out]`` for ``[T, in]``."""
@@ -77,17 +81,10 @@ class Product:
         return self._multiplied(x, self.bias)
 
     def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.fewest_rows is not None and len(x) >= self.fewest_rows:
-            # The operation that torch.compile puts in the place of linear layers on CPUs.
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self.weight, bias, "none", [], ""
-            )
+        if self.fewest_rows is not None and x.size(0) >= self.fewest_rows:
+            product: Tensor = _onednn(x, self.weight, bias, "none", [], "")
             return product
         return F.linear(x, self.weight, bias)
-
-
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _product(layer: Any) -> OnRows:
@@ -112,12 +109,13 @@ def _called(module: Callable[[Tensor], WithBias]) -> OnRows:
     return call
 
 
-def _norm(module: torch.nn.Module | None) -> OnRows | None:
-    """Return a norm as a function; None if it changes nothing."""
+def _norm(module: Any) -> OnRows | None:
+    """Return a norm as a function; None if there is none, or if it changes nothing."""
     if module is None or isinstance(module, IdentityOp):
         return None
     if type(module) not in (LayerNorm, RMSNorm):
-        return module
+        called: OnRows = module
+        return called
     return functools.partial(
         norm, weight=module.weight, bias=getattr(module, "bias", None), spec=spec_of(module)
     )
@@ -363,12 +361,12 @@ class InferenceDecoder:
 
 
 def inference_decoder(
-    decoder: torch.nn.Module, cache: KeyValueCache, rotary: torch.nn.Module | None
+    decoder: Any, cache: KeyValueCache, rotary: torch.nn.Module | None
 ) -> InferenceDecoder | None:
     """Return an `InferenceDecoder`; None if the decoder must be called as a module.
 
-    Its attention layers must have their caches, and it must be in evaluation mode. It must not have
-    hooks, which the result would not call.
+    Its attention layers must have their caches, and it must be in evaluation mode. The result calls
+    no hooks of modules.
 
     Args:
         decoder: the decoder of a model chunk that holds all layers.
@@ -376,8 +374,7 @@ def inference_decoder(
     """
     if type(decoder).forward is not CoreTransformerBlock.forward:
         return None
-    hooked = any(x._forward_hooks or x._forward_pre_hooks for x in decoder.modules())
-    if hooked or decoder.config.sequence_parallel or not all(map(_is_usual, decoder.layers)):
+    if decoder.config.sequence_parallel or not all(map(_is_usual, decoder.layers)):
         return None
     tables = None if rotary is None else RotaryTables(rotary, decoder.config, cache)
     layers = [InferenceLayer(layer, cache, tables) for layer in decoder.layers]

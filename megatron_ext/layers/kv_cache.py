@@ -63,6 +63,9 @@ class PackedTokens:
         self.num_tokens = sum(segment.length for segment in segments)
         positions = [p for segment in self.segments for p in range(segment.start, segment.end)]
         self.positions = self._index(positions + [0] * (length - self.num_tokens))
+        ends = [segment.end for segment in self.segments[: self.singles]]
+        self._shortest = min(ends, default=0)
+        self._longest = max(ends, default=0)
         self._kept: dict[Hashable, Any] = {}
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
@@ -132,8 +135,7 @@ class PackedTokens:
 
         ``capacity`` is that of the layer's `TokenRows`.
         """
-        longest = max(segment.end for segment in self.segments[: self.singles])
-        return min(longest, capacity)
+        return min(self._longest, capacity)
 
     def forbidden(self, capacity: int) -> Tensor:
         """Return the mask for sequences with one new token, ``[singles, 1, 1, k]``.
@@ -150,8 +152,7 @@ class PackedTokens:
 
     def allowed(self, capacity: int) -> Tensor | None:
         """Return the negation of `forbidden`; None if it forbids nothing."""
-        shortest = min(segment.end for segment in self.segments[: self.singles])
-        if shortest >= self.num_keys(capacity):
+        if self._shortest >= self.num_keys(capacity):
             return None
         return self.kept(("allowed", capacity), lambda: ~self.forbidden(capacity))
 

@@ -250,9 +250,10 @@ class LatentAttention(Attention):  # type: ignore[misc]
     def queries(self, query_input: Tensor, length: int) -> Tensor:
         """Return the queries ``[s, b, n, dk]`` that `heads` returns, for s = ``length`` tokens."""
         query = self._projected_query(query_input)
-        query = query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
-        plain, turned = query.split((self.config.qk_head_dim, self.config.qk_pos_emb_head_dim), -1)
-        return torch.cat((plain, rotated(turned, *self._table(length, query.dtype), True)), -1)
+        query = torch.unflatten(query, -1, (self.num_attention_heads_per_partition, -1))
+        width = self.config.qk_head_dim
+        turned = rotated(query[..., width:], *self._table(length, query.dtype), True)
+        return torch.cat((query[..., :width], turned), dim=-1)
 
     def rotated_shared(self, shared: Tensor) -> Tensor:
         """Return the rotated k_r ``[s, b, dr]``, which all heads share."""

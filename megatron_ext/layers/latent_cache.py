@@ -79,8 +79,11 @@ class LatentCache:
         tokens = self._cache.tokens
         config = self._attention.config
         keys = self.latents.of_singles(tokens).transpose(0, 1).unsqueeze(2)
-        plain, turned = query[:, 0].split((config.qk_head_dim, config.qk_pos_emb_head_dim), dim=-1)
-        key_rows, value_rows = self._up.split((config.qk_head_dim, config.v_head_dim), dim=1)
+        width = config.qk_head_dim
+        plain = query[:, 0, :, :width]
+        turned = query[:, 0, :, width:]
+        key_rows = self._up[:, :width]
+        value_rows = self._up[:, width:]
         moved = torch.bmm(plain.transpose(0, 1), key_rows).transpose(0, 1)
         queries = torch.cat((moved, turned), dim=-1).unsqueeze(0)
         mask = tokens.forbidden(self.latents.capacity)
@@ -93,9 +96,11 @@ class LatentCache:
     def _heads(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's keys ``[e, n, dk]`` and values ``[e, n, dv]`` of e stored tokens."""
         config = self._attention.config
-        latent, turned = stored.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1)
+        latent = stored[:, : config.kv_lora_rank]
+        turned = stored[:, config.kv_lora_rank :]
         heads = torch.einsum("er,ndr->end", latent, self._up)
-        key, value = heads.split((config.qk_head_dim, config.v_head_dim), dim=-1)
+        key = heads[..., : config.qk_head_dim]
+        value = heads[..., config.qk_head_dim :]
         turned = turned.unsqueeze(1).expand(-1, key.size(1), -1)
         return torch.cat((key, turned), dim=-1), value
 

@@ -104,7 +104,7 @@ def attend(
     alone = query.size(2) == 1 and query.size(1) != groups and not (causal or dropout)
     if alone and (mask is None or type(mask) is Tensor):
         # In generation. As queries of one head, the heads of a group read its keys once.
-        grouped = query.squeeze(2).unflatten(1, (groups, -1))
+        grouped = torch.unflatten(query.squeeze(2), 1, (groups, -1))
         together = attend(grouped, key, value, mask=mask, scale=scale, backend=backend)
         return together.flatten(1, 2).unsqueeze(2)
     kernels = kernels_for(query, key, backend, masked=mask is not None, dropout=dropout)

@@ -65,8 +65,8 @@ OnText = Callable[[int, str], None]
 class PartialText:
     """The text written so far for one request; only the rank that chooses tokens holds it.
 
-    ``text`` ends before a stop string; ``reason`` is "" until the text has ended, then as in
-    `Completion.finish_reason`.
+    Attributes:
+        reason: "" until the text has ended, then as in `Completion.finish_reason`.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, end_ids: Collection[int]) -> None:
@@ -76,14 +76,25 @@ class PartialText:
         self._chooser = Chooser(request.sampling, request.number)
         self._before = list(request.ids[-CONTEXT:])
         self._before_text = tokenizer.detokenize(self._before)
-        self.text = ""
+        self._tokens: Sequence[int] = ()
+        self._text: str | None = ""
         self.reason = ""
         self._num_shown = 0
+
+    @property
+    def text(self) -> str:
+        """Return the text, which ends before an end token or a stop string.
+
+        Tokens are decoded only when the text is read.
+        """
+        if self._text is None:
+            self._text = self._decoded(self._tokens)
+        return self._text
 
     def choose(self, logits: torch.Tensor, ids: Sequence[int]) -> int:
         """Choose and return the next token.
 
-        Update `text`; if the text ends, set `reason`.
+        This changes `text`; if the text ends, set `reason`.
 
         Args:
             logits: the logits ``[v]`` of the next token.
@@ -95,11 +106,12 @@ class PartialText:
         if token in self._end_ids:
             self.reason = "eos"
             return token
-        self.text = self._decoded(new)
+        self._tokens = new
+        self._text = None
         positions = [self.text.find(stop) for stop in sampling.stop_strings]
         offsets = [position for position in positions if position >= 0]
         if offsets:
-            self.text = self.text[: min(offsets)]
+            self._text = self.text[: min(offsets)]
             self.reason = "stop"
         elif len(new) >= sampling.max_new_tokens:
             self.reason = "length"
@@ -188,13 +200,13 @@ class Decoder:
         self._batch_size = batch_size
 
     def complete(
-        self, requests: Sequence[Request], on_text: OnText = lambda number, piece: None
+        self, requests: Sequence[Request], on_text: OnText | None = None
     ) -> list[Completion]:
         """Complete this replica's requests; return the completions in the order in which they end.
 
-        Only the rank that chooses tokens has them, other ranks return []; it also calls ``on_text``
-        with each piece of text as soon as it is written. A text ends at the latest when prompt and
-        text fill the model's positions.
+        Only the rank that chooses tokens has them, other ranks return []; it also calls
+        ``on_text``, if given, with each piece of text as soon as it is written. A text ends at the
+        latest when prompt and text fill the model's positions.
         """
         forward = self._forward
         most = self._forward.max_length
@@ -213,7 +225,7 @@ class Decoder:
                 for text, (token, ended) in zip(active, choices, strict=True):
                     text.cached = len(text.ids)
                     text.ids.append(token)
-                    if text.writing is not None:
+                    if text.writing is not None and on_text is not None:
                         on_text(text.request.number, text.writing.further_text())
                     if ended:
                         slots.append(text.slot)

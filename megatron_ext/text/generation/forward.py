@@ -201,10 +201,12 @@ class PackedForward:
 
     def _prepare_decoder(self) -> None:
         """Look up what a pass on one stage needs of the model, if `layers.inference` knows it."""
-        model = self._model
+        model: Any = self._model
         positions = model.position_embedding_type
+        hooked = any(each._forward_hooks or each._forward_pre_hooks for each in self._modules)
         if (
             self._engine is not None
+            or hooked
             or model.has_changed_layers
             or type(model).forward is not TextModel.forward
             or positions not in ("learned_absolute", "none", "rope")

@@ -89,14 +89,15 @@ class Writer:
         self._decoder = Decoder(self.forward, tokenizer, ends, batch_size=batch_size)
 
     def __call__(
-        self, requests: Sequence[Request], on_text: OnText = lambda number, piece: None
+        self, requests: Sequence[Request], on_text: OnText | None = None
     ) -> list[Completion]:
         """Complete requests; return the completions, sorted by request number, on one rank.
 
         That rank is `ParallelContext.reporting_rank`, which prints; other ranks return []. The
         requests are divided among the data-parallel replicas; the printing rank's replica takes the
         first, so that a single text can be shown while it is written. In each replica, the rank
-        that chooses the tokens calls ``on_text`` with each piece of text as soon as it is written.
+        that chooses the tokens calls ``on_text``, if given, with each piece of text as soon as it
+        is written.
         """
         replicas = self.context.layout.data_parallel_size
         turn = replicas - 1 - self.context.dp_rank
@@ -138,7 +139,7 @@ def write_texts(run: Run) -> None:
     streams = generation.stream and context.layout.data_parallel_size == 1
     to_terminal = generation.output_file is None
     shown = Terminal(prompts[0]) if to_terminal else None
-    completions = writer(requests, shown.show if shown and streams else lambda *_: None)
+    completions = writer(requests, shown.show if shown and streams else None)
     if not context.is_reporting_rank:
         return
     if shown is not None:

@@ -201,7 +201,7 @@ def test_as_much_is_held_back_as_may_become_a_stop_string_or_a_character() -> No
     _, pieces = written(b"x", b"aaac", "aab")
     assert pieces == ["", "", "a", "aac"]
     writing, _ = written(b"x", b"ab")
-    writing.text = "abc\ufffd\ufffd"
+    writing._text = "abc\ufffd\ufffd"
     assert writing.further_text() == "c"
-    writing.text = "abcde"
+    writing._text = "abcde"
     assert (writing.further_text(), writing.further_text()) == ("de", "")

@@ -139,9 +139,7 @@ def test_a_pass_without_modules_gives_their_logits(context: ParallelContext) -> 
         near = 2e-2 if name == "16 bits" else 1e-5
         for found, expected in zip(*passes, strict=True):
             atol = near * float(expected.abs().max())
-            torch.testing.assert_close(
-                found, expected, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=name)
 
 
 @ranks()
