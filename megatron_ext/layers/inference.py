@@ -134,7 +134,8 @@ class Rotations:
     def __init__(
         self, angles: Tensor, head_dim: int, *, interleaved: bool, magnitude: float
     ) -> None:
-        count, width = angles.size(0), angles.size(-1)
+        count = angles.size(0)
+        width = angles.size(-1)
         channels = torch.arange(head_dim, device=angles.device)
         if interleaved:
             is_first = channels % 2 == 0
