@@ -282,7 +282,7 @@ def attend_in_segments(
 
 
 class KeyValueCache:
-    """What the caches of all attention layers of a rank share.
+    """The state that the caches of all attention layers of a rank share.
 
     Sequences have at most ``max_length`` tokens.
 

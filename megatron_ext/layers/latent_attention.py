@@ -90,7 +90,7 @@ class LatentAttention(Attention):  # type: ignore[misc]
     Attributes:
         recomputes_heads: whether to free queries, keys and values after attention, and recompute
             them in the backward pass (``--recompute-modules mla_up_proj``).
-        cache: the latents of earlier tokens, in generation; else None.
+        cache: the small vectors of earlier tokens, in generation; else None.
     """
 
     cache: LatentCache | None = None

@@ -12,7 +12,7 @@ So all heads attend to one key per token, ``(c, k_r)``, whose first r numbers ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -20,25 +20,22 @@ from torch import Tensor
 
 from megatron_ext.layers.kv_cache import KeyValueCache, TokenRows, Window, attend_in_segments
 
-if TYPE_CHECKING:
-    from megatron_ext.layers.latent_attention import LatentAttention
-
 
 class LatentCache:
-    """The latents and shared keys ``[slots, c, r + dr]`` of one layer of multi-latent attention.
+    """The small vectors of one layer of multi-latent attention, ``[slots, c, r + dr]``.
 
     Args:
-        attention: the layer, whose weights must not change while the cache is used.
+        attention: the `LatentAttention`, whose weights must not change while the cache is used.
     """
 
-    def __init__(self, cache: KeyValueCache, attention: LatentAttention, window: Window) -> None:
+    def __init__(self, cache: KeyValueCache, attention: Any, window: Window) -> None:
         self._cache = cache
         self._attention = attention
-        self.latents = TokenRows(cache.num_slots, cache.capacity(window))
+        self.vectors = TokenRows(cache.num_slots, cache.capacity(window))
         self._up = _up_projection(attention)
 
     def attend(self, query_input: Tensor, latent: Tensor, shared: Tensor) -> Tensor:
-        """Store the new latents and return the attention of the queries, ``[T, 1, n * dv]``.
+        """Store the new vectors and return the attention of the queries, ``[T, 1, n * dv]``.
 
         The arguments are the results of `LatentAttention.small_vectors`.
         """
@@ -54,7 +51,7 @@ class LatentCache:
             return attend_in_segments(tokens, [], query, key, value, attend).flatten(2)
         # A window's rows are overwritten when new tokens are stored.
         earlier = {
-            segment.slot: self._heads(self.latents.before(segment))
+            segment.slot: self._heads(self.vectors.before(segment))
             for segment in tokens.segments[tokens.singles :]
             if segment.start
         }
@@ -69,7 +66,7 @@ class LatentCache:
         if attention.config.sequence_parallel:
             latent = gather_from_sequence_parallel_region(latent, group=attention.tp_group)
         rotated = attention.rotated_shared(shared)
-        self.latents.store(torch.cat((latent, rotated), dim=-1)[:, 0], self._cache.tokens)
+        self.vectors.store(torch.cat((latent, rotated), dim=-1)[:, 0], self._cache.tokens)
 
     def _of_singles(self, query: Tensor) -> Tensor:
         """Attend from the sequences with one new token; return ``[singles, 1, n, dv]``.
@@ -78,7 +75,7 @@ class LatentCache:
         """
         tokens = self._cache.tokens
         config = self._attention.config
-        keys = self.latents.of_singles(tokens).transpose(0, 1).unsqueeze(2)
+        keys = self.vectors.of_singles(tokens).transpose(0, 1).unsqueeze(2)
         width = config.qk_head_dim
         plain = query[:, 0, :, :width]
         turned = query[:, 0, :, width:]
@@ -86,7 +83,7 @@ class LatentCache:
         value_rows = self._up[:, width:]
         moved = torch.bmm(plain.transpose(0, 1), key_rows).transpose(0, 1)
         queries = torch.cat((moved, turned), dim=-1).unsqueeze(0)
-        mask = tokens.forbidden(self.latents.capacity)
+        mask = tokens.forbidden(self.vectors.capacity)
         attended = self._attention.core_attention.attend_locally(
             queries, keys, keys, mask, first_query=None
         )
@@ -105,7 +102,7 @@ class LatentCache:
         return torch.cat((key, turned), dim=-1), value
 
 
-def _up_projection(attention: LatentAttention) -> Tensor:
+def _up_projection(attention: Any) -> Tensor:
     """Return W_ukv of this rank's heads, ``[n, dqk + dv, r]``, with its adapter."""
     layer = attention.linear_kv_up_proj
     weight: Tensor = layer.weight

@@ -160,16 +160,16 @@ def test_a_model_with_hooks_or_other_layers_is_called_as_it_is(context: Parallel
 
 
 @ranks()
-def test_latent_attention_keeps_latents_and_a_window_its_own_tokens(
+def test_latent_attention_keeps_small_vectors_and_a_window_its_own_tokens(
     context: ParallelContext,
 ) -> None:
-    """A token takes 16 latents and 4 rotated numbers, not 4 heads of 12 + 12."""
+    """A token takes 16 + 4 numbers, not 4 heads of 12 + 12."""
     flags = f"{LATENT} --window-size 3 0 --window-attn-skip-freq 2"
     forward = forward_of(context, *flags.split())
     with forward.ready(2, 10):
         forward.next_logits([NewTokens(Segment(1, 0, 5), IDS)])
         layers = [layer.self_attention for layer in forward._model.decoder.layers]
-        sizes = [layer.cache.latents.stored.shape for layer in layers]
+        sizes = [layer.cache.vectors.stored.shape for layer in layers]
         windows = [layer.core_attention.window_size for layer in layers]
         assert sizes == [(2, 10 if window is None else 4, 20) for window in windows]
         assert len(set(windows)) == 2
