@@ -1,5 +1,6 @@
 """One import of torch and megatron-core for the whole session; ranks are forked from it."""
 
+import ctypes
 import gc
 import os
 import zlib
@@ -36,6 +37,26 @@ def _environment_stays() -> Iterator[None]:
     torch._dynamo.trace_rules.clear_lru_cache()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _huge_pages() -> None:
+    """Put the heap into huge pages, of which a fork copies some hundred entries.
+
+    It would copy a hundred thousand entries of small pages, which takes longer than what many tests
+    do on their ranks. `tests/run.sh` asks for huge pages, but a heap that grows while memory is
+    scattered gets few, and what is written while ranks run is split again. Linux before 6.1 refuses
+    and keeps the small pages.
+    """
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        if line.endswith("[heap]"):
+            start, end = (int(word, 16) for word in line.split()[0].split("-"))
+            first = -(-start // HUGE_PAGE) * HUGE_PAGE
+            size = max(0, end - first) // HUGE_PAGE * HUGE_PAGE
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), MADV_COLLAPSE)
+
+
+HUGE_PAGE = 2**21
+MADV_COLLAPSE = 25
+"""Linux's number, which Python's `mmap` does not name yet."""
 SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
 """Cases of parametrized tests that are slow, most of them beside quicker ones of the same test."""
 

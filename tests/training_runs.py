@@ -101,7 +101,9 @@ def train_on_ranks(
     config, assets = preflight(parsed.config, parsed.task.preflight)
     loaded = parsed.task.loaded()
     run = partial(pretrain, loaded, config, device=device, assets=assets, prepare=prepare)
-    gc.collect()  # the launcher freezes what is left, which is then never collected
+    # Collections of later tests need not look at what this process has imported by now.
+    gc.collect()
+    gc.freeze()
     with mock.patch.object(loss_plot.LossPlot, "close"):
         code = fork_ranks(run, ranks)
     return code, read_metrics(save / "metrics.jsonl")

@@ -467,10 +467,6 @@ def _forked(
     sys.stdout.flush()
     sys.stderr.flush()
     with _meeting_place() as address:
-        # Freeze the objects that ranks share with this process, so that they skip them in
-        # collection.
-        is_thawed = gc.get_freeze_count() == 0
-        gc.freeze()
         with held_signals():
             for rank in range(world_size):
                 pid = os.fork()
@@ -479,8 +475,6 @@ def _forked(
                     own[INIT_METHOD] = address
                     _child(main, own, parent, forwarder)
                 forwarder.children[pid] = rank
-        if is_thawed:
-            gc.unfreeze()
         yield
 
 
@@ -498,6 +492,9 @@ def _child(
     """Run a forked rank, which ends if process ``parent`` does; exit with the rank's exit code."""
     import torch
 
+    # Collections skip the objects that this rank shares with its parent: to look at one copies its
+    # page of memory.
+    gc.freeze()
     code = 1
     try:
         end_with_parent(parent)

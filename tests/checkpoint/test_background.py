@@ -30,7 +30,7 @@ from megatron_ext.parallel.grid import Layout
 from tests.checkpoint.tiny import Tiny, build, load, manager, newest_whole, one_of_two, save
 from tests.ranks import ranks, run_on_ranks
 
-STEPS, KILLS = 20, 20
+STEPS, KILLS = 8, 20
 MEGABYTE = 2**20
 
 

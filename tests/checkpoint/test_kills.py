@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.checkpoint import publish
 from megatron_ext.checkpoint.files import TRACKER, published
 from megatron_ext.checkpoint.publish import LOCK, _lock, hold_save_folder
 from megatron_ext.checkpoint.stored import choose
@@ -25,6 +26,12 @@ from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import TINY, mock_data
 
 KILLS = 20
+
+
+@pytest.fixture(autouse=True)
+def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait less for the lock of another run, which here lives on, or has died already."""
+    monkeypatch.setattr(publish, "_SECONDS_FOR_A_DYING_RUN", 0.3)
 
 
 def save_for_ever(rank: int, root: Path, store: Path, start: int) -> None:

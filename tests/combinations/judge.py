@@ -1,7 +1,6 @@
 """Judges a case: it must train, or be refused, and then resume and agree with other layouts."""
 
 import math
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +30,7 @@ from tests.combinations.exceptions import (
 from tests.combinations.execute import Ended, execute
 from tests.combinations.layouts import ONE, Layout
 from tests.combinations.options import settings_of
+from tests.ranks import slowdown
 
 CHANCE_ZEROS = 10
 """Gradients of a tiny model that rounding makes zero in one layout and not in another."""
@@ -90,8 +90,7 @@ class Bench:
         words = [*words, "--save", name, *interval, *more]
         self.verdict.commands.append(shown(self.case, words, environment or {}))
         ranks = (layout or self.case.layout).ranks
-        busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-        limit = self.limit * (1 + ranks / 4) * min(busy, 3.0)
+        limit = self.limit * (1 + ranks / 4) * slowdown()
         return execute(
             lambda: self.case.program.main(words), self.folder, name=name, limit=limit,
             pictures=self.case.number % 16 == 0, environment=environment,

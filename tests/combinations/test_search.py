@@ -40,7 +40,7 @@ def passes(case: Case) -> None:
         pytest.fail(f"{last.kind}\n{commands}\n{last.text}\n{replay}", pytrace=False)
 
 
-@pytest.mark.parametrize("case", numbers("gpt", 16, slow=34))
+@pytest.mark.parametrize("case", numbers("gpt", 10, slow=40))
 def test_a_combination_trains_or_is_refused(case: Case) -> None:
     passes(case)
 

@@ -138,8 +138,9 @@ def left_behind(root: Path, save: str, content: str) -> Path:
 
 
 def test_the_next_start_takes_over_what_a_killed_run_of_the_same_folder_has_left(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(host, "_SECONDS_FOR_DYING_RANKS", 0.2)
     root, save = Path("/dev/shm"), str(tmp_path / "save")
     older, newer = (left_behind(root, save, text) for text in ("older", "newer"))
     for path in (older, *older.rglob("*")):

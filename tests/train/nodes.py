@@ -40,7 +40,9 @@ class Nodes:
             *("--rdzv-endpoint", f"127.0.0.1:{port}", "--monitor-interval", "0.1"),
             *("--max-restarts", str(restarts)),
         ]
-        self._meeting = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+        # On a busy machine a node that lives is late: it must not be taken for dead, and the other
+        # must not begin without it, or both train on their own.
+        self._meeting = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=15"
         self._flags, self._folder = list(flags), folder
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.text.preprocess import slurm
+
 _PROGRAM = '''#!{python}
 import os, re, signal, subprocess, sys, time
 STATE, ENDED = "{folder}/jobs", ("COMPLETED", "FAILED", "OUT_OF_MEMORY", "CANCELLED")
@@ -112,6 +114,7 @@ class Slurm:
             (self.folder / "bin" / name).write_text(text)
             (self.folder / "bin" / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{self.folder / 'bin'}:{os.environ['PATH']}")
+        monkeypatch.setattr(slurm, "_LONGEST_PAUSE", 0.2)
 
     def submitted(self) -> list[str]:
         """Return options and words of each call of sbatch, without the script."""
