@@ -114,7 +114,7 @@ class Slurm:
             (self.folder / "bin" / name).write_text(text)
             (self.folder / "bin" / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{self.folder / 'bin'}:{os.environ['PATH']}")
-        monkeypatch.setattr(slurm, "_LONGEST_PAUSE", 0.2)
+        monkeypatch.setattr(slurm, "_LONGEST_PAUSE", 0.5)
 
     def submitted(self) -> list[str]:
         """Return options and words of each call of sbatch, without the script."""
