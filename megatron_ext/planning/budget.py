@@ -55,6 +55,9 @@ def budget(estimated: Estimate) -> list[Line]:
     volume = step_volume(network, rank, count)
     total = rank_volume(network, rank, count).total
     sent = clock.exchange(volume) + clock.replicas(volume) + clock.update_exchange(rank)
+    pairs = estimated.network.schedule.num_pairs(rank.rank)
+    if pairs:
+        sent -= pairs * clock.rank_durations()[rank.rank].hidden
     if sent:
         lines.append(Line("communication", sent, "links", num_bytes=total))
     waiting = estimated.seconds - sum(line.seconds for line in lines)

@@ -160,7 +160,7 @@ class Efficiency:
     )
     hidden: float = _assumed(
         0.80,
-        "of the replicas' exchange that overlaps, where the run asks for overlap; "
+        "of an exchange that overlaps, where the run asks for overlap; "
         "a guess; the first and the last bucket are never hidden",
     )
 

@@ -116,6 +116,7 @@ class Moment:
         deferred: pairs of a stage and the micro-batches whose weight gradients it still owes.
         waiting: received messages that no computation has used yet.
         count: all micro-batches that the rank holds, summed over its stages.
+        beside: the stage whose forward pass runs beside this one's backward pass, in a pair.
     """
 
     stage: int
@@ -123,6 +124,7 @@ class Moment:
     deferred: tuple[tuple[int, int], ...]
     waiting: int
     count: int
+    beside: int | None = None
 
 
 @lru_cache(maxsize=1 << 14)
@@ -139,29 +141,31 @@ def moments(plan: Plan, rank: int) -> tuple[Moment, ...]:
     waiting = set[tuple[Kind | None, int, int]]()
     found: dict[Moment, None] = {}
     for action in plan.ranks[rank]:
-        stage = action.stage
         if action.kind not in COMPUTE:
             if action.kind in RECEIVES:
-                waiting.add((action.kind, action.microbatch, stage))
+                waiting.add((action.kind, action.microbatch, action.stage))
             continue
-        message = USES.get(action.kind, Kind.RECEIVE_GRADIENT)
-        given = (message, action.microbatch, stage)
-        if action.kind is Kind.FORWARD:
-            # The message becomes the input of the first layer, where it is counted.
+        for part in action.passes:
+            stage = part.stage
+            message = USES.get(part.kind, Kind.RECEIVE_GRADIENT)
+            given = (message, part.microbatch, stage)
+            if part.kind is Kind.FORWARD:
+                # The message becomes the input of the first layer, where it is counted.
+                waiting.discard(given)
+                held[stage] += 1
+                count += 1
+            now = tuple(held.items()), tuple(deferred.items())
+            beside = action.stage if part is action.backward else None
+            found[Moment(stage, *now, len(waiting), count, beside)] = None
             waiting.discard(given)
-            held[stage] += 1
-            count += 1
-        now = tuple(held.items()), tuple(deferred.items())
-        found[Moment(stage, *now, len(waiting), count)] = None
-        waiting.discard(given)
-        if action.kind in (Kind.BACKWARD, Kind.INPUT):
-            held[stage] -= 1
-        if action.kind is Kind.INPUT:
-            deferred[stage] += 1
-        elif action.kind is Kind.WEIGHT:
-            deferred[stage] -= 1
-        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            count -= 1
+            if part.kind in (Kind.BACKWARD, Kind.INPUT):
+                held[stage] -= 1
+            if part.kind is Kind.INPUT:
+                deferred[stage] += 1
+            elif part.kind is Kind.WEIGHT:
+                deferred[stage] -= 1
+            if part.kind in (Kind.BACKWARD, Kind.WEIGHT):
+                count -= 1
     return tuple(found)
 
 
@@ -193,6 +197,8 @@ def peak_of(
         for stage, number in moment.deferred:
             allocated += deferred[stage] * number
         transient = costs[moment.stage].transient
+        if moment.beside is not None:
+            transient += costs[moment.beside].transient
         if allocated + transient > peak[0] + peak[1]:
             peak = (allocated, transient, moment.count)
     return peak

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.schedules.orders import build_plan
-from megatron_ext.schedules.plan import EVEN, Durations, Plan, price
+from megatron_ext.schedules.plan import EVEN, Durations, Kind, Plan, price
 
 SIMULATED = {"no-pipelining": 2, "1f1b": 2, "interleaved": 4}
 """Schedule -> the periods (`Schedule.period`) to simulate; other schedules are simulated whole."""
@@ -50,6 +50,7 @@ class Schedule:
         name: a name of ``--pipeline-schedule`` without "core-".
         group: micro-batches that an interleaved chunk runs before the next chunk; None for the
             pipeline size.
+        pairs: whether forward and backward passes run in pairs.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Schedule:
     num_microbatches: int
     num_chunks: int
     group: int | None
+    pairs: bool = False
 
     @classmethod
     def of(cls, parallel: ParallelConfig, training: TrainingConfig) -> Schedule:
@@ -67,6 +69,7 @@ class Schedule:
             microbatches(parallel, training),
             parallel.virtual_pipeline_model_parallel_size or 1,
             parallel.microbatch_group_size_per_vp_stage,
+            parallel.overlap_moe_expert_parallel_comm,
         )
 
     def plan(self, num_microbatches: int | None = None) -> Plan:
@@ -77,6 +80,7 @@ class Schedule:
             num_microbatches=num_microbatches or self.num_microbatches,
             num_chunks=self.num_chunks,
             group_size=self.group,
+            pairs=self.pairs,
         )
 
     @property
@@ -95,7 +99,8 @@ class Schedule:
 
         The rest of the step is a multiple of `period`.
         """
-        least = SIMULATED.get(self.name, 0) * self.period
+        # The warm-up of pairs is up to twice as long.
+        least = SIMULATED.get(self.name, 0) * self.period * (2 if self.pairs else 1)
         if not least or self.num_microbatches <= least + self.period:
             return self.num_microbatches
         return least + (self.num_microbatches - least) % self.period
@@ -106,6 +111,13 @@ class Schedule:
         It holds as many activations at its peak as the whole step.
         """
         return self.plan(self.simulated)
+
+    def num_pairs(self, rank: int) -> int:
+        """Return how many pairs of passes a pipeline rank runs in a step."""
+        if not self.pairs:
+            return 0
+        count = sum(action.kind is Kind.PAIR for action in self.short().ranks[rank])
+        return count + (self.num_microbatches - self.simulated) * self.num_chunks
 
     def time(self, durations: Durations = EVEN, latency: float = 0.0) -> PipelineTime:
         """Return the time of a step, for the durations of a stage and of a message between two."""

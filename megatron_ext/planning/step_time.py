@@ -18,7 +18,7 @@ from megatron_ext.planning.muon import muon_volume, muon_work
 from megatron_ext.planning.network import Elements, Network, Volume, ring
 from megatron_ext.planning.pipeline import PipelineTime
 from megatron_ext.planning.stages import FP32, Stage
-from megatron_ext.schedules.plan import Durations
+from megatron_ext.schedules.plan import Durations, Kind
 
 TIGHT = 0.05
 """The share of a GPU's memory below which a plan says that little is left."""
@@ -140,16 +140,28 @@ class Clock:
     def durations(self, stage: Stage) -> Durations:
         """Return the times of one micro-batch's three passes through a stage.
 
-        They are the forward, the input-gradient and the weight-gradient pass.
+        They are the forward, the input-gradient and the weight-gradient pass. With
+        ``--overlap-moe-expert-parallel-comm`` the result also has the time that a pair of passes
+        hides.
         """
         network = self.network
         times = dict.fromkeys(Phase, 0.0)
         for work in network.work(stage):
             times[work.phase] += self.rates.seconds(work)
-        sent = self.exchange(network.traffic(stage)) / 2
-        return Durations(
-            times[Phase.FORWARD] + sent, times[Phase.INPUT] + sent, times[Phase.WEIGHT]
-        )
+        volume = network.traffic(stage)
+        sent = self.exchange(volume) / 2
+        forward = times[Phase.FORWARD] + sent
+        inputs = times[Phase.INPUT] + sent
+        weights = times[Phase.WEIGHT]
+        hidden = 0.0
+        if network.schedule.pairs:
+            from megatron_ext.schedules.pair_time import hidden_time
+
+            experts = self.experts_exchange(volume)
+            computing = forward - experts / 2, inputs + weights - experts / 2
+            hidden = hidden_time(*computing, experts, *network.exchanges(stage))
+            hidden *= self.rates.efficiency.hidden
+        return Durations(forward, inputs, weights, hidden)
 
     def exchange(self, volume: Volume) -> float:
         """Return the time of the tensor, context and expert collectives counted in ``volume``."""
@@ -250,10 +262,14 @@ class Clock:
             for times in ranks
         ]
 
+    def steady(self, durations: Durations) -> float:
+        """Return the time of a micro-batch's passes through a stage in the steady phase."""
+        return durations.of(Kind.PAIR) if self.network.schedule.pairs else durations.passes
+
     def slowest(self) -> int:
         """Return the pipeline rank whose passes take longest."""
         durations = self.rank_durations()
-        return max(range(len(durations)), key=lambda rank: sum(astuple(durations[rank])))
+        return max(range(len(durations)), key=lambda rank: self.steady(durations[rank]))
 
 
 def estimate(
@@ -273,7 +289,7 @@ def estimate(
     rates = Rates(gpu, efficiency)
     clock = Clock(network, rates)
     ranks = ranks or memory(network)
-    slowest = max(clock.rank_durations(), key=lambda times: sum(astuple(times)))
+    slowest = max(clock.rank_durations(), key=clock.steady)
     cost = network.schedule.time(slowest, clock.latency())
     seconds = cost.makespan + clock.longest_end(ranks)
     return Estimate(network, rates, ranks, cost, seconds, network.step_flops())
@@ -285,7 +301,7 @@ def least_seconds(network: Network, gpu: Gpu, ranks: list[RankMemory]) -> float:
     ``ranks`` is the memory of the pipeline ranks.
     """
     clock = Clock(network, Rates(gpu, DEFAULT))
-    slowest = max(sum(astuple(times)) for times in clock.rank_durations())
+    slowest = max(map(clock.steady, clock.rank_durations()))
     schedule = network.schedule
     busy: float = slowest * schedule.num_microbatches * schedule.num_chunks
     return busy + clock.longest_end(ranks)

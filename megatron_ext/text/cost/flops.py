@@ -322,6 +322,20 @@ class GptFlops(GptRun):
             cast=float(moved * x.tokens // x.tp),
         )
 
+    def exchanges(self, stage: Stage) -> tuple[int, float]:
+        x = self.sizes
+        if x.ep == 1:
+            return 0, 0.0
+        model = self.config.model
+        width = (self.moe.moe_ffn_hidden_size or x.f) * self.moe.moe_router_topk
+        routed = sum(m.products for m in mlp_matrices(x.h, width, gated=model.gated))
+        layers = [*(x.experts[number] for number in stage.layers), *x.experts[-1:] * stage.depths]
+        parts = self._products
+        around = parts["projections"] + parts["scores"]
+        total = sum(around + parts["experts" if has else "dense"] for has in layers)
+        total += parts["depth"] * stage.depths + parts["logits"] * stage.head
+        return sum(layers), routed * sum(layers) / max(1, total)
+
     def _cast_bytes(self, number: int) -> int:
         """Return the bytes per token that the 8-bit casts of one layer read and write.
 

@@ -1,0 +1,54 @@
+"""The time of a pair: two passes that run in turns, as `parallel.turns` runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Piece = tuple[float, float]
+"""The times of some computing, and of the exchange that it starts; 0 for no exchange."""
+
+
+def pair_time(backward: Sequence[Piece], forward: Sequence[Piece]) -> float:
+    """Return the time of two passes that run in turns; the backward pass begins.
+
+    A pass computes its next piece as soon as it has its turn and its last exchange has arrived. It
+    gives way when it has started the next one. Exchanges follow one another on the network.
+    """
+    passes = [iter(backward), iter(forward)]
+    arrives = [0.0, 0.0]
+    running = [True, True]
+    now = network = 0.0
+    turn = 0
+    while any(running):
+        if running[turn]:
+            now = max(now, arrives[turn])
+            computing, exchange = next(passes[turn], (0.0, -1.0))
+            now += computing
+            if exchange > 0:
+                network = arrives[turn] = max(network, now) + exchange
+            running[turn] = exchange >= 0
+        turn = 1 - turn
+    return now
+
+
+def hidden_time(
+    forward: float, backward: float, exchange: float, layers: int, inside: float
+) -> float:
+    """Return by how much a pair of passes takes less time than the two one after the other.
+
+    Args:
+        forward, backward: times of the passes' computing, in all layers.
+        exchange: time of all exchanges of experts' tokens in both passes.
+        layers: the number of layers whose experts exchange tokens.
+        inside: the share of the computing that is done between a layer's two exchanges.
+    """
+    if not layers:
+        return 0.0
+    one = exchange / (4 * layers)
+    outer, inner = ((1 - inside) * forward / layers, inside * forward / layers)
+    ahead = [(outer, one), (inner, one)] * layers
+    outer, inner = ((1 - inside) * backward / layers, inside * backward / layers)
+    # The first exchange of a backward pass brings the gradients of the last layer's outputs.
+    back = [(0.0, one), *[(inner, one), (outer, one)] * layers]
+    back[-1] = (outer, 0.0)
+    return forward + backward + exchange - pair_time(back, ahead)
