@@ -82,6 +82,9 @@ PEAKS = {
     "--pipeline-model-parallel-size 2 --nproc-per-node 2",
     "lora tied pp2": "--lora-rank 4 --no-untie-embeddings-and-output-weights "
     "--pipeline-model-parallel-size 2 --use-distributed-optimizer --nproc-per-node 2",
+    "moe two hops": "--num-experts 8 --moe-router-topk 4 --expert-model-parallel-size 4 "
+    "--moe-ffn-hidden-size 96 --moe-token-dispatcher-type flex --moe-ranks-per-node 2 "
+    "--nproc-per-node 4",
     "lora moe": "--lora-rank 4 --num-experts 4 --expert-model-parallel-size 2 "
     "--moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.01 --nproc-per-node 2 "
     "--lora-target-modules linear_qkv linear_proj",
