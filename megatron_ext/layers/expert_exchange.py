@@ -105,6 +105,17 @@ def _exchanged(
     return tuple(received)
 
 
+@contextmanager
+def own_state(dispatcher: AlltoAllDispatcher) -> Iterator[None]:
+    """Restore the attributes of a dispatcher after the block.
+
+    The other pass may recompute the same layer in between, and dispatch other tokens.
+    """
+    state = dict(dispatcher.__dict__)
+    yield
+    dispatcher.__dict__.update(state)
+
+
 class OverlappedDispatcher(AlltoAllDispatcher):
     """Dispatcher whose all-to-alls are under way while another micro-batch computes."""
 
@@ -133,15 +144,5 @@ class OverlappedDispatcher(AlltoAllDispatcher):
     ) -> tuple[Tensor, ...]:
         config = self.config
         splits = output_splits, input_splits
-        with self._own_state():
+        with own_state(self):
             return exchange(config.turns, self.ep_group, tensors, *splits, config.weight_gradients)
-
-    @contextmanager
-    def _own_state(self) -> Iterator[None]:
-        """Restore the dispatcher's attributes after the block.
-
-        The other pass may recompute this same layer in between, and dispatch other tokens.
-        """
-        state = dict(self.__dict__)
-        yield
-        self.__dict__.update(state)

@@ -16,7 +16,7 @@ DeepSeek-V3 (arXiv:2412.19437, section 3.2.2) describes the method.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,20 @@ NOT_CHOSEN = float("-inf")
 """The score of an expert that a token is not sent to; no router gives this probability."""
 
 
+Exchange = Callable[[ProcessGroup, Sequence[Tensor], list[int], list[int]], tuple[Tensor, ...]]
+"""A function of a group, tensors, and the numbers of rows to receive and to send by rank.
+
+It returns the rows of each tensor that arrive.
+"""
+
+
+def _exchange_now(
+    group: ProcessGroup, tensors: Sequence[Tensor], received: list[int], sent: list[int]
+) -> tuple[Tensor, ...]:
+    """Send rows of each tensor, and wait for those that arrive; see `Exchange`."""
+    return tuple(all_to_all(group, tensor, received, sent) for tensor in tensors)
+
+
 @dataclass(frozen=True)
 class _Hop:
     """An exchange in which each row goes once to each rank of a group that needs it.
@@ -50,6 +64,7 @@ class _Hop:
         row: which row each copy is of, sorted by the receiving rank, ``[copies]``.
         receiver: the rank in the group that gets each copy, ``[copies]``.
         sent, received: the number of copies for, and from, each rank of the group.
+        exchange: how rows are sent, `_exchange_now`, or `TwoHopDispatcher._exchange_beside`.
     """
 
     group: ProcessGroup
@@ -58,12 +73,16 @@ class _Hop:
     receiver: Tensor
     sent: list[int]
     received: list[int]
+    exchange: Exchange
 
     @classmethod
-    def of(cls, group: ProcessGroup, needed: Tensor, received: list[int]) -> _Hop:
+    def of(
+        cls, group: ProcessGroup, needed: Tensor, received: list[int], exchange: Exchange
+    ) -> _Hop:
         """Return the exchange in which ``needed``, ``[rows, r]``, says who gets which row."""
         receiver, row = needed.T.nonzero(as_tuple=True)
-        return cls(group, len(needed), row, receiver, needed.sum(0).tolist(), received)
+        sent = needed.sum(0).tolist()
+        return cls(group, len(needed), row, receiver, sent, received, exchange)
 
     def send(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows ``[rows, h]`` with the scores of the receivers' experts.
@@ -75,15 +94,12 @@ class _Hop:
         copies = tokens.index_select(0, self.row)
         by_receiver = scores.reshape(self.num_rows * size, scores.size(1) // size)
         parts = by_receiver.index_select(0, self.row * size + self.receiver)
-        return self._exchange(copies), self._exchange(parts)
-
-    def _exchange(self, rows: Tensor) -> Tensor:
-        arrived: Tensor = all_to_all(self.group, rows, self.received, self.sent)
-        return arrived
+        rows, arrived = self.exchange(self.group, (copies, parts), self.received, self.sent)
+        return rows, arrived
 
     def bring_back(self, outputs: Tensor) -> Tensor:
         """Return the outputs of the copies that this rank has sent, ``[copies, h]``."""
-        copies: Tensor = all_to_all(self.group, outputs, self.sent, self.received)
+        (copies,) = self.exchange(self.group, (outputs,), self.sent, self.received)
         return copies
 
 
@@ -209,9 +225,26 @@ class TwoHopDispatcher(AlltoAllDispatcher):
         scores: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Make a hop, and remember it for the way back; see `_Hop`."""
-        hop = _Hop.of(group, needed, arriving)
+        # Pairs of passes take turns at the first hop, which is the slower one if there are two.
+        gives_way = getattr(self.config, "turns", None) is not None and not self._made
+        exchange = self._exchange_beside if gives_way else _exchange_now
+        hop = _Hop.of(group, needed, arriving, exchange)
         self._made.append(hop)
         return hop.send(tokens, scores)
+
+    def _exchange_beside(
+        self,
+        group: ProcessGroup,
+        tensors: Sequence[Tensor],
+        received: list[int],
+        sent: list[int],
+    ) -> tuple[Tensor, ...]:
+        """Send rows while another micro-batch computes; see `Exchange` and `expert_exchange`."""
+        from megatron_ext.layers.expert_exchange import exchange, own_state
+
+        deferred = self.config.weight_gradients
+        with own_state(self):
+            return exchange(self.config.turns, group, tensors, received, sent, deferred)
 
     def _copied(
         self, tokens: Tensor, scores: Tensor, senders: Sequence[int], arriving: Sequence[int]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.two_hop_dispatcher import TwoHopDispatcher, use_two_hops
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.expert_hops import ExpertHops, expert_hops
+from megatron_ext.parallel.turns import Turns
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.layers import plain
 from tests.layers.test_layers import B, H, S, local_part, near, torch_block
@@ -111,6 +113,32 @@ def test_experts_beside_other_parallelism_get_equal_rows(
 
 def test_sums_over_many_experts_differ_by_their_rounding() -> None:
     on_ranks(check_rounding, {"dp": 4, "ep": 4})
+
+
+@ranks(dp=4, ep=4)
+def test_only_the_hop_between_nodes_gives_way_to_another_pass(context: ParallelContext) -> None:
+    hops = expert_hops(context, 2)
+    groups = list[ProcessGroup | None]()
+    start = torch.distributed.all_to_all_single
+
+    def started(*args: Any, **kwargs: Any) -> Any:
+        groups.append(kwargs["group"])
+        return start(*args, **kwargs)
+
+    turns = Turns()
+    wanted, _ = outcome(context, hops)
+    with (
+        mock.patch.object(torch.distributed, "all_to_all_single", started),
+        mock.patch.object(turns, "give_way", side_effect=lambda: groups.append(None)),
+    ):
+        found, _ = outcome(context, hops, turns=turns)
+    there = [hops.between, hops.between, None, hops.inside, hops.inside]
+    back = [hops.inside, hops.between, None]
+    # Gradients of outputs go there without probabilities, and those of tokens come back with them.
+    backward = [hops.between, None, hops.inside, *[hops.inside] * 2, *[hops.between] * 2, None]
+    assert groups == [*there, *back, *backward]
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
 
 
 @ranks(dp=2, ep=2)

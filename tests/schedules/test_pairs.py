@@ -27,6 +27,7 @@ MLA = (
 )
 SHARED = "--moe-shared-expert-intermediate-size 32"
 DROPS = "--moe-expert-capacity-factor 0.7"
+FLEX = "--moe-token-dispatcher-type flex --moe-ranks-per-node"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 slow = pytest.mark.slow
 
@@ -53,6 +54,9 @@ slow = pytest.mark.slow
                 (4, f"{VPP} {OVERLAP} --moe-router-load-balancing-type seq_aux_loss"),
                 (4, OVERLAP),
                 (2, f"{DELAYED} {SHARED}"),
+                (2, f"{FLEX} 1 --num-layers 3 {FULL} --hidden-dropout 0.1 {SHARED}"),
+                (4, f"{FLEX} 2 --expert-model-parallel-size 4 {DELAYED} --mtp-num-layers 1"),
+                (8, f"{FLEX} 2 --expert-model-parallel-size 4 {VPP} {FULL} --micro-batch-size 1"),
                 (4, f"{VPP} {OVERLAP} {DELAYED}"),
                 (4, "--data-parallel-sharding-strategy optim_grads"),
                 (8, f"{PP} {TP} --expert-tensor-parallel-size 1 --micro-batch-size 1"),

@@ -53,6 +53,8 @@ def _uses_backend(moe: MoEConfig, config: RunConfig) -> bool:
         config.device == "cuda"
         and parallel.expert_model_parallel_size * parts > 1
         and not is_padded
+        # Its kernels do not let another micro-batch compute meanwhile.
+        and not parallel.overlap_moe_expert_parallel_comm
         and has_flex_backend(name)
     )
 

@@ -229,7 +229,7 @@ def _dispatch_errors(
             "give it",
         )
     dispatcher = moe.moe_token_dispatcher_type
-    if parallel.overlap_moe_expert_parallel_comm and dispatcher != "alltoall":
+    if parallel.overlap_moe_expert_parallel_comm and dispatcher == "allgather":
         yield FlagError(
             "--overlap-moe-expert-parallel-comm",
             None,
