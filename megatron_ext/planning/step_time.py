@@ -157,7 +157,7 @@ class Clock:
         if network.schedule.pairs:
             from megatron_ext.schedules.pair_time import hidden_time
 
-            experts = self.experts_exchange(volume)
+            experts = self.hideable_exchange(volume)
             computing = forward - experts / 2, inputs + weights - experts / 2
             hidden = hidden_time(*computing, experts, *network.exchanges(stage))
             hidden *= self.rates.efficiency.hidden
@@ -179,13 +179,24 @@ class Clock:
 
     def experts_exchange(self, volume: Volume) -> float:
         """Return the time in which tokens go to experts on other ranks, and their outputs back."""
-        x = self.network.sizes
-        rates = self.rates
         if volume.expert_in_node:
             # Two hops, one after the other: between nodes, and inside them.
-            far = volume.expert / rates.link(x.etp * x.ep)
-            return far + volume.expert_in_node / rates.link(1)
-        return rates.all_to_all(volume.expert, x.etp * x.ep)
+            return self._between_nodes(volume) + volume.expert_in_node / self.rates.link(1)
+        x = self.network.sizes
+        return self.rates.all_to_all(volume.expert, x.etp * x.ep)
+
+    def hideable_exchange(self, volume: Volume) -> float:
+        """Return the part of `experts_exchange` in which another pass of a pair may compute.
+
+        If tokens make two hops, only the one between nodes gives way to the other pass.
+        """
+        if volume.expert and volume.expert_in_node:
+            return self._between_nodes(volume)
+        return self.experts_exchange(volume)
+
+    def _between_nodes(self, volume: Volume) -> float:
+        x = self.network.sizes
+        return volume.expert / self.rates.link(x.etp * x.ep)
 
     @property
     def _between(self) -> int:

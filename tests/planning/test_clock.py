@@ -79,6 +79,13 @@ def test_overlap_hides_gradients_and_parameters_each_by_its_flag(more: str, hidd
     assert clock_of(more).replicas(Volume(data=1)) == pytest.approx(8 * shown)
 
 
+def test_pairs_hide_the_hop_between_nodes_if_there_are_two() -> None:
+    clock = clock_of("--num-experts 8 --expert-model-parallel-size 4")
+    assert clock.hideable_exchange(Volume(expert=1, expert_in_node=1)) == 4
+    assert clock.experts_exchange(Volume(expert=1, expert_in_node=1)) == 5
+    assert clock.hideable_exchange(Volume(expert_in_node=1)) == 1
+
+
 def test_a_pass_sends_half_of_the_messages() -> None:
     clock = clock_of("--tensor-model-parallel-size 2")
     (stage,) = clock.network.stages()
