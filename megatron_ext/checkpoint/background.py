@@ -291,7 +291,7 @@ class BackgroundSaves:
         slot = self._free_slot(prepared.num_bytes)
         if slot is None:
             return None, ""
-        content = prepared.plan, prepared.values, prepared.common, counters
+        content = prepared.plan.pickled, prepared.values, prepared.common, counters
         try:
             slot.write(iteration, content_of(content), with_digest=False)
         except (OSError, CheckpointError) as error:

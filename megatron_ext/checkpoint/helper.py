@@ -11,7 +11,6 @@ must be safe to repeat.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import pickle
@@ -25,15 +24,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.utils._pytree import tree_map_only
 
-from megatron_ext.checkpoint import publish, storage
+from megatron_ext.checkpoint import publish, writing
 from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.files import MANIFEST, Files, folder_of, read_manifest
 from megatron_ext.checkpoint.snapshot import SnapshotFile
+from megatron_ext.checkpoint.storage import one_line
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.disk.bus import tell_bus_errors
 from megatron_ext.disk.writing import write_bytes, write_text
@@ -117,7 +116,7 @@ def serve(connection: Connection, rank_process: int) -> None:
             reason = ""
         except Exception as error:
             stage = FAILED
-            reason = storage.one_line(error, job.folder)
+            reason = one_line(error, job.folder)
             _give_up(job, reason)
         connection.send(Report(job.number, stage, reason))
         if stage == PUBLISHED:
@@ -156,44 +155,12 @@ def _tidy(job: Job) -> None:
         publish.tidy(root, job.iteration, job.config, job.best, job.superseded)
     except OSError as error:
         text = "The checkpoint of iteration %d is saved, but %s is not tidied up: %s."
-        logger.warning(text, job.iteration, root, storage.one_line(error))
+        logger.warning(text, job.iteration, root, one_line(error))
 
 
 def is_published(job: Job) -> bool:
     """Return whether the job's checkpoint is published already, maybe by a helper that has died."""
     return not job.folder.is_dir() and folder_of(Path(job.root), job.iteration).is_dir()
-
-
-class _ValuePlanner(DefaultSavePlanner):
-    """A torch save planner that takes the data of each item from a list instead of a state dict.
-
-    Args:
-        values: the tensor or bytes of each item of ``plan``, in the same order.
-    """
-
-    def __init__(self, plan: SavePlan, values: list[Tensor | bytes]) -> None:
-        super().__init__()
-        self._values = dict(zip((item.index for item in plan.items), values, strict=True))
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        value = self._values[write_item.index]
-        if write_item.type == WriteItemType.BYTE_IO:
-            assert isinstance(value, bytes)
-            return io.BytesIO(value)
-        assert isinstance(value, Tensor)
-        return _compact(value)
-
-
-def _compact(value: Tensor) -> Tensor:
-    """Return a tensor of the same values whose storage holds only these values.
-
-    torch saves the whole storage of a tensor, and the storage of ``value`` may be a whole snapshot.
-    If ``value`` is contiguous, the result shares its memory; otherwise the result is a copy.
-    """
-    if not value.numel():
-        return value.clone()
-    data = value.reshape(-1).view(torch.uint8).numpy()
-    return torch.frombuffer(data, dtype=value.dtype).view(value.shape)
 
 
 def _write_shards(job: Job, plan: SavePlan, values: list[Tensor | bytes]) -> None:
@@ -209,9 +176,7 @@ def _write_shards(job: Job, plan: SavePlan, values: list[Tensor | bytes]) -> Non
         if time.monotonic() > patience:
             raise CheckpointError(f"{job.folder} has disappeared.")
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    writer = storage.DiskWriter(job.folder, per_thread_copy_ahead=0)
-    written = writer.write_data(plan, _ValuePlanner(plan, values)).value()
-    files = storage.describe_shards(job.folder, job.rank)
+    written, files = writing.write_shards(job.folder, plan, values, per_thread_copy_ahead=0)
     unfinished = result.with_suffix(".part")
     write_bytes(unfinished, pickle.dumps((written, files)))
     os.replace(unfinished, result)
@@ -234,14 +199,10 @@ def _write_common(
         results: the results of all ranks, as `_results` returns them.
     """
     # torch would save a view of the copied memory together with all memory around it.
-    storage.save_common(tree_map_only(Tensor, Tensor.clone, common), job.folder)
-    writer = storage.file_writer(job.folder)
-    writer.finish(metadata, [written for written, _ in results])
-    storage.write_format(job.folder)
-    files = {name: entry for _, own in results for name, entry in own.items()}
-    files |= storage.describe_common(job.folder, *counters)
-    storage.check_index(job.folder, files)
-    return files
+    own = tree_map_only(Tensor, Tensor.clone, common)
+    written = [of_rank for of_rank, _ in results]
+    files = writing.write_common(job.folder, own, *counters, metadata, written)
+    return {name: entry for _, listed in results for name, entry in listed.items()} | files
 
 
 def _result_of(folder: Path, rank: int) -> Path:

@@ -31,6 +31,7 @@ from megatron_ext.checkpoint.stored import (
     stored_progress,
 )
 from megatron_ext.checkpoint.unpickling import common_state_of
+from megatron_ext.checkpoint.writing import CheckpointWriter
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import own_folder
@@ -62,6 +63,7 @@ class CheckpointManager:
         self._context = context
         self._base = base
         self._background = background
+        self._writer: CheckpointWriter | None = None
         averages = [run_state.PREFIX] if config.pretrained_average else []
         self._names = averages if section is None else [f"{section}.", *averages]
 
@@ -139,14 +141,14 @@ class CheckpointManager:
         """Write and publish a checkpoint; if one rank fails, all raise a CheckpointError."""
         temporary = publish.temporary_folder_of(root, iteration)
         remote = remote_of(self._config, root)
-        strategy = storage.save_strategy(self._config, self._context.pgs.dp_cp)
+        if self._writer is None:
+            self._writer = CheckpointWriter(self._config, self._context.pgs.dp_cp)
         try:
             if remote is not None:
                 # Each machine has a staging folder of its own.
                 root.mkdir(parents=True, exist_ok=True)
                 own_folder(temporary)
-            storage.write_state(state(), temporary, strategy)
-            files = storage.describe_written(temporary, progress, run_config)
+            files = self._writer.write(state(), temporary, progress, run_config)
             if remote is not None:
                 remote.upload(temporary, iteration, files)
             what = f"{temporary} not published"

@@ -4,6 +4,9 @@ A plan needs communication: ranks check that their shards form whole tensors, an
 them writes a shard that several hold; rank 0 makes the index of the checkpoint. The plan is reused
 as long as the structure of every rank's state stays the same; each rank checks its own without
 communication.
+
+No rank but rank 0 gets to know the shards of all ranks: with thousands of ranks that would be
+gigabytes at each of them.
 """
 
 from __future__ import annotations
@@ -13,11 +16,16 @@ import math
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.exchange_utils import (
+    determine_main_replica_uniform_distribution,
+)
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
@@ -25,8 +33,12 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import torch as core
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from megatron.core.dist_checkpointing.validation import (
-    determine_global_metadata,
     validate_sharding_integrity,
 )
 from torch import Tensor
@@ -35,12 +47,35 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron_ext.checkpoint.storage import one_line, save_strategy
+from megatron_ext.checkpoint.storage import check_whole, one_line
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.collectives import largest_of_all_ranks
+
+BACKEND, VERSION = "torch_dist", 1
+"""megatron-core's name and version of the format of checkpoints."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank writes at every save of the same structure.
+
+    Attributes:
+        items: torch's plan of this rank's file.
+        metadata: the index of all tensors on rank 0; None on other ranks.
+    """
+
+    items: SavePlan
+    metadata: Metadata | None
+
+    @cached_property
+    def pickled(self) -> bytes:
+        """Return the pickled pair of the two attributes."""
+        return pickle.dumps((self.items, self.metadata))
 
 
 @dataclass(frozen=True)
@@ -48,13 +83,12 @@ class PreparedSave:
     """The part of a checkpoint that one rank writes.
 
     Attributes:
-        plan: the pickled pair (torch's plan of this rank's file; on rank 0 the index of all files,
-            else None).
+        plan: what this rank writes.
         values: the value of each item of the plan: a tensor, or bytes.
         common: the common state on rank 0; empty on other ranks.
     """
 
-    plan: bytes
+    plan: RankPlan
     values: list[Tensor | bytes]
     common: dict[str, Any]
 
@@ -67,15 +101,16 @@ class PreparedSave:
 class SavePreparer:
     """Plans what this rank writes of each checkpoint, and reuses the plan where it can.
 
-    ``replicas`` is the group whose ranks divide the writing of weights that they share.
+    With ``--ckpt-fully-parallel-save``, the ranks of the process group ``replicas``, which hold the
+    same weights, each write a part of them; otherwise one of them writes all.
     """
 
-    def __init__(self, config: CheckpointConfig, replicas: ProcessGroup) -> None:
+    def __init__(self, config: CheckpointConfig, replicas: ProcessGroup | None) -> None:
         self._config = config
         self._replicas = replicas
         self._structure: list[Any] | None = None
         self._places: list[tuple[int, tuple[int, ...] | None]] = []
-        self._plan = b""
+        self._plan: RankPlan | None = None
 
     def prepare_alike(self, state: dict[str, Any]) -> PreparedSave | None:
         """Return this rank's part of a checkpoint by the previous plan, without communication.
@@ -88,6 +123,18 @@ class SavePreparer:
         if [_structure_of(entry) for entry in entries] != self._structure:
             return None
         return self._with_values(entries, common)
+
+    def prepare_together(self, state: dict[str, Any]) -> PreparedSave:
+        """Return this rank's part of a checkpoint, by the previous plan if all ranks can use it.
+
+        All ranks call this together. Errors are those of `prepare`.
+        """
+        prepared = self.prepare_alike(state)
+        (any_differs,) = largest_of_all_ranks([int(prepared is None)])
+        if any_differs:
+            prepared = self.prepare(state)
+        assert prepared is not None
+        return prepared
 
     def prepare(self, state: dict[str, Any]) -> PreparedSave:
         """Plan a checkpoint of ``state``; return this rank's part. All ranks call this together.
@@ -103,6 +150,7 @@ class SavePreparer:
         return self._with_values(entries, common)
 
     def _with_values(self, entries: list[Any], common: dict[str, Any]) -> PreparedSave:
+        assert self._plan is not None
         values = [_value_of(entries[number], size) for number, size in self._places]
         is_first = torch.distributed.get_rank() == 0
         return PreparedSave(self._plan, values, common if is_first else {})
@@ -111,12 +159,16 @@ class SavePreparer:
         self, sharded: ShardedStateDict, common: dict[str, Any], entries: list[Any]
     ) -> None:
         self._structure = None
-        validate_sharding_integrity(determine_global_metadata(sharded)[1], common_state_dict=common)
+        # Warn of common state that differs between ranks.
+        validate_sharding_integrity([], common_state_dict=common)
         recorder = _PlanRecorder()
-        strategy = save_strategy(self._config, self._replicas, lambda _: recorder)
+        strategy: Any = _PlanningStrategy(recorder)
+        if self._config.ckpt_fully_parallel_save:
+            strategy = _SharedPlanningStrategy(strategy, self._replicas)
         try:
+            check_whole(entries)
             strategy.save(sharded, Path())
-        except CheckpointException as error:
+        except (CheckpointException, CheckpointingException) as error:
             raise CheckpointError(f"no plan can be made: {one_line(error)}") from error
         numbers = {
             _index_of(entry): number
@@ -129,7 +181,38 @@ class SavePreparer:
             data = item.tensor_data
             number = numbers[item.index.fqn, None if offset is None else tuple(offset)]
             self._places.append((number, None if data is None else tuple(data.chunk.sizes)))
-        self._plan = pickle.dumps((recorder.plan, recorder.metadata))
+        self._plan = RankPlan(recorder.plan, recorder.metadata)
+
+
+class _PlanningStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Plans a save in megatron-core's ``torch_dist`` format; ``recorder`` gets the plan."""
+
+    def __init__(self, recorder: _PlanRecorder) -> None:
+        super().__init__(BACKEND, VERSION)
+        self._recorder = recorder
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        """Plan what each rank writes; if a rank fails, all raise a CheckpointException."""
+        renamed, _, _ = core._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        save_state(
+            core.mcore_to_pyt_state_dict(renamed, False),
+            storage_writer=self._recorder,
+            planner=core.MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
+
+
+class _SharedPlanningStrategy(FullyParallelSaveStrategyWrapper):  # type: ignore[misc]
+    """Divides the writing of the same shards among replicas, which alone exchange their shards."""
+
+    def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
+        """Choose one of the replicas for each shard, without megatron-core's check by all ranks."""
+        group = self.parallelization_group
+        shares = determine_main_replica_uniform_distribution(sharded_state_dict, group)
+        distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, shares)
 
 
 class _PlanRecorder(FileSystemWriter):

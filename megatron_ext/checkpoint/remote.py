@@ -432,8 +432,8 @@ class RemoteFolder:
 
         def get() -> None:
             fs.get_file(f"{place}/{name}", str(cleared(path)))
-            if files.describe_file(path) != expected:
+            if not files.is_unchanged(path, expected):
                 raise OSError("it does not match its checksum")
 
-        if not path.is_file() or files.describe_file(path) != expected:
+        if not path.is_file() or not files.is_unchanged(path, expected):
             self._tried(name, get)

@@ -1,21 +1,13 @@
-"""Writes, verifies and reads the sharded state of a checkpoint; no rank waits for a failed one.
-
-If a helper process of megatron-core's default writer dies, for example because the disk is full or
-psutil is missing, the job hangs. torch's own writer of the same format needs no helpers, and
-reports the failure of one rank on all ranks; this module turns the report into a CheckpointError.
-Each rank writes with one thread, since torch loses the errors of other threads.
-"""
+"""Verifies and reads the sharded state of a checkpoint; no rank waits for a failed one."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import hashlib
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -23,13 +15,12 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
     apply_factory_merges,
+    is_main_replica,
 )
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as core
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.utils import (
     extract_sharded_base,
@@ -39,21 +30,16 @@ from megatron.core.dist_checkpointing.validation import (
     StrictHandling,
     determine_global_metadata,
     validate_integrity_and_strict_load,
+    validate_sharding_integrity,
 )
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from megatron_ext import limits
-from megatron_ext.checkpoint.files import Files, describe_file, make_durable
+from megatron_ext.checkpoint.files import Files
 from megatron_ext.checkpoint.optimizer_state import drop_main_weights
-from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef, check_files
+from megatron_ext.checkpoint.stored import CheckpointRef, check_files
 from megatron_ext.checkpoint.unpickling import (
     COMMON_STATE,
     MetadataReader,
@@ -61,71 +47,51 @@ from megatron_ext.checkpoint.unpickling import (
     common_state_of,
 )
 from megatron_ext.config.output import CheckpointConfig
-from megatron_ext.disk.writing import cleared, write_text
 from megatron_ext.errors import CheckpointError
-from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
+from megatron_ext.parallel.collectives import (
+    on_every_rank,
+    raise_together,
+    sum_of_all_ranks,
+)
 from megatron_ext.parallel.context import ParallelContext, contact_fault
 
-BACKEND, VERSION = "torch_dist", 1
 
+def check_whole(entries: Sequence[ShardedTensor | ShardedObject]) -> None:
+    """Check that the main replicas of all ranks' shards form whole tensors; all call this together.
 
-class DiskWriter(FileSystemWriter):
-    """torch's storage writer, with one thread, so that each rank writes one file.
+    ``entries`` are this rank's shards. Each rank sends one number: a sum over its main shards of
+    their elements, minus the elements of each whole tensor whose first shard it has, weighted by
+    hashes of the names. If the sum over all ranks is not zero, megatron-core's own check, for which
+    every rank receives the shards of all, decides and names the tensor.
 
-    If the disk is full, or another limit stops a write, it raises a CheckpointError that says so.
+    Raises:
+        CheckpointingException: on all ranks, if the shards do not form whole tensors.
     """
-
-    def __init__(self, folder: str | Path, **options: Any) -> None:
-        super().__init__(folder, thread_count=1, sync_files=True, **options)
-        self._folder = Path(folder)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part of a checkpoint; return torch's record of each written item."""
-        with naming_disk(self._folder, bytes_of(plan)):
-            written = super().write_data(plan, planner)
-            written.wait()
-            return written
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index of a checkpoint's tensors."""
-        with naming_disk(self._folder):
-            super().finish(metadata, results)
+    if not sum_of_all_ranks(sum(map(_excess_of, entries))):
+        return
+    # megatron-core raises the error on rank 0 only.
+    fault: Exception | None = None
+    try:
+        validate_sharding_integrity(determine_global_metadata(dict(enumerate(entries)))[1])
+    except Exception as error:
+        fault = error
+    raise_together(fault)
 
 
-def bytes_of(plan: SavePlan) -> int:
-    """Return the size in bytes of the tensors that a rank's save plan of torch lists."""
-    described = [item.tensor_data for item in plan.items if item.tensor_data is not None]
-    return sum(x.chunk.sizes.numel() * x.properties.dtype.itemsize for x in described)
-
-
-def file_writer(folder: str | Path) -> FileSystemWriter:
-    """Return torch's storage writer for a checkpoint folder, which writes one file per rank."""
-    return DiskWriter(folder)
-
-
-class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Saves in megatron-core's ``torch_dist`` format without starting helper processes.
-
-    Args:
-        writer: takes the folder of a checkpoint, and returns the torch storage writer for it.
-    """
-
-    def __init__(self, writer: Callable[[str | Path], StorageWriter]) -> None:
-        super().__init__(BACKEND, VERSION)
-        self._writer = writer
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write this rank's shards; if a rank fails, all raise a CheckpointException."""
-        renamed, _, _ = core._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        save_state(
-            core.mcore_to_pyt_state_dict(renamed, False),
-            storage_writer=self._writer(checkpoint_dir),
-            planner=core.MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-        )
+def _excess_of(entry: ShardedTensor | ShardedObject) -> int:
+    """Return a shard's part of the sum of `check_whole`."""
+    if not is_main_replica(entry.replica_id):
+        return 0
+    weight = int.from_bytes(hashlib.blake2b(entry.key.encode(), digest_size=8).digest())
+    size = 1
+    if isinstance(entry, ShardedTensor):
+        flat = entry.flattened_range
+        size = math.prod(entry.local_shape) if flat is None else flat.stop - flat.start
+    is_first = not any(entry.global_offset)
+    if isinstance(entry, ShardedTensor) and entry.flattened_range is not None:
+        is_first = is_first and entry.flattened_range.start == 0
+    whole = math.prod(entry.global_shape) if is_first else 0
+    return weight * (size - whole)
 
 
 class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc]
@@ -171,107 +137,6 @@ class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc
         return {**entries, **self.load_tensors_metadata(checkpoint_dir, metadata)}
 
 
-def save_strategy(
-    config: CheckpointConfig,
-    replicas: ProcessGroup,
-    writer: Callable[[str | Path], StorageWriter] = file_writer,
-) -> Any:
-    """Return megatron-core's strategy for saving sharded state.
-
-    With ``--ckpt-fully-parallel-save``, the ranks of the process group ``replicas``, which hold
-    the same weights, each write a part of them; otherwise one of them writes all. ``writer`` is
-    the argument of `InProcessSaveStrategy`.
-    """
-    strategy = InProcessSaveStrategy(writer)
-    shared = config.ckpt_fully_parallel_save
-    return FullyParallelSaveStrategyWrapper(strategy, replicas) if shared else strategy
-
-
-def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
-    """Write sharded and common state in the format of `dist_checkpointing.save`.
-
-    megatron-core's function may fail on rank 0 alone. Here all ranks raise a CheckpointError if one
-    cannot write.
-    """
-    sharded, common = save_preprocess(state)
-    on_first_rank(lambda: save_common(common, folder), COMMON_STATE_FNAME)
-    try:
-        strategy.save(sharded, folder)
-    except CheckpointException as error:
-        rank = first_failure(error)[0]
-        why = one_line(error)
-        raise CheckpointError(f"{folder} could not be written by rank {rank}: {why}") from error
-    on_first_rank(lambda: write_format(folder), "config")
-
-
-def save_common(common: dict[str, Any], folder: Path) -> None:
-    """Write the state that is the same on all ranks to ``common.pt`` in a checkpoint's folder."""
-    with naming_disk(folder):
-        torch.save(common, cleared(folder / COMMON_STATE_FNAME))
-
-
-def write_format(folder: Path) -> None:
-    """Write the file that names the format, which megatron-core reads first."""
-    save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
-
-
-def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
-    """Write the run's counters and configuration as JSON; return size and checksum of every file.
-
-    Each rank reads back the files that it wrote. If a file is too short or cannot be read, all
-    ranks raise a CheckpointError.
-    """
-    rank = torch.distributed.get_rank()
-
-    def describe() -> Files:
-        common = describe_common(folder, progress, run_config) if rank == 0 else {}
-        return {**describe_shards(folder, rank), **common}
-
-    what = f"{folder} cannot be read back"
-    parts = gather_or_raise(describe, what)
-    files = {name: entry for part in parts for name, entry in part.items()}
-    on_first_rank(lambda: check_index(folder, files), what)
-    return files
-
-
-def describe_shards(folder: Path, rank: int) -> Files:
-    """Flush a rank's files to the disk, read them back, and return sizes and checksums."""
-    with naming_disk(folder):
-        return _read_back(sorted(folder.glob(f"__{rank}_*")))
-
-
-def describe_common(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
-    """Write the run's counters and configuration; return size and checksum of the common files.
-
-    Common files belong to no single rank. They are flushed to the disk and read back.
-    """
-    with naming_disk(folder):
-        write_text(folder / RUN_CONFIG, json.dumps(run_config, indent=1))
-        write_text(folder / PROGRESS, json.dumps(progress, indent=1))
-        return _read_back([path for path in folder.iterdir() if not path.name.startswith("__")])
-
-
-def _read_back(paths: list[Path]) -> Files:
-    for path in paths:
-        make_durable(path)
-    return {path.name: describe_file(path) for path in paths}
-
-
-def check_index(folder: Path, files: Files) -> None:
-    """Raise a CheckpointError if a file is too short for the tensors that `.metadata` lists in it.
-
-    ``files`` gives the sizes of the files.
-    """
-    metadata = MetadataReader(str(folder)).read_metadata()
-    for index, place in metadata.storage_data.items():
-        size = files.get(place.relative_path, {"bytes": -1})["bytes"]
-        if size < place.offset + place.length:
-            raise CheckpointError(
-                f"{folder / place.relative_path} is too short for `{index.fqn}`; the file system "
-                "lost what was written, so give another `--save`."
-            )
-
-
 def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     """Return the lowest rank that failed in a collective read or write, and its error."""
     if not error.failures:
@@ -293,27 +158,6 @@ def one_line(error: BaseException, folder: Path | None = None) -> str:
     return (lines[0] if lines else type(error).__name__).rstrip(". ")
 
 
-@contextmanager
-def naming_disk(folder: Path, needed: int | None = None) -> Iterator[None]:
-    """Within the context, turn a write error that a full disk caused into a CheckpointError.
-
-    Errors from other limits, such as a quota, are turned into one, too. torch's own error would not
-    mention the disk. The process that writes must use this context: the free space of the disk has
-    to be read before a cleanup changes it.
-
-    Args:
-        folder: folder that is written to; the error names its disk.
-        needed: size of the write in bytes, for the error; None if unknown.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        fault = limits.limit_fault(error, folder, needed)
-        if fault is None:
-            raise
-        raise CheckpointError(fault) from error
-
-
 def verify(checkpoint: CheckpointRef, context: ParallelContext) -> None:
     """Raise a CheckpointError on all ranks if a file fails its checksum.
 
@@ -324,7 +168,7 @@ def verify(checkpoint: CheckpointRef, context: ParallelContext) -> None:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
         return largest_first[context.rank :: context.layout.world_size]
 
-    gather_or_raise(lambda: check_files(checkpoint, own), f"{checkpoint.path} cannot be read")
+    on_every_rank(lambda: check_files(checkpoint, own), f"{checkpoint.path} cannot be read")
 
 
 def _load_state(
@@ -406,6 +250,6 @@ def read_state(
                 )
 
         if raises:
-            gather_or_raise(refuse, f"{path} cannot be loaded")
+            on_every_rank(refuse, f"{path} cannot be loaded")
         notes += [f"{text}." for text in differ]
     return dict(loaded)

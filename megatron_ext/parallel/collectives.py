@@ -1,9 +1,12 @@
 """Run work on one or all ranks and raise its error on every rank, so that no rank waits forever.
 
-`gather_or_raise` and `on_first_rank` are for checkpoints. `on_reporting_rank` and
+`gather_or_raise`, `on_every_rank` and `on_first_rank` are for checkpoints. `on_reporting_rank` and
 ``on_first_of_...`` are for work that one rank does for the run or for its replica, which here is a
 group of tensor- and context-parallel ranks. The argument ``what`` describes the work, for example
 "Loading the weights", at the start of the message of an unexpected error.
+
+Only `from_all_ranks` and `gather_or_raise` send a result of every rank to every rank, which takes
+memory in proportion to the number of ranks. The others send a number, and an error if there is one.
 """
 
 from __future__ import annotations
@@ -42,6 +45,57 @@ def from_all_ranks(
     return [entry for entry, _ in gathered]
 
 
+def largest_of_all_ranks(values: Sequence[int], group: ProcessGroup | None = None) -> list[int]:
+    """Return the maximum over a group's ranks of each of ``values``; its ranks call this together.
+
+    None is the group of all ranks.
+    """
+    reduced = torch.tensor(values, dtype=torch.int64, device=_device_of(group))
+    torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=group)
+    return reduced.tolist()
+
+
+def sum_of_all_ranks(value: int) -> int:
+    """Return the sum of ``value`` over all ranks modulo 2^64; all ranks call this together."""
+    signed = (value + 2**63) % 2**64 - 2**63
+    total = torch.tensor([signed], dtype=torch.int64, device=_device_of(None))
+    torch.distributed.all_reduce(total)
+    return int(total) % 2**64
+
+
+def _device_of(group: ProcessGroup | None) -> torch.device:
+    """Return the device of the tensors that a group's backend reduces."""
+    if torch.distributed.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def raise_together(fault: BaseException | None, group: ProcessGroup | None = None) -> None:
+    """Raise, on every rank of a group, the ``fault`` of the lowest rank that passes one.
+
+    All ranks of the group call this together; None is the group of all ranks. If no rank passes a
+    fault, this sends a single number.
+    """
+    size = torch.distributed.get_world_size(group)
+    rank = torch.distributed.get_rank(group)
+    (before_end,) = largest_of_all_ranks([0 if fault is None else size - rank], group)
+    if before_end:
+        raised = [fault]
+        torch.distributed.broadcast_object_list(raised, group_src=size - before_end, group=group)
+        assert raised[0] is not None
+        raise raised[0]
+
+
+def _result_or_fault(work: Callable[[], T], what: str) -> tuple[T | None, CheckpointError | None]:
+    """Run ``work``; return its result, and its error as `gather_or_raise` describes it."""
+    try:
+        return work(), None
+    except CheckpointError as error:
+        return None, error
+    except Exception as error:
+        return None, CheckpointError(f"{what}: {limits.limit_fault(error) or error}")
+
+
 def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
     """Run work without communication on every rank, and return all results by rank.
 
@@ -49,15 +103,29 @@ def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
         CheckpointError: on every rank, the error of the first rank whose work fails. Its message
             begins with ``what``, unless the work itself raised a CheckpointError.
     """
-    result: T | None = None
-    fault: CheckpointError | None = None
-    try:
-        result = work()
-    except CheckpointError as error:
-        fault = error
-    except Exception as error:
-        fault = CheckpointError(f"{what}: {limits.limit_fault(error) or error}")
-    return from_all_ranks(result, fault)  # type: ignore[arg-type]
+    return from_all_ranks(*_result_or_fault(work, what))  # type: ignore[arg-type]
+
+
+def on_every_rank(work: Callable[[], T], what: str) -> T:
+    """Run work without communication on every rank, and return this rank's own result.
+
+    Errors are raised as by `gather_or_raise`.
+    """
+    result, fault = _result_or_fault(work, what)
+    raise_together(fault)
+    return result  # type: ignore[return-value]
+
+
+def to_first_rank(work: Callable[[], T], what: str) -> list[T]:
+    """Run work without communication on every rank; return all results by rank on rank 0.
+
+    Other ranks return an empty list. Errors are raised as by `gather_or_raise`.
+    """
+    result = on_every_rank(work, what)
+    is_first = torch.distributed.get_rank() == 0
+    gathered: list[Any] = [None] * torch.distributed.get_world_size() if is_first else []
+    torch.distributed.gather_object(result, gathered or None, dst=0)
+    return gathered
 
 
 def on_first_rank(work: Callable[[], T], what: str) -> T:
@@ -69,8 +137,14 @@ def on_first_rank(work: Callable[[], T], what: str) -> T:
         CheckpointError: on every rank, if the work fails. Its message begins with ``what``, unless
             the work itself raised a CheckpointError.
     """
-    is_first = torch.distributed.get_rank() == 0
-    return gather_or_raise(lambda: work() if is_first else None, what)[0]  # type: ignore[return-value]
+    outcome: list[Any] = [(None, None)]
+    if torch.distributed.get_rank() == 0:
+        outcome = [_result_or_fault(work, what)]
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    result, fault = outcome[0]
+    if fault is not None:
+        raise fault
+    return result  # type: ignore[no-any-return]
 
 
 def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
@@ -120,7 +194,7 @@ def _on_some_ranks(
         traceback.print_exc()
         what = f"{what} failed ({error!r})"
         fault = DataError(f"{what}; see the traceback of rank {context.rank}.")
-    from_all_ranks(None, fault, group)
+    raise_together(fault, group)
     return result
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.distributed.checkpoint.planner import SavePlan
 
-from megatron_ext.checkpoint import background, helper, storage
+from megatron_ext.checkpoint import background, helper, storage, writing
 from megatron_ext.checkpoint.background import BackgroundSaves, Helper
 from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.files import TRACKER, folder_of, published
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.prepared import PreparedSave
+from megatron_ext.checkpoint.prepared import PreparedSave, RankPlan
 from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.checkpoint.stored import choose
 from megatron_ext.config.output import CheckpointConfig
@@ -577,7 +578,7 @@ def test_a_copy_that_fails_gives_its_memory_back(
 
     with monkeypatch.context() as patch:
         patch.setattr(SnapshotFile, "write", full)
-        prepared = PreparedSave(b"", [torch.ones(3)], {})
+        prepared = PreparedSave(RankPlan(SavePlan([]), None), [torch.ones(3)], {})
         assert saves._copy(1, prepared, b"") == (None, "there is no room")
     slot, fault = saves._copy(1, prepared, b"")
     assert slot is not None and fault == ""
@@ -587,7 +588,10 @@ def test_a_copy_is_made_anew_in_the_same_memory_if_another_rank_needs_a_new_plan
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saves = Scene(tmp_path, monkeypatch, rank=1).saves
-    old, new = (PreparedSave(b"", [torch.full((3,), value)], {}) for value in (1.0, 2.0))
+    old, new = (
+        PreparedSave(RankPlan(SavePlan([]), None), [torch.full((3,), value)], {})
+        for value in (1.0, 2.0)
+    )
     own, agreed = list[int](), [background.UNKNOWN, background.KNOWN]
 
     def worst(verdict: int) -> int:
@@ -607,7 +611,7 @@ def test_a_copy_is_made_anew_in_the_same_memory_if_another_rank_needs_a_new_plan
 
 def test_the_size_of_a_prepared_save_is_in_bytes() -> None:
     values = [torch.ones(3), torch.ones(5, dtype=torch.bfloat16), b"object"]
-    assert PreparedSave(b"", values, {}).num_bytes == 3 * 4 + 5 * 2
+    assert PreparedSave(RankPlan(SavePlan([]), None), values, {}).num_bytes == 3 * 4 + 5 * 2
 
 
 def test_a_helper_that_ends_by_itself_names_its_exit_code() -> None:
@@ -737,16 +741,13 @@ def test_a_helper_waits_for_the_folder_that_rank_0_makes(
     job = helper.Job(1, 5, 1, 2, "", str(tmp_path), 1.0, CheckpointConfig())
     clock, written = Clock(), list[Any]()
 
-    class Writer:
-        def __init__(self, folder: Path, **_: Any) -> None:
-            assert folder.is_dir()
-
-        def write_data(self, plan: Any, planner: Any) -> Any:
-            written.append(plan)
-            return SimpleNamespace(value=lambda: "record")
+    def write_shards(folder: Path, plan: Any, values: Any, **_: Any) -> Any:
+        assert folder.is_dir()
+        written.append(plan)
+        return "record", {}
 
     monkeypatch.setattr(helper, "time", clock)
-    monkeypatch.setattr(storage, "DiskWriter", Writer)
+    monkeypatch.setattr(writing, "write_shards", write_shards)
     plan: Any = SimpleNamespace(items=[])
     with pytest.raises(CheckpointError, match=r"iter_0000005.tmp has disappeared"):
         helper._write_shards(job, plan, [])
@@ -766,11 +767,11 @@ def test_a_helper_waits_for_the_folder_that_rank_0_makes(
 
 def test_empty_tensors_are_written_as_they_are() -> None:
     empty = torch.empty(0, 3, dtype=torch.bfloat16)
-    found = helper._compact(empty)
+    found = writing.compact(empty)
     assert (found.shape, found.dtype) == (empty.shape, empty.dtype)
     part = torch.arange(10.0)[2:5]
-    assert torch.equal(helper._compact(part), part)
-    assert helper._compact(part).untyped_storage().nbytes() == 12
+    assert torch.equal(writing.compact(part), part)
+    assert writing.compact(part).untyped_storage().nbytes() == 12
 
 
 def test_a_job_for_a_dead_helper_is_no_error() -> None:

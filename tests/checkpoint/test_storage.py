@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,20 +26,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megatron_ext.checkpoint import prepared, storage, unpickling
-from megatron_ext.checkpoint.prepared import SavePreparer
-from megatron_ext.checkpoint.storage import (
-    bytes_of,
-    check_index,
-    describe_common,
-    describe_shards,
-    first_failure,
-    naming_disk,
-    one_line,
-    verify,
-)
+from megatron_ext.checkpoint import prepared, storage, unpickling, writing
+from megatron_ext.checkpoint.files import describe_file, is_unchanged
+from megatron_ext.checkpoint.prepared import RankPlan, SavePreparer
+from megatron_ext.checkpoint.storage import first_failure, one_line, verify
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef
 from megatron_ext.checkpoint.unpickling import MetadataReader, plain_content
+from megatron_ext.checkpoint.writing import bytes_of, naming_disk, write_common, write_shards
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 from tests.checkpoint.tiny import build, load, manager, save
@@ -82,26 +75,51 @@ def test_a_plan_has_the_bytes_of_the_parts_that_are_written() -> None:
     assert bytes_of(SavePlan(items)) == 3 * 4 * 2
 
 
-def test_a_file_must_reach_the_end_of_its_last_part(
+def test_a_file_that_lost_what_was_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {
-        MetadataIndex("a"): _StorageInfo("x", 0, 10),
-        MetadataIndex("b"): _StorageInfo("x", 10, 5),
-    }
-    index = Metadata({}, storage_data=places)
-    monkeypatch.setattr(storage.MetadataReader, "read_metadata", lambda _: index)
-    check_index(tmp_path, {"x": {"bytes": 15}})
-    for files in ({"x": {"bytes": 14}}, {}):
-        with pytest.raises(CheckpointError, match=r"/x is too short for `[ab]`"):
-            check_index(tmp_path, files)
+    """A file system may report success, and keep less than it was given."""
+    properties = TensorProperties(torch.float32)
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([8]))
+    tensor = TensorWriteData(chunk, properties, torch.Size([8]))
+    item = WriteItem(MetadataIndex("a", [0]), WriteItemType.SHARD, tensor_data=tensor)
+    plan = SavePlan([item], storage_data=SimpleNamespace(prefix="__0_"))
+    flush = os.fsync
+
+    def lose(descriptor: int) -> None:
+        flush(descriptor)
+        os.truncate(f"/proc/self/fd/{descriptor}", 100)
+
+    monkeypatch.setattr(os, "fsync", lose)
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp has 100 bytes, but \d+ were written"):
+        write_shards(tmp_path, plan, [torch.ones(8)])
+    monkeypatch.undo()
+    (written,), files = write_shards(tmp_path, plan, [torch.ones(8)])
+    assert files == {"__0_0.distcp": describe_file(tmp_path / "__0_0.distcp")}
+    assert written.index.fqn == "a" and written.storage_data.relative_path == "__0_0.distcp"
+
+
+def test_an_error_of_an_early_flush_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system tells of a lost page once: to the early flush, and not to that at the end."""
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(writing, "_FLUSHED_BYTES", 1)
+    monkeypatch.setattr(os, "fdatasync", fail)
+    stream = writing._SummedFile((tmp_path / "x").open("wb"))
+    assert stream.write(bytes(writing._LARGE_WRITE)) == writing._LARGE_WRITE
+    with pytest.raises(OSError, match="Input/output error"):
+        stream.close()
 
 
 def test_each_file_is_verified_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks share the files, and begin with the largest."""
     files = {f"f{n}": {"bytes": 10 * n} for n in range(7)}
     shares = list[list[str]]()
-    monkeypatch.setattr(storage, "gather_or_raise", lambda work, _: work())
+    monkeypatch.setattr(storage, "on_every_rank", lambda work, _: work())
     monkeypatch.setattr(storage, "check_files", lambda _, own: shares.append(own(files)))
     checkpoint = CheckpointRef(tmp_path, 1, weights_only=False)
     for rank in range(3):
@@ -110,19 +128,16 @@ def test_each_file_is_verified_by_one_rank(tmp_path: Path, monkeypatch: pytest.M
     assert shares == [["f6", "f3", "f0"], ["f5", "f2"], ["f4", "f1"]]
 
 
-def test_what_is_described_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file of the checkpoint has a checksum: those of a rank, and the others."""
+def test_common_files_are_on_the_disk_and_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flushed = list[str]()
-    monkeypatch.setattr(storage, "make_durable", lambda path: flushed.append(path.name))
-    for name in ("__1_0.distcp", "__1_1.distcp", "__10_0.distcp", "__0_0.distcp"):
-        (tmp_path / name).write_text(name)
-    for name in (".metadata", "common.pt", "metadata.json"):
-        (tmp_path / name).write_text(name)
-    assert list(describe_shards(tmp_path, 1)) == ["__1_0.distcp", "__1_1.distcp"]
-    assert flushed == ["__1_0.distcp", "__1_1.distcp"]
-    files = describe_common(tmp_path, {"iteration": 3}, {"model": {"x": 1}})
-    names = {".metadata", "common.pt", "metadata.json", PROGRESS, RUN_CONFIG}
-    assert files.keys() == names == set(flushed[2:])
+    monkeypatch.setattr(writing, "make_durable", lambda path: flushed.append(path.name))
+    counters = {"iteration": 3}, {"model": {"x": 1}}
+    files = write_common(tmp_path, {"args": 1}, *counters, Metadata({}), [])
+    assert set(files) == {path.name for path in tmp_path.iterdir()}
+    assert set(flushed) == set(files) - {".metadata"}
+    assert all(is_unchanged(tmp_path / name, entry) for name, entry in files.items())
     assert json.loads((tmp_path / PROGRESS).read_text()) == {"iteration": 3}
     assert json.loads((tmp_path / RUN_CONFIG).read_text()) == {"model": {"x": 1}}
 
@@ -157,6 +172,7 @@ def test_another_structure_needs_another_plan(
     entries = list[Any]()
     monkeypatch.setattr(prepared, "save_preprocess", lambda *_, **__: ({"all": [*entries]}, {}))
     monkeypatch.setattr(preparer, "_decide", lambda *_: None)
+    preparer._plan = RankPlan(SavePlan([]), None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     entries += _entries()
     assert preparer.prepare_alike({}) is None
@@ -177,7 +193,8 @@ def test_a_plan_that_failed_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -
     def fail(_: Any) -> None:
         raise CheckpointError("no plan")
 
-    monkeypatch.setattr(prepared, "determine_global_metadata", fail)
+    monkeypatch.setattr(prepared, "check_whole", fail)
+    monkeypatch.setattr(prepared, "validate_sharding_integrity", lambda *_, **__: None)
     preparer._structure = [prepared._structure_of(entry) for entry in entries]
     with pytest.raises(CheckpointError):
         preparer.prepare({})

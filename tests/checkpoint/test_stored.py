@@ -288,6 +288,7 @@ def test_a_manifest_has_the_digests_of_blake2(tmp_path: Path) -> None:
     assert describe_file(tmp_path / "a") == {
         "bytes": 3,
         "blake2b": "cf4ab791c62b8d2b2109c90275287816",
+        "crc32": 891568578,
     }
 
 

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from megatron_ext.checkpoint import publish, storage
+from megatron_ext.checkpoint import publish
 from megatron_ext.checkpoint.snapshot import Snapshot, SnapshotFile
 from megatron_ext.checkpoint.state import common_state
 from megatron_ext.checkpoint.stored import CheckpointRef
+from megatron_ext.checkpoint.writing import CheckpointWriter
+from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.extras.resilience.memory import (
     PROGRESS,
     RUN_CONFIG,
@@ -257,9 +259,9 @@ class Recovery:
         what = f"{root} cannot be written"
         on_first_rank(lambda: publish.prepare(root, iteration), what)
         temporary = publish.temporary_folder_of(root, iteration)
-        strategy = storage.InProcessSaveStrategy(storage.file_writer)
-        storage.write_state({**sharded, **common}, temporary, strategy)
-        files = storage.describe_written(temporary, *facts)
+        # The ranks of another layout hold these shards, so no replicas share the writing.
+        config = CheckpointConfig(ckpt_fully_parallel_save=False)
+        files = CheckpointWriter(config, None).write({**sharded, **common}, temporary, *facts)
         on_first_rank(lambda: publish.publish(root, iteration, files), what)
         return CheckpointRef(root, iteration, weights_only=False)
 

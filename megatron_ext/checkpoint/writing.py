@@ -1,0 +1,357 @@
+"""Writes the files of a checkpoint; checksums are computed while the files are written.
+
+Each rank writes one file with its shards and names it to rank 0, which writes the files that belong
+to no single rank. If one rank cannot write, all ranks raise a CheckpointError.
+
+If a helper process of megatron-core's default writer dies, for example because the disk is full or
+psutil is missing, the job hangs. torch's own writer of the same format needs no helpers. It writes
+with one thread, since it loses the errors of other threads.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future as ThreadFuture
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron_ext import limits
+from megatron_ext.checkpoint.files import Checksums, Files, describe_file, make_durable
+from megatron_ext.checkpoint.prepared import BACKEND, VERSION, SavePreparer
+from megatron_ext.checkpoint.storage import one_line
+from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG
+from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.disk.writing import cleared, write_text
+from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.collectives import on_first_rank, to_first_rank
+
+_FORMAT = "metadata.json"
+_LARGE_WRITE = 1 << 16
+"""Bytes from which a write is worth a second thread for its checksums."""
+_FLUSHED_BYTES = 1 << 26
+"""Bytes after which the disk is asked to begin writing what a file has received."""
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, and reuses the plan of the last one where it can.
+
+    All ranks call `write` together. What a rank tells rank 0 about its file is the same at each
+    save of the same plan, except for the checksums, and is sent only once.
+
+    Args:
+        replicas: the group whose ranks divide the writing of weights that they share.
+    """
+
+    def __init__(self, config: CheckpointConfig, replicas: ProcessGroup | None) -> None:
+        self._preparer = SavePreparer(config, replicas)
+        self._plan: object = None
+        self._own: list[WriteResult] | None = None
+        self._of_all: list[list[WriteResult]] = []
+
+    def write(
+        self,
+        state: dict[str, Any],
+        folder: Path,
+        progress: dict[str, Any],
+        run_config: dict[str, Any],
+    ) -> Files:
+        """Write a checkpoint into an empty folder.
+
+        Args:
+            state: the sharded and the common state of this rank, in one mapping.
+            progress: counters of the run, as values for JSON.
+            run_config: the configuration of the run, as sections of plain values.
+
+        Returns:
+            Size and checksums of all files on rank 0, and of its own file on another rank.
+
+        Raises:
+            CheckpointError: on all ranks, if one cannot write.
+        """
+        prepared = self._preparer.prepare_together(state)
+        plan = prepared.plan
+        if plan is not self._plan:
+            self._plan = plan
+            self._own = None
+        rank = torch.distributed.get_rank()
+        written: list[WriteResult] = []
+        files: Files = {}
+
+        def write() -> tuple[list[WriteResult] | None, Files]:
+            nonlocal written, files
+            try:
+                written, files = write_shards(folder, plan.items, prepared.values)
+            except Exception as error:
+                why = one_line(error, folder)
+            else:
+                return None if written == self._own else written, files
+            # Without the cause, the sentence is the same on all ranks.
+            raise CheckpointError(f"{folder} could not be written by rank {rank}: {why}")
+
+        parts = to_first_rank(write, "")
+        self._own = written
+        self._of_all = self._of_all or [[] for _ in parts]
+        for number, (news, of_rank) in enumerate(parts):
+            files.update(of_rank)
+            if news is not None:
+                self._of_all[number] = news
+
+        def finish() -> Files:
+            assert plan.metadata is not None
+            common = prepared.common, progress, run_config
+            return write_common(folder, *common, plan.metadata, self._of_all)
+
+        common_files = on_first_rank(finish, f"{folder} could not be written")
+        return {**files, **common_files} if rank == 0 else files
+
+
+class DiskWriter(FileSystemWriter):
+    """torch's storage writer, with one thread, so that each rank writes one file.
+
+    If the disk is full, or another limit stops a write, it raises a CheckpointError that says so.
+
+    Attributes:
+        files: size and checksums of the files that it has written.
+    """
+
+    def __init__(self, folder: str | Path, **options: Any) -> None:
+        super().__init__(folder, thread_count=1, sync_files=True, **options)
+        self._folder = Path(folder)
+        self.files: Files = {}
+        self.fs = _DescribedFiles(self.files)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part of a checkpoint; return torch's record of each written item."""
+        with naming_disk(self._folder, bytes_of(plan)):
+            written = super().write_data(plan, planner)
+            written.wait()
+            return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index of a checkpoint's tensors."""
+        with naming_disk(self._folder):
+            super().finish(metadata, results)
+
+
+class _DescribedFiles(FileSystem):
+    """torch's file access for `DiskWriter`; it adds each file that is written to ``files``."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        place = Path(path)
+        with place.open(mode) as file:
+            stream = _SummedFile(file)
+            try:
+                yield cast(io.IOBase, stream)
+            finally:
+                stream.close()
+        entry = stream.checksums.entry()
+        size = place.stat().st_size
+        if size != entry["bytes"]:
+            raise CheckpointError(
+                f"{place} has {size} bytes, but {entry['bytes']} were written; the file system "
+                "lost what was written, so give another `--save`."
+            )
+        self._files[place.name] = entry
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self._files[Path(new_path).name] = self._files.pop(Path(path).name)
+
+
+class _SummedFile:
+    """A file to write to, with the checksums of what was written.
+
+    While a large piece is written, a second thread adds it to the checksums, and a third one has
+    the disk write earlier pieces, so that the flush at the end has little left to do.
+    """
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        self.checksums = Checksums()
+        self._file = file
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
+        self._flush: ThreadFuture[None] | None = None
+        self._unflushed = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        size = memoryview(data).nbytes
+        if size < _LARGE_WRITE:
+            self.checksums.add(data)
+            return self._file.write(data)
+        adding = self._threads.submit(self.checksums.add, data)
+        try:
+            self._file.write(data)
+        finally:
+            # The memory of ``data`` is valid during this call only.
+            adding.result()
+        self._unflushed += size
+        if self._unflushed >= _FLUSHED_BYTES and (self._flush is None or self._flush.done()):
+            self._unflushed = 0
+            self._raise_of_flush()
+            self._flush = self._threads.submit(os.fdatasync, self._file.fileno())
+        return size
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        # The descriptor must stay open until the flush has ended.
+        self._threads.shutdown()
+        self._file.close()
+        self._raise_of_flush()
+
+    def _raise_of_flush(self) -> None:
+        """Raise the error of an early flush, which the flush at the end would not raise again."""
+        if self._flush is not None:
+            flush, self._flush = self._flush, None
+            flush.result()
+
+
+def bytes_of(plan: SavePlan) -> int:
+    """Return the size in bytes of the tensors that a rank's save plan of torch lists."""
+    described = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+    return sum(x.chunk.sizes.numel() * x.properties.dtype.itemsize for x in described)
+
+
+class _ValuePlanner(DefaultSavePlanner):
+    """A torch save planner that takes the data of each item from a list instead of a state dict.
+
+    Args:
+        values: the tensor or bytes of each item of ``plan``, in the same order.
+    """
+
+    def __init__(self, plan: SavePlan, values: Sequence[Tensor | bytes]) -> None:
+        super().__init__()
+        self._values = dict(zip((item.index for item in plan.items), values, strict=True))
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        value = self._values[write_item.index]
+        if write_item.type == WriteItemType.BYTE_IO:
+            assert isinstance(value, bytes)
+            return io.BytesIO(value)
+        assert isinstance(value, Tensor)
+        return compact(value) if value.is_cpu else value
+
+
+def compact(value: Tensor) -> Tensor:
+    """Return a CPU tensor of the same values whose storage holds only these values.
+
+    torch saves the whole storage of a tensor, and ``value`` may be a part of a buffer or snapshot.
+    If ``value`` is contiguous, the result shares its memory; otherwise the result is a copy.
+    """
+    if not value.numel():
+        return value.clone()
+    data = value.reshape(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(data, dtype=value.dtype).view(value.shape)
+
+
+def write_shards(
+    folder: Path, plan: SavePlan, values: Sequence[Tensor | bytes], **options: Any
+) -> tuple[list[WriteResult], Files]:
+    """Write a rank's file of shards and flush it to the disk, without communication.
+
+    Args:
+        plan: the items to write.
+        values: the tensor or bytes of each item.
+        options: further options of torch's storage writer.
+
+    Returns:
+        (torch's record of each item, the file with its size and checksums).
+    """
+    writer = DiskWriter(folder, **options)
+    written = writer.write_data(plan, _ValuePlanner(plan, values)).value()
+    for result in written:
+        place = result.storage_data
+        size = writer.files.get(place.relative_path, {"bytes": -1})["bytes"]
+        if size < place.offset + place.length:
+            raise CheckpointError(
+                f"{folder / place.relative_path} is too short for `{result.index.fqn}`; the file "
+                "system lost what was written, so give another `--save`."
+            )
+    return written, writer.files
+
+
+def write_common(
+    folder: Path,
+    common: dict[str, Any],
+    progress: dict[str, Any],
+    run_config: dict[str, Any],
+    metadata: Metadata,
+    results: list[list[WriteResult]],
+) -> Files:
+    """Write the files that belong to no single rank; return their sizes and checksums.
+
+    Args:
+        common: the state that all ranks share.
+        progress: counters of the run.
+        run_config: the configuration of the run.
+        metadata: the index of all tensors, which is completed with ``results``.
+        results: torch's records of the items that each rank has written.
+    """
+    save_common(common, folder)
+    writer = DiskWriter(folder)
+    writer.finish(metadata, results)
+    with naming_disk(folder):
+        save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
+        write_text(folder / RUN_CONFIG, json.dumps(run_config, indent=1))
+        write_text(folder / PROGRESS, json.dumps(progress, indent=1))
+        files = dict(writer.files)
+        for name in (COMMON_STATE_FNAME, _FORMAT, RUN_CONFIG, PROGRESS):
+            make_durable(folder / name)
+            files[name] = describe_file(folder / name)
+    return files
+
+
+def save_common(common: dict[str, Any], folder: Path) -> None:
+    """Write the state that is the same on all ranks to ``common.pt`` in a checkpoint's folder."""
+    with naming_disk(folder):
+        torch.save(common, cleared(folder / COMMON_STATE_FNAME))
+
+
+@contextmanager
+def naming_disk(folder: Path, needed: int | None = None) -> Iterator[None]:
+    """Within the context, turn a write error that a full disk caused into a CheckpointError.
+
+    Errors from other limits, such as a quota, are turned into one, too. torch's own error would not
+    mention the disk. The process that writes must use this context: the free space of the disk has
+    to be read before a cleanup changes it.
+
+    Args:
+        folder: folder that is written to; the error names its disk.
+        needed: size of the write in bytes, for the error; None if unknown.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        fault = limits.limit_fault(error, folder, needed)
+        if fault is None:
+            raise
+        raise CheckpointError(fault) from error
