@@ -34,7 +34,7 @@ from megatron_ext.checkpoint.snapshot import SnapshotFile, content_of
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.device.streams import to_device
 from megatron_ext.errors import CheckpointError, held_signals
-from megatron_ext.parallel.collectives import gather_or_raise
+from megatron_ext.parallel.collectives import on_every_rank
 from megatron_ext.parallel.context import ParallelContext
 
 ATTEMPTS = 3
@@ -271,7 +271,7 @@ class BackgroundSaves:
                 break
         if verdict == BROKEN:
             self._free += [slot] if slot else []
-            gather_or_raise(lambda: _raise(fault), "The save could not begin")
+            on_every_rank(lambda: _raise(fault), "The save could not begin")
         assert slot is not None
         self._submit(iteration, slot, best, superseded)
 

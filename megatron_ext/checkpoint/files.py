@@ -193,7 +193,7 @@ def is_unchanged(path: Path, expected: dict[str, Any]) -> bool:
     for block in _blocks(path):
         size += len(block)
         crc = zlib.crc32(block, crc)
-    return size == expected["bytes"] and crc == expected["crc32"]
+    return bool(size == expected["bytes"] and crc == expected["crc32"])
 
 
 def _blocks(path: Path) -> Iterator[memoryview]:

@@ -30,14 +30,14 @@ from megatron_ext.checkpoint.stored import (
     read_settings,
     stored_progress,
 )
-from megatron_ext.checkpoint.unpickling import common_state_of
+from megatron_ext.checkpoint.unpickling import common_state_of, index_shared
 from megatron_ext.checkpoint.writing import CheckpointWriter
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import own_folder
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.ema import ShardedEMA
-from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
+from megatron_ext.parallel.collectives import on_every_rank, on_first_rank, union_of_all_ranks
 from megatron_ext.parallel.context import ParallelContext
 
 
@@ -285,6 +285,20 @@ class CheckpointManager:
             checkpoint = self._chosen_checkpoint()
             if checkpoint is None:
                 return None
+        with index_shared(checkpoint.path):
+            return self._load(checkpoint, model, optimizer, scheduler, ema, extra_state, run_config)
+
+    def _load(
+        self,
+        checkpoint: CheckpointRef,
+        model: Chunks,
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+        ema: ShardedEMA | None,
+        extra_state: ExtraState | None,
+        run_config: RunConfig | None,
+    ) -> LoadedCheckpoint:
+        """Load ``checkpoint``, whose files are verified; the arguments are those of `load`."""
         path = checkpoint.path
         notes = list[str]()
         averaged = self._config.pretrained_average and checkpoint.weights_only
@@ -305,10 +319,7 @@ class CheckpointManager:
                 check_changes, weights_only=checkpoint.weights_only, with_optimizer=used
             )
             what = f"{path} cannot be compared with the run"
-            differences = gather_or_raise(
-                lambda: compare(path, run_config, read_settings(path)), what
-            )
-            notes += differences[0]
+            notes += on_first_rank(lambda: compare(path, run_config, read_settings(path)), what)
             if optimizer is not None and not (with_optimizer or checkpoint.weights_only):
                 notes.append(
                     "The optimizer starts anew, and the learning rate at the beginning of its "
@@ -363,7 +374,7 @@ class CheckpointManager:
         own = self._base or adapters.FrozenBase(None, "unknown seed")
         if given is not None:
             look = partial(adapters.FrozenBase.given, given, average=average)
-            own = gather_or_raise(look, f"{given} cannot be read")[0]
+            own = on_first_rank(look, f"{given} cannot be read")
         own.check(path, recorded, "--pretrained-checkpoint")
         config = dataclasses.replace(self._config, load=None, save=None)
         CheckpointManager(config, self._context).load(model=model)
@@ -420,9 +431,9 @@ class CheckpointManager:
             return compatibility.weights_in(bare)
 
         what = f"{path} cannot be compared with the model"
-        names_of_all = set[str]().union(*gather_or_raise(check, what))
+        names_of_all = union_of_all_ranks(on_every_rank(check, what), self._context)
         unexpected = partial(compatibility.check_unexpected, path, names_of_all, self._config)
-        notes += gather_or_raise(unexpected, what)[0]
+        notes += on_first_rank(unexpected, what)
         state = run_state.sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
             state[EMA] = run_state.averages_to_load(ema, model, state, metadata)

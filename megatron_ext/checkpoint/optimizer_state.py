@@ -30,7 +30,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.adam import ADAMS, Custom, start_state
 from megatron_ext.optim.muon import Muon
 from megatron_ext.optim.update import parts_of
-from megatron_ext.parallel.collectives import from_all_ranks
+from megatron_ext.parallel.collectives import largest_of_all_ranks
 
 RESHARDABLE = "fully_reshardable"
 """megatron-core's name of distributed optimizer state that loads in any layout."""
@@ -81,7 +81,8 @@ def step_count(optimizer: MegatronOptimizer) -> float | None:
     """
     entries = [entry for inner in _counting(optimizer) for entry in inner.state.values()]
     own = next((float(entry["step"]) for entry in entries if "step" in entry), None)
-    return next((count for count in from_all_ranks(own, None) if count is not None), None)
+    (count,) = largest_of_all_ranks([-1 if own is None else int(own)])
+    return own if own is not None or count < 0 else float(count)
 
 
 @contextmanager

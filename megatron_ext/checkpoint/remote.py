@@ -32,7 +32,7 @@ from megatron_ext.data.requests import file_system
 from megatron_ext.disk.reading import UnreadableFile, kind_of, parse_json, read_bytes
 from megatron_ext.disk.writing import cleared, open_descriptor, own_folder, write_bytes, write_text
 from megatron_ext.errors import CheckpointError, MegatronExtError
-from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
+from megatron_ext.parallel.collectives import on_every_rank, on_first_rank
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -68,7 +68,7 @@ def bring(config: CheckpointConfig) -> None:
         remote = remote_of(config, Path(folder))
         if remote is not None:
             fetch = functools.partial(remote.fetch, step, passes_over=passes_over_damaged(config))
-            gather_or_raise(fetch, f"{remote.address} cannot be read")
+            on_every_rank(fetch, f"{remote.address} cannot be read")
 
 
 class RemoteFolder:
@@ -237,7 +237,7 @@ class RemoteFolder:
 
         what = f"{self.address} cannot be written"
         on_first_rank(lambda: self._remove(name), what)
-        gather_or_raise(lambda: put(own), what)
+        on_every_rank(lambda: put(own), what)
         on_first_rank(finish, what)
 
     def finish(

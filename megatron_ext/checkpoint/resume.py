@@ -26,7 +26,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.events import append_event
 from megatron_ext.disk.host_folder import generation
 from megatron_ext.errors import CheckpointError
-from megatron_ext.parallel.collectives import from_all_ranks, on_first_rank
+from megatron_ext.parallel.collectives import largest_of_all_ranks, on_first_rank
 from megatron_ext.parallel.context import ParallelContext
 
 
@@ -109,7 +109,7 @@ class Resume:
         self._context = context
         self._config = config.checkpoint
         # A machine that joined later has no restarts of its own.
-        self._generation = max(from_all_ranks(generation(), None))
+        (self._generation,) = largest_of_all_ranks([generation()])
         self._again = goes_on(config.fault_tolerance, self._generation)
         self._passes_over = self._again or config.fault_tolerance.may_be_restarted
         self._damaged: Damaged = {}

@@ -34,7 +34,7 @@ from megatron_ext.checkpoint.optimizer_state import RESHARDABLE
 from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.ema import ShardedEMA
-from megatron_ext.parallel.collectives import gather_or_raise
+from megatron_ext.parallel.collectives import on_first_rank
 from megatron_ext.parallel.context import ParallelContext
 
 Chunks = list[DistributedDataParallel]
@@ -364,7 +364,7 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
     ``ema`` is None for a run without averages. If only one of the two has averages, append a
     message to ``notes``.
     """
-    there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
+    there = on_first_rank(lambda: holds_averages(path), f"{path} cannot be read")
     if ema is not None and not there:
         notes.append(f"{path} holds no averaged weights, so they start from the loaded ones.")
     if ema is None and there:

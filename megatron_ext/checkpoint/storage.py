@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
@@ -52,6 +53,7 @@ from megatron_ext.parallel.collectives import (
     on_every_rank,
     raise_together,
     sum_of_all_ranks,
+    union_of_all_ranks,
 )
 from megatron_ext.parallel.context import ParallelContext, contact_fault
 
@@ -59,10 +61,9 @@ from megatron_ext.parallel.context import ParallelContext, contact_fault
 def check_whole(entries: Sequence[ShardedTensor | ShardedObject]) -> None:
     """Check that the main replicas of all ranks' shards form whole tensors; all call this together.
 
-    ``entries`` are this rank's shards. Each rank sends one number: a sum over its main shards of
-    their elements, minus the elements of each whole tensor whose first shard it has, weighted by
-    hashes of the names. If the sum over all ranks is not zero, megatron-core's own check, for which
-    every rank receives the shards of all, decides and names the tensor.
+    ``entries`` are this rank's shards. Each rank sends one number, see `_excess_of`. If the numbers
+    of all ranks do not add up to zero, megatron-core's own check, for which every rank receives the
+    shards of all, decides and names the tensor.
 
     Raises:
         CheckpointingException: on all ranks, if the shards do not form whole tensors.
@@ -79,19 +80,38 @@ def check_whole(entries: Sequence[ShardedTensor | ShardedObject]) -> None:
 
 
 def _excess_of(entry: ShardedTensor | ShardedObject) -> int:
-    """Return a shard's part of the sum of `check_whole`."""
+    """Return a number that adds up to zero over all shards of a whole tensor.
+
+    It is the sum of the weights of the shard's elements. The first shard of a tensor subtracts the
+    sum for the whole tensor. Weights depend on the tensor's name and on the element's position, so
+    that a shard that is there twice does not make up for a missing one.
+    """
     if not is_main_replica(entry.replica_id):
         return 0
-    weight = int.from_bytes(hashlib.blake2b(entry.key.encode(), digest_size=8).digest())
-    size = 1
-    if isinstance(entry, ShardedTensor):
-        flat = entry.flattened_range
-        size = math.prod(entry.local_shape) if flat is None else flat.stop - flat.start
-    is_first = not any(entry.global_offset)
-    if isinstance(entry, ShardedTensor) and entry.flattened_range is not None:
-        is_first = is_first and entry.flattened_range.start == 0
-    whole = math.prod(entry.global_shape) if is_first else 0
-    return weight * (size - whole)
+    digest = hashlib.blake2b(entry.key.encode(), digest_size=8).digest()
+    weight = int.from_bytes(digest, "big")
+    offset = entry.global_offset
+    flat = entry.flattened_range if isinstance(entry, ShardedTensor) else None
+    if flat is not None:
+        is_first = flat.start == 0 and not any(offset)
+        return weight * (flat.stop - flat.start - is_first * math.prod(entry.global_shape))
+    shape = tuple(entry.local_shape) if isinstance(entry, ShardedTensor) else ()
+    shape = (1,) * (len(offset) - len(shape)) + shape
+    excess = _weight_of(offset, shape, weight)
+    if not any(offset):
+        excess -= _weight_of(offset, entry.global_shape, weight)
+    return excess
+
+
+def _weight_of(offset: Sequence[int], shape: Sequence[int], weight: int) -> int:
+    """Return the sum, over a box's positions x, of the product over dimensions of ``weight`` + x.
+
+    ``offset`` is the first position in the box, and ``shape`` its size in each dimension.
+    """
+    total = weight
+    for start, size in zip(offset, shape, strict=True):
+        total *= size * weight + size * (2 * start + size - 1) // 2
+    return total
 
 
 class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc]
@@ -103,7 +123,7 @@ class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc
     def load(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *_async_strategy: str
     ) -> StateDict:
-        """Load a sharded state's values; if a rank fails, all raise a CheckpointException."""
+        """Load a sharded state's values; if a rank fails, all raise its error."""
         tensors = [x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedTensor)]
         renamed, flat, names = core._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = core.mcore_to_pyt_state_dict(renamed, True)
@@ -113,7 +133,14 @@ class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc
             shapes_validation_sharded_tensors=[x for x in tensors if not x.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors=mismatched,
         )
-        load_state_dict(state, reader, planner=planner)
+        # A rank reads what it needs by a plan of its own, since torch does not change these plans.
+        fault: BaseException | None = None
+        try:
+            load_state_dict(state, reader, planner=planner, no_dist=True)
+        # torch's exception derives from BaseException.
+        except (Exception, CheckpointException) as error:
+            fault = error
+        raise_together(fault)
         self.cached_global_metadata = reader.read_metadata()
         whole = {key: core._unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         loaded: StateDict = core._replace_sharded_keys_with_state_dict_keys(whole, flat, names)
@@ -172,7 +199,11 @@ def verify(checkpoint: CheckpointRef, context: ParallelContext) -> None:
 
 
 def _load_state(
-    state: dict[str, Any], path: Path, strategy: Any, strict: StrictHandling
+    state: dict[str, Any],
+    path: Path,
+    strategy: Any,
+    strict: StrictHandling,
+    context: ParallelContext,
 ) -> tuple[dict[str, Any], set[str], set[str]]:
     """Load all state like `dist_checkpointing.load`, without running code that files contain.
 
@@ -198,8 +229,14 @@ def _load_state(
     if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
         entries = strategy.load_sharded_metadata(path)
         stored = {name: entry for name, entry in entries.items() if entry.key != COMMON_STATE}
+    entries = list(nested_values(requested))
+    check_whole(entries)
+    of_all: Any = None
+    if StrictHandling.requires_global_app_metadata(strict):
+        keys = union_of_all_ranks({entry.key for entry in entries}, context)
+        of_all = [[SimpleNamespace(key=key) for key in keys]]
     requested, missing, unexpected = validate_integrity_and_strict_load(
-        requested, strict, True, *determine_global_metadata(requested), stored
+        requested, strict, False, global_metadata=of_all, ckpt_sharded_metadata=stored
     )
     merge(loaded, strategy.load(requested, path))
     return apply_factory_merges(loaded, factories), missing, unexpected
@@ -223,7 +260,7 @@ def read_state(
     raises = config.dist_ckpt_strictness == "raise_all"
     strict = StrictHandling("return_all" if raises else config.dist_ckpt_strictness)
     try:
-        loaded, missing, unexpected = _load_state(state, path, strategy, strict)
+        loaded, missing, unexpected = _load_state(state, path, strategy, strict, context)
     # torch's exception of a collective read derives from BaseException.
     except (Exception, CheckpointException) as error:
         if contact_fault(error) is not None:

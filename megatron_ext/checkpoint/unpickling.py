@@ -38,6 +38,7 @@ from megatron_ext.checkpoint.files import is_plain_name
 from megatron_ext.checkpoint.pickles import ForeignName, Refused, Scan, member_of, read_index
 from megatron_ext.disk.reading import read_bytes
 from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.collectives import on_first_rank
 
 _MAX_INDEX_BYTES = 4 << 30
 """Size limit of an index of shards; 400,000 shards take 0.1 GB."""
@@ -73,12 +74,36 @@ class MetadataReader(FileSystemReader):
     def read_metadata(self) -> Metadata:
         """Read ``.metadata`` once; raise a CheckpointError if it is damaged or unsafe."""
         if self._known is None:
-            self._known = _read_metadata(Path(self.path) / ".metadata")
+            folder = Path(self.path)
+            shared = _shared.get(folder)
+            self._known = shared if shared is not None else _read_metadata(folder)
             self._known.storage_meta = StorageMeta(load_id=self.load_id)
         return self._known
 
 
-def _read_metadata(path: Path) -> Metadata:
+_shared: dict[Path, Metadata] = {}
+"""The indices that `index_shared` holds, by the folders of their checkpoints."""
+
+
+@contextmanager
+def index_shared(folder: Path) -> Iterator[None]:
+    """Within the context, a checkpoint's index is not read again; all ranks call this together.
+
+    Rank 0 reads it and sends it to the others. The index of a large run takes seconds to read, and
+    a load asks for it ten times.
+
+    Raises:
+        CheckpointError: on all ranks, if the index is damaged or unsafe.
+    """
+    _shared[folder] = on_first_rank(lambda: _read_metadata(folder), f"{folder} cannot be read")
+    try:
+        yield
+    finally:
+        _shared.pop(folder, None)
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    path = folder / ".metadata"
     try:
         metadata = read_index(read_bytes(path, _MAX_INDEX_BYTES))
         files = {place.relative_path for place in (metadata.storage_data or {}).values()}

@@ -18,7 +18,7 @@ from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -108,8 +108,9 @@ class CheckpointWriter:
         parts = to_first_rank(write, "")
         self._own = written
         self._of_all = self._of_all or [[] for _ in parts]
+        listed: Files = {}
         for number, (news, of_rank) in enumerate(parts):
-            files.update(of_rank)
+            listed.update(of_rank)
             if news is not None:
                 self._of_all[number] = news
 
@@ -119,7 +120,7 @@ class CheckpointWriter:
             return write_common(folder, *common, plan.metadata, self._of_all)
 
         common_files = on_first_rank(finish, f"{folder} could not be written")
-        return {**files, **common_files} if rank == 0 else files
+        return listed | common_files if rank == 0 else files
 
 
 class DiskWriter(FileSystemWriter):
@@ -188,7 +189,7 @@ class _SummedFile:
     the disk write earlier pieces, so that the flush at the end has little left to do.
     """
 
-    def __init__(self, file: io.BufferedWriter) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self.checksums = Checksums()
         self._file = file
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")

@@ -11,6 +11,7 @@ memory in proportion to the number of ranks. The others send a number, and an er
 
 from __future__ import annotations
 
+import hashlib
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -126,6 +127,24 @@ def to_first_rank(work: Callable[[], T], what: str) -> list[T]:
     gathered: list[Any] = [None] * torch.distributed.get_world_size() if is_first else []
     torch.distributed.gather_object(result, gathered or None, dst=0)
     return gathered
+
+
+def union_of_all_ranks(names: set[str], context: ParallelContext) -> set[str]:
+    """Return the union of all ranks' names; all ranks of the run call this together.
+
+    The names are those of weights, which most ranks have in common. So the ranks of a pipeline, of
+    a tensor-parallel group and of an expert-parallel group exchange names in turn, until hashes
+    say that all ranks have the same.
+    """
+    axes = (context.pgs.pp, context.pgs.tp, getattr(context.pgs, "ep", None), None)
+    for group in axes:
+        digest = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=7).digest()
+        number = int.from_bytes(digest, "big")
+        largest, least_negated = largest_of_all_ranks([number, -number])
+        if largest == -least_negated:
+            break
+        names = names.union(*from_all_ranks(names, None, group))
+    return names
 
 
 def on_first_rank(work: Callable[[], T], what: str) -> T:

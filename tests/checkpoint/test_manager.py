@@ -406,7 +406,7 @@ def test_weights_under_adapters_are_not_looked_for_where_the_adapters_lie(
         CheckpointManager, "load", lambda self, **_: looked.append(candidates(self._config))
     )
     monkeypatch.setattr(FrozenBase, "given", lambda root, *, average: base)
-    monkeypatch.setattr(manager_module, "gather_or_raise", lambda work, _: [work()])
+    monkeypatch.setattr(manager_module, "on_first_rank", lambda work, _: work())
     config = CheckpointConfig(
         save="run", load="other", resume_mode="auto", pretrained_checkpoint="base"
     )

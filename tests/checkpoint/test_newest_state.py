@@ -89,7 +89,7 @@ class Scene:
 
         events = self.events = list[dict[str, Any]]()
         for name, value in {
-            "from_all_ranks": lambda own, _: [own, 0],
+            "largest_of_all_ranks": lambda own: [max(*own, 0)],
             "on_first_rank": lambda work, _: work(),
             "generation": lambda: generation,
             "find": find,
@@ -234,7 +234,7 @@ def test_a_machine_that_joined_later_knows_of_the_restarts_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene(monkeypatch, 4)
-    monkeypatch.setattr(resume, "from_all_ranks", lambda own, _: [own, 2, 1])
+    monkeypatch.setattr(resume, "largest_of_all_ranks", lambda own: [max(*own, 2)])
     config = dataclasses.replace(scene.resume._run_config)
     joined = Resume(scene.manager, config, scene.resume._context)
     assert joined._generation == 2

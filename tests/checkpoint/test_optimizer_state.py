@@ -223,7 +223,10 @@ def _adam(*steps: float | None) -> torch.optim.AdamW:
 def test_the_number_of_updates_may_be_known_to_another_rank(
     others: list[float | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer_state, "from_all_ranks", lambda own, _: [own, *others])
+    theirs = [-1 if count is None else int(count) for count in others]
+    monkeypatch.setattr(
+        optimizer_state, "largest_of_all_ranks", lambda own: [max(*own, *theirs, -1)]
+    )
     known = next((count for count in others if count is not None), None)
     assert step_count(_chain(_adam(), torch.optim.SGD([torch.zeros(1)]))) == known
     assert step_count(_chain(_adam(), _adam(3.0))) == 3.0

@@ -272,7 +272,7 @@ def test_a_manifest_is_the_last_to_come_and_the_first_to_go(
     listed["common.pt"] = {"bytes": 1, "blake2b": ""}
     module = "megatron_ext.checkpoint.remote"
     monkeypatch.setattr(f"{module}.on_first_rank", lambda work, _: work())
-    monkeypatch.setattr(f"{module}.gather_or_raise", lambda work, _: work())
+    monkeypatch.setattr(f"{module}.on_every_rank", lambda work, _: work())
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     remote.upload(folder, 7, listed)
     name = "iter_0000007"

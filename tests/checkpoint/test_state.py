@@ -87,7 +87,7 @@ def test_rates_of_a_group_are_the_flags_or_the_checkpoints_as_a_flag_says() -> N
 def test_averages_go_on_if_both_run_and_checkpoint_have_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(state, "gather_or_raise", lambda work, _what: [work()])
+    monkeypatch.setattr(state, "on_first_rank", lambda work, _what: work())
     ema: Any = object()
     for stored, own, goes_on, said in (
         (True, ema, True, None),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megatron_ext.checkpoint import prepared, storage, unpickling, writing
-from megatron_ext.checkpoint.files import describe_file, is_unchanged
+from megatron_ext.checkpoint.files import describe_file, folder_of, is_unchanged
 from megatron_ext.checkpoint.prepared import RankPlan, SavePreparer
 from megatron_ext.checkpoint.storage import first_failure, one_line, verify
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef
@@ -35,7 +36,7 @@ from megatron_ext.checkpoint.unpickling import MetadataReader, plain_content
 from megatron_ext.checkpoint.writing import bytes_of, naming_disk, write_common, write_shards
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
-from tests.checkpoint.tiny import build, load, manager, save
+from tests.checkpoint.tiny import build, load, manager, save, whole_tensors
 from tests.ranks import ranks
 
 
@@ -300,3 +301,84 @@ def test_the_cause_of_a_failed_read_is_told(
     monkeypatch.setattr(unpickling, "load", fail)
     with pytest.raises(CheckpointError, match=r"cannot be read \(the disk is gone\)"):
         unpickling._fill({}, tmp_path, MetadataReader(str(tmp_path)))
+
+
+def _shard(rank: int, of: int, key: str = "weight", replica: int = 0) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(
+        key, torch.zeros(2, 3), (0, rank, of), replica_id=replica
+    )
+
+
+@ranks(dp=3)
+def test_shards_must_form_whole_tensors(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single number of each rank tells, and only if it does not fit are shards exchanged."""
+    calls = list[int]()
+    exact = storage.determine_global_metadata
+
+    def count(state: Any) -> Any:
+        calls.append(1)
+        return exact(state)
+
+    monkeypatch.setattr(storage, "determine_global_metadata", count)
+    rank = context.rank
+    alike = _shard(0, 1, "norm", replica=rank), ShardedObject("random", 0, (3,), (rank,))
+    storage.check_whole([_shard(rank, 3), *alike])
+    assert not calls
+    for entries in (
+        # One rank lacks its shard, two ranks have the same one, and an object lacks a part.
+        [_shard(rank, 3)] if rank else [],
+        [_shard(min(rank, 1), 3)],
+        [ShardedObject("random", 0, (4,), (rank,))],
+    ):
+        with pytest.raises(CheckpointingException, match=r"weight|Invalid|missing"):
+            storage.check_whole(entries)
+    assert len(calls) == 3
+
+
+@ranks(dp=2)
+def test_a_second_save_of_the_same_structure_exchanges_no_shards(
+    context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = build(context, layers=1)
+    checkpoints = manager(context, tmp_path)
+    save(checkpoints, tiny, 1, context)
+    sent = list[str]()
+    for name in ("all_gather_object", "scatter_object_list"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, of=name, **__: sent.append(of))
+    told = list[Any]()
+    gather = torch.distributed.gather_object
+    monkeypatch.setattr(
+        torch.distributed, "gather_object", lambda x, *y, **z: (told.append(x), gather(x, *y, **z))
+    )
+    monkeypatch.setattr(prepared, "save_state", None)
+    tiny.step()
+    path = save(checkpoints, tiny, 2, context)
+    monkeypatch.undo()
+    assert not sent
+    ((news, files),) = told
+    assert news is None and list(files) == [f"__{context.rank}_0.distcp"]
+    before = whole_tensors(path, tmp_path / f"{context.rank}.pt")
+    tiny.spoil()
+    assert load(checkpoints, tiny).iteration == 2
+    save(manager(context, tmp_path), tiny, 3, context)
+    after = whole_tensors(folder_of(tmp_path, 3), tmp_path / f"{context.rank}.pt")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@ranks(dp=2)
+def test_the_index_is_read_by_one_rank_once(
+    context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = build(context, layers=1)
+    save(manager(context, tmp_path), tiny, 1, context)
+    reads = list[Path]()
+    read = unpickling._read_metadata
+
+    def count(path: Path) -> Any:
+        reads.append(path)
+        return read(path)
+
+    monkeypatch.setattr(unpickling, "_read_metadata", count)
+    load(manager(context, tmp_path, dist_ckpt_strictness="log_all"), tiny)
+    assert len(reads) == (1 if context.rank == 0 else 0) and not unpickling._shared

@@ -10,11 +10,16 @@ from megatron_ext.errors import CheckpointError, DataError
 from megatron_ext.parallel.collectives import (
     from_all_ranks,
     gather_or_raise,
+    largest_of_all_ranks,
+    on_every_rank,
     on_first_of_replica,
     on_first_of_this_replica,
     on_first_rank,
     on_reporting_rank,
     share,
+    sum_of_all_ranks,
+    to_first_rank,
+    union_of_all_ranks,
 )
 from megatron_ext.parallel.context import ParallelContext
 from tests.ranks import ranks
@@ -47,6 +52,19 @@ def test_one_rank_of_each_replica_works_and_shares_its_result(context: ParallelC
     assert from_all_ranks(context.rank, None, context.pgs.tp) == [first, first + 1]
     assert gather_or_raise(lambda: context.rank, "It") == list(range(8))
     assert on_first_rank(lambda: context.rank + 5, "It") == 5
+    assert on_every_rank(lambda: context.rank, "It") == context.rank
+    gathered = to_first_rank(lambda: context.rank, "It")
+    assert gathered == (list(range(8)) if context.rank == 0 else [])
+    assert largest_of_all_ranks([context.rank, -context.rank]) == [7, 0]
+    # A sum is modulo 2^64.
+    assert sum_of_all_ranks(2**61 + context.rank) == 28
+    # Names that all have, that a pipeline's ranks share, and that one rank of the world has.
+    names = {"all", f"stage {context.pp_rank}"} | ({"alone"} if context.rank == 5 else set())
+    assert union_of_all_ranks(names, context) == {"all", "stage 0", "alone"}
+
+
+def fail_on_first(rank: int) -> None:
+    raise ValueError("odd" if rank == 0 else "no other rank works")
 
 
 @ranks(tp=2, cp=2, dp=2)
@@ -71,6 +89,11 @@ def test_an_error_of_the_first_rank_is_raised_on_all(context: ParallelContext) -
         on_reporting_rank(fail, "The work", context)
     with pytest.raises(CheckpointError, match=r"The files: this process may have \d+ open files"):
         gather_or_raise(meets_a_limit, "The files")
+    for call in (on_every_rank, to_first_rank):
+        with pytest.raises(CheckpointError, match=r"The files: this process may have \d+ open"):
+            call(meets_a_limit, "The files")
+    with pytest.raises(CheckpointError, match=r"^The files: odd"):
+        on_first_rank(lambda: fail_on_first(context.rank), "The files")
     sentence = r"The work failed \(ValueError\('odd'\)\); see the traceback of rank 4\."
     with mock.patch("traceback.print_exc") as shown, pytest.raises(DataError, match=sentence):
         on_first_of_replica(breaks, "The work", context)

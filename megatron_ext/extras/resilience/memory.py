@@ -28,7 +28,7 @@ from megatron_ext.extras.resilience.peers import (
     distance,
     own_files,
 )
-from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
+from megatron_ext.parallel.collectives import from_all_ranks, on_every_rank
 from megatron_ext.parallel.context import ParallelContext
 
 VALUES, SHARDED, PROGRESS, RUN_CONFIG = "values", "sharded", "progress", "run_config"
@@ -164,7 +164,7 @@ class MemoryCheckpoints:
             if self._neighbours:
                 copy_files(self.folder, copied_rank).reserve(sizes[copied_rank])
 
-        gather_or_raise(reserve, f"no room for snapshots in {self.folder}")
+        on_every_rank(reserve, f"no room for snapshots in {self.folder}")
         return needed
 
     def _bytes_on_disk(self) -> int:

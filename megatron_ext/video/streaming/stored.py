@@ -16,7 +16,7 @@ from megatron_ext.checkpoint.compatibility import check_unexpected, weights_in
 from megatron_ext.checkpoint.state import CRITIC, apply_state, chunk_keys, sharded_state
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.errors import CheckpointError
-from megatron_ext.parallel.collectives import gather_or_raise
+from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
 from megatron_ext.video.config.encoding import TextEncoderConfig
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.sequence import StreamingSequence
@@ -115,7 +115,7 @@ class StreamingState:
                 )
             return entries
 
-        stored = gather_or_raise(names, f"{path} cannot be read")[0]
+        stored = on_first_rank(names, f"{path} cannot be read")
         base = self._critic.base
         if base is not None:
             # Adapters of the critic fit only the weights with which they were trained.
@@ -128,7 +128,7 @@ class StreamingState:
         chunks = {k: state[CRITIC][k] for k in keys if k in state[CRITIC]}
         what = f"{path} cannot be compared with the critic"
         ours = set[str]().union(*gather_or_raise(lambda: weights_in(chunks), what))
-        self._left_out = gather_or_raise(lambda: check_unexpected(path, ours, self._flags), what)[0]
+        self._left_out = on_first_rank(lambda: check_unexpected(path, ours, self._flags), what)
         objects = self._objects(None, None)
         return {**state, **{k: v for k, v in objects.items() if v.unique_key in stored}}
 
