@@ -21,7 +21,12 @@ from megatron_ext.checkpoint.background import BackgroundSaves
 from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.checkpoint.files import folder_of
-from megatron_ext.checkpoint.optimizer_state import has_main_weights, is_distributed
+from megatron_ext.checkpoint.optimizer_state import (
+    GATHERED,
+    give_groups_on_host,
+    has_main_weights,
+    is_distributed,
+)
 from megatron_ext.checkpoint.remote import bring, remote_of
 from megatron_ext.checkpoint.state import EMA, Chunks, ExtraState, LoadedCheckpoint, chunk_keys
 from megatron_ext.checkpoint.stored import (
@@ -412,6 +417,8 @@ class CheckpointManager:
         names = self._names if checkpoint.weights_only else []
         stored = dict(common.get("content_metadata") or {})
         metadata = run_state.sharding_of(stored, self._context)
+        if optimizer is not None and stored.get(run_state.SHARDING) == GATHERED:
+            give_groups_on_host(optimizer, layout)
 
         def check() -> set[str]:
             bare = run_state.sharded_state(model, None, metadata=metadata, is_loading=True)

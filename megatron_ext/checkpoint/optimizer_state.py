@@ -31,8 +31,12 @@ from megatron_ext.optim.adam import ADAMS, Custom, start_state
 from megatron_ext.optim.muon import Muon
 from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.collectives import largest_of_all_ranks
+from megatron_ext.parallel.context import groups_on_host
+from megatron_ext.parallel.grid import Layout
 
 RESHARDABLE = "fully_reshardable"
+GATHERED = "dp_zero_gather_scatter"
+"""megatron-core's format of state that the first rank of each data-parallel group saves."""
 """megatron-core's name of distributed optimizer state that loads in any layout."""
 COUNTING = (*ADAMS, Custom)
 """Optimizers whose state has a step count."""
@@ -333,6 +337,18 @@ def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str,
         f"The checkpoint's optimizer has no group of parameters with {shown}; give the flags of "
         "the run that saved it, or `--no-load-optim`."
     )
+
+
+def give_groups_on_host(optimizer: MegatronOptimizer, layout: Layout) -> None:
+    """Give an optimizer the groups over host memory that its loading of `GATHERED` state needs.
+
+    All ranks of the run call this together.
+    """
+    made = [groups_on_host(x) for x in (layout.groups("dp-cp"), layout.expert_groups("dp"))]
+    ranks_of = torch.distributed.get_process_group_ranks
+    for part in parts_of(optimizer):
+        ranks = ranks_of(part.data_parallel_group)
+        part.data_parallel_group_gloo = next(x for x in made if ranks_of(x) == ranks)
 
 
 def _load_part(part: Any, state: dict[str, Any]) -> None:

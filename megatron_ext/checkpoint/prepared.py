@@ -62,7 +62,7 @@ BACKEND, VERSION = "torch_dist", 1
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank writes at every save of the same structure.
+    """The part of one rank in every save of the same structure.
 
     Attributes:
         items: torch's plan of this rank's file.

@@ -43,6 +43,7 @@ CRITIC = "critic"
 EMA = "ema"
 PREFIX = f"{EMA}."
 SHARDING = "distrib_optim_sharding_type"
+_MEMORY_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
 _SCHEDULES = (
     "give the flags of the run that saved it, or `--override-opt-param-scheduler` or "
     "`--use-checkpoint-opt-param-scheduler`"
@@ -66,7 +67,7 @@ def content_metadata(
     if optimizer_state.is_distributed(optimizer):
         metadata[SHARDING] = RESHARDABLE if reshardable else "dp_reshardable"
         if reshardable:
-            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+            metadata[_MEMORY_EFFICIENT] = False
     return metadata
 
 
@@ -77,6 +78,10 @@ def sharding_of(metadata: dict[str, Any], context: ParallelContext) -> dict[str,
     the added values to shard the state for a save or a load.
     """
     cut = {**metadata, "dp_cp_group": context.pgs.dp_cp}
+    if _MEMORY_EFFICIENT in cut:
+        # A checkpoint of Megatron-LM may ask for it. It only changes the group over which ranks
+        # exchange state, and here there are no such groups over host memory.
+        cut[_MEMORY_EFFICIENT] = False
     if metadata.get(SHARDING) == flat_state.FLAT:
         cut[flat_state.PLACE] = flat_state.Place.of(context)
     return cut

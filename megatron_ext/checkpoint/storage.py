@@ -94,10 +94,11 @@ def _excess_of(entry: ShardedTensor | ShardedObject) -> int:
     flat = entry.flattened_range if isinstance(entry, ShardedTensor) else None
     if flat is not None:
         is_first = flat.start == 0 and not any(offset)
-        return weight * (flat.stop - flat.start - is_first * math.prod(entry.global_shape))
+        whole = math.prod(entry.global_shape) if is_first else 0
+        return weight * (int(flat.stop) - int(flat.start) - whole)
     shape = tuple(entry.local_shape) if isinstance(entry, ShardedTensor) else ()
     shape = (1,) * (len(offset) - len(shape)) + shape
-    excess = _weight_of(offset, shape, weight)
+    excess: int = _weight_of(offset, shape, weight)
     if not any(offset):
         excess -= _weight_of(offset, entry.global_shape, weight)
     return excess

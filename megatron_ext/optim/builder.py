@@ -55,9 +55,9 @@ def build_optimizer(
         if "max_lr" in override:
             # megatron-core matches the groups of a checkpoint by this mark, but does not set it.
             override["is_decoupled_lr"] = True
-    # With process groups in a collection, megatron-core drops the Gloo groups that checkpoints
-    # need.
-    optimizer = core.get_megatron_optimizer(core_config, chunks, config_overrides=overrides)
+    optimizer = core.get_megatron_optimizer(
+        core_config, chunks, config_overrides=overrides, use_gloo_process_groups=False
+    )
     if name == "custom":
         from megatron_ext.optim.custom import take_custom
 

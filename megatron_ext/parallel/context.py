@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.model import ModelConfig
@@ -74,8 +76,9 @@ class ParallelContext:
     @cached_property
     def reporting_rank(self) -> int:
         """Return the rank that prints and logs: the highest rank with the last stage."""
-        ranks = range(self.layout.world_size)
-        return max(r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_pp_rank)
+        sizes = self.layout.sizes()
+        highest = {axis: size - 1 for axis, size in sizes.items()}
+        return self.layout.rank_at({**highest, "pp": self.last_stage_pp_rank})
 
     @cached_property
     def is_reporting_rank(self) -> bool:
@@ -224,7 +227,8 @@ def init_groups(
             distributed_timeout_minutes=timeout_minutes,
             order=layout.order,
             get_embedding_ranks=get_embedding_ranks,
-            create_gloo_process_groups=True,
+            # Those are copies of other groups over host memory, which nothing uses.
+            create_gloo_process_groups=False,
         )
         context = _checked_context(layout, timeout, recorder or Recorder())
         if device.backend == "gloo":
@@ -278,7 +282,7 @@ def _checked_context(layout: Layout, timeout: timedelta, recorder: Recorder) -> 
     recorder.place(context.rank, layout.world_size, context.pp_rank)
     checks = {"tp": pgs.tp, "pp": pgs.pp, "cp": pgs.cp, "dp": pgs.dp, "dp-cp": pgs.dp_cp}
     for axes, group in checks.items():
-        mine = next(ranks for ranks in layout.groups(axes) if context.rank in ranks)
+        mine = layout.group_of(context.rank, axes)
         theirs = torch.distributed.get_process_group_ranks(group)
         if sorted(theirs) != mine:
             raise ConfigError(
@@ -343,10 +347,49 @@ def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10
     return own_group(ranks, timedelta(minutes=timeout_minutes))
 
 
-def own_group(groups: list[list[int]], timeout: timedelta) -> ProcessGroup:
+class Pair:
+    """A connection of this rank and another one, over host memory; only these two create it.
+
+    A process group of torch would need a call on every rank of the run. Two ranks that create
+    several pairs must create them in the same order.
+    """
+
+    _counts: ClassVar[dict[tuple[int, int], int]] = {}
+
+    def __init__(self, other: int, *, timeout_minutes: float = 30) -> None:
+        rank = torch.distributed.get_rank()
+        ranks = min(rank, other), max(rank, other)
+        self._counts[ranks] = number = self._counts.get(ranks, 0) + 1
+        store = torch.distributed.PrefixStore(  # type: ignore[attr-defined]
+            f"pair/{ranks[0]}/{ranks[1]}/{number}",
+            torch.distributed.distributed_c10d._get_default_store(),
+        )
+        self._other = int(other > rank)
+        self._backend: Any = torch.distributed.ProcessGroupGloo(
+            store, 1 - self._other, 2, timedelta(minutes=timeout_minutes)
+        )
+
+    def send(self, tensor: Tensor) -> Any:
+        """Begin to send a CPU tensor, and return the work to wait for."""
+        return self._backend.send([tensor], self._other, 0)
+
+    def receive(self, tensor: Tensor) -> Any:
+        """Begin to receive into a CPU tensor, and return the work to wait for."""
+        return self._backend.recv([tensor], self._other, 0)
+
+
+def groups_on_host(groups: list[list[int]]) -> ProcessGroup:
+    """Create all groups of ``groups`` over host memory, and return this rank's group.
+
+    All ranks of the run call this together.
+    """
+    return own_group(groups, timedelta(minutes=10), backend="gloo")
+
+
+def own_group(groups: list[list[int]], timeout: timedelta, backend: str | None = None) -> ProcessGroup:
     """Create all groups of ``groups``, and return the one that contains this rank."""
     own: ProcessGroup
     own, _ = torch.distributed.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-        groups, timeout=timeout
+        groups, timeout=timeout, backend=backend
     )
     return own

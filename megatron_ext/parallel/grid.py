@@ -190,6 +190,23 @@ class Layout:
             return 1
         return gcd(self.expert_model_parallel_size, ranks_per_node // self.expert_tp)
 
+    def group_of(self, rank: int, axes: str) -> list[int]:
+        """Return the group of ``groups(axes)`` with ``rank`` in it, without the other groups."""
+        own = self.position(rank)
+        sizes = self.sizes()
+        varying = [axis for axis in self.order.split("-") if axis in axes.split("-")]
+        places = product(*(range(sizes[axis]) for axis in reversed(varying)))
+        varied = (dict(zip(reversed(varying), place, strict=True)) for place in places)
+        return [self.rank_at({**own, **place}) for place in varied]
+
+    def rank_at(self, position: dict[str, int]) -> int:
+        """Return the rank at a position of the dense grid, the reverse of `position`."""
+        sizes = self.sizes()
+        rank = 0
+        for axis in reversed(self.order.split("-")):
+            rank = rank * sizes[axis] + position[axis]
+        return rank
+
     def position(self, rank: int) -> dict[str, int]:
         """Return the index of a rank along each axis ("tp", "cp", …) of the dense grid."""
         sizes = self.sizes()

@@ -120,6 +120,7 @@ def build(
             initial_loss_scale=1.0 if precision == "fp16" else 2.0**32,
         ),
         model,
+        use_gloo_process_groups=False,
     )
     scheduler = OptimizerParamScheduler(
         optimizer, 0.0, 0.01, 0.001, 2, 100, "cosine", 0.1, 0.1, 100, "constant"

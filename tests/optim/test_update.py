@@ -36,7 +36,7 @@ def _optimizer(context: ParallelContext, *, distributed: bool, **options: Any) -
     core = AdamOptimizerConfig(
         lr=0.1, use_distributed_optimizer=distributed, clip_grad=1.0, **options
     )
-    optimizer = get_megatron_optimizer(core, [model])
+    optimizer = get_megatron_optimizer(core, [model], use_gloo_process_groups=False)
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     return model, optimizer

@@ -50,6 +50,9 @@ def test_grid_equals_megatron_cores(layout: Layout) -> None:
     for rank, axis in itertools.product(range(layout.world_size), ("tp", "cp", "dp", "pp")):
         group = next(g for g in layout.groups(axis) if rank in g)
         assert group.index(rank) == layout.position(rank)[axis]
+        assert layout.group_of(rank, axis) == group
+    for rank, axes in itertools.product((0, layout.world_size - 1), ("dp-cp", "tp-dp-cp")):
+        assert layout.group_of(rank, axes) == next(g for g in layout.groups(axes) if rank in g)
 
 
 @pytest.mark.parametrize("mapping", [False, True])

@@ -10,10 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -75,11 +72,7 @@ def _state_after_a_step(
     config: RunConfig, chunks: list[Any], context: ParallelContext
 ) -> dict[str, int]:
     """Return the bytes that a rank keeps once its optimizer has made its state."""
-    # A fake world has no groups of Gloo, which megatron-core would give to checkpoints.
-    make = partial(builder.core.get_megatron_optimizer, use_gloo_process_groups=False)
-    without = SimpleNamespace(**{**vars(builder.core), "get_megatron_optimizer": make})
-    with mock.patch.object(builder, "core", without):
-        optimizer = builder.build_optimizer(config, chunks, context.pgs)
+    optimizer = builder.build_optimizer(config, chunks, context.pgs)
     ema = ShardedEMA(chunks, optimizer, decay=0.5) if config.ema.ema_decay else None
     for chunk in chunks:
         chunk.zero_grad_buffer()

@@ -76,7 +76,7 @@ def trainer(
         params_dtype=config.params_dtype,
         use_distributed_optimizer=shard,
     )
-    return model, get_megatron_optimizer(core, [model])
+    return model, get_megatron_optimizer(core, [model], use_gloo_process_groups=False)
 
 
 def scheduler(optimizer: MegatronOptimizer, **flags: Any) -> OptimizerParamScheduler:

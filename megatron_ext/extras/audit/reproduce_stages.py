@@ -38,7 +38,7 @@ def _step_of_the_copy(context: ParallelContext) -> float:
     config = AdamOptimizerConfig(
         lr=RATE, decoupled_lr=DECOUPLED_RATE, weight_decay=0.0, clip_grad=0.0
     )
-    optimizer = get_megatron_optimizer(config, [model])
+    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 from megatron_ext.checkpoint.snapshot import Content, Snapshot, SnapshotFile, content_of
 from megatron_ext.checkpoint.state import values_of
@@ -45,12 +44,10 @@ class Machines:
         names: name of each rank's machine. Ranks that keep snapshots in different folders count as
             being on different machines.
         rank: this rank.
-        group: a gloo process group of all ranks, for tensors in host memory.
     """
 
     names: list[str]
     rank: int
-    group: ProcessGroup
 
     @classmethod
     def of(cls, folder: Path, context: ParallelContext) -> Machines:
@@ -62,8 +59,7 @@ class Machines:
         status = folder.stat()
         name = f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}"
         names = from_all_ranks(name, None)
-        group: ProcessGroup = torch.distributed.new_group(backend="gloo")
-        return cls(names, context.rank, group)
+        return cls(names, context.rank)
 
     @property
     def own(self) -> str:
@@ -198,7 +194,7 @@ class MemoryCheckpoints:
     def _copy(self) -> Callable[[Snapshot], None]:
         if self._over_group:
             step = distance(self.machines.names)
-            return CopyOverGroup(self.folder, self.machines.group, step)
+            return CopyOverGroup(self.folder, step)
         return CopyOnMachine(self.folder, self._rank)
 
     def discard_others(self, iteration: int) -> None:
@@ -208,7 +204,7 @@ class MemoryCheckpoints:
         older state. A later restart must not resume from them. All ranks call this together.
         """
         self.is_behind = False
-        torch.distributed.barrier(group=self.machines.group)
+        torch.distributed.barrier()
         for path in self._paths() if self.machines.is_first else ():
             if int(path.stem.rpartition("_")[2]) >= len(self.machines.names):
                 path.unlink(missing_ok=True)  # no rank of this layout would overwrite it
@@ -216,7 +212,7 @@ class MemoryCheckpoints:
             snapshot = SnapshotFile(path).read()
             if snapshot is not None and not self._is_of(snapshot, iteration):
                 SnapshotFile(path).discard()
-        torch.distributed.barrier(group=self.machines.group)
+        torch.distributed.barrier()
 
     def _is_of(self, snapshot: Snapshot, iteration: int) -> bool:
         return snapshot.iteration <= iteration and snapshot.facts.get("layout") == self._layout
@@ -249,7 +245,7 @@ class MemoryCheckpoints:
 
     def remove(self) -> None:
         """Remove all snapshots of the run unless ``stays`` is set; all ranks call this together."""
-        torch.distributed.barrier(group=self.machines.group)
+        torch.distributed.barrier()
         for path in self._paths() if self.machines.is_first and not self.stays else ():
             path.unlink(missing_ok=True)
 

@@ -8,17 +8,19 @@ pieces over a separate process group, so that it does not wait for the collectiv
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_ext.checkpoint.snapshot import Snapshot, SnapshotFile, SnapshotPair
+from megatron_ext.parallel.context import Pair
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,31 @@ def distance(machines: Sequence[str]) -> int:
     that neighbours are on different machines.
     """
     several = len(set(machines)) > 1
-    return max(machines.count(name) for name in machines) if several else 1
+    return max(Counter(machines).values()) if several else 1
+
+
+def linked(step: int) -> tuple[Pair, Pair]:
+    """Connect this rank with its right and with its left neighbour; all ranks call this.
+
+    Neighbours are ``step`` ranks apart, and so form rings. A pair of neighbours can only be
+    connected while both wait for it. So first every second pair of a ring is connected, then the
+    others, and last the pair that is left over in a ring of odd length.
+    """
+    rank = torch.distributed.get_rank()
+    size = torch.distributed.get_world_size()
+    num_rings = math.gcd(step, size)
+    length = size // num_rings
+
+    def turn(first: int) -> int:
+        """Return when the pair of rank ``first`` and its right neighbour is connected."""
+        place = first // num_rings * pow(step // num_rings, -1, length) % length
+        return 2 if length % 2 and place == length - 1 else place % 2
+
+    right = (rank + step) % size
+    left = (rank - step) % size
+    turns = {right: turn(rank), left: turn(left)}
+    pairs = {other: Pair(other) for other in sorted(turns, key=turns.__getitem__)}
+    return pairs[right], pairs[left]
 
 
 def pieces_of(raw: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -73,18 +99,16 @@ class CopyOverGroup:
     The right neighbour of rank r is rank r + ``step``, the left one rank r - ``step``, modulo the
     number of ranks. All ranks call it the same number of times.
 
+    All ranks create it together, and no rank is connected to others than its two neighbours.
+
     Args:
-        group: all ranks of the run, over host memory. No other thread may use the group meanwhile.
         step: how many ranks away a neighbour is.
     """
 
-    def __init__(self, folder: Path, group: ProcessGroup, step: int) -> None:
-        rank = group.rank()
-        size = group.size()
-        self._group = group
-        self._right = (rank + step) % size
-        self._left = (rank - step) % size
-        self._target = copy_files(folder, self._left)
+    def __init__(self, folder: Path, step: int) -> None:
+        left = (torch.distributed.get_rank() - step) % torch.distributed.get_world_size()
+        self._to_right, self._from_left = linked(step)
+        self._target = copy_files(folder, left)
 
     def __call__(self, snapshot: Snapshot) -> None:
         """Send this rank's snapshot to the right neighbour, and store the left neighbour's."""
@@ -110,13 +134,9 @@ class CopyOverGroup:
     def _exchange(self, to_right: Tensor, from_left: Tensor) -> None:
         works: list[Any] = []
         if to_right.numel():
-            works.append(
-                torch.distributed.isend(to_right, group=self._group, group_dst=self._right)
-            )
+            works.append(self._to_right.send(to_right))
         if from_left.numel():
-            works.append(
-                torch.distributed.irecv(from_left, group=self._group, group_src=self._left)
-            )
+            works.append(self._from_left.receive(from_left))
         for work in works:
             work.wait()
 

@@ -34,7 +34,7 @@ from megatron_ext.extras.resilience.memory import (
 )
 from megatron_ext.extras.resilience.peers import PIECE, own_files, pieces_of
 from megatron_ext.parallel.collectives import from_all_ranks, on_first_rank
-from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.context import Pair, ParallelContext
 from megatron_ext.parallel.grid import Layout
 
 _OF_REPLICAS = ("world_size", "context_parallel_size")
@@ -125,6 +125,7 @@ class Recovery:
         self._machines = memory.machines
         self._layout = context.layout
         self._rank = context.rank
+        self._pairs: dict[int, Pair] = {}
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> list[HeldSnapshot] | None:
         """Return, by rank, the intact snapshots from which to resume (`choose`); None if none.
@@ -213,24 +214,30 @@ class Recovery:
         """Return "peer" if some rank resumes from its neighbour's copy, else "memory"."""
         return "peer" if any(entry.is_copy for entry in chosen) else "memory"
 
+    def _pair(self, rank: int) -> Pair:
+        """Return the connection of this rank and another one, which both call this."""
+        if rank not in self._pairs:
+            self._pairs[rank] = Pair(rank)
+        return self._pairs[rank]
+
     def _send(self, snapshot: Snapshot, rank: int) -> None:
-        group = self._machines.group
+        pair = self._pair(rank)
         raw = snapshot.raw
-        torch.distributed.send(torch.tensor([raw.numel()]), group=group, group_dst=rank)
+        pair.send(torch.tensor([raw.numel()])).wait()
         for _, piece in pieces_of(raw):
-            torch.distributed.send(piece, group=group, group_dst=rank)
+            pair.send(piece).wait()
 
     def _receive(self, rank: int) -> Snapshot | None:
-        group = self._machines.group
+        pair = self._pair(rank)
         size = torch.zeros(1, dtype=torch.int64)
-        torch.distributed.recv(size, group=group, group_src=rank)
+        pair.receive(size).wait()
         number = int(size)
         buffer = torch.empty(min(PIECE, number), dtype=torch.uint8)
 
         def pieces() -> Iterable[tuple[int, torch.Tensor]]:
             for start in range(0, number, PIECE):
                 piece = buffer[: min(PIECE, number - start)]
-                torch.distributed.recv(piece, group=group, group_src=rank)
+                pair.receive(piece).wait()
                 yield start, piece
 
         return own_files(self._folder, self._rank).turn().write_raw(number, pieces())

@@ -252,11 +252,11 @@ def test_a_counter_that_appears_counts_from_nothing(tmp_path: Path) -> None:
 def test_neighbours_lie_on_different_machines() -> None:
     assert distance(["a", "a", "b"]) == distance(["b", "a", "a"]) == 2
     assert distance(["a"] * 3) == 1 and distance(["a", "b"]) == 1
-    machines = Machines(["a", "a", "b", "b"], 2, None)  # type: ignore[arg-type]
+    machines = Machines(["a", "a", "b", "b"], 2)
     assert machines.own == "b" and machines.several and machines.is_first
     assert machines.ranks_on("b") == [2, 3]
     assert not dataclasses.replace(machines, rank=3).is_first
-    assert not Machines(["a", "a"], 0, None).several  # type: ignore[arg-type]
+    assert not Machines(["a", "a"], 0).several
 
 
 def test_only_snapshots_of_this_layout_up_to_the_present_step_are_kept() -> None:
@@ -312,11 +312,10 @@ def test_each_rank_holds_the_snapshot_of_its_left_neighbour(context: Any, tmp_pa
     """Snapshots of unequal sizes, none of which is a whole number of pieces."""
     peers_module.PIECE = 1000
     rank = context.rank
-    group = torch.distributed.new_group(backend="gloo")
     state = {"x": torch.arange(100 + 1500 * rank, dtype=torch.float32) + rank}
     file = SnapshotFile(tmp_path / f"own_{rank}")
     snapshot = file.write(7, content_of(state), {"rank": rank})
-    CopyOverGroup(tmp_path, group, 1)(snapshot)
+    CopyOverGroup(tmp_path, 1)(snapshot)
     torch.distributed.barrier()
     left = (rank - 1) % 3
     held = [x.read() for x in copy_files(tmp_path, left).files]
