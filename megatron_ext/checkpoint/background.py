@@ -29,7 +29,7 @@ import torch
 from megatron_ext.checkpoint import helper, publish
 from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.helper import FAILED, PUBLISHED, TIDIED, WRITTEN, Job, Report
-from megatron_ext.checkpoint.prepared import PreparedSave, SavePreparer
+from megatron_ext.checkpoint.prepared import PreparedSave, SavePreparer, replica_groups
 from megatron_ext.checkpoint.snapshot import SnapshotFile, content_of
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.device.streams import to_device
@@ -208,7 +208,7 @@ class BackgroundSaves:
         self._device = device
         self._helper = process
         self._seconds = seconds
-        self._preparer = SavePreparer(config, context.pgs.dp_cp)
+        self._preparer = SavePreparer(config, replica_groups(context))
         self._free: list[SnapshotFile] = []
         self._num_slots = 0
         self._running: deque[_Running] = deque()

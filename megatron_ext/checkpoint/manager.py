@@ -27,6 +27,7 @@ from megatron_ext.checkpoint.optimizer_state import (
     has_main_weights,
     is_distributed,
 )
+from megatron_ext.checkpoint.prepared import replica_groups
 from megatron_ext.checkpoint.remote import bring, remote_of
 from megatron_ext.checkpoint.state import EMA, Chunks, ExtraState, LoadedCheckpoint, chunk_keys
 from megatron_ext.checkpoint.stored import (
@@ -147,7 +148,7 @@ class CheckpointManager:
         temporary = publish.temporary_folder_of(root, iteration)
         remote = remote_of(self._config, root)
         if self._writer is None:
-            self._writer = CheckpointWriter(self._config, self._context.pgs.dp_cp)
+            self._writer = CheckpointWriter(self._config, replica_groups(self._context))
         try:
             if remote is not None:
                 # Each machine has a staging folder of its own.

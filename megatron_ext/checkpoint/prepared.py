@@ -11,10 +11,12 @@ gigabytes at each of them.
 
 from __future__ import annotations
 
+import heapq
 import io
 import math
 import pickle
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +25,6 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.exchange_utils import (
-    determine_main_replica_uniform_distribution,
-)
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
@@ -34,10 +33,6 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as core
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelSaveStrategyWrapper,
-    distribute_main_replicas_with_precomputed_distribution,
-)
 from megatron.core.dist_checkpointing.validation import (
     validate_sharding_integrity,
 )
@@ -55,6 +50,7 @@ from megatron_ext.checkpoint.storage import check_whole, one_line
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import largest_of_all_ranks
+from megatron_ext.parallel.context import ParallelContext
 
 BACKEND, VERSION = "torch_dist", 1
 """megatron-core's name and version of the format of checkpoints."""
@@ -101,11 +97,11 @@ class PreparedSave:
 class SavePreparer:
     """Plans what this rank writes of each checkpoint, and reuses the plan where it can.
 
-    With ``--ckpt-fully-parallel-save``, the ranks of the process group ``replicas``, which hold the
-    same weights, each write a part of them; otherwise one of them writes all.
+    With ``--ckpt-fully-parallel-save``, the ranks of each group of ``replicas``, which hold the
+    same weights (`replica_groups`), each write a part of them; otherwise one of them writes all.
     """
 
-    def __init__(self, config: CheckpointConfig, replicas: ProcessGroup | None) -> None:
+    def __init__(self, config: CheckpointConfig, replicas: Sequence[ProcessGroup]) -> None:
         self._config = config
         self._replicas = replicas
         self._structure: list[Any] | None = None
@@ -162,12 +158,11 @@ class SavePreparer:
         # Warn of common state that differs between ranks.
         validate_sharding_integrity([], common_state_dict=common)
         recorder = _PlanRecorder()
-        strategy: Any = _PlanningStrategy(recorder)
-        if self._config.ckpt_fully_parallel_save:
-            strategy = _SharedPlanningStrategy(strategy, self._replicas)
         try:
             check_whole(entries)
-            strategy.save(sharded, Path())
+            if self._config.ckpt_fully_parallel_save:
+                share_writing(entries, self._replicas)
+            _PlanningStrategy(recorder).save(sharded, Path())
         except (CheckpointException, CheckpointingException) as error:
             raise CheckpointError(f"no plan can be made: {one_line(error)}") from error
         numbers = {
@@ -205,14 +200,62 @@ class _PlanningStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[misc
         )
 
 
-class _SharedPlanningStrategy(FullyParallelSaveStrategyWrapper):  # type: ignore[misc]
-    """Divides the writing of the same shards among replicas, which alone exchange their shards."""
+def replica_groups(context: ParallelContext) -> list[ProcessGroup]:
+    """Return this rank's groups of ranks with the same dense weights, and with the same experts."""
+    groups = [context.pgs.dp_cp, getattr(context.pgs, "expt_dp", None)]
+    ranks = [[] if x is None else torch.distributed.get_process_group_ranks(x) for x in groups]
+    return groups[: 1 if ranks[1] in ([], ranks[0]) else 2]
 
-    def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
-        """Choose one of the replicas for each shard, without megatron-core's check by all ranks."""
-        group = self.parallelization_group
-        shares = determine_main_replica_uniform_distribution(sharded_state_dict, group)
-        distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, shares)
+
+def share_writing(entries: Iterable[Any], groups: Sequence[ProcessGroup]) -> None:
+    """Divide the writing of the shards that all ranks of a group hold among these ranks.
+
+    The main replica of each shard, which is the one that is written, changes in place. All ranks
+    of each group call this together. The first rank of a group tells which shards it would write;
+    those that all ranks hold are dealt out, the largest first, each to the rank with the fewest
+    bytes so far. Each rank does this for itself. megatron-core, in contrast, sends the shards of
+    every rank to every rank.
+    """
+    # The two ends of a pipeline in a V shape are on one rank, which holds a tied embedding twice.
+    own = defaultdict[Any, list[ShardedTensor]](list)
+    for entry in entries:
+        if isinstance(entry, ShardedTensor):
+            own[_place_of(entry)].append(entry)
+    dealt = set[Any]()
+    for group in groups:
+        size = torch.distributed.get_world_size(group)
+        if size == 1:
+            continue
+        told = [
+            {
+                key: _bytes_of(held[0])
+                for key, held in own.items()
+                if key not in dealt and any(is_main_replica(x.replica_id) for x in held)
+            }
+        ]
+        torch.distributed.broadcast_object_list(told, group_src=0, group=group)
+        keys = sorted(told[0], key=lambda key: (-told[0][key], key))
+        lacking = largest_of_all_ranks([0, *(int(key not in own) for key in keys)], group)[1:]
+        loads = [(0, rank) for rank in range(size)]
+        rank = torch.distributed.get_rank(group)
+        for key, is_lacking in zip(keys, lacking, strict=True):
+            if is_lacking:
+                continue
+            load, writer = heapq.heappop(loads)
+            heapq.heappush(loads, (load + told[0][key], writer))
+            for number, entry in enumerate(own[key]):
+                entry.replica_id = int(writer != rank or number > 0)
+            dealt.add(key)
+
+
+def _place_of(entry: ShardedTensor) -> tuple[Any, ...]:
+    """Return a key that is the same for the same shard on all ranks, and different for others."""
+    flat = entry.flattened_range
+    return entry.key, tuple(entry.global_offset), *((flat.start, flat.stop) if flat else ())
+
+
+def _bytes_of(entry: ShardedTensor) -> int:
+    return int(math.prod(entry.local_shape) * entry.dtype.itemsize)
 
 
 class _PlanRecorder(FileSystemWriter):

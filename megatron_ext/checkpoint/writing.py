@@ -56,10 +56,10 @@ class CheckpointWriter:
     save of the same plan, except for the checksums, and is sent only once.
 
     Args:
-        replicas: the group whose ranks divide the writing of weights that they share.
+        replicas: the groups whose ranks divide the writing of weights that they share.
     """
 
-    def __init__(self, config: CheckpointConfig, replicas: ProcessGroup | None) -> None:
+    def __init__(self, config: CheckpointConfig, replicas: Sequence[ProcessGroup]) -> None:
         self._preparer = SavePreparer(config, replicas)
         self._plan: object = None
         self._own: list[WriteResult] | None = None

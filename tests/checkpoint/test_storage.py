@@ -13,6 +13,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -168,8 +169,7 @@ def _entries(**changed: Any) -> list[Any]:
 def test_another_structure_needs_another_plan(
     changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group: Any = None
-    preparer = SavePreparer(CheckpointConfig(), group)
+    preparer = SavePreparer(CheckpointConfig(), [])
     entries = list[Any]()
     monkeypatch.setattr(prepared, "save_preprocess", lambda *_, **__: ({"all": [*entries]}, {}))
     monkeypatch.setattr(preparer, "_decide", lambda *_: None)
@@ -186,8 +186,7 @@ def test_another_structure_needs_another_plan(
 
 
 def test_a_plan_that_failed_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    group: Any = None
-    preparer = SavePreparer(CheckpointConfig(), group)
+    preparer = SavePreparer(CheckpointConfig(), [])
     entries = _entries()
     monkeypatch.setattr(prepared, "save_preprocess", lambda *_, **__: ({"all": entries}, {}))
 
@@ -382,3 +381,38 @@ def test_the_index_is_read_by_one_rank_once(
     monkeypatch.setattr(unpickling, "_read_metadata", count)
     load(manager(context, tmp_path, dist_ckpt_strictness="log_all"), tiny)
     assert len(reads) == (1 if context.rank == 0 else 0) and not unpickling._shared
+
+
+def _copy(key: str, rows: int, replica: int) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(rows, 2), replica_id=(0, 0, replica))
+
+
+@ranks(dp=4, ep=2)
+def test_replicas_divide_what_all_of_them_hold(context: Any) -> None:
+    """Dense weights are on four ranks, experts on two of them, and each rank has its own boxes."""
+    dense, experts = prepared.replica_groups(context)
+    assert (dense.size(), experts.size()) == (4, 2)
+    rank = context.rank
+    replica, owner = experts.rank(), context.pgs.ep.rank()
+    shared = [_copy(f"dense {n}", n + 1, rank) for n in range(6)]
+    twice = [_copy("tied", 1, rank), _copy("tied", 1, 7)]
+    mine = [_copy(f"expert {owner}.{n}", 3, replica) for n in range(4)]
+    box = _copy(f"box {rank}", 5, 0)
+    elsewhere = _copy("norm of another tensor rank", 1, 1)
+    entries = [*shared, *twice, *mine, box, elsewhere]
+    prepared.share_writing(entries, [dense, experts])
+    written = [x.key for x in entries if is_main_replica(x.replica_id)]
+    parts: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(parts, written)
+    names = [name for part in parts for name in part]
+    assert sorted(names) == sorted(
+        [
+            *(f"dense {n}" for n in range(6)),
+            "tied",
+            *(f"expert {owner}.{n}" for owner in (0, 1) for n in range(4)),
+            *(f"box {rank}" for rank in range(4)),
+        ]
+    )
+    # 21 rows of dense weights and the tied row are dealt out as evenly as they can be.
+    rows = [sum(int(x.split()[1]) + 1 for x in part if x.startswith("dense")) for part in parts]
+    assert max(rows) == 6 and all(sum("expert" in x for x in part) == 2 for part in parts)
