@@ -241,13 +241,15 @@ def _results(job: Job) -> list[tuple[Any, Files]]:
     seen = 0
     missing = set(range(job.world_size))
     while missing:
+        # One listing, instead of two questions for each of perhaps thousands of ranks.
+        present = {path.name for path in job.folder.iterdir()} if job.folder.is_dir() else set()
         for rank in sorted(missing):
             failure = _failure_of(job.folder, rank)
-            if failure.exists():
+            if failure.name in present:
                 # The file is empty if the disk was full.
                 reason = failure.read_text(encoding="utf-8") or "it could not even say why"
                 raise CheckpointError(f"rank {rank} could not write its part: {reason}")
-            if _result_of(job.folder, rank).exists():
+            if _result_of(job.folder, rank).name in present:
                 missing.discard(rank)
         if missing and time.monotonic() > deadline:
             before, seen = seen, written_bytes(job.folder)
