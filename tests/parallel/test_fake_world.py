@@ -1,4 +1,4 @@
-"""What the start, a step and a save of one rank cost in a world of up to 16,384 ranks."""
+"""Counts what the start, a step and a save cost one rank in a world of up to 16,384 ranks."""
 
 import subprocess
 import sys
