@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from megatron_ext.optim.adam import ADAMS, Custom, start_state
 from megatron_ext.optim.muon import Muon
 from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.collectives import largest_of_all_ranks
-from megatron_ext.parallel.context import groups_on_host
+from megatron_ext.parallel.context import own_group
 from megatron_ext.parallel.grid import Layout
 
 RESHARDABLE = "fully_reshardable"
@@ -344,7 +345,8 @@ def give_groups_on_host(optimizer: MegatronOptimizer, layout: Layout) -> None:
 
     All ranks of the run call this together.
     """
-    made = [groups_on_host(x) for x in (layout.groups("dp-cp"), layout.expert_groups("dp"))]
+    kinds = layout.groups("dp-cp"), layout.expert_groups("dp")
+    made = [own_group(groups, timedelta(minutes=10), backend="gloo") for groups in kinds]
     ranks_of = torch.distributed.get_process_group_ranks
     for part in parts_of(optimizer):
         ranks = ranks_of(part.data_parallel_group)

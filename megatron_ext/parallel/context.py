@@ -378,15 +378,9 @@ class Pair:
         return self._backend.recv([tensor], self._other, 0)
 
 
-def groups_on_host(groups: list[list[int]]) -> ProcessGroup:
-    """Create all groups of ``groups`` over host memory, and return this rank's group.
-
-    All ranks of the run call this together.
-    """
-    return own_group(groups, timedelta(minutes=10), backend="gloo")
-
-
-def own_group(groups: list[list[int]], timeout: timedelta, backend: str | None = None) -> ProcessGroup:
+def own_group(
+    groups: list[list[int]], timeout: timedelta, backend: str | None = None
+) -> ProcessGroup:
     """Create all groups of ``groups``, and return the one that contains this rank."""
     own: ProcessGroup
     own, _ = torch.distributed.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
