@@ -18,9 +18,10 @@ def _rows(text: str) -> dict[tuple[str, int], list[float]]:
     """Return the numbers of the script's table, by part and number of ranks."""
     rows = {}
     for line in text.splitlines():
-        cells = [cell.strip().replace(",", "") for cell in line.split("|")[1:-1]]
-        if len(cells) == 6 and cells[1].isdigit():
-            rows[cells[0], int(cells[1])] = [float(cell) for cell in cells[2:]]
+        part, *cells = [cell.strip() for cell in line.split("|")[1:-1]] or [""]
+        world, *costs = [cell.replace(",", "") for cell in cells] or [""]
+        if world.isdigit():
+            rows[part, int(world)] = [float(cost) for cost in costs]
     return rows
 
 
