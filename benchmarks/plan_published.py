@@ -145,6 +145,42 @@ def gpt(
     )
 
 
+DEEPSEEK = (
+    (
+        "pairs",
+        "--overlap-moe-expert-parallel-comm",
+        "pairs of passes hide the experts' exchange, where the report has DualPipe",
+        "a token is sent to each of its experts, where the report sends it to a node once",
+    ),
+    (
+        "two hops",
+        "--moe-token-dispatcher-type flex",
+        "a token is sent to a node once, but no exchange is hidden",
+    ),
+)
+"""Plans of DeepSeek-V3: the two ways of this project to exchange less in sight do not combine."""
+
+
+def deepseek(name: str, flags: str, *assumed: str) -> Published:
+    """Return a run of DeepSeek-V3 with the report's layout."""
+    return Published(
+        f"DeepSeek-V3, {name}",
+        2048,
+        "--config recipes/deepseek_v3.yaml --layout none --pipeline-model-parallel-size 16 "
+        "--pipeline-model-parallel-layout Et*4|(t*4|)*14,tmL --expert-model-parallel-size 64 "
+        "--expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform "
+        f"--recompute-num-layers 1 --nproc-per-node 8 {flags}",
+        "arXiv:2412.19437, sections 1 and 3.2: 180,000 GPU hours per 10^12 tokens",
+        (
+            *assumed,
+            "products in bf16, where the report's are in FP8, so that a plan is slower",
+            "every layer is recomputed, where the report recomputes norms and up-projections",
+        ),
+        seconds=15360 * 4096 * 180_000 * 3600 / 1e12 / 2048,
+        gpu=H800,
+    )
+
+
 RUNS = (
     llama(8192, 430, "8k", EIGHT_K),
     llama(16384, 400, "8k", EIGHT_K),
@@ -157,21 +193,7 @@ RUNS = (
         "--pipeline-model-parallel-layout E|(t|)*126,L",
         "attention is causal over the whole sequence, documents are not masked",
     ),
-    Published(
-        "DeepSeek-V3",
-        2048,
-        "--config recipes/deepseek_v3.yaml --layout none --pipeline-model-parallel-size 16 "
-        "--pipeline-model-parallel-layout Et*4|(t*4|)*14,tmL --expert-model-parallel-size 64 "
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "arXiv:2412.19437, sections 1 and 3.2: 180,000 GPU hours per 10^12 tokens",
-        (
-            "products in bf16, where the report's are in FP8, so that a plan is slower",
-            "1F1B without overlap of the experts' exchange, where the report's DualPipe hides it",
-            "every layer is recomputed, where the report recomputes norms and up-projections",
-        ),
-        seconds=15360 * 4096 * 180_000 * 3600 / 1e12 / 2048,
-        gpu=H800,
-    ),
+    *(deepseek(name, flags, *assumed) for name, flags, *assumed in DEEPSEEK),
     gpt("1.7B", 16, 2048, 24, 1, 1, 192, 408.8),
     gpt("7.1B", 32, 4096, 30, 2, 1, 192, 465.9),
     gpt("16B", 48, 6144, 32, 4, 1, 192, 489.1),

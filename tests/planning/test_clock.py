@@ -99,6 +99,16 @@ def test_a_pass_sends_half_of_the_messages() -> None:
     assert passes.weight_gradient == without.weight_gradient
 
 
+def test_two_hops_follow_each_other() -> None:
+    clock = Clock(llama_network(""), Rates(GPUS["H100"]))
+    both = Volume(expert=1e9, expert_in_node=2e9)
+    sizes = dataclasses.replace(clock.network.sizes, ep=16)
+    network: Any = SimpleNamespace(sizes=sizes, config=clock.network.config)
+    gpu = GPUS["H100"]
+    seconds = (1e9 / gpu.network + 2e9 / gpu.link) / DEFAULT.links
+    assert Clock(network, clock.rates).exchange(both) == pytest.approx(seconds)
+
+
 def test_a_rank_with_two_chunks_takes_their_mean_and_the_slowest_decides() -> None:
     network = GptNetwork.of(configuration(layouts.flags_of("pp2vpp2")))
     clock = Clock(network, Rates(GPUS["H100"]))
