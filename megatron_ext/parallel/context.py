@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from functools import cached_property
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.model import ModelConfig
@@ -345,37 +343,6 @@ def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10
     sizes = {"place": step, "stretch": block // step, "block": world_size // block}
     ranks = groups_of(("place", "stretch", "block"), sizes, {"stretch"})
     return own_group(ranks, timedelta(minutes=timeout_minutes))
-
-
-class Pair:
-    """A connection of this rank and another one, over host memory; only these two create it.
-
-    A process group of torch would need a call on every rank of the run. Two ranks that create
-    several pairs must create them in the same order.
-    """
-
-    _counts: ClassVar[dict[tuple[int, int], int]] = {}
-
-    def __init__(self, other: int, *, timeout_minutes: float = 30) -> None:
-        rank = torch.distributed.get_rank()
-        ranks = min(rank, other), max(rank, other)
-        self._counts[ranks] = number = self._counts.get(ranks, 0) + 1
-        store = torch.distributed.PrefixStore(  # type: ignore[attr-defined]
-            f"pair/{ranks[0]}/{ranks[1]}/{number}",
-            torch.distributed.distributed_c10d._get_default_store(),
-        )
-        self._other = int(other > rank)
-        self._backend: Any = torch.distributed.ProcessGroupGloo(
-            store, 1 - self._other, 2, timedelta(minutes=timeout_minutes)
-        )
-
-    def send(self, tensor: Tensor) -> Any:
-        """Begin to send a CPU tensor, and return the work to wait for."""
-        return self._backend.send([tensor], self._other, 0)
-
-    def receive(self, tensor: Tensor) -> Any:
-        """Begin to receive into a CPU tensor, and return the work to wait for."""
-        return self._backend.recv([tensor], self._other, 0)
 
 
 def own_group(

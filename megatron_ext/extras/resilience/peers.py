@@ -13,14 +13,14 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint.snapshot import Snapshot, SnapshotFile, SnapshotPair
-from megatron_ext.parallel.context import Pair
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,37 @@ def distance(machines: Sequence[str]) -> int:
     """
     several = len(set(machines)) > 1
     return max(Counter(machines).values()) if several else 1
+
+
+class Pair:
+    """A connection of this rank and another one, over host memory; only these two create it.
+
+    A process group of torch would need a call on every rank of the run. Two ranks that create
+    several pairs must create them in the same order.
+    """
+
+    _counts: ClassVar[dict[tuple[int, int], int]] = {}
+
+    def __init__(self, other: int, *, timeout_minutes: float = 30) -> None:
+        rank = torch.distributed.get_rank()
+        ranks = min(rank, other), max(rank, other)
+        self._counts[ranks] = number = self._counts.get(ranks, 0) + 1
+        store = torch.distributed.PrefixStore(  # type: ignore[attr-defined]
+            f"pair/{ranks[0]}/{ranks[1]}/{number}",
+            torch.distributed.distributed_c10d._get_default_store(),
+        )
+        self._other = int(other > rank)
+        self._backend: Any = torch.distributed.ProcessGroupGloo(
+            store, 1 - self._other, 2, timedelta(minutes=timeout_minutes)
+        )
+
+    def send(self, tensor: Tensor) -> Any:
+        """Begin to send a CPU tensor, and return the work to wait for."""
+        return self._backend.send([tensor], self._other, 0)
+
+    def receive(self, tensor: Tensor) -> Any:
+        """Begin to receive into a CPU tensor, and return the work to wait for."""
+        return self._backend.recv([tensor], self._other, 0)
 
 
 def linked(step: int) -> tuple[Pair, Pair]:

@@ -32,9 +32,9 @@ from megatron_ext.extras.resilience.memory import (
     VALUES,
     MemoryCheckpoints,
 )
-from megatron_ext.extras.resilience.peers import PIECE, own_files, pieces_of
+from megatron_ext.extras.resilience.peers import PIECE, Pair, own_files, pieces_of
 from megatron_ext.parallel.collectives import from_all_ranks, on_first_rank
-from megatron_ext.parallel.context import Pair, ParallelContext
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 
 _OF_REPLICAS = ("world_size", "context_parallel_size")
