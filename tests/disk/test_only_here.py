@@ -1,8 +1,9 @@
 """Files are opened for writing, and JSON and YAML are parsed, by the modules of `disk` alone."""
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ext"
 OWN = ("disk/reading.py", "disk/writing.py")
@@ -87,15 +88,21 @@ READS = {
 }
 
 
-def _calls() -> Iterator[tuple[str, int, str, ast.Call]]:
-    """Yield file, line and dotted name of each call of the package."""
+Calls = list[tuple[str, int, str, ast.Call]]
+
+
+@pytest.fixture(scope="module")
+def calls() -> Calls:
+    """Return file, line and dotted name of each call of the package."""
+    found: Calls = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
         if name in OWN:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
-                yield name, node.lineno, _dotted(node.func), node
+                found.append((name, node.lineno, _dotted(node.func), node))
+    return found
 
 
 def _dotted(node: ast.expr) -> str:
@@ -131,36 +138,36 @@ def _writes(name: str, call: ast.Call) -> str | None:
     return name if before in (*MODULES, "os") else last
 
 
-def test_files_are_opened_for_writing_by_one_module_alone() -> None:
+def test_files_are_opened_for_writing_by_one_module_alone(calls: Calls) -> None:
     known = {(file, short.rpartition(".")[2]) for file, short in WRITES}
     found = {
         (file, short.rpartition(".")[2]): f"{file}:{line} calls {name}"
-        for file, line, name, call in _calls()
+        for file, line, name, call in calls
         if (short := _writes(name, call)) is not None
     }
     assert [text for key, text in found.items() if key not in known] == []
     assert known - found.keys() == set()
 
 
-def test_locks_follow_no_link() -> None:
+def test_locks_follow_no_link(calls: Calls) -> None:
     """filelock empties the target of a link, so `lock_path` has to see its path first."""
-    made = {file for file, _, name, _ in _calls() if name.endswith("FileLock")}
-    seen = {file for file, _, name, _ in _calls() if name == "lock_path"}
+    made = {file for file, _, name, _ in calls if name.endswith("FileLock")}
+    seen = {file for file, _, name, _ in calls if name == "lock_path"}
     assert made and made - seen == set()
 
 
-def test_json_and_yaml_are_parsed_by_one_module_alone() -> None:
-    found = {(file, name): line for file, line, name, _ in _calls() if name in PARSERS}
+def test_json_and_yaml_are_parsed_by_one_module_alone(calls: Calls) -> None:
+    found = {(file, name): line for file, line, name, _ in calls if name in PARSERS}
     assert [
         f"{file}:{found[file, name]} calls {name}" for file, name in found.keys() - PARSES.keys()
     ] == []
     assert PARSES.keys() - found.keys() == set()
 
 
-def test_whole_files_are_read_by_one_module_alone() -> None:
+def test_whole_files_are_read_by_one_module_alone(calls: Calls) -> None:
     found = {
         (file, last): line
-        for file, line, name, _ in _calls()
+        for file, line, name, _ in calls
         if "." in name and (last := name.rpartition(".")[2]) in ("read_text", "read_bytes")
     }
     assert [
