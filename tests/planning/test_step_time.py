@@ -11,13 +11,14 @@ from megatron_ext.device.gpus import GPUS
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.doctor.host import Examination, Rates
 from megatron_ext.inspect.doctor.host import Gpu as Found
+from megatron_ext.planning.budget import budget
 from megatron_ext.planning.hardware import DEFAULT, Efficiency, assumed, gpu_named, reserve_on
 from megatron_ext.planning.hardware import Rates as Reached
 from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.memory import moments, peak_of
 from megatron_ext.planning.stages import LayerBytes, Ranks
 from megatron_ext.planning.state import Weight, buckets
-from megatron_ext.planning.step_time import estimate
+from megatron_ext.planning.step_time import Clock, estimate
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import main
@@ -166,3 +167,24 @@ def test_the_reserve_grows_with_groups_and_activations() -> None:
     assert channels == 2 * 2 * 24 * 4 * mib
     assert fragments == 5 * 10**7
     assert sum(more) > sum(alone) > 500 * mib
+
+
+def test_pairs_hide_the_exchange_of_experts_and_hold_one_more_micro_batch() -> None:
+    words = "--num-experts 8 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+    gpu = gpu_named("H100")
+    efficiency = dataclasses.replace(DEFAULT, hidden=1.0)
+    alone = estimate(llama_network(words), gpu, efficiency)
+    pairs = f"{words} --overlap-moe-expert-parallel-comm"
+    paired = estimate(llama_network(pairs), gpu, efficiency)
+    network = paired.network
+    clock = Clock(network, paired.rates)
+    (stage,) = network.stages()
+    exchanged = clock.experts_exchange(network.traffic(stage))
+    # All passes but the first and the last are in pairs, and much computing hides all of it.
+    saved = (network.num_microbatches - 1) * exchanged
+    assert alone.seconds - paired.seconds == pytest.approx(saved, rel=0.03)
+    assert saved > 0
+    kept = network.activations(stage).kept
+    assert paired.peak - alone.peak >= kept
+    lines = [sum(line.seconds for line in budget(x)) for x in (alone, paired)]
+    assert lines == pytest.approx([alone.seconds, paired.seconds])

@@ -234,7 +234,7 @@ def _dispatch_errors(
             "--overlap-moe-expert-parallel-comm",
             None,
             f"does not go with `--moe-token-dispatcher-type` ({dispatcher})",
-            "use alltoall",
+            "use alltoall or flex",
         )
     capacity = moe.moe_expert_capacity_factor
     wrong = [x for x in moe.moe_router_load_balancing_type if x not in CAPACITY_BALANCING]
