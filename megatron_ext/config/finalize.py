@@ -33,6 +33,7 @@ def finalize(
     world_size: int,
     device: str,
     refusals: Callable[[RunConfig, RunConfig], Iterable[str]] = lambda decided, run: (),
+    checked: RunConfig | None = None,
 ) -> RunConfig:
     """Fill in the values that follow from given ones, and check that the run is possible.
 
@@ -44,11 +45,13 @@ def finalize(
         device: "cpu" or "cuda"; a dry run for a GPU replaces it by "cuda".
         refusals: a check of the caller's. It takes the configuration as user and task set it and as
             the engine completed it, and returns a sentence for each flag that it refuses.
+        checked: a configuration whose numbers are all within their ranges. Sections that it shares
+            with ``config`` are not searched for such errors again.
 
     Raises:
         ConfigError: with a sentence for each error.
     """
-    given, wrong = _within_ranges(config)
+    given, wrong = _within_ranges(config, checked)
     decided = task.resolve(given)
     run = derived(decided, world_size, device)
     errors: list[str] = list(wrong.values())
@@ -66,14 +69,20 @@ def errors_of_ranges(config: RunConfig) -> list[FlagError]:
     return list(_within_ranges(config)[1].values())
 
 
-def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, FlagError]]:
+def _within_ranges(
+    config: RunConfig, checked: RunConfig | None = None
+) -> tuple[RunConfig, dict[str, FlagError]]:
     """Reset each number outside its flag's range to the default.
 
-    Return the corrected configuration, and the errors by flag, such as ``--num-layers``.
+    Return the corrected configuration, and the errors by flag, such as ``--num-layers``. Sections
+    of ``checked`` have no such numbers.
     """
     errors: dict[str, FlagError] = {}
+    right = set() if checked is None else {id(x) for x in checked.by_name().values()}
 
     def within(section: Any) -> Any:
+        if id(section) in right:
+            return section
         wrong = range_errors(section)
         errors.update({f"--{name.replace('_', '-')}": wrong[name] for name in wrong})
         defaults = {name: default_of(section, name) for name in wrong}

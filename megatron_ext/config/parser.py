@@ -84,7 +84,7 @@ class Completion:
             elif mine:
                 own.append(dataclasses.replace(section, **mine))
         given = dataclasses.replace(self.bare, **changed).with_section(*own)
-        return finalize(given, self.task, world_size, self.device, self.refusals)
+        return finalize(given, self.task, world_size, self.device, self.refusals, self.bare)
 
 
 def _fields(section: Any) -> Mapping[str, Any]:
