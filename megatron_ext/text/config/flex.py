@@ -10,7 +10,6 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import FlagError
-from megatron_ext.text.config.moe import MoEConfig
 
 
 def has_flex_backend(name: str) -> bool:
@@ -27,56 +26,58 @@ def has_flex_backend(name: str) -> bool:
     return getattr(fused_a2a, functions.get(name, ""), None) is not None
 
 
-def flex_fields(moe: MoEConfig, config: RunConfig) -> dict[str, object]:
+def flex_fields(
+    config: RunConfig, backend: str, *, pads: bool, given_ranks: int | None
+) -> dict[str, object]:
     """Return the fields of `StepTransformerConfig` that say how tokens reach their experts.
 
     Without a GPU and the library these are the all-to-all's, whose tokens make two hops.
+
+    Args:
+        backend: the library, ``--moe-flex-dispatcher-backend``.
+        pads: ``--moe-pad-expert-input-to-capacity``.
+        given_ranks: ``--moe-ranks-per-node``.
     """
-    if _uses_backend(moe, config):
+    if _uses_backend(config, backend, pads=pads):
         return {}
     return {
         "moe_token_dispatcher_type": "alltoall",
-        "moe_ranks_per_node": ranks_per_node(moe, config.parallel),
+        "moe_ranks_per_node": ranks_per_node(given_ranks, config.parallel),
         # The fused kernels of Transformer Engine make copies for experts, not for nodes.
         "moe_permute_fusion": False,
     }
 
 
-def _uses_backend(moe: MoEConfig, config: RunConfig) -> bool:
+def _uses_backend(config: RunConfig, backend: str, *, pads: bool) -> bool:
     """Return whether megatron-core's own dispatcher can run with the asked library."""
     parallel = config.parallel
     parts = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    name = moe.moe_flex_dispatcher_backend
-    # The buffers of DeepEP have no place for padding.
-    is_padded = moe.moe_pad_expert_input_to_capacity and name == "deepep"
     return (
         config.device == "cuda"
         and parallel.expert_model_parallel_size * parts > 1
-        and not is_padded
+        # The buffers of DeepEP have no place for padding.
+        and not (pads and backend == "deepep")
         # Its kernels do not let another micro-batch compute meanwhile.
         and not parallel.overlap_moe_expert_parallel_comm
-        and has_flex_backend(name)
+        and has_flex_backend(backend)
     )
 
 
-def ranks_per_node(moe: MoEConfig, parallel: ParallelConfig) -> int:
+def ranks_per_node(given: int | None, parallel: ParallelConfig) -> int:
     """Return the number of ranks on each node.
 
-    Without ``--moe-ranks-per-node`` it is the number that the launcher has started, and for a run
-    elsewhere that of ``--nproc-per-node``, or else of most machines with GPUs.
+    Without ``given``, ``--moe-ranks-per-node``, it is the number that the launcher has started, and
+    for a run elsewhere that of ``--nproc-per-node``, or else of most machines with GPUs.
     """
-    if moe.moe_ranks_per_node is not None:
-        return moe.moe_ranks_per_node
+    if given is not None:
+        return given
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
     return parallel.nproc_per_node if parallel.nproc_per_node > 1 else Gpu.per_node
 
 
-def flex_errors(moe: MoEConfig, parallel: ParallelConfig) -> Iterator[FlagError]:
-    """Yield an error if nodes of ``--moe-ranks-per-node`` do not fit the ranks of the experts."""
-    node = moe.moe_ranks_per_node
-    if node is None:
-        return
+def node_errors(node: int, parallel: ParallelConfig) -> Iterator[FlagError]:
+    """Yield an error if ``--moe-ranks-per-node``, ``node``, does not fit the experts' ranks."""
     parts = parallel.expert_tensor_parallel_size or max(1, parallel.tensor_model_parallel_size)
     ranks = max(1, parallel.expert_model_parallel_size) * parts
     if node % parts or (ranks % node and node % ranks):

@@ -168,7 +168,12 @@ class MoEConfig(LayerSection):
         if self.moe_token_dispatcher_type == "flex":
             from megatron_ext.text.config.flex import flex_fields
 
-            fields.update(flex_fields(self, config))
+            fields |= flex_fields(
+                config,
+                self.moe_flex_dispatcher_backend,
+                pads=self.moe_pad_expert_input_to_capacity,
+                given_ranks=self.moe_ranks_per_node,
+            )
         if config.model.add_bias_linear or not config.model.swiglu:
             # megatron-core's experts have no fused form of other activations and of biases.
             fields["bias_activation_fusion"] = False

@@ -252,10 +252,10 @@ def _dispatch_errors(
             "needs `--moe-expert-capacity-factor`",
             "give both",
         )
-    if moe.moe_token_dispatcher_type == "flex":
-        from megatron_ext.text.config.flex import flex_errors
+    if moe.moe_token_dispatcher_type == "flex" and moe.moe_ranks_per_node is not None:
+        from megatron_ext.text.config.flex import node_errors
 
-        yield from flex_errors(moe, parallel)
+        yield from node_errors(moe.moe_ranks_per_node, parallel)
     if moe.moe_layer_recompute and model.recompute_granularity == "full":
         yield FlagError(
             "--moe-layer-recompute",

@@ -41,7 +41,7 @@ def _two_hops(run: GptRun) -> Volume:
     x = run.sizes
     moe = run.moe
     layout = Layout.from_config(run.config.parallel)
-    in_node = layout.experts_in_node(ranks_per_node(moe, run.config.parallel))
+    in_node = layout.experts_in_node(ranks_per_node(moe.moe_ranks_per_node, run.config.parallel))
     nodes = x.ep // in_node
     of_rank = (moe.num_experts or x.ep) // x.ep
     of_node = of_rank * in_node
