@@ -8,7 +8,9 @@ datasets. Then it measures, each in a process of its own with the files in the p
   cache and again with a full one, and the direct order, which has none;
 - samples a second of one process, sample by sample for GPTDataset, which has no other way, and
   batch by batch, collated, for the direct order;
-- the memory that the order itself takes (allocations of Python and numpy, without the batches).
+- the memory that the order itself takes (allocations of Python and numpy, without the batches);
+- the time in which the direct order of a mixture finds a sample far from the start, as each process
+  of a resumed run does, where one more dataset has a ten-millionth of the samples.
 """
 
 from __future__ import annotations
@@ -148,7 +150,27 @@ def measure(side: str, prefixes: list[str], args: argparse.Namespace) -> dict[st
     for at in range(0, args.samples, 512):
         dataset.order.locate(at, at + 512)
     found["memory of the order (MB)"] = tracemalloc.get_traced_memory()[0] / 1e6
+    tracemalloc.stop()
+    if len(prefixes) > 1:
+        found["sample 10^9 with a share of 1e-7 (s)"] = _resume(len(prefixes), args.seq_length)
     return found
+
+
+def _resume(sources: int, seq_length: int) -> float:
+    """Return the CPU seconds in which a new order finds sample 10^9; the longest of five places."""
+    from megatron_ext.data.order import SampleOrder, Stage
+
+    rng = np.random.default_rng(_SEED)
+    weights = [Fraction(repr(float(x))) for x in rng.uniform(0.1, 1, sources)]
+    weights.append(sum(weights, Fraction(0)) / 10**7)
+    stage = Stage(0, seq_length, {str(i): weight for i, weight in enumerate(weights)})
+    tokens = dict.fromkeys(stage.weights, 10**6)
+    longest = 0.0
+    for place in range(10**9, 10**9 + 10**7, 2 * 10**6):
+        started = time.process_time()
+        SampleOrder(tokens, [stage], seq_length, 1234).locate(place, place + 1)
+        longest = max(longest, time.process_time() - started)
+    return longest
 
 
 def _batches(dataset: Any, batch: int, samples: int) -> Iterator[int]:

@@ -4,25 +4,32 @@ A mixture is a sequence of samples; place n (n = 0, 1, ...) is a position in it.
 share of source i. A schedule assigns each place to a source, such that the number of samples of
 source i among the first n places differs from n * w_i by less than one, for every n. This is the
 "pfair" schedule of one processor (Baruah, Cohen, Plaxton and Varvel 1996). Sample j of source i may
-take the places from floor(j / w_i) to ceil((j + 1) / w_i) - 1, its deadline, which keeps the
-difference below one. Each place goes to the sample with the earliest deadline. A valid schedule
-always exists, and this rule finds it. Weights are exact fractions, so nothing is rounded however
-large n is.
+take the places from floor(j / w_i), its release, to ceil((j + 1) / w_i) - 1, its deadline, which
+keeps the difference below one. Each place goes to the released sample with the earliest deadline. A
+valid schedule always exists, and this rule finds it. Weights are exact fractions, so nothing is
+rounded however large n is.
 
-Any place can be looked up without computing all places before it. Start two such schedules at the
-same place n with different counts, all within one sample of n * w_i. They agree as soon as every
-sample that was waiting at the start has met its deadline: after 2 / w places, with w the smallest
-share. Hence it is enough to start 2 / w places before the requested place, from any such counts
-with which all deadlines can be met.
+Any place n can be looked up without scheduling all places before it. Each source has at most one
+sample that is released before n and has its deadline at n or later; all samples before it are
+scheduled, and it either is, too, or is pending. The number of pending samples is the backlog.
+Before place s it is sum_i ceil(s * w_i) - s, in whichever order samples are scheduled. Hence, of
+the samples that are pending at n, at most as many as the backlog before s were released before s.
+As the earliest deadlines go first, the pending samples at n are those with the latest deadlines
+that all these limits allow. A limit matters only if it is lower than that of every later s. `_lows`
+finds these places by adding up the releases at each place, which numpy does in nanoseconds, and
+skips ranges in which the backlog cannot be lower. It needs to go back to the earliest release of
+the samples in question, at most 1 / w places with w the smallest share.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +44,11 @@ _CYCLE = 16 * BLOCK
 
 A period that is longer than this is a cycle of its own.
 """
+_SCANNED = 1 << 18
+"""Number of places whose backlog is computed at once, unless there are very many sources."""
 
-Places = NDArray[np.uint16]
+Places = NDArray[np.uint16] | NDArray[np.uint32]
+"""The sources of places: in 16 bits if there are at most 65,536 sources, otherwise in 32."""
 
 
 class Interleave:
@@ -57,6 +67,7 @@ class Interleave:
         common = math.gcd(*whole)
         self._shares = [each // common for each in whole]
         self._present = [i for i, share in enumerate(self._shares) if share]
+        self._dtype = np.uint16 if len(weights) <= 1 << 16 else np.uint32
         self.period = sum(self._shares)
         # A short period is repeated several times in a cycle, so that a block holds many places.
         repeats = max(1, _CYCLE // self.period)
@@ -97,8 +108,9 @@ class Interleave:
         """Return the place in the mixture of a source's sample ``number``, both counted from 0."""
         share = self._shares[source]
         first = number * self.period // share
-        sources, numbers = self.places(first, -(-(number + 1) * self.period // share))
-        return first + int(np.flatnonzero((sources == source) & (numbers == number))[0])
+        last = -(-(number + 1) * self.period // share) - 1
+        places = range(first, last)
+        return first + bisect.bisect_right(places, number, key=lambda n: self.counts(n + 1)[source])
 
     def _block(self, number: int) -> tuple[Places, list[int], list[int]]:
         """Return block ``number`` (`BLOCK` places) of the cycle after which the schedule repeats.
@@ -115,37 +127,121 @@ class Interleave:
         stop = min((number + 1) * BLOCK, self._cycle)
         counts = self._counts_before(start)
         sources, after = self._schedule(counts, start, stop)
-        self._blocks[number] = np.array(sources, dtype=np.uint16), counts, after
+        self._blocks[number] = np.array(sources, dtype=self._dtype), counts, after
         if len(self._blocks) > _BLOCKS_KEPT:
             self._blocks.popitem(last=False)
         return self._blocks[number]
 
     def _counts_before(self, place: int) -> list[int]:
-        """Return how many samples each source has from the cycle's start up to before ``place``.
-
-        The schedule is computed up to ``place``: from the end of the last cached block if that is
-        near enough, otherwise from about 2 / w places earlier, where w is the smallest share. To
-        start at a place s, each source gets its share times s, rounded down, as its count. If the
-        counts do not add up to s, the sources with the next deadlines get one sample more, so that
-        all deadlines are met.
-        """
-        least = min(self._shares[i] for i in self._present)
-        start = place - 2 * -(-self.period // least) - 1
+        """Return how many samples each source has from the cycle's start up to before ``place``."""
         before = max((number for number in self._blocks if number < place // BLOCK), default=-1)
-        after_block = (before + 1) * BLOCK
-        if before >= 0 and after_block >= start:
-            return self._schedule(self._blocks[before][2], after_block, place)[1]
-        if start <= 0:
-            return self._schedule([0] * len(self._shares), 0, place)[1]
-        counts = [start * share // self.period for share in self._shares]
-        waiting = [
-            (Fraction((counts[i] + 1) * self.period, self._shares[i]), i)
-            for i in self._present
-            if start * self._shares[i] % self.period
-        ]
-        for _, source in sorted(waiting)[: start - sum(counts)]:
-            counts[source] += 1
-        return self._schedule(counts, start, place)[1]
+        start = (before + 1) * BLOCK
+        known = self._blocks[before][2] if before >= 0 else [0] * len(self._shares)
+        return known if start == place else self._counts_after(known, start, place)
+
+    def _counts_after(self, known: list[int], start: int, place: int) -> list[int]:
+        """Return how many samples each source has before ``place``.
+
+        ``known`` are the counts before ``start``, an earlier place.
+        """
+        period = self.period
+        shares = self._shares
+        counts = [place * share // period for share in shares]
+        undecided = []
+        for i in self._present:
+            if counts[i] < known[i]:
+                counts[i] += 1  # The sample was scheduled before ``start``.
+            elif place * shares[i] % period:
+                deadline = -(-(counts[i] + 1) * period // shares[i])
+                undecided.append((counts[i] * period // shares[i], deadline, i))
+        if not undecided:
+            return counts
+        undecided.sort()
+        pending: list[tuple[int, int]] = []
+        released = 0
+        for low, backlog in reversed(list(self._lows(max(start, undecided[0][0]) + 1, place))):
+            while released < len(undecided) and undecided[released][0] < low:
+                heapq.heappush(pending, undecided[released][1:])
+                released += 1
+            while len(pending) > backlog:
+                _, i = heapq.heappop(pending)
+                counts[i] += 1
+        return counts
+
+    def _lows(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the places from ``start`` to ``stop`` with a lower backlog than all later ones.
+
+        They come with their backlogs, in descending order; the first is ``stop``.
+        """
+        period = self.period
+        last = sorted(
+            (stop * share // period * period // share, stop * share // period + 1, share)
+            for share in self._shares
+            if stop * share % period
+        )
+        releases = [release for release, _, _ in last]
+        counts = list(accumulate((count for _, count, _ in last), initial=0))
+        shares = list(accumulate((share for _, _, share in last), initial=0))
+        least = self._backlog(stop)
+        yield stop, least
+        size = max(BLOCK, 4 * len(last))
+        while start < stop:
+            # The sources that release nothing from here to the end contribute to the backlog their
+            # samples, less their shares of the places: more, the earlier the place. The others
+            # contribute 0 at least.
+            passed = bisect.bisect_left(releases, stop - 1)
+            bound = -(-(counts[passed] * period - (stop - 1) * shares[passed]) // period)
+            if least <= max(bound, 1):
+                stop = releases[passed - 1] + 1 if passed else start
+                continue
+            begin = max(start, stop - size)
+            backlogs = self._backlogs(begin, stop)[::-1]
+            before = np.minimum.accumulate(np.concatenate([[least], backlogs]))
+            for index in np.flatnonzero(backlogs < before[:-1]).tolist():
+                yield stop - 1 - index, int(backlogs[index])
+            least = int(before[-1])
+            stop = begin
+            size = max(size, min(2 * size, _SCANNED))
+
+    def _backlog(self, place: int) -> int:
+        """Return how many samples are released, but not scheduled, before ``place``."""
+        period = self.period
+        return sum(-(-place * self._shares[i] // period) for i in self._present) - place
+
+    def _backlogs(self, start: int, stop: int) -> Ints:
+        """Return the backlogs (see `_backlog`) before each place from ``start`` to ``stop`` - 1."""
+        releases = np.concatenate([self._releases(i, start, stop) for i in self._present])
+        steps = np.bincount(releases, minlength=stop - start) - 1
+        backlogs: Ints = self._backlog(start) + np.cumsum(steps) - steps
+        return backlogs
+
+    def _releases(self, source: int, start: int, stop: int) -> Ints:
+        """Return at which of the places ``start`` to ``stop`` - 1 samples of a source are released.
+
+        The places are counted from ``start``.
+        """
+        share = self._shares[source]
+        period = self.period
+        first = -(-start * share // period)
+        count = -(-stop * share // period) - first
+        offset = first * period - start * share
+        # The quotients below are the same with the common divisor taken out.
+        common = math.gcd(period, share)
+        offset //= common
+        period //= common
+        share //= common
+        if count < 4:
+            return np.array([(offset + j * period) // share for j in range(count)], np.int64)
+        numbers = np.arange(count, dtype=np.int64)
+        if offset + count * period < 1 << 63:
+            return (numbers * period + offset) // share
+        exact = numbers * (period / share) + offset / share
+        places: Ints = np.floor(exact).astype(np.int64)
+        # So near to an integer the rounded quotient may lie on its other side. The error is below
+        # 1e-8, since the quotients are below a few millions.
+        for j in np.flatnonzero(np.abs(exact - np.rint(exact)) < 1e-6).tolist():
+            places[j] = (offset + j * period) // share
+        return places
 
     def _schedule(self, counts: list[int], start: int, stop: int) -> tuple[list[int], list[int]]:
         """Schedule places ``start`` to ``stop`` - 1.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +88,48 @@ def test_counts_are_exact_at_any_distance() -> None:
             counts = Interleave(weights).counts(place)
             assert sum(counts) == place
             assert error_of(weights, counts) < 1
+
+
+@pytest.mark.parametrize("kind", ["decimals", "token counts", "skewed"])
+@pytest.mark.parametrize("least", [Fraction(1, 5000), Fraction(1, 10**17 + 3)])
+def test_a_tiny_share_does_not_change_how_places_are_found(kind: str, least: Fraction) -> None:
+    """The second share makes numbers that do not fit in 64 bits."""
+    weights = _weights(kind, 6, 9)
+    weights.insert(3, sum(weights) * least)
+    sources, numbers = Interleave(weights).places(0, PLACES)
+    mixture = Interleave(weights)
+    for place in (1, 1024, 4999, 5000, 5001, 9999, 14_000, PLACES - 1):
+        counted = np.bincount(sources[:place], minlength=7).tolist()
+        assert Interleave(weights).counts(place) == counted
+        assert mixture.counts(place) == counted, "as found from the nearest block before"
+    tiny = np.flatnonzero(sources == 3)
+    assert [Interleave(weights).place_of(3, number) for number in range(len(tiny))] == tiny.tolist()
+    assert numbers[tiny].tolist() == list(range(len(tiny)))
+
+
+def test_a_far_place_is_found_without_scheduling_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spans = []
+    schedule = Interleave._schedule
+
+    def spied(self: Interleave, counts: list[int], start: int, stop: int) -> Any:
+        spans.append(stop - start)
+        return schedule(self, counts, start, stop)
+
+    monkeypatch.setattr(Interleave, "_schedule", spied)
+    weights = _weights("skewed", 8, 3)
+    mixture = Interleave([*weights, sum(weights) * Fraction(1, 10**7)])
+    counts = mixture.counts(10**12 + 5)
+    assert sum(counts) == 10**12 + 5 and abs(counts[-1] - 10**5) <= 1
+    assert spans == [1024]
+
+
+def test_more_sources_than_16_bits_number_are_interleaved() -> None:
+    count = (1 << 16) + 500
+    sources, numbers = Interleave([Fraction(1)] * count).places(count - 300, count + 200)
+    assert sources.tolist() == [*range(count - 300, count), *range(200)]
+    assert numbers.tolist() == [0] * 300 + [1] * 200
 
 
 def test_a_source_without_weight_gets_nothing_and_a_lone_one_everything() -> None:

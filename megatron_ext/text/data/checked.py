@@ -39,6 +39,8 @@ from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.batch_size import split_sizes
 from megatron_ext.train.task import Datasets
 
+MOST_DATASETS = 32_766
+"""The largest number of datasets in a blend: megatron-core's index of it has 16 bits for each."""
 VOCABULARY_SAMPLE = 1 << 24
 """The number of tokens of each dataset whose ids are checked before training."""
 
@@ -96,9 +98,10 @@ def check_inputs(
     Return a digest over the path, size and modification time of each data file.
 
     Raises:
-        DataError: a file is missing, truncated or corrupt; a needed split is empty; or a token id
-            is outside the vocabulary.
+        DataError: there are too many datasets; a file is missing, truncated or corrupt; a needed
+            split is empty; or a token id is outside the vocabulary.
     """
+    _check_numbers(spec)
     digest = hashlib.sha256()
     for prefix in spec.prefixes():
         info = check_indexed_dataset(prefix)
@@ -189,6 +192,17 @@ def build_checked_datasets(
     data_files = check_inputs(data, config.model, spec, tokenizer, sizes)
     core_config = dataset_config(config, spec, tokenizer, data_files)
     return build_blend(KeyedGPTDataset, core_config, sizes, is_built_on_rank)
+
+
+def _check_numbers(spec: BlendSpec) -> None:
+    """Raise a DataError if a blend has more than `MOST_DATASETS` datasets."""
+    most = max(len(blend[0]) for blend in spec.per_split or [spec.blend] if blend is not None)
+    if most > MOST_DATASETS:
+        raise DataError(
+            f"A blend has {most} datasets, but Megatron-LM's index of a blend has room for "
+            f"{MOST_DATASETS}; join some with tools/merge_datasets.py, or give `--data-order "
+            "direct`."
+        )
 
 
 def _check_splits(

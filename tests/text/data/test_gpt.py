@@ -157,6 +157,17 @@ def test_datasets_without_weights_hold_what_is_asked_of_them(tmp_path: Path) -> 
     checked.check_inputs(*_inputs(docs, exact), [13, 0, 0])  # 12 samples and one
 
 
+def test_more_datasets_than_an_index_of_a_blend_numbers_are_refused() -> None:
+    """Before any file is opened: these do not exist."""
+    with pytest.raises(
+        DataError,
+        match=r"^A blend has 32767 datasets, but .* 32766; join some .*`--data-order direct",
+    ):
+        checked.check_inputs(*_inputs(*["none"] * 32_767), [4, 0, 0])
+    with pytest.raises(DataError, match="none"):
+        checked.check_inputs(*_inputs(*["none"] * 32_766), [4, 0, 0])
+
+
 def _inputs(*words: str) -> tuple[DataConfig, Any, BlendSpec, Any]:
     config = _config("--data-path", *words)
     data = dataclasses.replace(config.section(DataConfig), split="1,0,0")
