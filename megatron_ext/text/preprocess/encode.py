@@ -20,6 +20,7 @@ import orjson
 
 from megatron_ext.text.preprocess.starts import is_blank
 from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.text.tokenizers.boundaries import PART_CHARACTERS, parts
 from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -152,7 +153,8 @@ ENDS_WITHIN = "end of document within a text"
 _CHECKED_CHARACTERS = 16_384
 """If the text chosen to check gigatoken's ids has more characters, a shorter one is checked.
 
-That one is the shortest of the batch; checks of long texts would take too long.
+That one is the shortest of the batch, or its beginning; checks of long texts would take too long,
+and too much memory.
 """
 
 
@@ -318,14 +320,17 @@ class TextEncoder:
         differ.
         """
         texts = [text for document in documents for text in document]
-        ids = (self.tokenizer if self.fast is None else self.fast).encode_batch(texts)
+        ids = self._ids(texts)
         if self.fast is not None and texts:
             # Compare one text of each batch. The prime spreads its position over the batches.
             self.batches += 1
             checked = self.batches * 7919 % len(texts)
             if len(texts[checked]) > _CHECKED_CHARACTERS:
                 checked = min(range(len(texts)), key=lambda i: len(texts[i]))
-            self.fast.compare_ids(texts[checked], ids[checked])
+            if len(texts[checked]) > _CHECKED_CHARACTERS:
+                self.fast.compare([texts[checked][:_CHECKED_CHARACTERS]])
+            else:
+                self.fast.compare_ids(texts[checked], ids[checked])
         eod = [] if self.eod is None else [np.asarray([self.eod], np.uint32)]
         arrays = list[Any]()
         lengths = list[int]()
@@ -341,6 +346,21 @@ class TextEncoder:
                 lengths[-1] += 1
         tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.uint32)
         return Encoded(tokens, np.asarray(lengths, np.int32), np.asarray(counts, np.int32))
+
+    def _ids(self, texts: Sequence[str]) -> Sequence[Any]:
+        """Return the ids of each text; a long text is encoded in parts, which bounds the memory."""
+        encoder = self.tokenizer if self.fast is None else self.fast
+        if max(map(len, texts), default=0) <= PART_CHARACTERS:
+            return encoder.encode_batch(texts)
+        boundary = self.tokenizer.boundary
+        ids = []
+        for text in texts:
+            encoded = [
+                np.asarray(encoder.encode_batch([part])[0], np.uint32)
+                for part in parts(text, boundary)
+            ]
+            ids.append(np.concatenate(encoded))
+        return ids
 
 
 _COMMON = "a.m p.m etc vs no nr vol fig figs cf ca al approx resp dept inc ltd co corp st dr prof"

@@ -288,12 +288,20 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
             rest.append(piece)
             length += len(piece)
             continue
-        yield b"".join([*rest, piece[:line_end]]), num_read
+        rest.append(piece[:line_end])
+        yield _joined(rest), num_read
         rest = [piece[line_end:]] if line_end < len(piece) else []
         num_read = 0
         length = len(piece) - line_end
     if rest:
-        yield b"".join(rest), num_read
+        yield _joined(rest), num_read
+
+
+def _joined(pieces: list[bytes]) -> bytes:
+    """Join ``pieces`` and empty the list, so that a long line is not kept twice."""
+    joined = b"".join(pieces)
+    pieces.clear()
+    return joined
 
 
 def _too_long(part: Part, number: int) -> DataError:

@@ -116,6 +116,7 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
             if part.start == first == 0 and not is_table(part.packing):
                 check_encoding(part.source, block)
             lines = [*blank, *block.split(b"\n")]
+            del block  # It may be one long line, which need not be kept twice.
             if not lines[-1]:
                 lines.pop()
             end = len(lines)

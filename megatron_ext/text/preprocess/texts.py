@@ -115,7 +115,8 @@ def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
     texts: list[str] = []
     for line in lines:
         try:
-            texts.extend(text for key in parse_line(line, keys) for text in key)
+            # Comparing a long text would take too much memory.
+            texts.extend(text[:_SAMPLE_BYTES] for key in parse_line(line, keys) for text in key)
         except BadLine:
             continue
     return texts

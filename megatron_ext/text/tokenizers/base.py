@@ -7,6 +7,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,8 @@ from megatron_ext.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from megatron_ext.text.tokenizers.boundaries import Boundary
 
     Ids = Sequence[int] | npt.NDArray[Any]
 
@@ -93,6 +96,14 @@ class Tokenizer(ABC):
         Preprocessing runs one process per core, so an implementation should start no threads.
         """
         return [self.tokenize(text) for text in texts]
+
+    @cached_property
+    def boundary(self) -> Boundary | None:
+        """Where a text may be cut so that the ids of its parts are those of the whole text.
+
+        It is None if this is not known. See `boundaries.parts`.
+        """
+        return None
 
     def fast_source(self) -> tuple[FastKind, str] | None:
         """Return the source from which the fast library gigatoken can load this tokenizer.
@@ -192,6 +203,12 @@ class NullTokenizer(Tokenizer):
         if any(not 0 <= i <= self.eos for i in ids):
             raise ValueError(f"an id is outside 0 to {self.eos} of NullTokenizer")
         return ids
+
+    @cached_property
+    def boundary(self) -> Boundary | None:
+        from megatron_ext.text.tokenizers.boundaries import BETWEEN_IDS
+
+        return BETWEEN_IDS
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return " ".join(str(i) for i in ids)

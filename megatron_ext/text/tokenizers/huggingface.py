@@ -7,9 +7,10 @@ other class may change the tokenizer in Python, so transformers loads it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from megatron_ext.text.tokenizers.entries import (
 
 if TYPE_CHECKING:
     from megatron_ext.text.tokenizers.base import Ids
+    from megatron_ext.text.tokenizers.boundaries import Boundary
 
 _GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", None)
 _FILES = tuple("*.json *.jinja *.txt *.py *.model *.tiktoken *.bpe *.spm vocab* tokenizer*".split())
@@ -155,6 +157,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    @cached_property
+    def boundary(self) -> Boundary | None:
+        from megatron_ext.text.tokenizers.boundaries import boundary_of_backend
+
+        if self._include_special:
+            return None
+        return boundary_of_backend(json.loads(self._backend.to_str()), self.control_texts())
 
     def fast_source(self) -> tuple[FastKind, str] | None:
         return None if self._include_special else ("json", self._backend.to_str())

@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,16 @@ from megatron_ext.text.tokenizers.base import (
 
 if TYPE_CHECKING:
     from megatron_ext.text.tokenizers.base import Ids
+    from megatron_ext.text.tokenizers.boundaries import Boundary
 
 _USER_DEFINED = 4
 # The bytes of a user-defined piece in a serialized model: its score, then its type.
 _USER_DEFINED_PIECE = re.compile(rb"\x15....\x18\x04", re.DOTALL)
 _SEPARATOR = "▁"
+# Fields of a serialized model's TrainerSpec and NormalizerSpec, and a value of the first.
+_MODEL_TYPE, _SUFFIX = 3, 24
+_DUMMY_PREFIX, _ESCAPE = 3, 5
+_BPE = 2
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -110,6 +116,10 @@ class SentencePieceTokenizer(Tokenizer):
             run = []
         return "".join([*pieces, self._model.decode_ids(run)])
 
+    @cached_property
+    def boundary(self) -> Boundary | None:
+        return None if self._special else _boundary(self._model.serialized_model_proto())
+
     def fast_source(self) -> tuple[FastKind, str] | None:
         return None if self._special or self.path is None else ("sentencepiece", self.path)
 
@@ -138,6 +148,37 @@ def _user_defined(model: bytes) -> Iterator[str]:
             content: dict[int, Any] = dict(_fields(piece))
             if content.get(3) == _USER_DEFINED:
                 yield content[1].decode("utf-8")
+
+
+def _boundary(model: bytes) -> Boundary | None:
+    """Return where a text may be cut for a SentencePiece model; None if nowhere.
+
+    A BPE model merges symbols if the result is a piece. If the separator, which stands for a space,
+    occurs only at the beginning of pieces, nothing is merged across a space. The part after it gets
+    a separator of its own, so the space is left out.
+    """
+    from megatron_ext.text.tokenizers.boundaries import BETWEEN_WORDS
+
+    trainer: dict[int, Any] = {}
+    normalizer: dict[int, Any] = {}
+    pieces = set()
+    for field, value in _fields(model):
+        if field == 1 and isinstance(value, bytes):
+            content: dict[int, Any] = dict(_fields(value))
+            pieces.add(content.get(1, b"").decode("utf-8"))
+        elif field == 2 and isinstance(value, bytes):
+            trainer = dict(_fields(value))
+        elif field == 3 and isinstance(value, bytes):
+            normalizer = dict(_fields(value))
+    # Their normalizations join no letter of ASCII with a space after it.
+    is_known = normalizer.get(1, b"") in (b"identity", b"nfkc", b"nmt_nfkc")
+    is_bpe = trainer.get(_MODEL_TYPE) == _BPE and not trainer.get(_SUFFIX)
+    adds_separators = normalizer.get(_DUMMY_PREFIX, 1) and normalizer.get(_ESCAPE, 1)
+    if not (is_bpe and is_known and adds_separators and _SEPARATOR in pieces):
+        return None
+    if any(_SEPARATOR in piece.lstrip(_SEPARATOR) for piece in pieces):
+        return None
+    return BETWEEN_WORDS
 
 
 def _fields(buffer: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -197,6 +238,7 @@ class TikTokenizer(Tokenizer):
         names = _special_names(pattern, vocab_size, num_special, special)
         ids = {name: i for i, name in enumerate(names)}
         self.vocab_size = vocab_size
+        self._pattern = pattern
         self._num_special = len(ids)
         self.eos, self.bos, self.pad, self.unk = (ids[x] for x in ("</s>", "<s>", "<pad>", "<unk>"))
         self._encoding: Any = tiktoken.Encoding(
@@ -208,6 +250,14 @@ class TikTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._encoding.encode(text, allowed_special="all"))
+
+    @cached_property
+    def boundary(self) -> Boundary | None:
+        from megatron_ext.text.tokenizers.boundaries import boundary_of_pattern
+
+        return boundary_of_pattern(
+            PATTERNS[self._pattern], sorted(self._encoding.special_tokens_set)
+        )
 
     def token_id(self, text: str) -> int:
         try:

@@ -41,6 +41,9 @@ from megatron_ext.text.preprocess.inputs import (
 )
 from megatron_ext.text.preprocess.packed import packing_of
 from megatron_ext.text.preprocess.texts import _samples
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.text.tokenizers.boundaries import PART_CHARACTERS
+from tests.text import tiny
 
 
 @pytest.mark.parametrize(
@@ -286,15 +289,54 @@ def test_one_text_of_each_batch_is_compared_and_none_that_is_long() -> None:
             assert len(text) == len(ids)
             self.compared.append(text)
 
+        def compare(self, texts: Sequence[str]) -> None:
+            self.compared += texts
+
     fast: Any = Fast()
     encoder = TextEncoder(None, fast, ["text"], 1, None, None)  # type: ignore[arg-type]
     for _ in range(20):
         encoder._encode([[letter] for letter in "abcdefghij"])
     assert len(fast.compared) == 20 and len(set(fast.compared)) == 10
     encoder._encode([["x" * 20_000, "y" * 17_000], ["z" * 18_000]])
-    assert fast.compared[-1] == "y" * 17_000
+    assert fast.compared[-1] == "y" * 16_384, "the beginning of the shortest"
+    encoder._encode([["x" * 20_000, "y" * 16_384]])
+    assert fast.compared[-1] == "y" * 16_384
     encoder._encode([[]])
-    assert len(fast.compared) == 21
+    assert len(fast.compared) == 22
+
+
+def test_a_long_text_is_encoded_in_parts() -> None:
+    tokenizer = build_tokenizer(
+        TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tiny.hf_folder()))
+    )
+    asked: list[int] = []
+
+    class Spied:
+        boundary = tokenizer.boundary
+
+        def encode_batch(self, texts: Sequence[str]) -> Any:
+            asked.extend(map(len, texts))
+            return tokenizer.encode_batch(texts)
+
+    text = " ".join(tiny.sentences()[:500]) * 20
+    spied: Any = Spied()
+    encoded = TextEncoder(spied, None, ["text"], 1, None, 7)._encode([["a", text], [""], ["b"]])
+    ids = [*tokenizer.tokenize("a"), *tokenizer.tokenize(text), 7, *tokenizer.tokenize("b"), 7]
+    assert encoded.tokens.tolist() == ids
+    assert encoded.documents.tolist() == [2, 0, 1]
+    assert len(text) > 6 * PART_CHARACTERS and max(asked) < PART_CHARACTERS + 200
+
+
+def test_a_line_of_many_blocks_is_not_kept_twice(tmp_path: Path) -> None:
+    path = tmp_path / "long"
+    path.write_bytes(b"x" * (packed.BLOCK_BYTES * 4) + b"\ny\n")
+    part = Part(str(path), "long", 0, path.stat().st_size, "plain", 1)
+    found = blocks(part)
+    tracemalloc.start()
+    block, _ = next(found)
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(block) >= packed.BLOCK_BYTES * 4 and kept < 1.5 * len(block)
 
 
 def test_samples_come_from_all_over_the_input(tmp_path: Path) -> None:
