@@ -30,6 +30,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,7 @@ A period that is longer than this is a cycle of its own.
 _SCANNED = 1 << 18
 """Number of places whose backlog is computed at once, unless there are very many sources."""
 
-Places = NDArray[np.uint16] | NDArray[np.uint32]
+Places = NDArray[np.unsignedinteger[Any]]
 """The sources of places: in 16 bits if there are at most 65,536 sources, otherwise in 32."""
 
 
