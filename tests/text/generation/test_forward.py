@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.optimizer import LoraConfig
+from megatron_ext.config.optimizer import LATENT_TARGETS, LoraConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.kv_cache import Segment
@@ -78,14 +78,23 @@ def test_a_model_is_after_generation_as_it_was_before(context: ParallelContext) 
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
-PROMPTS = (IDS, (7,), (2, 7, 1, 8, 2, 8))
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 12 --disable-bias-linear --position-embedding-type rope"
 )
 ROTARY = "--position-embedding-type rope"
+LONG = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [2.0, 3.0, 4.0],
+}
 MODELS = {
     "plain": "",
+    "texts of both lengths of LongRoPE": (
+        f"{ROTARY} --rotary-percent 0.75 --rope-scaling {json.dumps(LONG, separators=(',', ':'))}"
+    ),
     "groups, norms of heads, SwiGLU, a window": (
         f"{ROTARY} --group-query-attention --num-query-groups 2 --qk-layernorm --swiglu "
         "--normalization RMSNorm --window-size 3 0 --window-attn-skip-freq 2"
@@ -105,41 +114,76 @@ MODELS = {
 }
 
 
+PASSES = ((5, 1, 0), (1, 1, 4), (1, 1, 2), (1, 1, 1), (1, 0, 1), (1, 1, 1))
+"""Numbers of new tokens of three texts; one begins beside two that go on, some by several."""
+
+
 def logits_of_passes(forward: PackedForward, *, by_modules: bool) -> list[Tensor]:
-    """Return the logits after some passes, one of which begins a text beside two that go on."""
-    lengths = [0] * len(PROMPTS)
+    """Return the logits ``[texts, v]`` after each pass."""
+    lengths = [0, 0, 0]
     found = []
-    with forward.ready(len(PROMPTS), 16):
+    short = forward.short_length
+    with forward.ready(3, 16):
         assert forward._decoder is not None
         if by_modules:
             forward._forget_decoder()
-        for counts in ((5, 1, 0), (1, 1, 4), (1, 1, 2), (1, 1, 1), (1, 0, 1), (1, 1, 1)):
-            texts = [
-                NewTokens(Segment(slot, lengths[slot], count), [3 + slot] * count)
-                for slot, count in enumerate(counts)
-                if count
-            ]
-            lengths = [a + b for a, b in zip(lengths, counts, strict=True)]
+        for counts in PASSES:
+            texts = []
+            for slot, count in enumerate(counts):
+                start = lengths[slot]
+                lengths[slot] += count
+                if short is not None and start <= short < lengths[slot]:
+                    start = 0  # All keys are rotated in another way.
+                new = lengths[slot] - start
+                if count:
+                    texts.append(NewTokens(Segment(slot, start, new), ids_of(slot)[start:][:new]))
             logits = forward.next_logits(texts)
             found.append(torch.stack([logits[slot] for slot in sorted(logits)]))
     return found
 
 
+def ids_of(slot: int) -> list[int]:
+    return [(7 * position + 11 * slot) % VOCABULARY for position in range(16)]
+
+
+def logits_of_whole_texts(forward: PackedForward) -> list[Tensor]:
+    """Return what `logits_of_passes` should, by forward passes without a cache."""
+    lengths = [0, 0, 0]
+    found = []
+    (chunk,) = forward.chunks
+    chunk.eval()
+    for counts in PASSES:
+        lengths = [a + b for a, b in zip(lengths, counts, strict=True)]
+        logits = []
+        for slot, count in enumerate(counts):
+            if count:
+                ids = torch.tensor([ids_of(slot)[: lengths[slot]]])
+                with torch.no_grad():
+                    whole = chunk(ids, torch.arange(ids.size(1))[None], None)
+                logits.append(whole[0, -1, :VOCABULARY].float())
+        found.append(torch.stack(logits))
+    return found
+
+
 @ranks()
-def test_a_pass_without_modules_gives_their_logits(context: ParallelContext) -> None:
+def test_passes_over_new_tokens_give_the_logits_of_whole_texts(context: ParallelContext) -> None:
     for name, flags in MODELS.items():
         forward = forward_of(context, *flags.split())
         if "with adapters" in name:
-            attach_adapters(forward.chunks, LoraConfig(lora_rank=2, lora_alpha=8), 1)
+            targets = [*LATENT_TARGETS, "linear_qkv"]
+            lora = LoraConfig(lora_rank=2, lora_alpha=8, lora_target_modules=targets)
+            attach_adapters(forward.chunks, lora, 1)
             for chunk in forward.chunks:
                 for key, parameter in chunk.named_parameters():
                     if key.endswith("lora.b"):
                         torch.nn.init.normal_(parameter)
-        passes = [logits_of_passes(forward, by_modules=each) for each in (False, True)]
+        truth = logits_of_whole_texts(forward)
         near = 2e-2 if name == "16 bits" else 1e-5
-        for found, expected in zip(*passes, strict=True):
-            atol = near * float(expected.abs().max())
-            torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=name)
+        for by_modules in (False, True):
+            passes = logits_of_passes(forward, by_modules=by_modules)
+            for found, expected in zip(passes, truth, strict=True):
+                atol = near * float(expected.abs().max())
+                torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=name)
 
 
 @ranks()
