@@ -31,9 +31,9 @@ from megatron_ext.train.pretrain import INJECTED as VARIABLE
 SLOW = "slow rank"
 KINDS = (*STRIKES, SLOW)
 _SECONDS_OF_A_SLOW_PASS = 0.05
-_COMPUTED = {"F": "forward", "B": "backward", "W": "backward"}
+_COMPUTED = {"F": "forward", "B": "backward", "W": "backward", "FB": "forward"}
 """Names in events such as "end of forward", by the schedule's letter for a computation (W: the
-gradients of weights).
+gradients of weights; FB: a pair of two passes, which counts as its forward pass).
 """
 
 
@@ -88,7 +88,8 @@ def name_of_event(name: str, detail: Any) -> str:
     microbatch = getattr(detail, "microbatch", None)
     if kind is None or microbatch is None:
         return f"end of {_COMPUTED.get(name, name)}" if detail == "end" else name
-    word = "backward" if kind.name in ("INPUT", "WEIGHT") else kind.name.lower().replace("_", " ")
+    words = {"INPUT": "backward", "WEIGHT": "backward", "PAIR": "forward"}
+    word = words.get(kind.name, kind.name.lower().replace("_", " "))
     return f"{word} of micro-batch {microbatch}"
 
 

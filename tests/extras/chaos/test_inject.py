@@ -33,6 +33,8 @@ STEP = [
     ("F", 0, "end"),
     ("I", 0, Action(Kind.INPUT, 1, 0)),
     ("I", 0, "end"),
+    ("FB", 0, Action(Kind.PAIR, 2, 0, backward=Action(Kind.BACKWARD, 0, 0))),
+    ("FB", 0, "end"),
     ("update", 0, "begin"),
     ("update", 0, "end"),
 ]
@@ -84,10 +86,11 @@ def struck_at(
         ("end of data", STEP[2]),
         ("forward", STEP[3]),
         ("forward of micro-batch 1", STEP[5]),
+        ("forward of micro-batch 2", STEP[9]),
         ("backward of micro-batch 1", STEP[7]),
         ("backward", STEP[7]),
         ("end of forward", STEP[4]),
-        ("update", STEP[9]),
+        ("update", STEP[11]),
         ("backward of micro-batch 7", None),
     ],
 )
