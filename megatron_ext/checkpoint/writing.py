@@ -14,7 +14,6 @@ import io
 import json
 import os
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +44,6 @@ from megatron_ext.parallel.collectives import on_first_rank, to_first_rank
 _FORMAT = "metadata.json"
 _LARGE_WRITE = 1 << 16
 """Bytes from which a write is worth a second thread for its checksums."""
-_FLUSHED_BYTES = 1 << 26
-"""Bytes after which the disk is asked to begin writing what a file has received."""
 
 
 class CheckpointWriter:
@@ -185,33 +182,25 @@ class _DescribedFiles(FileSystem):
 class _SummedFile:
     """A file to write to, with the checksums of what was written.
 
-    While a large piece is written, a second thread adds it to the checksums, and a third one has
-    the disk write earlier pieces, so that the flush at the end has little left to do.
+    While a large piece is written, a second thread adds it to the checksums.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self.checksums = Checksums()
         self._file = file
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
-        self._flush: ThreadFuture[None] | None = None
-        self._unflushed = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def write(self, data: bytes | memoryview) -> int:
         size = memoryview(data).nbytes
         if size < _LARGE_WRITE:
             self.checksums.add(data)
             return self._file.write(data)
-        adding = self._threads.submit(self.checksums.add, data)
+        adding = self._thread.submit(self.checksums.add, data)
         try:
             self._file.write(data)
         finally:
             # The memory of ``data`` is valid during this call only.
             adding.result()
-        self._unflushed += size
-        if self._unflushed >= _FLUSHED_BYTES and (self._flush is None or self._flush.done()):
-            self._unflushed = 0
-            self._raise_of_flush()
-            self._flush = self._threads.submit(os.fdatasync, self._file.fileno())
         return size
 
     def tell(self) -> int:
@@ -224,16 +213,8 @@ class _SummedFile:
         return self._file.fileno()
 
     def close(self) -> None:
-        # The descriptor must stay open until the flush has ended.
-        self._threads.shutdown()
+        self._thread.shutdown()
         self._file.close()
-        self._raise_of_flush()
-
-    def _raise_of_flush(self) -> None:
-        """Raise the error of an early flush, which the flush at the end would not raise again."""
-        if self._flush is not None:
-            flush, self._flush = self._flush, None
-            flush.result()
 
 
 def bytes_of(plan: SavePlan) -> int:

@@ -101,22 +101,6 @@ def test_a_file_that_lost_what_was_written_is_refused(
     assert written.index.fqn == "a" and written.storage_data.relative_path == "__0_0.distcp"
 
 
-def test_an_error_of_an_early_flush_is_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system tells of a lost page once: to the early flush, and not to that at the end."""
-
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(writing, "_FLUSHED_BYTES", 1)
-    monkeypatch.setattr(os, "fdatasync", fail)
-    stream = writing._SummedFile((tmp_path / "x").open("wb"))
-    assert stream.write(bytes(writing._LARGE_WRITE)) == writing._LARGE_WRITE
-    with pytest.raises(OSError, match="Input/output error"):
-        stream.close()
-
-
 def test_each_file_is_verified_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks share the files, and begin with the largest."""
     files = {f"f{n}": {"bytes": 10 * n} for n in range(7)}
