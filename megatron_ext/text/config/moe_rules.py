@@ -200,6 +200,15 @@ def _router_errors(moe: MoEConfig) -> Iterator[FlagError]:
         )
     ranked = moe.moe_router_group_scores
     group_size = (moe.num_experts or 0) // groups
+    reachable = chosen * group_size
+    if 1 <= chosen <= groups and moe.moe_router_topk > reachable:
+        yield FlagError(
+            "--moe-router-topk",
+            moe.moe_router_topk,
+            f"must be at most the experts of `--moe-router-group-topk` groups ({chosen} × "
+            f"{group_size} = {reachable})",
+            f"use {reachable} or less",
+        )
     if ranked is not None and ranked > group_size:
         yield FlagError(
             "--moe-router-group-scores",
