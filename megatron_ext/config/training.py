@@ -375,8 +375,6 @@ CROSS_ENTROPY = "cross-entropy"
 """The value of ``--loss`` that chooses cross-entropy, also where a program's default differs."""
 
 
-MIN_ROWS = 512
-"""The number of tokens below which a float32 block of logits is not cut further by default."""
 MAX_ROWS = 1024
 """The largest number of tokens in a float32 block of logits by default."""
 MIN_FUSED_ROWS = 4096
@@ -384,12 +382,8 @@ MIN_FUSED_ROWS = 4096
 
 
 def default_rows(num_tokens: int) -> int:
-    """Return the tokens in a float32 block of logits: an eighth of all, within limits.
-
-    They are at least `MIN_ROWS`, since products of fewer rows are slow and their logits small, and
-    at most `MAX_ROWS`.
-    """
-    return min(num_tokens, max(MIN_ROWS, -(-num_tokens // 8)), MAX_ROWS)
+    """Return the tokens in a float32 block of logits: an eighth of all, at most `MAX_ROWS`."""
+    return min(-(-num_tokens // 8), MAX_ROWS)
 
 
 def fused_rows(num_tokens: int, hidden_size: int) -> int:
@@ -420,7 +414,7 @@ class LossConfig:
     )
     cross_entropy_chunk_size: int | None = flag(
         None,
-        "tokens of a chunk; by default an eighth of a micro-batch's, 512 to 1024, and for "
+        "tokens of a chunk; by default an eighth of a micro-batch's, 1024 at most, and for "
         "cross-entropy of 16-bit logits on a GPU half, 4096 or twice the hidden size at most",
         COUNT,
         "tokens",

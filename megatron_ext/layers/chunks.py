@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,36 +164,6 @@ class _In16Bits(Float16Module):  # type: ignore[misc]
         return float16_to_fp32(output) if fp32_output and self._is_last else output
 
 
-class DataParallel(DistributedDataParallel):  # type: ignore[misc]
-    """megatron-core's data-parallel wrapper, which copies nothing if it holds the only replica.
-
-    A reduce-scatter or an all-gather over a single rank copies its whole buffer, with Gloo even
-    three times. Neither changes any value.
-    """
-
-    @cached_property
-    def _is_alone(self) -> bool:
-        """Return whether no other rank has a copy of any parameter, so that there is none to sync.
-
-        Weights in 8 bits are converted after each gather, so they count as if there were another.
-        """
-        config = self.ddp_config
-        converts = config.fp8_param_gather or config.reuse_grad_buf_for_mxfp8_param_ag
-        buffers = (*self.buffers, *self.expert_parallel_buffers)
-        return not (converts or config.overlap_param_gather) and all(
-            buffer.data_parallel_group.size() == 1 for buffer in buffers
-        )
-
-    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Reduce the gradients; over a single rank by an all-reduce, which copies nothing."""
-        super().finish_grad_sync(force_all_reduce=force_all_reduce or self._is_alone)
-
-    def start_param_sync(self, *unused: Any, **options: bool) -> None:
-        """Gather the weights that other ranks have updated, if there are any."""
-        if not self._is_alone:
-            super().start_param_sync(*unused, **options)
-
-
 def wrap_chunks(
     chunks: list[MegatronModule],
     config: RunConfig,
@@ -214,7 +184,7 @@ def wrap_chunks(
     num_parameters = sum(parameter.numel() for parameter in trained)
     sections = config.optimizer, config.precision, config.fp8
     ddp_config = _ddp_config(*sections, context, num_parameters)
-    wrap: Any = DataParallel
+    wrap: Any = DistributedDataParallel
     if config.optimizer.shards_gradients:
         from megatron_ext.layers.gradient_shards import ShardedGradients
 

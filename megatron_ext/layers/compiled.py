@@ -138,22 +138,6 @@ def compiles(x: Tensor) -> bool:
     return compiler.backend is not None and x.numel() > 0
 
 
-def is_explicit(x: Tensor) -> bool:
-    """Return whether `explicit_gradients` has the functions of ``x``: in float32 on a CPU."""
-    return x.device.type == "cpu" and x.dtype == torch.float32
-
-
-def is_swiglu(transformer_config: TransformerConfig) -> bool:
-    """Return whether the activation of MLPs is SwiGLU, without limits and offset."""
-    config = transformer_config
-    return (
-        config.gated_linear_unit
-        and config.activation_func is torch.nn.functional.silu
-        and config.activation_func_clamp_value is None
-        and not config.glu_linear_offset
-    )
-
-
 def _missing() -> str | None:
     """Return a requirement of inductor that this machine lacks; None if it lacks none."""
     if not has_triton():

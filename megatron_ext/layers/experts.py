@@ -1,11 +1,10 @@
-"""The experts of a rank computed together, instead of one expert after the other.
+"""The experts of a rank as grouped matrix products, instead of one product per expert.
 
-On a CPU, each expert has a product of its own, but all else is computed for all experts at once.
-On a GPU, the products are grouped: a single kernel of torch multiplies the tokens of every expert
-by that expert's matrix. It reads from device memory at which row the tokens of each expert end. The
-weights remain separate parameters with their names in checkpoints: they are copied into one stacked
-tensor in each forward pass, and again for the gradient of the tokens. Grouping pays off for many
-small experts, whose single products are too small to fill a GPU.
+A single kernel of torch multiplies the tokens of every expert by that expert's matrix. It reads
+from device memory at which row the tokens of each expert end. The weights remain separate
+parameters with their names in checkpoints: they are copied into one stacked tensor in each forward
+pass, and again for the gradient of the tokens. Grouping pays off for many small experts, whose
+single products are too small to fill a GPU.
 """
 
 from __future__ import annotations
@@ -22,17 +21,14 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from megatron_ext.layers import pointwise
-from megatron_ext.layers.compiled import fusions_of, is_explicit, is_swiglu
-from megatron_ext.layers.explicit_gradients import swiglu
+from megatron_ext.layers.compiled import fusions_of
 from megatron_ext.layers.hooks import call_pre_hooks
 from megatron_ext.layers.subclass import specialize
 from megatron_ext.layers.weight_gradients import (
     DeferredWeightGradients,
-    LinearCall,
     accumulate,
     gradient_placeholder,
     takes_overwrite,
-    weight_gradient,
     writable,
 )
 
@@ -147,60 +143,8 @@ class _GroupedProduct(torch.autograd.Function):
         return x_gradient, None, None, *weight_gradients
 
 
-class _ProductPerExpert(torch.autograd.Function):
-    """The same products on a CPU: one for each expert, written to its part of the result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, call: _Call, *weights: Tensor) -> Tensor:
-        spans = _spans(ends)
-        ctx.save_for_backward(x)
-        ctx.call = call
-        ctx.spans = spans
-        output = x.new_empty(len(x), len(weights[0]))
-        for span, weight in zip(spans, weights, strict=True):
-            torch.mm(x[span], weight.detach().t(), out=output[span])
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        call: _Call = ctx.call
-        spans: list[slice] = ctx.spans
-        gradient = gradient.contiguous()
-        x_gradient = None
-        if ctx.needs_input_grad[0]:
-            x_gradient = torch.empty_like(x)
-            for span, weight in zip(spans, call.weights, strict=True):
-                torch.mm(gradient[span], weight.detach(), out=x_gradient[span])
-
-        def compute() -> tuple[Tensor | None, ...]:
-            return tuple(
-                weight_gradient(LinearCall(weight, call.queue, call.in_place), gradient[i], x[i])
-                for i, weight in zip(spans, call.weights, strict=True)
-            )
-
-        weight_gradients: tuple[Tensor | None, ...] = (None,) * len(call.weights)
-        if call.queue is not None:
-            call.queue.add(compute)
-        elif call.weights[0].requires_grad:
-            weight_gradients = compute()
-        return x_gradient, None, None, *weight_gradients
-
-
-def _spans(ends: Tensor) -> list[slice]:
-    """Return the rows of each expert; ``ends`` ``[e]`` has the row after each one's last token."""
-    last: list[int] = ends.tolist()
-    return [slice(start, end) for start, end in zip([0, *last], last, strict=False)]
-
-
-class JointExperts(SequentialMLP):  # type: ignore[misc]
-    """megatron-core's `SequentialMLP`, which on a CPU computes only the products one by one.
-
-    This is for float32. In 16 bits, megatron-core's own functions compute all of it, to round like
-    Megatron-LM.
-    """
-
-    _product_function: Any = _ProductPerExpert
+class GroupedExperts(SequentialMLP):  # type: ignore[misc]
+    """megatron-core's `SequentialMLP`, with grouped products where they can be used."""
 
     def forward(
         self,
@@ -228,23 +172,20 @@ class JointExperts(SequentialMLP):  # type: ignore[misc]
         counts = tokens_per_expert.to(x.device, non_blocking=True)
         ends = counts.cumsum(0, dtype=torch.int32)
         scale = probs.unsqueeze(-1)
+        activate: Any = pointwise.activated
+        if not fusions_of(config).activation:
+            activate = pointwise.activated.eager
         wide = self._product(x, ends, "linear_fc1")
         bias = self._biases(ends, "linear_fc1", wide)
-        if is_explicit(wide) and is_swiglu(config):
-            narrow = swiglu(wide if bias is None else wide + bias, scale)
-        else:
-            activate: Any = pointwise.activated
-            if not fusions_of(config).activation:
-                activate = pointwise.activated.eager
-            name = pointwise.NAMES[config.activation_func]
-            limits = pointwise.limits_of(config)
-            narrow = activate(wide, bias, scale, name, config.gated_linear_unit, *limits)
+        name = pointwise.NAMES[config.activation_func]
+        limits = pointwise.limits_of(config)
+        narrow = activate(wide, bias, scale, name, config.gated_linear_unit, *limits)
         output = self._product(narrow, ends, "linear_fc2")
         bias = self._biases(ends, "linear_fc2", output)
         return (output if bias is None else (output + bias * scale).to(output.dtype)), None
 
     def _groups(self, x: Tensor) -> bool:
-        """Return whether the tokens ``x`` and all experts of this rank can be computed together."""
+        """Return whether grouped products support the tokens ``x`` and all experts of this rank."""
         linears = [
             x for expert in self.local_experts for x in (expert.linear_fc1, expert.linear_fc2)
         ]
@@ -254,12 +195,9 @@ class JointExperts(SequentialMLP):  # type: ignore[misc]
             and len(x) > 0
             and all(linear.fp8 is None and linear.lora is None for linear in linears)
             and x.dtype == linears[0].weight.dtype
-            and self._multiplies(x, sizes)
+            and not any(size * x.element_size() % ALIGNMENT for size in sizes)
+            and (not x.is_cuda or (x.dtype == torch.bfloat16 and _has_kernel(x.device)))
         )
-
-    def _multiplies(self, x: Tensor, sizes: set[int]) -> bool:
-        """Return whether `_product` supports tokens ``x`` and weights of these sizes."""
-        return is_explicit(x)
 
     def _product(self, x: Tensor, ends: Tensor, name: str) -> Tensor:
         """Multiply the tokens of each expert by that expert's weight; return ``[tokens, out]``.
@@ -276,7 +214,7 @@ class JointExperts(SequentialMLP):  # type: ignore[misc]
         call = _Call(weights, queue, trains and config.adds_in_place)
         # For deferred gradients, autograd must not see the weights.
         seen = weights if queue is None else [weight.detach() for weight in weights]
-        product: Tensor = self._product_function.apply(x, ends, call, *seen)
+        product: Tensor = _GroupedProduct.apply(x, ends, call, *seen)  # type: ignore[no-untyped-call]
         return product
 
     def _biases(self, ends: Tensor, name: str, like: Tensor) -> Tensor | None:
@@ -297,24 +235,9 @@ class JointExperts(SequentialMLP):  # type: ignore[misc]
         return chosen.to(like.dtype) @ torch.stack(biases)
 
 
-class GroupedExperts(JointExperts):
-    """The same with grouped products on a GPU, where they can be used."""
-
-    _product_function = _GroupedProduct
-
-    def _multiplies(self, x: Tensor, sizes: set[int]) -> bool:
-        """Return whether there is a grouped product for ``x`` and weights of these sizes."""
-        aligned = not any(size * x.element_size() % ALIGNMENT for size in sizes)
-        return aligned and (not x.is_cuda or (x.dtype == torch.bfloat16 and _has_kernel(x.device)))
-
-
-def join_experts(layer: torch.nn.Module) -> None:
-    """Make the experts of an MoE layer compute together, without changing their parameters.
-
-    Their products are grouped if ``groups_experts`` of the TransformerConfig is set.
-    """
+def group_experts(layer: torch.nn.Module) -> None:
+    """Make the experts of an MoE layer use grouped products, without changing their parameters."""
     experts = layer.experts
     assert isinstance(experts, torch.nn.Module)
     if type(experts) is SequentialMLP:
-        groups = getattr(experts.config, "groups_experts", False)
-        specialize(experts, GroupedExperts if groups else JointExperts)
+        specialize(experts, GroupedExperts)

@@ -1,18 +1,17 @@
 """megatron-core's parallel linear layers, with control over their weight gradients.
 
-The matrix product of a weight gradient may be deferred, or add to the gradient buffer directly; the
-communication of tensor parallelism then overlaps the products of the backward pass. Otherwise the
-results equal megatron-core's bit for bit. A layer may hold an adapter and add the adapter's output
-to its own (see `layers.lora`). It may multiply in 8 bits (see `layers.fp8`).
+The matrix product of a weight gradient may be deferred, or add to the gradient buffer directly (see
+`layers.linear_function`). Otherwise the results equal megatron-core's bit for bit. A layer may
+hold an adapter and add the adapter's output to its own (see `layers.lora`). It may multiply in 8
+bits (see `layers.fp8`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import TransformerConfig
@@ -20,12 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.weight_gradients import (
-    LinearCall,
-    expect_additions,
-    weight_gradient,
-    writable,
-)
+from megatron_ext.layers.weight_gradients import LinearCall, expect_additions, writable
 
 
 def enter(x: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
@@ -44,80 +38,6 @@ def leave(partial_sums: Tensor, tp_group: ProcessGroup, sequence_parallel: bool)
     if sequence_parallel:
         return mappings.reduce_scatter_to_sequence_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
     return mappings.reduce_from_tensor_model_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
-
-
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-    """Return ``input W^T + bias``; ``call`` says where the gradient of the weight goes."""
-    # For a deferred gradient, autograd must not see the weight.
-    seen = weight if call.queue is None else weight.detach()
-    result: Tensor = _Linear.apply(input, seen, bias, call)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
-    ) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.call = call
-        ctx.use_bias = bias is not None
-        total = input
-        if call.sequence_parallel:
-            total = mappings._gather_along_first_dim(input, call.tp_group)
-        output = torch.matmul(total, weight.t())
-        return output if bias is None else output + bias
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        entered, weight = ctx.saved_tensors
-        call: LinearCall = ctx.call
-        queue = call.queue
-        # Communication of the input, and then of its gradient, overlaps the matrix products.
-        gather = None if queue is not None and queue.collecting else _gathered(entered, call)
-        returned = None
-        if ctx.needs_input_grad[0]:
-            returned = _reduced(grad_output.matmul(weight), call)
-        grad_weight = None
-        if gather is not None:
-            grad_weight = weight_gradient(call, grad_output, gather.get())
-        elif queue is not None:
-            queue.add(lambda: weight_gradient(call, grad_output, _gathered(entered, call).get()))
-        grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
-        return None if returned is None else returned.get(), grad_weight, grad_bias, None
-
-
-class _Sent(NamedTuple):
-    """The result of a collective that may still be running; `get` waits for it."""
-
-    tensor: Tensor
-    work: Any = None
-
-    def get(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.tensor
-
-
-def _gathered(part: Tensor, call: LinearCall) -> _Sent:
-    """Start to gather the input of all tokens, unless ``part`` already holds all of them."""
-    if not call.sequence_parallel or call.tp_group is None or call.tp_group.size() == 1:
-        return _Sent(part)
-    whole = part.new_empty(part.size(0) * call.tp_group.size(), *part.shape[1:])
-    sends: Any = {"group": call.tp_group, "async_op": True}
-    return _Sent(whole, dist.all_gather_into_tensor(whole, part.contiguous(), **sends))
-
-
-def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
-    """Start to sum the input's gradient over the ranks if needed; keep only this rank's tokens."""
-    group = call.tp_group
-    if group is None or group.size() == 1:
-        return _Sent(whole)
-    sends: Any = {"group": group, "async_op": True}
-    if call.sequence_parallel:
-        part = whole.new_empty(whole.size(0) // group.size(), *whole.shape[1:])
-        return _Sent(part, dist.reduce_scatter_tensor(part, whole.contiguous(), **sends))
-    return _Sent(whole, dist.all_reduce(whole, **sends) if call.allreduce_dgrad else None)
 
 
 class _ParallelLinear:
@@ -174,6 +94,8 @@ class _ParallelLinear:
             from megatron_ext.layers.fp8.linear import fp8_linear
 
             return fp8_linear(input, weight, kwargs["bias"], call)
+        from megatron_ext.layers.linear_function import linear
+
         return linear(input, weight, kwargs["bias"], call)
 
 

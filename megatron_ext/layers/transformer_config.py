@@ -175,7 +175,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "embedding_multiplier": model.embedding_multiplier,
         "proj_bias": model.add_proj_bias,
         "mlp_bias": model.has_mlp_bias,
-        "adds_in_place": fuses and not in_te,
+        "adds_in_place": fuses and not in_te and config.device == "cuda",
         "te_gradient_accumulation_fusion": fuses and in_te,
         "weight_gradients": DeferredWeightGradients() if parallel.defers_weight_gradients else None,
         "auxiliary_scale": AuxiliaryScale(),

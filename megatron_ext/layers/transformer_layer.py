@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_ext.core import numbered_after_the_decoder
 from megatron_ext.layers import compiled
-from megatron_ext.layers.compiled import compiles, fusions_of, is_explicit, is_swiglu
+from megatron_ext.layers.compiled import compiles, fusions_of
 from megatron_ext.layers.norms import LayerNorm, Norm, RMSNorm
 from megatron_ext.layers.subclass import specialize
 
@@ -126,20 +126,6 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             and not (config.attention_output_gate or config.test_mode)
         )
 
-    def _rotates_whole_heads(self, x: Tensor, rotary: Tensor) -> bool:
-        """Return whether `rotated_heads` can rotate the heads by the angles ``[s, 1, k, d]``."""
-        config = self.config
-        return (
-            is_explicit(x)
-            and rotary.size(-1) == self.hidden_size_per_attention_head
-            and all(
-                isinstance(x, (IdentityOp, type(None)))
-                for x in (self.q_layernorm, self.k_layernorm)
-            )
-            and config.num_query_groups >= self.world_size
-            and not (config.rotary_interleaved or config.attention_output_gate or config.test_mode)
-        )
-
     def _projected_by_core(
         self, hidden: Tensor, rotary: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,19 +134,6 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         megatron-core's separate functions compute them. ``rotary`` has the angles ``[s, 1, k, d]``;
         None rotates nothing.
         """
-        if rotary is not None and self._rotates_whole_heads(hidden, rotary):
-            from megatron_ext.layers.explicit_gradients import rotated_heads
-            from megatron_ext.layers.pointwise import table_of
-
-            table = table_of(
-                rotary,
-                hidden.dtype,
-                interleaved=False,
-                index=self.rotary.index or 0,
-                magnitude=self.rotary.magnitude,
-            )
-            sizes = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-            return rotated_heads(self.linear_qkv(hidden)[0], *sizes, *table)
         query, key, value = self.get_query_key_value_tensors(hidden, None)
         if rotary is None:
             return query, key, value
@@ -200,10 +173,6 @@ class MLP(core.MLP):  # type: ignore[misc]
             from megatron_ext.layers.fused_layer import mlp_forward
 
             output, bias = mlp_forward(self, hidden_states, per_token_scale)
-        elif is_explicit(hidden_states) and is_swiglu(self.config):
-            from megatron_ext.layers.explicit_gradients import gated_mlp
-
-            output, bias = gated_mlp(self, hidden_states, per_token_scale)
         else:
             output, bias = super().forward(hidden_states, per_token_scale, **kwargs)
         return (output + bias, None) if self.adds_bias and bias is not None else (output, bias)
@@ -308,10 +277,10 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         if getattr(self.config, "sandwich_norm", False):
             self._normalize_outputs()
         mlp = self.mlp
-        if self.is_moe_layer:
-            from megatron_ext.layers.experts import join_experts
+        if self.is_moe_layer and getattr(self.config, "groups_experts", False):
+            from megatron_ext.layers.experts import group_experts
 
-            join_experts(mlp)
+            group_experts(mlp)
         if self.is_moe_layer and type(mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
             local = mlp.num_local_experts, mlp.local_expert_indices
             mlp.token_dispatcher = _dispatcher_class(self.config)(

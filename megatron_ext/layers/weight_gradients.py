@@ -39,10 +39,8 @@ def add_product(
     ``gradient`` is ``[tokens, out]``, ``inputs`` is ``[tokens, in]`` and ``total`` ``[out, in]``.
     """
     transposed = gradient.t()
-    if total.dtype == inputs.dtype and overwrite:
-        torch.mm(transposed, inputs, out=total)
-    elif total.dtype == inputs.dtype and total.is_cuda:
-        total.addmm_(transposed, inputs)
+    if total.dtype == inputs.dtype:
+        total.addmm_(transposed, inputs, beta=0 if overwrite else 1)
     elif overwrite and multiplies_to_float32(total.device, inputs.dtype):
         torch.mm(transposed, inputs, out_dtype=total.dtype, out=total)
     elif overwrite:
@@ -323,23 +321,3 @@ class LinearCall:
     sequence_parallel: bool = False
     allreduce_dgrad: bool = False
     scaling: Any = None
-
-
-def weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tensor | None:
-    """Compute the weight's gradient; add it to the buffer or return it, as ``call`` requires.
-
-    ``gradient`` is the output's gradient ``[s, b, out]``; ``total`` is the input ``[s, b, in]`` of
-    all tokens. The result is for autograd: the gradient, a placeholder, or None for a deferred
-    gradient.
-    """
-    gradient = gradient.flatten(0, -2)
-    total = total.flatten(0, -2)
-    weight = call.parameter
-    if call.in_place and hasattr(weight, "main_grad"):
-        add_weight_gradient(weight, gradient, total)
-        return None if call.queue is not None else gradient_placeholder(weight)
-    product = gradient.t().matmul(total)
-    if call.queue is None:
-        return product
-    accumulate(weight, product)
-    return None

@@ -120,7 +120,7 @@ def blockwise_loss(
         inputs: further tensors for ``loss``, by name: scalars, which it gets unchanged, and
             ``[b, s, ...]``, which are cut into blocks ``[C, ...]``.
         tp_group: ranks over which the head is split; None means that this rank holds all of it.
-        block_size: C; None chooses an eighth of the tokens, 512 to 1024.
+        block_size: C; None chooses an eighth of the tokens, at most 1024.
         bias: this rank's part of the head's bias, ``[v/tp]``.
         softcap: limit of the head's logits; see `VocabularyHead`.
         extra_names: names of the extra values; the loss must return all of them for every block.

@@ -71,7 +71,7 @@ def weighted_linear_cross_entropy(
             ``ignore_index`` or a weight of 0.
         token_weights: ``[b, s]``, such as loss mask / tokens of the global batch.
         tp_group: the ranks that share the head; None means that this rank holds the whole head.
-        block_size: tokens C of a block; None chooses an eighth of the tokens, 512 to 1024. The
+        block_size: tokens C of a block; None chooses an eighth of the tokens, at most 1024. The
             logits take C * v/tp * 4 bytes, and a 16-bit head needs a 16-bit copy of half that size.
             If a GPU keeps the logits in 16 bits, they take C * v/tp * 2 bytes, and None chooses a
             larger C (`config.training.fused_rows`).

@@ -287,9 +287,10 @@ class Gradients:
         self.wanted = any(needs_gradient)
         self.hidden = torch.empty_like(tokens) if needs_gradient[0] else None
         self._adds = adds_in_float32(tokens.device, tokens.dtype)
-        # The first block overwrites this memory, so it need not be zeroed.
-        self._is_empty = True
-        self.weight = torch.empty_like(weight, dtype=torch.float32) if needs_gradient[1] else None
+        # The first product of `_adds` overwrites this memory, so it need not be zeroed.
+        self._is_empty = self._adds
+        make = torch.empty_like if self._is_empty else torch.zeros_like
+        self.weight = make(weight, dtype=torch.float32) if needs_gradient[1] else None
         self.bias: Tensor | None = None
         if needs_gradient[2]:
             self.bias = weight.new_zeros(weight.shape[0], dtype=torch.float32)
@@ -309,8 +310,7 @@ class Gradients:
                 "The gradients of this loss were scaled in place by a first backward pass; compute "
                 "the loss again for a second one."
             )
-        if self.weight is not None and self._is_empty:
-            self.weight.zero_()
+        assert self.weight is None or not self._is_empty, "no block has written the gradient"
         self._taken = True
         hidden = self.hidden
         weight = self.weight
@@ -337,13 +337,12 @@ class Gradients:
             self.bias.add_(block.logits.sum(dim=0, dtype=torch.float32))
         if total is None:
             return
-        beta = 0 if self._is_empty else 1
-        self._is_empty = False
         if self._adds:
+            beta = 0 if self._is_empty else 1
+            self._is_empty = False
             torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, beta=beta, out=total)
         else:
-            logits = _cast(block.logits.t(), total.dtype)
-            total.addmm_(logits, _cast(tokens, total.dtype), beta=beta)
+            total.addmm_(_cast(block.logits.t(), total.dtype), _cast(tokens, total.dtype))
 
 
 def _cast(tensor: Tensor, kind: torch.dtype) -> Tensor:

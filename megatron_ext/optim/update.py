@@ -321,12 +321,9 @@ def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
     """
     flat = grad.reshape(-1)
     whole = flat.numel() // piece * piece
-    parts = [flat[:whole].view(-1, piece)] if whole else []
-    if whole < flat.numel() or not parts:
-        parts.append(flat[whole:])
-    norms = [torch.linalg.vector_norm(part, dim=-1) for part in parts]
-    sums = [each.double().square().sum() for each in norms]
-    total: torch.Tensor = sums[0] if len(sums) == 1 else sums[0] + sums[1]
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, piece), dim=1)
+    rest = torch.linalg.vector_norm(flat[whole:])
+    total: torch.Tensor = norms.double().square().sum() + rest.double().square()
     return total
 
 

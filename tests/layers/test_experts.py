@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.layers import experts
 from megatron_ext.layers.experts import GroupedExperts, _Call, _has_kernel
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
@@ -105,23 +104,24 @@ def results(
     ],
 )
 @ranks()
-def test_joint_and_grouped_experts_equal_single_ones(
+def test_grouped_experts_equal_single_ones(
     context: ParallelContext, changes: dict[str, Any], buffers: bool
 ) -> None:
-    given = {"moe_token_dispatcher_type": "alltoall", **changes}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "is_explicit", lambda _tokens: False)
-        single, waits = results(context, given, grouped=False, buffers=buffers)
-    joint, _ = results(context, given, grouped=False, buffers=buffers)
-    grouped, fewer = results(context, given, grouped=True, buffers=buffers)
-    for found in (joint, grouped):
-        assert single.keys() == found.keys()
-        for name, value in single.items():
-            assert (value is None) == (found[name] is None), name
-            if value is not None:
-                near(found[name], value, name, tolerance=1e-5)
-    if not changes.get("add_bias_linear"):
-        assert torch.equal(joint["output"], single["output"])
+    both = [
+        results(
+            context,
+            {"moe_token_dispatcher_type": "alltoall", **changes},
+            grouped=grouped,
+            buffers=buffers,
+        )
+        for grouped in (False, True)
+    ]
+    (single, waits), (grouped, fewer) = both
+    assert single.keys() == grouped.keys()
+    for name, value in single.items():
+        assert (value is None) == (grouped[name] is None), name
+        if value is not None:
+            near(grouped[name], value, name, tolerance=1e-5)
     of_experts = [place for place in waits if "experts.py" in place]
     assert of_experts and not [place for place in fewer if "experts.py" in place]
     assert len(waits) - len(fewer) == len(of_experts)
@@ -138,11 +138,11 @@ def test_weights_learn_from_tokens_that_need_no_gradient(context: ParallelContex
         changes = {**GATED, "weight_gradients": DeferredWeightGradients()}
         block = torch_block(config(context, groups_experts=grouped, **changes), context)
         plain.fill(block, context, E)
-        layer = block.layers[0].mlp.experts
-        assert isinstance(layer, GroupedExperts) is grouped
-        output, _ = layer(tokens, torch.tensor([1, 2, 0, 3]), torch.ones(6))
+        experts = block.layers[0].mlp.experts
+        assert isinstance(experts, GroupedExperts) is grouped
+        output, _ = experts(tokens, torch.tensor([1, 2, 0, 3]), torch.ones(6))
         output.square().sum().backward()
-        found.append({name: p.grad for name, p in layer.named_parameters()})
+        found.append({name: p.grad for name, p in experts.named_parameters()})
     single, together = found
     for name, gradient in together.items():
         want = single[name]
@@ -155,19 +155,19 @@ def test_weights_learn_from_tokens_that_need_no_gradient(context: ParallelContex
 @ranks()
 def test_what_a_grouped_product_cannot_do_runs_expert_by_expert(context: ParallelContext) -> None:
     block = torch_block(config(context, groups_experts=True), context)
-    (layer,) = (module for module in block.modules() if isinstance(module, GroupedExperts))
+    (experts,) = (module for module in block.modules() if isinstance(module, GroupedExperts))
     tokens = torch.randn(4, H)
-    assert layer._groups(tokens)
-    assert not layer._groups(tokens[:0])
-    assert not layer._groups(tokens.double())
+    assert experts._groups(tokens)
+    assert not experts._groups(tokens[:0])
+    assert not experts._groups(tokens.double())
     for name in ("fp8", "lora"):
-        linear = layer.local_experts[0].linear_fc1
+        linear = experts.local_experts[0].linear_fc1
         setattr(linear, name, object())
-        assert not layer._groups(tokens)
+        assert not experts._groups(tokens)
         setattr(linear, name, None)
-    assert layer._groups(tokens)
-    layer.local_experts = layer.local_experts[:1]
-    assert not layer._groups(tokens)
+    assert experts._groups(tokens)
+    experts.local_experts = experts.local_experts[:1]
+    assert not experts._groups(tokens)
 
 
 @ranks()
@@ -175,12 +175,12 @@ def test_rows_that_the_grouped_kernel_refuses_are_not_grouped(context: ParallelC
     """It takes rows of 16, 32, … bytes."""
     for width, groups in ((24, True), (26, False)):
         transformer_config = config(context, groups_experts=True, moe_ffn_hidden_size=width)
-        (layer,) = (
+        (experts,) = (
             module
             for module in torch_block(transformer_config, context).modules()
             if isinstance(module, GroupedExperts)
         )
-        assert layer._groups(torch.randn(4, H)) is groups
+        assert experts._groups(torch.randn(4, H)) is groups
 
 
 @pytest.mark.parametrize("stale", [[], [1], [0, 2], [0, 1, 2]])

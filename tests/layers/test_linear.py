@@ -12,8 +12,8 @@ from megatron_ext.layers.linear import (
     OutputLayer,
     WholeLinear,
     WordEmbedding,
-    linear,
 )
+from megatron_ext.layers.linear_function import linear
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients, LinearCall
 from megatron_ext.parallel.context import ParallelContext

@@ -16,7 +16,7 @@ from megatron_ext.data import batch
 from megatron_ext.data.batch import StepLoader
 from megatron_ext.device import streams as copies
 from megatron_ext.layers.graphs import _Owned
-from megatron_ext.layers.linear import _Sent as Sent
+from megatron_ext.layers.linear_function import _Sent as Sent
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.optim.builder import choose_kernels
 from megatron_ext.parallel.context import ParallelContext, seed_everything
@@ -146,7 +146,7 @@ SEND = Channels.send
         ({}, "", batch, "to_device", to_device_at_once,
          "which copy to the GPU on a side stream .* wrote"),
         ({"tp": 2}, f"{TENSOR} --sequence-parallel", Sent, "get", lambda sent: sent.tensor,
-         r":add_product\) reads .* which _allgather_base_ on .*/linear.py:_gathered"),
+         r":add_product\) reads .* which _allgather_base_ on .*/linear_function.py:_gathered"),
         ({"tp": 2}, TENSOR, Sent, "get", lambda sent: sent.tensor,
          r"which allreduce_ on the comm"),
         ({"pp": 2}, PIPELINE, Channels, "take", take_at_once, "which recv_ on the comm"),
