@@ -45,9 +45,10 @@ def hidden_time(
     if not layers:
         return 0.0
     one = exchange / (4 * layers)
-    outer, inner = ((1 - inside) * forward / layers, inside * forward / layers)
+    shares = (1 - inside, inside)
+    outer, inner = (share * forward / layers for share in shares)
     ahead = [(outer, one), (inner, one)] * layers
-    outer, inner = ((1 - inside) * backward / layers, inside * backward / layers)
+    outer, inner = (share * backward / layers for share in shares)
     # The first exchange of a backward pass brings the gradients of the last layer's outputs.
     back = [(0.0, one), *[(inner, one), (outer, one)] * layers]
     back[-1] = (outer, 0.0)

@@ -122,7 +122,8 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
             end = len(lines)
             while end and is_blank(lines[end - 1]):
                 end -= 1
-            lines, blank = lines[:end], lines[end:]
+            blank = lines[end:]
+            del lines[end:]
             advance(read, _encode_lines(job, part, writer, lines, first))
             first += len(lines)
         if blank and not is_end_of_input(part):

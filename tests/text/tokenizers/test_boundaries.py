@@ -174,7 +174,7 @@ def test_patterns_are_known_by_all_of_their_alternatives() -> None:
 
 
 def test_a_unigram_model_of_sentencepiece_stays_whole(tmp_path: Path) -> None:
-    """Its scores are sums over the whole text."""
+    """Unigram keeps a text whole: its scores are sums over all of it."""
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
