@@ -58,6 +58,7 @@ PARSES = {
     ("text/preprocess/encode.py", "json.loads"): "such a line, again; RecursionError is caught",
     ("text/preprocess/tables.py", "orjson.loads"): "a cell of bounded length; depth 1024 at most",
     ("text/preprocess/parts.py", "json.loads"): "what this process has just written as JSON",
+    ("text/tokenizers/huggingface.py", "json.loads"): "what the tokenizer has just written as JSON",
     ("video/data/register.py", "json.loads"): "what this process has just written as JSON",
     ("text/tokenizers/entries.py", "orjson.loads"): "what the library has just written as JSON",
     ("text/tokenizers/entries.py", "json.loads"): "what the library has just written as JSON",
