@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import signal
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ import torch._dynamo
 from megatron_ext.device import cuda_shim
 
 torch.set_num_threads(1)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell ignores Ctrl-C in what it starts in the background, and so would the runs of tests.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
