@@ -36,9 +36,9 @@ from megatron_ext.parallel.context import own_group
 from megatron_ext.parallel.grid import Layout
 
 RESHARDABLE = "fully_reshardable"
+"""megatron-core's name of distributed optimizer state that loads in any layout."""
 GATHERED = "dp_zero_gather_scatter"
 """megatron-core's format of state that the first rank of each data-parallel group saves."""
-"""megatron-core's name of distributed optimizer state that loads in any layout."""
 COUNTING = (*ADAMS, Custom)
 """Optimizers whose state has a step count."""
 SECOND_MOMENT = "exp_avg_sq"

@@ -250,8 +250,7 @@ def share_writing(entries: Iterable[Any], groups: Sequence[ProcessGroup]) -> Non
 
 def _place_of(entry: ShardedTensor) -> tuple[Any, ...]:
     """Return a key that is the same for the same shard on all ranks, and different for others."""
-    flat = entry.flattened_range
-    return entry.key, tuple(entry.global_offset), *((flat.start, flat.stop) if flat else ())
+    return entry.key, tuple(entry.global_offset)
 
 
 def _bytes_of(entry: ShardedTensor) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,11 +90,6 @@ def _excess_of(entry: ShardedTensor | ShardedObject) -> int:
     digest = hashlib.blake2b(entry.key.encode(), digest_size=8).digest()
     weight = int.from_bytes(digest, "big")
     offset = entry.global_offset
-    flat = entry.flattened_range if isinstance(entry, ShardedTensor) else None
-    if flat is not None:
-        is_first = flat.start == 0 and not any(offset)
-        whole = math.prod(entry.global_shape) if is_first else 0
-        return weight * (int(flat.stop) - int(flat.start) - whole)
     shape = tuple(entry.local_shape) if isinstance(entry, ShardedTensor) else ()
     shape = (1,) * (len(offset) - len(shape)) + shape
     excess: int = _weight_of(offset, shape, weight)
