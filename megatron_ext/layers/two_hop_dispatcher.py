@@ -295,7 +295,8 @@ class TwoHopDispatcher(AlltoAllDispatcher):
     @contextmanager
     def _sent_already(self) -> Iterator[None]:
         """Inside the block, keep megatron-core from sending tokens, which have been sent."""
-        group, self.ep_group = self.ep_group, _OneRank()
+        group = self.ep_group
+        self.ep_group = _OneRank()
         try:
             yield
         finally:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.parallel.collectives import largest_of_all_ranks
 from megatron_ext.parallel.context import ParallelContext, own_group
 
 
@@ -55,11 +55,8 @@ def expert_hops(
 
 def _check_agreed(ranks_per_node: int) -> None:
     """Raise a ConfigError if the ranks of the run have different values."""
-    device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
-    extremes = torch.tensor([ranks_per_node, -ranks_per_node], device=device)
-    torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
-    most = int(extremes[0])
-    least = -int(extremes[1])
+    most, least_negated = largest_of_all_ranks([ranks_per_node, -ranks_per_node])
+    least = -least_negated
     if least != most:
         raise ConfigError.about(
             "--moe-ranks-per-node",
