@@ -402,6 +402,12 @@ def _check_like(gpt: Gpt, like: HuggingFaceModel) -> None:
         )
 
 
+def _begin_alike(ours: Any, theirs: Any) -> bool:
+    """Return whether both are lists, of which one is the beginning of the other."""
+    both_lists = isinstance(ours, list) and isinstance(theirs, list)
+    return both_lists and all(a == b for a, b in zip(ours, theirs, strict=False))
+
+
 def disagreements(given: Gpt, model: HuggingFaceModel) -> list[FlagError]:
     """Return an error for each flag that contradicts the config.json of the initial weights.
 
@@ -412,8 +418,8 @@ def disagreements(given: Gpt, model: HuggingFaceModel) -> list[FlagError]:
     theirs = architecture_of(model.sections())
     found = differences(architecture_of(given), theirs)
     if any(name == "num_layers" for name, *_ in found):
-        # Patterns have an entry for each layer, so theirs differ, too.
-        found = [each for each in found if not isinstance(each[1], list)]
+        # Lists with an entry for each layer then differ in length alone.
+        found = [each for each in found if not _begin_alike(*each[1:])]
     return [
         FlagError(
             _flag(name),

@@ -104,19 +104,23 @@ _OTHERS = {
 """Alternatives that match no letter after which a space or full stop follows in the same match."""
 
 
-def _alternatives(pattern: str) -> list[str]:
-    """Split a regular expression at each ``|`` that is in no group and no class."""
+def _alternatives(pattern: str) -> set[str]:
+    r"""Split a regular expression at each ``|`` that is in no group and no class.
+
+    Its line ends are written as ``\r`` and ``\n``.
+    """
     found = [""]
     depth = 0
     in_class = False
-    for token in re.findall(r"\\.|.", pattern, re.DOTALL):
+    written = pattern.replace("\r", r"\r").replace("\n", r"\n")
+    for token in re.findall(r"\\.|.", written, re.DOTALL):
         if token == "|" and not depth and not in_class:
             found.append("")
             continue
         depth += (token == "(") - (token == ")") if not in_class else 0
         in_class = token == "[" or (in_class and token != "]")
         found[-1] += token
-    return found
+    return set(found)
 
 
 def _keeps_words(pattern: str) -> bool:
@@ -124,8 +128,7 @@ def _keeps_words(pattern: str) -> bool:
 
     Expressions with unknown alternatives are not examined; the result is then False.
     """
-    written = pattern.replace("\r", r"\r").replace("\n", r"\n")
-    return {*_alternatives(written)} <= _WORDS | _WORDS_BY_CASE | _OTHERS
+    return _alternatives(pattern) <= _WORDS | _WORDS_BY_CASE | _OTHERS
 
 
 def boundary_of_pattern(pattern: str, controls: Sequence[str]) -> Boundary | None:
@@ -133,7 +136,7 @@ def boundary_of_pattern(pattern: str, controls: Sequence[str]) -> Boundary | Non
 
     ``controls`` are the texts of special tokens.
     """
-    written = {*_alternatives(pattern.replace("\r", r"\r").replace("\n", r"\n"))}
+    written = _alternatives(pattern)
     has_words = bool(written & _WORDS) or len(written & _WORDS_BY_CASE) == 2
     return (
         Boundary(_BEFORE_WORDS, controls=controls) if has_words and _keeps_words(pattern) else None
