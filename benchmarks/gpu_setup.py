@@ -85,7 +85,7 @@ class Llama:
     def flops_per_token(self, length: int) -> float:
         """Return the operations of a forward and a backward pass, causal attention counted half.
 
-        Only matrix products count, as in Megatron-LM and in ``text.cost.flops.flops_per_sample``.
+        Only matrix products count, as in Megatron-LM and in ``flops_per_sample``.
         """
         products = self.hidden * self.head_size * (2 * self.heads + 2 * self.groups)
         products += 3 * self.hidden * self.ffn + self.heads * self.head_size * length

@@ -57,7 +57,7 @@ from benchmarks.targets import FP8_OVER_BF16, MFU, Target, verdict
 from megatron_ext.config.output import GPU_NAMES
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.cost.flops import flops_per_sample
+from megatron_ext.text.cost.products import flops_per_sample
 from megatron_ext.train.loop import train
 from megatron_ext.train.run import Run
 

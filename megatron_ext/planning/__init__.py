@@ -4,6 +4,7 @@ Each module imports only modules above it:
 
 - task_cost.py: `TaskCost`, with which a task describes what its models cost
 - stages.py: parallel sizes of a run, and the stages of its pipeline
+- weights.py: the weights of a model as its ranks hold them
 - state.py: exact bytes that a rank keeps between steps
 - kernels.py: numbers of kernels, operations and bytes in a step, by class of kernels
 - hardware.py: rates that GPUs reach

@@ -10,7 +10,8 @@ from functools import lru_cache
 from megatron_ext.planning.network import Case, Network
 from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes, Stage
-from megatron_ext.planning.state import State, Weight, rank_state
+from megatron_ext.planning.state import State, rank_state
+from megatron_ext.planning.weights import Weight
 from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind, Plan
 
 

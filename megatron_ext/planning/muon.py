@@ -13,7 +13,7 @@ from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.network import Volume, ring
 from megatron_ext.planning.stages import FP32, Ranks
-from megatron_ext.planning.state import Weight
+from megatron_ext.planning.weights import Weight
 
 HALF = 2
 

@@ -16,19 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, Summed
-from megatron_ext.planning.state import Weight, is_linear
+from megatron_ext.planning.weights import Weight, is_linear
 
 if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work
     from megatron_ext.planning.pipeline import Schedule
 
 Counted = TypeVar("Counted")
-
-MULTIPLY_AND_ADD = 2
-"""Floating-point operations of one multiply-add."""
-
-FORWARD_AND_BACKWARD = 3
-"""Matrix products in training per forward product: itself, and one for each factor's gradient."""
 
 ATTENTION_BACKWARD = 2.5
 """Matrix products in attention's backward pass (5) per product in its forward pass (2)."""

@@ -19,9 +19,9 @@ from megatron_ext.planning.memory import RankMemory, fullest, memory, worst_case
 from megatron_ext.planning.network import Case, Network, Volume
 from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.sheet import Column, Report, Sheet
-from megatron_ext.planning.state import ROUTED, distinct
 from megatron_ext.planning.step_time import Estimate, estimate, memory_use, rank_volume
 from megatron_ext.planning.task_cost import TaskCost
+from megatron_ext.planning.weights import ROUTED, distinct
 from megatron_ext.schedules.picture import save as save_schedule
 from megatron_ext.schedules.picture import write_figure
 from megatron_ext.schedules.plan import price

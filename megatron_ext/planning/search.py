@@ -14,9 +14,10 @@ from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.planning.layouts import Candidate, LayoutFlags, candidates, refuse_misfits
 from megatron_ext.planning.memory import RankMemory, fullest, memory
 from megatron_ext.planning.network import Network
-from megatron_ext.planning.state import ROUTED, rank_state
+from megatron_ext.planning.state import rank_state
 from megatron_ext.planning.step_time import Estimate, estimate, least_seconds, needed_on
 from megatron_ext.planning.task_cost import TaskCost
+from megatron_ext.planning.weights import ROUTED
 
 Complete = Callable[[Mapping[str, Any]], RunConfig]
 """Returns the checked configuration of a run with the given values of fields.

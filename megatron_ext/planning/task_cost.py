@@ -5,12 +5,15 @@ A task is imported before its flags are read, so this module imports no part of 
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.config.run import RunConfig
+from megatron_ext.device.host import this_host
 
 if TYPE_CHECKING:
     from megatron_ext.device.gpus import Gpu
@@ -32,6 +35,8 @@ class TaskCost:
         report: None for tasks that `report_cases` reports. A task whose step does not train exactly
             one network gives a function here, which takes a configuration and a GPU or None, and
             returns the report.
+        most_memory: takes a configuration; returns a rough upper bound of the bytes that a rank
+            with the whole model would need, by which a small run is known to fit its host.
         num_experts: takes a configuration; returns the number of experts in a layer that expert
             parallelism can divide, or 0 without experts.
     """
@@ -41,7 +46,16 @@ class TaskCost:
     recompute: Callable[[RunConfig, str], RunConfig] = lambda config, _: config
     from_flags: bool = False
     report: Callable[[RunConfig, Gpu | None], Report] | None = None
+    most_memory: Callable[[RunConfig], float] = lambda _: math.inf
     num_experts: Callable[[RunConfig], int] = lambda _: 0
+
+    def surely_fits(self, config: RunConfig) -> bool:
+        """Return whether a run on CPUs needs less memory than this host has, whatever its layout.
+
+        A small run is known to fit without the exact formulas of `planning.host_memory`.
+        """
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size))
+        return self.most_memory(config) * ranks <= this_host().memory
 
     def modes_with(self, graphs: CudaGraphConfig) -> tuple[str, ...]:
         """Return the recomputation modes that a run can use; with CUDA graphs only ``none``."""

@@ -29,7 +29,7 @@ from megatron_ext.losses.contract import (
 )
 from megatron_ext.losses.linear_cross_entropy import hidden_states_loss
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.cost.flops import flops_per_sample
+from megatron_ext.text.cost.products import flops_per_sample
 from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.run import Run
 

@@ -190,7 +190,8 @@ def main(
             return int(first and not print_plan(config, task.cost))
         transformer_config = check_core(config)
         supervision.prepare(configure)
-        check_host_memory(config, task.cost)
+        if task.cost is None or not task.cost.surely_fits(config):
+            check_host_memory(config, task.cost)
         if first and config.checkpoint.save is not None:
             check_save_folder(config.checkpoint.save)
             trains = work is None and not config.training.skip_train

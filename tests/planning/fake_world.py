@@ -34,7 +34,8 @@ from megatron_ext.parallel.recorder import Recorder
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.stages import Ranks
-from megatron_ext.planning.state import ROUTED, Weight, rank_state
+from megatron_ext.planning.state import rank_state
+from megatron_ext.planning.weights import ROUTED, Weight
 from tests.planning.measure import KINDS, state_bytes
 
 

@@ -12,8 +12,8 @@ from megatron_ext.planning.memory import memory
 from megatron_ext.planning.muon import muon_volume, muon_work
 from megatron_ext.planning.network import Elements, Volume
 from megatron_ext.planning.stages import Ranks
-from megatron_ext.planning.state import Weight
 from megatron_ext.planning.step_time import Clock, estimate, step_volume, update_volume
+from megatron_ext.planning.weights import Weight
 from megatron_ext.text.cost.network import GptNetwork
 from tests.planning.measure import configuration
 from tests.text.cost import layouts

@@ -18,18 +18,15 @@ from megatron_ext.planning.network import Case, Network, fp8_bytes
 from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, in_order, recomputed
 from megatron_ext.planning.state import (
-    Linear,
     State,
-    Weight,
     _filled,
     _optimizer_bytes,
     _share,
     buckets,
-    distinct,
     rank_state,
-    with_frozen,
 )
 from megatron_ext.planning.task_cost import TaskCost
+from megatron_ext.planning.weights import Linear, Weight, distinct, with_frozen
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import COMPUTE, Kind
 from megatron_ext.text.cost.network import GptNetwork

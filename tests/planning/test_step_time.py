@@ -17,8 +17,9 @@ from megatron_ext.planning.hardware import Rates as Reached
 from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.memory import moments, peak_of
 from megatron_ext.planning.stages import LayerBytes, Ranks
-from megatron_ext.planning.state import Weight, buckets
+from megatron_ext.planning.state import buckets
 from megatron_ext.planning.step_time import Clock, estimate
+from megatron_ext.planning.weights import Weight
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import main

@@ -9,7 +9,7 @@ import torch
 from megatron_ext.data.batch import Batch
 from megatron_ext.losses.contract import StepCounts
 from megatron_ext.text import step
-from megatron_ext.text.cost.flops import flops_per_sample
+from megatron_ext.text.cost.products import flops_per_sample
 from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
 from tests.training_runs import SMALL, config_of
 

@@ -18,20 +18,21 @@ from megatron_ext.config.rules.parallel import mtp_stage, stages_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Layout, Placement
-from megatron_ext.planning.network import (
-    FORWARD_AND_BACKWARD,
-    Case,
-    Volume,
-    fp8_bytes,
-    ring,
-)
+from megatron_ext.planning.network import Case, Volume, fp8_bytes, ring
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
-from megatron_ext.planning.state import Linear, Weight, is_linear, with_frozen
+from megatron_ext.planning.weights import (
+    FORWARD_AND_BACKWARD,
+    Linear,
+    Weight,
+    is_linear,
+    with_frozen,
+)
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
-from megatron_ext.text.cost.flops import GptFlops, GptRun, Sizes, attention_matrices, mlp_matrices
+from megatron_ext.text.cost.flops import GptFlops, GptRun, Sizes
 from megatron_ext.text.cost.latent import LatentSizes
+from megatron_ext.text.cost.products import attention_matrices, mlp_matrices
 
 if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work

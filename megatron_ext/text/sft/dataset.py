@@ -24,7 +24,7 @@ from megatron_ext.data.step_plan import Epochs, StepPlan
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.cost.flops import score_channels, token_products
+from megatron_ext.text.cost.products import score_channels, token_products
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds
 from megatron_ext.text.inputs import names_by_flag

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_ext.losses.contract import LossFunction, Report, StepCounts
     from megatron_ext.parallel.context import ParallelContext
     from megatron_ext.planning.stages import Ranks, Stage
-    from megatron_ext.planning.state import Weight
+    from megatron_ext.planning.weights import Weight
     from megatron_ext.schedules.runtime import PipelineEngine
     from megatron_ext.video.config.window import WindowConfig
     from megatron_ext.video.cost.clip import Clip, ClipNetwork, StreamedCost

@@ -15,7 +15,8 @@ from megatron_ext.device.gpus import Gpu
 from megatron_ext.planning.hardware import reserve_on, size
 from megatron_ext.planning.sheet import Column, Report, Sheet
 from megatron_ext.planning.stages import FP32, Ranks, Stage
-from megatron_ext.planning.state import State, Weight, distinct, rank_state
+from megatron_ext.planning.state import State, rank_state
+from megatron_ext.planning.weights import Weight, distinct
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.cost.clip import Clip, StreamedCost
 from megatron_ext.video.model.chunk import stage_blocks

@@ -21,9 +21,9 @@ from megatron_ext.planning.network import Volume
 from megatron_ext.planning.report import model_parameters
 from megatron_ext.planning.state import rank_state
 from megatron_ext.planning.step_time import estimate, rank_volume
-from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.text.cost.network import GptNetwork
-from megatron_ext.text.cost.task_cost import with_recomputation
+from megatron_ext.text.cost.products import flops_per_sample
+from megatron_ext.text.cost.task_cost import most_memory, with_recomputation
 from megatron_ext.text.run import padded_to_ranks
 from megatron_ext.text.task import GPT
 from tests.planning.measure import (
@@ -80,6 +80,16 @@ def test_a_run_that_only_evaluates_needs_memory_for_its_weights_alone(
             else:
                 with pytest.raises(ConfigError, match="make the model or the micro-batch smaller"):
                     check_host_memory(config, GPT.cost)
+
+
+@pytest.mark.parametrize("name", [*layouts.LAYOUTS, *layouts.MORE])
+def test_the_rough_bound_is_above_the_memory_of_every_rank(name: str) -> None:
+    config = configuration(layouts.flags_of(name))
+    network = GptNetwork.of(config)
+    kept = sum(network.activations(stage).kept for stage in network.stages())
+    weights = [network.weights(stage) for stage in network.stages()]
+    state = rank_state(config, network.sizes, 0, weights)
+    assert most_memory(config) > kept + state.total
 
 
 def test_full_recomputation_repeats_the_layers() -> None:

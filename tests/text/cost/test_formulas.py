@@ -16,9 +16,9 @@ from megatron_ext.planning.stages import Stage, in_order
 from megatron_ext.text.config.attention import AttentionConfig
 from megatron_ext.text.cost import kernels
 from megatron_ext.text.cost.dispatch import dispatched
-from megatron_ext.text.cost.flops import _keys_in_window, flops_per_sample
 from megatron_ext.text.cost.kernels import layer_work
 from megatron_ext.text.cost.network import GptNetwork
+from megatron_ext.text.cost.products import _keys_in_window, flops_per_sample
 from tests.planning.measure import configuration
 from tests.text.cost import layouts
 from tests.text.cost.layouts import llama, llama_network

@@ -21,7 +21,7 @@ import yaml
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.device.gpus import peak_flops
-from megatron_ext.text.cost.flops import flops_per_sample
+from megatron_ext.text.cost.products import flops_per_sample
 from megatron_ext.text.task import GPT
 from megatron_ext.train import loop
 from megatron_ext.train.launch import Launch

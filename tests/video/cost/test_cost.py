@@ -17,8 +17,8 @@ from megatron_ext.device.gpus import GPUS
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.memory import fullest, memory
 from megatron_ext.planning.stages import Stage
-from megatron_ext.planning.state import Weight, distinct
 from megatron_ext.planning.step_time import estimate
+from megatron_ext.planning.weights import Weight, distinct
 from megatron_ext.train.main import main
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.data.setup import planned_clips

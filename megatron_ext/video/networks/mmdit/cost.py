@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.planning.network import (
-    FORWARD_AND_BACKWARD,
-    MULTIPLY_AND_ADD,
-    Flops,
-    Volume,
-    ring,
-)
+from megatron_ext.planning.network import Flops, Volume, ring
 from megatron_ext.planning.stages import (
     FP32,
     LayerBytes,
@@ -23,7 +17,7 @@ from megatron_ext.planning.stages import (
     recomputed,
     rms_norm,
 )
-from megatron_ext.planning.state import Linear, Weight
+from megatron_ext.planning.weights import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear, Weight
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.cost.clip import BlockBytes, Clip, ClipNetwork
 from megatron_ext.video.networks.mmdit.blocks import stage_blocks

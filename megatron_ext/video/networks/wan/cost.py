@@ -9,15 +9,15 @@ from functools import cached_property
 
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.planning.network import (
+from megatron_ext.planning.network import Flops, Volume, ring
+from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, in_order, recomputed
+from megatron_ext.planning.weights import (
     FORWARD_AND_BACKWARD,
     MULTIPLY_AND_ADD,
-    Flops,
-    Volume,
-    ring,
+    Linear,
+    Weight,
+    with_frozen,
 )
-from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, in_order, recomputed
-from megatron_ext.planning.state import Linear, Weight, with_frozen
 from megatron_ext.video.config.window import WindowConfig
 from megatron_ext.video.cost.clip import BlockBytes, Clip, StreamedCost
 from megatron_ext.video.model.chunk import stage_blocks

@@ -11,7 +11,7 @@ from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.stages import Ranks, Stage
-from megatron_ext.planning.state import Weight
+from megatron_ext.planning.weights import Weight
 from megatron_ext.video.config.window import WindowConfig
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.model.window import FrameWindow
