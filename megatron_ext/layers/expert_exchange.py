@@ -31,7 +31,7 @@ Splits = Sequence[int] | None
 
 
 def exchange(
-    turns: Turns,
+    turns: Turns | None,
     group: ProcessGroup,
     tensors: Sequence[Tensor],
     output_splits: Splits,
@@ -44,6 +44,7 @@ def exchange(
     goes on (`Turns.give_way`).
 
     Args:
+        turns: runs the pair; None waits for the parts at once.
         output_splits: numbers of rows to receive from each rank.
         input_splits: numbers of rows to send to each rank.
         deferred: queues of weight gradients. Those that the backward pass has queued so far are
@@ -51,17 +52,17 @@ def exchange(
     """
     if group.size() == 1:
         return tuple(tensors)
-    exchanged: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
+    received: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
         turns, group, output_splits, input_splits, deferred, *tensors
     )
-    return exchanged
+    return received
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        turns: Turns,
+        turns: Turns | None,
         group: ProcessGroup,
         output_splits: Splits,
         input_splits: Splits,
@@ -69,23 +70,27 @@ class _Exchange(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.call = turns, group, input_splits, output_splits, deferred
-        return _exchanged(turns, group, output_splits, input_splits, tensors)
+        return exchanged(turns, group, output_splits, input_splits, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         turns, group, output_splits, input_splits, deferred = ctx.call
-        exchanged = _exchanged(turns, group, output_splits, input_splits, gradients, deferred)
-        return None, None, None, None, None, *exchanged
+        sent = exchanged(turns, group, output_splits, input_splits, gradients, deferred)
+        return None, None, None, None, None, *sent
 
 
-def _exchanged(
-    turns: Turns,
+def exchanged(
+    turns: Turns | None,
     group: ProcessGroup,
     output_splits: Splits,
     input_splits: Splits,
     tensors: Sequence[Tensor],
     deferred: DeferredWeightGradients | None = None,
 ) -> tuple[Tensor, ...]:
+    """Return what `exchange` returns, without a backward pass.
+
+    If ``deferred`` is given, its weight gradients are computed meanwhile.
+    """
     received = []
     works = []
     for tensor in tensors:
@@ -93,13 +98,19 @@ def _exchanged(
         rows = len(sent) if output_splits is None else int(sum(output_splits))
         into = sent.new_empty((rows, *sent.shape[1:]))
         work = torch.distributed.all_to_all_single(
-            into, sent, output_splits, input_splits, group=group, async_op=True
+            into,
+            sent,
+            output_split_sizes=output_splits,
+            input_split_sizes=input_splits,
+            group=group,
+            async_op=True,
         )
         received.append(into)
         works.append((work, sent))
     if deferred is not None:
         deferred.compute_collected()
-    turns.give_way()
+    if turns is not None:
+        turns.give_way()
     for work, _ in works:
         work.wait()
     return tuple(received)
@@ -116,9 +127,18 @@ def own_state(dispatcher: AlltoAllDispatcher) -> Iterator[None]:
     dispatcher.__dict__.update(state)
 
 
+class _OneRank:
+    """Stands for a group of one rank, among which megatron-core exchanges nothing."""
+
+    @staticmethod
+    def size() -> int:
+        return 1
+
+
 class OverlappedDispatcher(AlltoAllDispatcher):
     """Dispatcher whose all-to-alls are under way while another micro-batch computes."""
 
+    ep_group: Any
     tokens_per_expert: Tensor | None
 
     def token_dispatch(
@@ -132,17 +152,47 @@ class OverlappedDispatcher(AlltoAllDispatcher):
             "before_ep_alltoall", self.tokens_per_expert
         )
         tensors = permutated_local_input_tokens, permuted_probs
-        return self._exchange(tensors, self.output_splits, self.input_splits)
+        splits = self.output_splits, self.input_splits
+        received = self._exchange(self.ep_group, tensors, *splits, reads=(True, True))
+        with self._sent_already():
+            return super().token_dispatch(*received)  # type: ignore[no-any-return]
 
-    def token_combine(self, hidden_states: Tensor, *_options: bool) -> Tensor:
+    def token_combine(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return each expert's outputs ``[tokens, h]`` to the ranks that sent the tokens."""
-        (output,) = self._exchange((hidden_states,), self.input_splits, self.output_splits)
-        return output
+        splits = self.input_splits, self.output_splits
+        (output,) = self._exchange(self.ep_group, (hidden_states,), *splits)
+        with self._sent_already():
+            return super().token_combine(output, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _exchange(
-        self, tensors: Sequence[Tensor], output_splits: Splits, input_splits: Splits
+        self,
+        group: ProcessGroup,
+        tensors: Sequence[Tensor],
+        output_splits: Splits,
+        input_splits: Splits,
+        *,
+        reads: Sequence[bool] = (False,),
+        gives_way: bool = True,
     ) -> tuple[Tensor, ...]:
+        """Call `exchange` for this layer, and keep the layer's state meanwhile.
+
+        Args:
+            reads: whether the experts read each received tensor, so that they would need it again
+                if they are recomputed; see `KeepingDispatcher`.
+            gives_way: whether the other pass of a pair goes on meanwhile.
+        """
         config = self.config
-        splits = output_splits, input_splits
+        turns = config.turns if gives_way else None
+        deferred = config.weight_gradients if gives_way else None
         with own_state(self):
-            return exchange(config.turns, self.ep_group, tensors, *splits, config.weight_gradients)
+            return exchange(turns, group, tensors, output_splits, input_splits, deferred)
+
+    @contextmanager
+    def _sent_already(self) -> Iterator[None]:
+        """Inside the block, keep megatron-core from sending tokens, which have been sent."""
+        group = self.ep_group
+        self.ep_group = _OneRank()
+        try:
+            yield
+        finally:
+            self.ep_group = group

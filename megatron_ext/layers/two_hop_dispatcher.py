@@ -16,13 +16,12 @@ DeepSeek-V3 (arXiv:2412.19437, section 3.2.2) describes the method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_utils import (
     get_align_size_for_quantization,
@@ -32,26 +31,12 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.moe import AlltoAllDispatcher
+from megatron_ext.layers.expert_exchange import OverlappedDispatcher
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.expert_hops import ExpertHops
 
 NOT_CHOSEN = float("-inf")
 """The score of an expert that a token is not sent to; no router gives this probability."""
-
-
-Exchange = Callable[[ProcessGroup, Sequence[Tensor], list[int], list[int]], tuple[Tensor, ...]]
-"""A function of a group, tensors, and the numbers of rows to receive and to send by rank.
-
-It returns the rows of each tensor that arrive.
-"""
-
-
-def _exchange_now(
-    group: ProcessGroup, tensors: Sequence[Tensor], received: list[int], sent: list[int]
-) -> tuple[Tensor, ...]:
-    """Send rows of each tensor, and wait for those that arrive; see `Exchange`."""
-    return tuple(all_to_all(group, tensor, received, sent) for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,7 @@ class _Hop:
         row: which row each copy is of, sorted by the receiving rank, ``[copies]``.
         receiver: the rank in the group that gets each copy, ``[copies]``.
         sent, received: the number of copies for, and from, each rank of the group.
-        exchange: how rows are sent, `_exchange_now`, or `TwoHopDispatcher._exchange_beside`.
+        exchange: sends rows; `OverlappedDispatcher._exchange`.
     """
 
     group: ProcessGroup
@@ -73,28 +58,35 @@ class _Hop:
     receiver: Tensor
     sent: list[int]
     received: list[int]
-    exchange: Exchange
+    exchange: Callable[..., tuple[Tensor, ...]]
 
     @classmethod
     def of(
-        cls, group: ProcessGroup, needed: Tensor, received: list[int], exchange: Exchange
+        cls,
+        group: ProcessGroup,
+        needed: Tensor,
+        received: list[int],
+        exchange: Callable[..., tuple[Tensor, ...]],
     ) -> _Hop:
         """Return the exchange in which ``needed``, ``[rows, r]``, says who gets which row."""
         receiver, row = needed.T.nonzero(as_tuple=True)
         sent = needed.sum(0).tolist()
         return cls(group, len(needed), row, receiver, sent, received, exchange)
 
-    def send(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def send(self, tokens: Tensor, scores: Tensor, *, is_last: bool) -> tuple[Tensor, Tensor]:
         """Send rows ``[rows, h]`` with the scores of the receivers' experts.
 
         ``scores`` are those of all experts behind this hop, ``[rows, e]``. Return the rows that
         arrive and their scores of this rank's part of the experts, ``[arrived, e / r]``.
+        ``is_last`` says that the experts read these rows.
         """
         size = self.group.size()
         copies = tokens.index_select(0, self.row)
         by_receiver = scores.reshape(self.num_rows * size, scores.size(1) // size)
         parts = by_receiver.index_select(0, self.row * size + self.receiver)
-        rows, arrived = self.exchange(self.group, (copies, parts), self.received, self.sent)
+        rows, arrived = self.exchange(
+            self.group, (copies, parts), self.received, self.sent, reads=(is_last, True)
+        )
         return rows, arrived
 
     def bring_back(self, outputs: Tensor) -> Tensor:
@@ -119,18 +111,9 @@ def _summed(copies: Tensor, row: Tensor, num_rows: int) -> Tensor:
     return sums.scatter_add(0, row.unsqueeze(1).expand_as(copies), copies)
 
 
-class _OneRank:
-    """Stands for a group of one rank, among which megatron-core exchanges nothing."""
-
-    @staticmethod
-    def size() -> int:
-        return 1
-
-
-class TwoHopDispatcher(AlltoAllDispatcher):
+class TwoHopDispatcher(OverlappedDispatcher):
     """Dispatcher that sends each token once to each node of its experts, then to their ranks."""
 
-    ep_group: Any
     ep_rank: int
     hops: ExpertHops
     routing_map: Tensor
@@ -213,8 +196,8 @@ class TwoHopDispatcher(AlltoAllDispatcher):
             tokens, scores = self._send(self.hops.inside, needed, passed_on, tokens, scores)
         copies, probs = self._copied(tokens, scores, senders, arriving)
         with self._sent_already():
-            dispatched: tuple[Tensor, Tensor] = super().token_dispatch(copies, probs)
-        return dispatched
+            rows, probs = super().token_dispatch(copies, probs)
+        return rows, probs
 
     def _send(
         self,
@@ -226,25 +209,11 @@ class TwoHopDispatcher(AlltoAllDispatcher):
     ) -> tuple[Tensor, Tensor]:
         """Make a hop, and remember it for the way back; see `_Hop`."""
         # Pairs of passes take turns at the first hop, which is the slower one if there are two.
-        gives_way = getattr(self.config, "turns", None) is not None and not self._made
-        exchange = self._exchange_beside if gives_way else _exchange_now
+        exchange = partial(self._exchange, gives_way=not self._made)
         hop = _Hop.of(group, needed, arriving, exchange)
         self._made.append(hop)
-        return hop.send(tokens, scores)
-
-    def _exchange_beside(
-        self,
-        group: ProcessGroup,
-        tensors: Sequence[Tensor],
-        received: list[int],
-        sent: list[int],
-    ) -> tuple[Tensor, ...]:
-        """Send rows while another micro-batch computes; see `Exchange` and `expert_exchange`."""
-        from megatron_ext.layers.expert_exchange import exchange, own_state
-
-        deferred = self.config.weight_gradients
-        with own_state(self):
-            return exchange(self.config.turns, group, tensors, received, sent, deferred)
+        last = self.hops.between if self.hops.inside is None else self.hops.inside
+        return hop.send(tokens, scores, is_last=group is last)
 
     def _copied(
         self, tokens: Tensor, scores: Tensor, senders: Sequence[int], arriving: Sequence[int]
@@ -290,17 +259,7 @@ class TwoHopDispatcher(AlltoAllDispatcher):
         # `combine_postprocess` adds up the copies.
         self.reversed_local_input_permutation_mapping = first.row
         with self._sent_already():
-            return super().token_combine(copies, *args, **kwargs)  # type: ignore[no-any-return]
-
-    @contextmanager
-    def _sent_already(self) -> Iterator[None]:
-        """Inside the block, keep megatron-core from sending tokens, which have been sent."""
-        group = self.ep_group
-        self.ep_group = _OneRank()
-        try:
-            yield
-        finally:
-            self.ep_group = group
+            return super().token_combine(copies, *args, **kwargs)
 
 
 def use_two_hops(
