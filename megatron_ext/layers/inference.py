@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock as Core
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers import sdpa
+from megatron_ext.layers import onednn, sdpa
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.kv_cache import KeyValueCache
 from megatron_ext.layers.linear import (
@@ -50,9 +50,6 @@ ONEDNN_FROM = 2**19
 
 It takes about 10 µs more a call than MKL, and on AMD's processors half as long a product."""
 
-_onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-"""The operation that torch.compile puts in the place of linear layers on CPUs."""
-
 
 class Product:
     """Multiplies by a weight ``[out, in]``, and adds a bias.
@@ -69,8 +66,7 @@ class Product:
         self.bias = bias
         self.tp_group = tp_group
         fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-        has_onednn = _onednn is not None and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        self.fewest_rows = ONEDNN_FROM / weight.numel() if fits and has_onednn else None
+        self.fewest_rows = ONEDNN_FROM / weight.numel() if fits and onednn.IS_AVAILABLE else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``[T, out]`` for ``[T, in]``."""
@@ -82,7 +78,7 @@ class Product:
 
     def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.fewest_rows is not None and x.size(0) >= self.fewest_rows:
-            product: Tensor = _onednn(x, self.weight, bias, "none", [], "")
+            product: Tensor = onednn.multiply(x, self.weight, B=bias)
             return product
         return F.linear(x, self.weight, bias)
 

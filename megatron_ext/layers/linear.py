@@ -1,9 +1,9 @@
 """megatron-core's parallel linear layers, with control over their weight gradients.
 
 The matrix product of a weight gradient may be deferred, or add to the gradient buffer directly (see
-`layers.linear_function`). Otherwise the results equal megatron-core's bit for bit. A layer may
-hold an adapter and add the adapter's output to its own (see `layers.lora`). It may multiply in 8
-bits (see `layers.fp8`).
+`layers.linear_function`). Large products in float32 on a CPU are oneDNN's (see `layers.onednn`);
+otherwise the results equal megatron-core's bit for bit. A layer may hold an adapter and add the
+adapter's output to its own (see `layers.lora`). It may multiply in 8 bits (see `layers.fp8`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.weight_gradients import LinearCall, expect_additions, writable
+from megatron_ext.layers import onednn
+from megatron_ext.layers.weight_gradients import LinearCall
 
 
 def enter(x: Tensor, tp_group: ProcessGroup, sequence_parallel: bool) -> Tensor:
@@ -40,12 +41,36 @@ def leave(partial_sums: Tensor, tp_group: ProcessGroup, sequence_parallel: bool)
     return mappings.reduce_from_tensor_model_parallel_region(partial_sums, group=tp_group)  # type: ignore[no-any-return]
 
 
+class _Product(torch.autograd.Function):
+    """``x W^T + bias`` by oneDNN, for a layer that does not communicate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        product: Tensor = onednn.multiply(x, weight, B=bias)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = gradient.flatten(0, -2)
+        return (
+            onednn.multiply(gradient, weight.t()) if needs_x else None,
+            onednn.multiply(rows.t(), x.flatten(0, -2).t()) if needs_weight else None,
+            rows.sum(dim=0) if needs_bias else None,
+        )
+
+
 class _ParallelLinear:
     """Mixin of parallel linear layers: deferred weight gradients, adapters and 8-bit products."""
 
     config: Any
     alone = True
     """Whether the weight belongs to this layer only; otherwise another module uses it, too."""
+    by_onednn = False
+    """Whether oneDNN multiplies by the weight."""
+    weight: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,6 +78,9 @@ class _ParallelLinear:
         """Adapter, set by `layers.lora`; None without one."""
         self.fp8: Any = None
         """Scaling for 8-bit products, set by `layers.fp8`; None without them."""
+        if getattr(self.config, "multiplies_by_onednn", False):
+            weight: Tensor = self.weight
+            self.by_onednn = onednn.takes(weight.numel(), weight.dtype, "cpu")
 
     @property
     def adds_in_place(self) -> bool:
@@ -85,11 +113,18 @@ class _ParallelLinear:
         if not (weight.requires_grad and input.requires_grad):
             queue = None
         in_place = weight.requires_grad and self.adds_in_place
-        if queue is None and not in_place and self.fp8 is None:
+        by_onednn = self.by_onednn and input.numel() > 0
+        is_plain = queue is None and not in_place and self.fp8 is None
+        communicates = kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]
+        if is_plain and by_onednn and not communicates:
+            product: Tensor = _Product.apply(input, weight, kwargs["bias"])  # type: ignore[no-untyped-call]
+            return product
+        if is_plain and not (by_onednn and weight.requires_grad):
             output: Tensor = super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
             return output
         groups = {x: kwargs[x] for x in ("tp_group", "sequence_parallel", "allreduce_dgrad")}
-        call = LinearCall(weight, queue, in_place, scaling=self.fp8, **groups)
+        options: dict[str, Any] = {"scaling": self.fp8, "by_onednn": by_onednn}
+        call = LinearCall(weight, queue, in_place, **options, **groups)
         if self.fp8 is not None:
             from megatron_ext.layers.fp8.linear import fp8_linear
 
@@ -190,31 +225,6 @@ class BiasedRowParallelLinear(RowParallelLinear):
         super().__init__(*args, bias=True, **kwargs)
 
 
-class _Rows(torch.autograd.Function):
-    """Embedding lookup whose backward pass adds the gradient directly to ``main_grad``.
-
-    So it needs no temporary gradient of the size of the whole embedding.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, indices: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(indices)
-        ctx.main_grad = weight.main_grad  # type: ignore[attr-defined]
-        expect_additions(weight)
-        return torch.nn.functional.embedding(indices, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (indices,) = ctx.saved_tensors
-        rows = gradient.flatten(0, -2).to(ctx.main_grad.dtype)
-        # The public `index_put_` would synchronize to read the range of the indices. Both functions
-        # add the gradients of a row in a fixed order; `index_add_` does not on GPUs.
-        torch._index_put_impl_(
-            writable(ctx.main_grad), [indices.flatten()], rows, accumulate=True, unsafe=True
-        )
-        return None, None
-
-
 class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[misc]
     """megatron-core's word embedding, multiplied by the config's ``embedding_multiplier``.
 
@@ -239,14 +249,16 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[mis
 
     def _added_in_place(self, input_: Tensor) -> Tensor:
         """Look up embeddings, not yet multiplied; the backward pass adds to ``main_grad``."""
+        from megatron_ext.layers.linear_function import rows_of
+
         if self.tp_group.size() == 1:
-            embeddings: Tensor = _Rows.apply(input_, self.weight)  # type: ignore[no-untyped-call]
+            embeddings = rows_of(self.weight, input_)
         else:
             indices = input_ - self.vocab_start_index
             count = self.num_embeddings_per_partition
             elsewhere = (indices < 0) | (indices >= count)
             # Other ranks' tokens add zeros. Spread these over all rows: a single row would be slow.
-            rows = _Rows.apply(indices.remainder(count), self.weight)  # type: ignore[no-untyped-call]
+            rows = rows_of(self.weight, indices.remainder(count))
             embeddings = rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if not self.reduce_scatter_embeddings:
             return leave(embeddings, self.tp_group, sequence_parallel=False)

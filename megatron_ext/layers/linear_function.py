@@ -1,6 +1,7 @@
-"""A linear layer's function whose weight gradient is deferred, or added to the gradient buffer.
+"""Functions of layers whose weight gradients are deferred, or added to the gradient buffer.
 
-The communication of tensor parallelism overlaps the matrix products of the backward pass.
+In a linear layer, the communication of tensor parallelism overlaps the matrix products of the
+backward pass.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
+from megatron_ext.layers import onednn
 from megatron_ext.layers.weight_gradients import (
     LinearCall,
     accumulate,
     add_weight_gradient,
+    expect_additions,
     gradient_placeholder,
+    writable,
 )
 
 
@@ -39,7 +43,7 @@ class _Linear(torch.autograd.Function):
         total = input
         if call.sequence_parallel:
             total = mappings._gather_along_first_dim(input, call.tp_group)
-        output = torch.matmul(total, weight.t())
+        output = _product(total, weight, call)
         return output if bias is None else output + bias
 
     @staticmethod
@@ -51,7 +55,7 @@ class _Linear(torch.autograd.Function):
         gather = None if queue is not None and queue.collecting else _gathered(entered, call)
         returned = None
         if ctx.needs_input_grad[0]:
-            returned = _reduced(grad_output.matmul(weight), call)
+            returned = _reduced(_product(grad_output, weight.t(), call), call)
         grad_weight = None
         if gather is not None:
             grad_weight = _weight_gradient(call, grad_output, gather.get())
@@ -59,6 +63,12 @@ class _Linear(torch.autograd.Function):
             queue.add(lambda: _weight_gradient(call, grad_output, _gathered(entered, call).get()))
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         return None if returned is None else returned.get(), grad_weight, grad_bias, None
+
+
+def _product(x: Tensor, weight: Tensor, call: LinearCall) -> Tensor:
+    """Return ``x W^T`` for ``x`` ``[..., in]`` and ``W`` ``[out, in]``."""
+    product: Tensor = onednn.multiply(x, weight) if call.by_onednn else x.matmul(weight.t())
+    return product
 
 
 class _Sent(NamedTuple):
@@ -107,8 +117,39 @@ def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tenso
     if call.in_place and hasattr(weight, "main_grad"):
         add_weight_gradient(weight, gradient, total)
         return None if call.queue is not None else gradient_placeholder(weight)
-    product = gradient.t().matmul(total)
+    product = _product(gradient.t(), total.t(), call)
     if call.queue is None:
         return product
     accumulate(weight, product)
     return None
+
+
+def rows_of(weight: Tensor, indices: Tensor) -> Tensor:
+    """Look up rows of ``weight``; the backward pass adds its gradient to ``main_grad``."""
+    rows: Tensor = _Rows.apply(indices, weight)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Rows(torch.autograd.Function):
+    """Embedding lookup whose backward pass adds the gradient directly to ``main_grad``.
+
+    So it needs no temporary gradient of the size of the whole embedding.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.main_grad = weight.main_grad  # type: ignore[attr-defined]
+        expect_additions(weight)
+        return torch.nn.functional.embedding(indices, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (indices,) = ctx.saved_tensors
+        rows = gradient.flatten(0, -2).to(ctx.main_grad.dtype)
+        # The public `index_put_` would synchronize to read the range of the indices. Both functions
+        # add the gradients of a row in a fixed order; `index_add_` does not on GPUs.
+        torch._index_put_impl_(
+            writable(ctx.main_grad), [indices.flatten()], rows, accumulate=True, unsafe=True
+        )
+        return None, None

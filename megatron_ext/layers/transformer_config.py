@@ -87,6 +87,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         turns: runs a forward and a backward pass in turns; None if the schedule has no pairs.
         deterministic_dropout: whether dropout masks are independent of the parallel layout.
         adds_in_place: whether our linear layers add weight gradients to the data-parallel buffer.
+        multiplies_by_onednn: whether our linear layers multiply large matrices by oneDNN.
         groups_experts: whether one grouped matrix product serves all experts of a rank.
         te_gradient_accumulation_fusion: whether Transformer Engine's layers add weight gradients to
             the data-parallel buffer. Unlike megatron-core's layers, they do not need apex for it.
@@ -110,6 +111,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     turns: Turns | None = None
     deterministic_dropout: bool = False
     adds_in_place: bool = False
+    multiplies_by_onednn: bool = False
     groups_experts: bool = False
     te_gradient_accumulation_fusion: bool = False
     fusions: Fusions = Fusions()
@@ -176,6 +178,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "proj_bias": model.add_proj_bias,
         "mlp_bias": model.has_mlp_bias,
         "adds_in_place": fuses and not in_te and config.device == "cuda",
+        "multiplies_by_onednn": config.device == "cpu" and dtype == torch.float32,
         "te_gradient_accumulation_fusion": fuses and in_te,
         "weight_gradients": DeferredWeightGradients() if parallel.defers_weight_gradients else None,
         "auxiliary_scale": AuxiliaryScale(),

@@ -312,6 +312,7 @@ class LinearCall:
             gradient.
         allreduce_dgrad: whether to sum the input's gradient over the ranks of ``tp_group``.
         scaling: scales of 8-bit matrix products (see `layers.fp8`).
+        by_onednn: whether to multiply by `layers.onednn`.
     """
 
     parameter: Tensor
@@ -321,3 +322,4 @@ class LinearCall:
     sequence_parallel: bool = False
     allreduce_dgrad: bool = False
     scaling: Any = None
+    by_onednn: bool = False

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_ext.layers.linear import (
     ColumnParallelLinear,
     OutputLayer,
+    RowParallelLinear,
     WholeLinear,
     WordEmbedding,
 )
@@ -137,3 +138,42 @@ def test_only_a_layer_that_owns_its_weight_adds_to_the_buffer(context: ParallelC
     given = drawn(OUT, IN)
     assert head(None, weight_only=True) is head.weight
     assert head(None, weight_only=True, weight=given) is given
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, WholeLinear])
+@ranks(tp=2)
+def test_onednn_multiplies_as_torch(
+    context: ParallelContext, kind: type, sequence_parallel: bool
+) -> None:
+    """Also rows without any token, as experts may have, and weights that do not learn."""
+    found: list[list[Tensor]] = []
+    more: dict[str, Any] = {"bias": True, "skip_bias_add": False}
+    if kind is not WholeLinear:
+        more["input_is_parallel" if kind is RowParallelLinear else "gather_output"] = (
+            kind is RowParallelLinear
+        )
+    for by_onednn in (False, True):
+        changes = {"sequence_parallel": sequence_parallel, "multiplies_by_onednn": by_onednn}
+        layer = kind(
+            256,
+            512,
+            config=config(context, **changes),
+            init_method=torch.nn.init.normal_,
+            tp_group=context.pgs.tp,
+            **more,
+        )
+        assert layer.by_onednn is by_onednn
+        layer.weight.data = drawn(*layer.weight.shape)
+        x = drawn(S, B, layer.weight.size(1)).requires_grad_()
+        output, _ = layer(x)
+        output.square().sum().backward()
+        results = [output, x.grad, *(p.grad for p in layer.parameters())]
+        layer.weight.requires_grad_(False)
+        results += torch.autograd.grad(layer(x)[0].square().sum(), x)
+        layer.weight.requires_grad_(True)
+        if not sequence_parallel:
+            layer(x[:0])[0].sum().backward()
+        found.append(results)
+    for plain, fast in zip(*found, strict=True):
+        assert (fast - plain).norm() < 1e-6 * plain.norm()
