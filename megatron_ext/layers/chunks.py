@@ -81,7 +81,10 @@ def build_chunks(
         minutes = parallel.distributed_timeout_minutes
         hops = expert_hops(context, ranks_per_node, timeout_minutes=minutes)
         use_two_hops(chunks, hops, context)
+    kept_tokens = getattr(transformer_config, "kept_tokens", None)
     for chunk in chunks:
+        if kept_tokens is not None:
+            kept_tokens.follow(chunk)
         mark_experts(chunk, context.pgs)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

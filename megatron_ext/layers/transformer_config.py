@@ -22,6 +22,7 @@ from megatron_ext.layers.compiled import Fusions
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 
 if TYPE_CHECKING:
+    from megatron_ext.layers.kept_tokens import KeptTokens
     from megatron_ext.parallel.turns import Turns
 
 
@@ -85,6 +86,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         weight_gradients: queues of the weight gradients that are computed later, by a zero-bubble
             schedule or with ``--delay-wgrad-compute``; None in other runs.
         turns: runs a forward and a backward pass in turns; None if the schedule has no pairs.
+        kept_tokens: the tokens that recomputed layers have dispatched; None exchanges them again.
         deterministic_dropout: whether dropout masks are independent of the parallel layout.
         adds_in_place: whether our linear layers add weight gradients to the data-parallel buffer.
         multiplies_by_onednn: whether our linear layers multiply large matrices by oneDNN.
@@ -104,11 +106,13 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
             many of its best scores; None means router top-k / group top-k.
         moe_ranks_per_node: number of ranks on each node, to which tokens are sent once; None sends
             them as ``moe_token_dispatcher_type`` says.
+        moe_keep_dispatched_tokens: whether there are ``kept_tokens``.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
     weight_gradients: DeferredWeightGradients | None = None
     turns: Turns | None = None
+    kept_tokens: KeptTokens | None = None
     deterministic_dropout: bool = False
     adds_in_place: bool = False
     multiplies_by_onednn: bool = False
@@ -125,6 +129,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     has_local_rotary: bool = False
     moe_router_group_scores: int | None = None
     moe_ranks_per_node: int | None = None
+    moe_keep_dispatched_tokens: bool = False
 
 
 @dataclass
@@ -203,6 +208,10 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
 
         recomputes = transformer_config.recompute_granularity is not None
         transformer_config.turns = Turns(keeps_random_states=recomputes)
+    if transformer_config.moe_keep_dispatched_tokens:
+        from megatron_ext.layers.kept_tokens import KeptTokens
+
+        transformer_config.kept_tokens = KeptTokens()
     kinds = transformer_config.cp_comm_type
     if isinstance(kinds, list):
         transformer_config.cp_comm_type = kinds_by_layer(kinds, transformer_config)

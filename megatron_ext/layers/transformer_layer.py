@@ -230,6 +230,10 @@ def _after_norm(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[...,
 
 
 def _dispatcher_class(config: TransformerConfig) -> type[MoEAlltoAllTokenDispatcher]:
+    if getattr(config, "kept_tokens", None) is not None:
+        from megatron_ext.layers.kept_tokens import KeepingDispatcher
+
+        return KeepingDispatcher
     if getattr(config, "turns", None) is not None:
         from megatron_ext.layers.expert_exchange import OverlappedDispatcher
 

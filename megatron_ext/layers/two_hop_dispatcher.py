@@ -266,11 +266,16 @@ def use_two_hops(
     chunks: Iterable[torch.nn.Module], hops: ExpertHops, context: ParallelContext
 ) -> None:
     """Make all MoE layers of model chunks that use an all-to-all send their tokens in two hops."""
+    kind = TwoHopDispatcher
+    if getattr(next(iter(chunks)).config, "kept_tokens", None) is not None:
+        from megatron_ext.layers.kept_tokens import KeepingTwoHopDispatcher
+
+        kind = KeepingTwoHopDispatcher
     layers = (x for chunk in chunks for x in chunk.modules() if isinstance(x, BaseMoELayer))
     for layer in layers:
         old = layer.token_dispatcher
         if isinstance(old, MoEAlltoAllTokenDispatcher):
-            layer.token_dispatcher = TwoHopDispatcher(
+            layer.token_dispatcher = kind(
                 layer.num_local_experts,
                 layer.local_expert_indices,
                 config=layer.config,

@@ -145,20 +145,26 @@ def in_order(*parts: LayerBytes) -> LayerBytes:
 
 
 def recomputed(
-    layers: Sequence[LayerBytes], layer_input: int, *, size: int, limit: int
+    layers: Sequence[LayerBytes],
+    layer_input: int,
+    *,
+    size: int,
+    limit: int,
+    besides: Sequence[int] = (),
 ) -> list[LayerBytes]:
     """Return the memory of a stage's layers if the first ``limit`` of them are recomputed.
 
     They are recomputed in groups of ``size`` consecutive layers. A group keeps only the input of
-    its first layer, ``layer_input`` bytes. The result has one item for each group, followed by the
-    unchanged items of the other layers.
+    its first layer, ``layer_input`` bytes, and the bytes of its layers in ``besides``. The result
+    has one item for each group, followed by the unchanged items of the other layers.
     """
     run_again = layers[:limit]
     others = layers[limit:]
     groups = []
     for first in range(0, len(run_again), size):
         again = in_order(*run_again[first : first + size])
-        groups.append(LayerBytes(layer_input, again.kept + again.transient))
+        kept = layer_input + sum(besides[first : min(first + size, limit)])
+        groups.append(LayerBytes(kept, again.kept + again.transient))
     return [*groups, *others]
 
 

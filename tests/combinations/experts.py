@@ -32,6 +32,10 @@ KINDS = {
     "plain": "",
     "alltoall": "--moe-token-dispatcher-type alltoall",
     "two hops": "--moe-token-dispatcher-type flex --moe-ranks-per-node 2 --moe-router-topk 3",
+    "kept": "--moe-token-dispatcher-type alltoall --moe-keep-dispatched-tokens "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "kept in two hops": "--moe-token-dispatcher-type flex --moe-ranks-per-node 2 "
+    "--moe-keep-dispatched-tokens --moe-layer-recompute",
     "balanced": "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-z-loss-coeff 0.001",
     "shared": "--moe-shared-expert-intermediate-size 24 --moe-token-dispatcher-type alltoall",

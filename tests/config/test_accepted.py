@@ -220,6 +220,10 @@ def test_flex_is_two_hops_unless_its_library_is_installed(monkeypatch: pytest.Mo
     assert chosen(device="cpu") == ("alltoall", 2)
     padded = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
     assert chosen(padded) == ("alltoall", 2)
+    assert chosen("--moe-keep-dispatched-tokens") == ("flex", None)
+    kept = "--moe-keep-dispatched-tokens --moe-layer-recompute"
+    assert chosen(kept) == ("alltoall", 2)
+    assert fields_of(f"{flags} {kept}", "cuda")["moe_keep_dispatched_tokens"]
 
 
 def test_fields_of_the_core_are_named_as_it_names_them() -> None:

@@ -213,8 +213,26 @@ def test_entries_of_flags_that_do_not_apply_are_found_by_what_they_need() -> Non
     assert answer_to("--no-z", table) is None
 
 
-def notes_of(words: str, device: str = "cpu") -> list[str]:
-    return parsed(f"{SMALL} {words}", device=device).notes
+KEEPING = (
+    "--num-experts 4 --disable-bias-linear --moe-router-pre-softmax "
+    "--moe-token-dispatcher-type alltoall --moe-keep-dispatched-tokens"
+)
+
+
+def notes_of(words: str, device: str = "cpu", ranks: int = 1) -> list[str]:
+    return parsed(f"{SMALL} {words}", device=device, ranks=ranks).notes
+
+
+def test_a_note_tells_that_no_experts_run_again() -> None:
+    keeping = f"{KEEPING} --expert-model-parallel-size 2"
+    selective = "--recompute-granularity selective"
+    for words in ("--moe-layer-recompute", f"{selective} --recompute-modules moe"):
+        assert notes_of(f"{keeping} {words}", ranks=2) == []
+    for words in ("", selective):
+        (note,) = notes_of(f"{keeping} {words}", ranks=2)
+        assert note == (
+            "`--moe-keep-dispatched-tokens` has no effect, since no layer of experts is recomputed."
+        )
 
 
 def test_notes_follow_the_device_and_the_other_flags() -> None:
@@ -237,6 +255,10 @@ def test_notes_follow_the_device_and_the_other_flags() -> None:
             "a kernel of Transformer",
         ),
         ("--beta-fast 8", "without `--multi-latent-attention`"),
+        (
+            f"{KEEPING} --moe-layer-recompute",
+            "without `--expert-model-parallel-size` above 1",
+        ),
     ):
         (note,) = notes_of(words)
         assert said in note

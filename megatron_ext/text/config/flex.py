@@ -1,15 +1,23 @@
-"""The effect of ``--moe-token-dispatcher-type flex``: a library for GPUs, or two hops by torch."""
+"""How tokens reach their experts: by a library for GPUs or in two hops, and how often.
+
+The first two are the ways of ``--moe-token-dispatcher-type flex``. Tokens that recomputed layers
+keep (``--moe-keep-dispatched-tokens``) are exchanged once, and others twice.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import FlagError
+
+if TYPE_CHECKING:
+    from megatron_ext.text.config.moe import MoEConfig
 
 
 def has_flex_backend(name: str) -> bool:
@@ -27,7 +35,7 @@ def has_flex_backend(name: str) -> bool:
 
 
 def flex_fields(
-    config: RunConfig, backend: str, *, pads: bool, given_ranks: int | None
+    config: RunConfig, backend: str, *, pads: bool, keeps: bool, given_ranks: int | None
 ) -> dict[str, object]:
     """Return the fields of `StepTransformerConfig` that say how tokens reach their experts.
 
@@ -36,9 +44,10 @@ def flex_fields(
     Args:
         backend: the library, ``--moe-flex-dispatcher-backend``.
         pads: ``--moe-pad-expert-input-to-capacity``.
+        keeps: whether recomputed layers keep the tokens that they have dispatched.
         given_ranks: ``--moe-ranks-per-node``.
     """
-    if _uses_backend(config, backend, pads=pads):
+    if not keeps and _uses_backend(config, backend, pads=pads):
         return {}
     return {
         "moe_token_dispatcher_type": "alltoall",
@@ -60,6 +69,33 @@ def _uses_backend(config: RunConfig, backend: str, *, pads: bool) -> bool:
         # Its kernels do not let another micro-batch compute meanwhile.
         and not parallel.overlap_moe_expert_parallel_comm
         and has_flex_backend(backend)
+    )
+
+
+def recomputes_experts(
+    granularity: str | None, modules: Sequence[str] | None, moe_layer_recompute: bool
+) -> bool:
+    """Return whether the layers of experts run again in the backward pass.
+
+    Args:
+        granularity: ``--recompute-granularity``.
+        modules: ``--recompute-modules``.
+        moe_layer_recompute: ``--moe-layer-recompute``.
+    """
+    by_name = granularity == "selective" and "moe" in (modules or ())
+    return granularity == "full" or by_name or moe_layer_recompute
+
+
+def keeps_tokens(moe: MoEConfig, config: RunConfig) -> bool:
+    """Return whether recomputed layers keep the tokens that their experts have got."""
+    model = config.model
+    return (
+        moe.moe_keep_dispatched_tokens
+        and moe.num_experts is not None
+        and config.parallel.expert_model_parallel_size > 1
+        and recomputes_experts(
+            model.recompute_granularity, model.recompute_modules, moe.moe_layer_recompute
+        )
     )
 
 

@@ -60,6 +60,15 @@ def _lacks_flex_backend(values: Values) -> bool:
     return not has_flex_backend(values["moe_flex_dispatcher_backend"])
 
 
+def _recomputes_no_experts(values: Values) -> bool:
+    """Return whether no layer of experts runs again in the backward pass."""
+    from megatron_ext.text.config.flex import recomputes_experts
+
+    return not recomputes_experts(
+        values["recompute_granularity"], values["recompute_modules"], values["moe_layer_recompute"]
+    )
+
+
 NO_VALIDATION = Inapplicable(
     "eval-interval eval-iters full-validation",
     "`--split` leaves no documents to the validation split",
@@ -182,14 +191,19 @@ TEXT_FLAGS = (
         "moe-router-bias-update-rate moe-router-force-load-balancing moe-token-dispatcher-type "
         "moe-flex-dispatcher-backend moe-ranks-per-node "
         "moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy "
-        "moe-layer-recompute moe-apply-probs-on-input",
+        "moe-layer-recompute moe-keep-dispatched-tokens moe-apply-probs-on-input",
     ),
     without("--moe-router-group-topk", "moe-router-num-groups"),
     without("--moe-router-enable-expert-bias", "moe-router-bias-update-rate"),
     without("--moe-token-dispatcher-type flex", "moe-flex-dispatcher-backend moe-ranks-per-node"),
     without(
         "--expert-model-parallel-size above 1",
-        "moe-flex-dispatcher-backend moe-ranks-per-node",
+        "moe-flex-dispatcher-backend moe-ranks-per-node moe-keep-dispatched-tokens",
+    ),
+    Inapplicable(
+        "moe-keep-dispatched-tokens",
+        says="has no effect, since no layer of experts is recomputed",
+        holds=_recomputes_no_experts,
     ),
     Inapplicable(
         "moe-flex-dispatcher-backend",

@@ -119,6 +119,11 @@ class MoEConfig(LayerSection):
     moe_token_drop_policy: str = said_flag(
         "probs", "tokens to drop beyond an expert's capacity", choices="probs position"
     )
+    moe_keep_dispatched_tokens: bool = flag(
+        False,
+        "keep the tokens that the experts of recomputed layers have got, so that the backward pass "
+        "exchanges only gradients",
+    )
     moe_layer_recompute: bool = flag(False, "recompute the experts in the backward pass")
     moe_grouped_gemm: bool = flag(
         False, "multiply the tokens of all experts of a rank in one kernel, in bf16 on Hopper"
@@ -165,6 +170,10 @@ class MoEConfig(LayerSection):
             **{name: fields[name] and te for name in FUSIONS},
         )
         fields["moe_ranks_per_node"] = None
+        if self.moe_keep_dispatched_tokens:
+            from megatron_ext.text.config.flex import keeps_tokens
+
+            fields["moe_keep_dispatched_tokens"] = keeps_tokens(self, config)
         if self.moe_token_dispatcher_type == "flex":
             from megatron_ext.text.config.flex import flex_fields
 
@@ -172,6 +181,7 @@ class MoEConfig(LayerSection):
                 config,
                 self.moe_flex_dispatcher_backend,
                 pads=self.moe_pad_expert_input_to_capacity,
+                keeps=bool(fields["moe_keep_dispatched_tokens"]),
                 given_ranks=self.moe_ranks_per_node,
             )
         if config.model.add_bias_linear or not config.model.swiglu:

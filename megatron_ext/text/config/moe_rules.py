@@ -245,6 +245,13 @@ def _dispatch_errors(
             f"does not go with `--moe-token-dispatcher-type` ({dispatcher})",
             "use alltoall or flex",
         )
+    if moe.moe_keep_dispatched_tokens and dispatcher == "allgather":
+        yield FlagError(
+            "--moe-keep-dispatched-tokens",
+            None,
+            f"does not go with `--moe-token-dispatcher-type` ({dispatcher})",
+            "use alltoall or flex",
+        )
     capacity = moe.moe_expert_capacity_factor
     wrong = [x for x in moe.moe_router_load_balancing_type if x not in CAPACITY_BALANCING]
     if capacity is not None and wrong:

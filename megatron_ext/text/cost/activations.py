@@ -189,8 +189,18 @@ class Activations(GptRun):
         dense = self._inner(sizes.tokens, sizes.f // sizes.tp, scaled=False)
         inner = self._experts() if experts else dense
         if self.recomputes("moe" if experts else "mlp"):
+            kept += self.kept_tokens if experts else 0
             return LayerBytes(kept, self.residual + inner.kept + inner.transient)
         return LayerBytes(kept + inner.kept, self.residual + inner.transient)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Return the bytes of tokens that a recomputed layer of experts keeps."""
+        if not self.moe.moe_keep_dispatched_tokens:
+            return 0
+        from megatron_ext.text.cost.dispatch import kept_tokens
+
+        return kept_tokens(self)
 
     def _inner(self, tokens: int, width: int, *, scaled: bool) -> LayerBytes:
         """Return the memory of an MLP from the output of fc1 to the input of fc2.
@@ -330,7 +340,9 @@ class Activations(GptRun):
             count = model.recompute_num_layers or 1
             uniform = model.recompute_method == "uniform"
             size, limit = (count, len(layers)) if uniform else (1, count)
-            layers = recomputed(layers, self.residual, size=size, limit=limit)
+            tokens = self.kept_tokens
+            besides = [tokens if sizes.experts[number] else 0 for number in stage.layers]
+            layers = recomputed(layers, self.residual, size=size, limit=limit, besides=besides)
         parts += layers
         norm = self.norm(sizes.residual_tokens, sizes.h)
         if stage.final_norm:

@@ -1,10 +1,11 @@
-"""The bytes that a rank sends to bring tokens to their experts and outputs back.
+"""The bytes that a rank sends to bring tokens to their experts and outputs back, or keeps instead.
 
 Tokens are assumed to choose their experts at random, each expert as likely as any other.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import comb
 from typing import TYPE_CHECKING
 
@@ -26,31 +27,112 @@ def dispatched(run: GptRun) -> Volume:
         return Volume(expert=2 * (x.ep * x.etp - 1) * tokens)
     copies = tokens * moe.moe_router_topk
     if moe.moe_token_dispatcher_type == "flex":
-        return _two_hops(run) + Volume(expert_in_node=2 * (x.etp - 1) * copies)
+        hops = _Hops.of(run)
+        return hops.sent() + Volume(expert_in_node=2 * (x.etp - 1) * copies)
     return Volume(expert=2 * (ring(x.ep) + x.etp - 1) * copies)
 
 
-def _two_hops(run: GptRun) -> Volume:
-    """Return the bytes of the hops between nodes and inside nodes, both there and back.
+def dispatched_again(run: GptRun) -> Volume:
+    """Return the bytes that a recomputed layer sends again, of those that `dispatched` counts.
+
+    Tokens that are kept are only gathered by the ranks that share an expert.
+    """
+    whole = dispatched(run)
+    if not _keeps_tokens(run):
+        return whole
+    x = run.sizes
+    gathered = 2.0 * (x.etp - 1) * x.residual_tokens * run.moe.moe_router_topk * x.h * x.width
+    flex = run.moe.moe_token_dispatcher_type == "flex"
+    return Volume(expert_in_node=gathered) if flex else Volume(expert=gathered)
+
+
+def kept_tokens(run: GptRun) -> int:
+    """Return the bytes of tokens that a recomputed layer keeps of each micro-batch.
+
+    They are the rows that have arrived at this rank's experts and their probabilities, the choice
+    of the experts, and, where the next layers run again from it, the layer's output.
+    """
+    if not _keeps_tokens(run):
+        return 0
+    x = run.sizes
+    moe = run.moe
+    if moe.moe_token_dispatcher_type == "flex":
+        kept = _Hops.of(run).kept()
+    else:
+        kept = x.residual_tokens * moe.moe_router_topk * (x.h * x.width + _probability(run))
+    whole = run.config.model.recompute_granularity == "full"
+    output = x.residual_tokens * x.h * x.width if whole else 0
+    return round(kept) + x.residual_tokens * (moe.num_experts or 0) + output
+
+
+def _keeps_tokens(run: GptRun) -> bool:
+    if not run.moe.moe_keep_dispatched_tokens:
+        return False
+    from megatron_ext.text.config.flex import keeps_tokens
+
+    return keeps_tokens(run.moe, run.config)
+
+
+def _probability(run: GptRun) -> int:
+    """Return the bytes of the probability of one expert."""
+    width = run.sizes.width
+    return {"fp32": FP32, "fp64": 2 * FP32}.get(run.moe.moe_router_dtype or "", width)
+
+
+@dataclass(frozen=True)
+class _Hops:
+    """The two hops of a rank's tokens.
 
     On the way there, a token takes along the probabilities of all experts of the node, and then of
     the rank, that it is sent to.
-    """
-    from megatron_ext.text.config.flex import ranks_per_node
 
-    x = run.sizes
-    moe = run.moe
-    layout = Layout.from_config(run.config.parallel)
-    in_node = layout.experts_in_node(ranks_per_node(moe.moe_ranks_per_node, run.config.parallel))
-    nodes = x.ep // in_node
-    of_rank = (moe.num_experts or x.ep) // x.ep
-    of_node = of_rank * in_node
-    row = 2 * x.h * x.width
-    probability = {"fp32": FP32, "fp64": 2 * FP32}.get(moe.moe_router_dtype or "", x.width)
-    between = (nodes - 1) * share_with(moe, of_node) * (row + of_node * probability)
-    # A rank passes on the tokens of the ranks with its place on all nodes.
-    inside = nodes * (in_node - 1) * share_with(moe, of_rank) * (row + of_rank * probability)
-    return Volume(expert=x.residual_tokens * between, expert_in_node=x.residual_tokens * inside)
+    Attributes:
+        nodes, in_node: the number of nodes with experts, and of ranks with experts on each.
+        to_node, to_rank: the number of tokens that a rank sends to one node, and that the ranks
+            with its place on all nodes send to one rank of the node.
+        node_scores, rank_scores: the bytes of the probabilities that a token takes along.
+    """
+
+    run: GptRun
+    nodes: int
+    in_node: int
+    to_node: float
+    to_rank: float
+    node_scores: int
+    rank_scores: int
+
+    @classmethod
+    def of(cls, run: GptRun) -> _Hops:
+        from megatron_ext.text.config.flex import ranks_per_node
+
+        x = run.sizes
+        moe = run.moe
+        parallel = run.config.parallel
+        node = ranks_per_node(moe.moe_ranks_per_node, parallel)
+        in_node = Layout.from_config(parallel).experts_in_node(node)
+        nodes = x.ep // in_node
+        of_rank = (moe.num_experts or x.ep) // x.ep
+        of_node = of_rank * in_node
+        to_node = x.residual_tokens * share_with(moe, of_node)
+        to_rank = x.residual_tokens * nodes * share_with(moe, of_rank)
+        width = _probability(run)
+        return cls(run, nodes, in_node, to_node, to_rank, of_node * width, of_rank * width)
+
+    @property
+    def _row(self) -> int:
+        return self.run.sizes.h * self.run.sizes.width
+
+    def sent(self) -> Volume:
+        """Return the bytes of the hops between nodes and inside nodes, both there and back."""
+        between = (self.nodes - 1) * self.to_node * (2 * self._row + self.node_scores)
+        inside = (self.in_node - 1) * self.to_rank * (2 * self._row + self.rank_scores)
+        return Volume(expert=between, expert_in_node=inside)
+
+    def kept(self) -> float:
+        """Return the bytes that have arrived by the last hop, with the scores of both hops."""
+        rows = self.in_node * self.to_rank * (self._row + self.rank_scores)
+        two = self.nodes > 1 and self.in_node > 1
+        return rows + (self.nodes * self.to_node * self.node_scores if two else 0)
 
 
 def share_with(moe: MoEConfig, block: int) -> float:

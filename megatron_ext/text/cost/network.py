@@ -299,17 +299,20 @@ class GptNetwork(Parameters, Activations, GptFlops):
         x = self.sizes
         gathers = stage.embedding + stage.depths + (1 + x.depths) * stage.head
         total = Volume(2 * self._gather() * gathers, pipeline=self.messages(stage))
-        layers = Counter(x.experts[number] for number in stage.layers)
-        layers[x.experts[-1]] += stage.depths
-        for experts, count in layers.items():
-            total += self.layer_traffic(experts) * count
+        model = self.config.model
+        in_blocks = model.recompute_method == "block"
+        limit = model.recompute_num_layers or 0 if in_blocks else len(stage.layers)
+        layers = Counter((x.experts[n], place < limit) for place, n in enumerate(stage.layers))
+        layers[x.experts[-1], True] += stage.depths
+        for (experts, again), count in layers.items():
+            total += self.layer_traffic(experts, again=again) * count
         return total
 
-    def layer_traffic(self, experts: bool) -> Volume:
-        """Return the bytes that a rank sends for one layer and micro-batch, with recomputation.
+    def layer_traffic(self, experts: bool, *, again: bool = True) -> Volume:
+        """Return the bytes that a rank sends for one layer and micro-batch.
 
         The bytes of forward and backward pass are added. ``experts`` tells whether the layer has
-        experts.
+        experts, and ``again`` whether full recomputation, if asked for, includes the layer.
         """
         x = self.sizes
         gather = self._gather()
@@ -319,19 +322,23 @@ class GptNetwork(Parameters, Activations, GptFlops):
             tensor=entering + (1 if experts else 3) * gather,
             context=self._context(),
         )
-        if experts:
-            from megatron_ext.text.cost.dispatch import dispatched
-
-            forward += dispatched(self)
         # Under sequence parallelism the inputs of two matrices are gathered once more.
         backward = forward + Volume(tensor=entering + (0 if experts else 1) * gather)
         if not x.sequence_parallel:
             backward = forward
-        model = self.config.model
-        if model.recompute_granularity == "full":
-            return forward * 2 + backward
-        again = self.recomputes("core_attn")
-        return forward + backward + Volume(context=forward.context if again else 0.0)
+        full = again and self.config.model.recompute_granularity == "full"
+        total = forward + backward
+        if full:
+            total += forward
+        elif self.recomputes("core_attn"):
+            total += Volume(context=forward.context)
+        if experts:
+            from megatron_ext.text.cost.dispatch import dispatched, dispatched_again
+
+            total += dispatched(self) * 2
+            if full or self.recomputes("moe"):
+                total += dispatched_again(self)
+        return total
 
     def _gather(self) -> float:
         """Return the bytes that a rank sends in one all-gather of hidden states ``[s, b, h]``.

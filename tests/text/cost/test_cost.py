@@ -222,6 +222,21 @@ def test_peak_with_recomputation(mode: str, tmp_path: Path) -> None:
         assert planned.activations + planned.transient == pytest.approx(rank.peak, rel=TOLERANCE)
 
 
+KEPT = (
+    "--num-experts 8 --moe-router-topk 4 --expert-model-parallel-size 4 --nproc-per-node 4 "
+    "--moe-ffn-hidden-size 96 --moe-keep-dispatched-tokens --moe-token-dispatcher-type"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [f"alltoall {RECOMPUTED['full']}", "flex --moe-ranks-per-node 2 --moe-layer-recompute"]
+)
+def test_peak_with_kept_tokens(words: str, tmp_path: Path) -> None:
+    flags = [*layouts.MODEL, *f"{KEPT} {words}".split()]
+    check_peak(_network(flags), measure(flags, tmp_path))
+
+
 def test_shares_of_all_replicas_make_the_whole() -> None:
     network = _network(layouts.flags_of("dp2"))
     (rank,) = memory(network)

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from megatron_ext.text.cost.dispatch import dispatched, share_with
+from megatron_ext.text.cost.dispatch import dispatched, kept_tokens, share_with
 from tests.text.cost.layouts import llama_network
 
 EXPERTS, TOPK = 8, 3
@@ -54,3 +54,50 @@ def test_tokens_that_make_two_hops_go_once_to_each_node_and_rank() -> None:
     assert parts.expert_in_node == pytest.approx(
         found.expert_in_node / 2 + TOPK * x.tokens * row / 2
     )
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "flex --moe-ranks-per-node 2"])
+@pytest.mark.parametrize(
+    ("recomputation", "output"),
+    [
+        ("--moe-layer-recompute", 0),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
+    ],
+)
+def test_kept_tokens_save_the_exchanges_of_the_second_forward_pass(
+    dispatcher: str, recomputation: str, output: int
+) -> None:
+    flags = (
+        f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --expert-model-parallel-size 4 "
+        f"--moe-token-dispatcher-type {dispatcher}"
+    )
+    plain, twice, once = (
+        llama_network(f"{flags} {more}")
+        for more in ("", recomputation, f"{recomputation} --moe-keep-dispatched-tokens")
+    )
+    exchanged = dispatched(plain)
+    for network, times in ((plain, 2), (twice, 3), (once, 2)):
+        found = network.layer_traffic(experts=True)
+        assert found.expert == pytest.approx(times * exchanged.expert)
+        assert found.expert_in_node == pytest.approx(times * exchanged.expert_in_node)
+    assert kept_tokens(twice) == 0
+    x = once.sizes
+    row = x.h * x.width
+    rows = float(TOPK * (row + x.width))
+    if dispatcher.startswith("flex"):
+        # 4 ranks have 2 experts each, whose scores come along; those of 4 experts come to a node.
+        rows = 4 * enumerated(2, 1, 1) * (row + 2 * x.width) + 2 * enumerated(4, 1, 1) * 4 * x.width
+    assert kept_tokens(once) == pytest.approx(x.tokens * (rows + EXPERTS + output * row), rel=1e-6)
+    layers = len(once.sizes.experts)
+    (stage,) = once.stages()
+    more = once.activations(stage).kept - twice.activations(stage).kept
+    assert more == layers * kept_tokens(once)
+
+
+def test_layers_beyond_the_recomputed_block_exchange_nothing_again() -> None:
+    flags = f"--num-experts {EXPERTS} --expert-model-parallel-size 4"
+    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 8"
+    plain, some = (llama_network(f"{flags} {more}") for more in ("", block))
+    (stage,) = plain.stages()
+    once, found = (network.traffic(stage).expert for network in (plain, some))
+    assert found == pytest.approx(once * (1 + 8 / 32 / 2))
