@@ -167,6 +167,33 @@ class _In16Bits(Float16Module):  # type: ignore[misc]
         return float16_to_fp32(output) if fp32_output and self._is_last else output
 
 
+class LoneReplica(DistributedDataParallel):  # type: ignore[misc]
+    """megatron-core's data-parallel wrapper for the only replica, with which there is no exchange.
+
+    A reduce-scatter or an all-gather over a single rank would copy the whole buffer, with Gloo even
+    three times.
+    """
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = True) -> None:
+        """Scale the gradients; their all-reduce over a single rank copies nothing."""
+        super().finish_grad_sync(force_all_reduce=True)
+
+    def start_param_sync(self, *_unused: Any, **_options: bool) -> None:
+        """Do nothing: no other rank has updated a weight."""
+
+
+def _is_alone(ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection) -> bool:
+    """Return whether no parameter has a copy on another rank, and nothing waits for an exchange.
+
+    Weights in 8 bits are converted after each gather.
+    """
+    converts = ddp_config.fp8_param_gather or ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+    overlaps = ddp_config.overlap_grad_reduce or ddp_config.overlap_param_gather
+    # A model without experts may lack groups for them.
+    replicas = [groups.dp_cp, getattr(groups, "expt_dp", groups.dp_cp)]
+    return not (converts or overlaps) and all(group.size() == 1 for group in replicas)
+
+
 def wrap_chunks(
     chunks: list[MegatronModule],
     config: RunConfig,
@@ -187,7 +214,7 @@ def wrap_chunks(
     num_parameters = sum(parameter.numel() for parameter in trained)
     sections = config.optimizer, config.precision, config.fp8
     ddp_config = _ddp_config(*sections, context, num_parameters)
-    wrap: Any = DistributedDataParallel
+    wrap: Any = LoneReplica if _is_alone(ddp_config, context.pgs) else DistributedDataParallel
     if config.optimizer.shards_gradients:
         from megatron_ext.layers.gradient_shards import ShardedGradients
 

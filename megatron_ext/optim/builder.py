@@ -73,7 +73,7 @@ def build_optimizer(
         from megatron_ext.optim.muon import give_matrices
 
         give_matrices(optimizer, chunks, groups, config.optimizer)
-    choose_kernels(optimizer, fused=config.device == "cuda")
+    choose_kernels(optimizer, fused=True)
     if config.optimizer.shards_gradients:
         from megatron_ext.optim.shards import take_sharded_gradients
 

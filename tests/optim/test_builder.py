@@ -86,8 +86,7 @@ def test_each_moment_has_the_dtype_of_its_own_flag(context: ParallelContext) -> 
         words = f"--use-precision-aware-optimizer --{name}-dtype bf16"
         for part in parts_of(build([*flags, *words.split()], context).optimizer):
             assert part.optimizer.moments == moments
-            # Only a GPU has the kernel that updates all weights at once.
-            assert not any(group["fused"] for group in part.optimizer.param_groups)
+            assert all(group["fused"] for group in part.optimizer.param_groups)
 
 
 def test_momentum_is_kept_only_where_it_is_used() -> None:

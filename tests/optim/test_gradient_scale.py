@@ -78,7 +78,7 @@ def test_the_update_divides_by_the_targets(sizes: dict[str, int], words: str) ->
 
 def _looks(context: ParallelContext) -> None:
     """Check that nothing is left to the update if a host decides, or micro-batches have means."""
-    hosts = build([*SMALL, *"--train-iters 4".split()], context)
+    hosts = build([*SMALL, *"--train-iters 4 --optimizer sgd".split()], context)
     means = _run(context, "--no-calculate-per-token-loss --train-iters 4")
     for run in (hosts, means):
         assert _step(run)[2] is None
