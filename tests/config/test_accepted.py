@@ -1,6 +1,8 @@
 """Values exactly at a limit are accepted, and derived values are those that the flags imply."""
 
 import dataclasses
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from tests.config.runs import BF16, SMALL, with_transformer_engine
-from tests.training_runs import config_of, without
+from tests.layers.test_flex_libraries import STAND_INS
+from tests.training_runs import config_of, parsed, without
 
 ROPE = "--position-embedding-type rope"
 EXPERTS = "--num-experts 4 --disable-bias-linear"
@@ -199,31 +202,65 @@ def fields_of(words: str, device: str = "cpu") -> dict[str, Any]:
     return transformer_fields(config_of(f"{BF16} {words}", ranks=0, device=device))
 
 
-def test_flex_is_two_hops_unless_its_library_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = (
-        "--nproc-per-node 4 --num-experts 4 --disable-bias-linear --moe-permute-fusion "
-        "--expert-model-parallel-size 4 --moe-token-dispatcher-type flex --moe-enable-deepep"
-    )
-
-    def chosen(words: str = "", device: str = "cuda") -> tuple[str, int | None]:
-        fields = fields_of(f"{flags} {words}", device)
-        assert not fields["moe_permute_fusion"]
-        return fields["moe_token_dispatcher_type"], fields["moe_ranks_per_node"]
-
-    assert chosen() == ("alltoall", 4)
-    assert chosen("--moe-ranks-per-node 2 --moe-token-dispatcher-type alltoall")[1] is None
-    assert chosen("--moe-ranks-per-node 2") == ("alltoall", 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert chosen() == ("alltoall", 2)
+@pytest.fixture
+def with_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install a stand-in for DeepEP."""
+    monkeypatch.syspath_prepend(str(STAND_INS))
     monkeypatch.setattr("megatron_ext.text.config.flex.has_flex_backend", lambda name: True)
-    assert chosen() == ("flex", None)
-    assert chosen(device="cpu") == ("alltoall", 2)
-    padded = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
-    assert chosen(padded) == ("alltoall", 2)
-    assert chosen("--moe-keep-dispatched-tokens") == ("flex", None)
-    kept = "--moe-keep-dispatched-tokens --moe-layer-recompute"
-    assert chosen(kept) == ("alltoall", 2)
-    assert fields_of(f"{flags} {kept}", "cuda")["moe_keep_dispatched_tokens"]
+    yield
+    for name in ("deep_ep", "deep_ep.utils"):
+        sys.modules.pop(name, None)
+
+
+FLEX = (
+    "--nproc-per-node 4 --num-experts 12 --disable-bias-linear --moe-permute-fusion "
+    "--expert-model-parallel-size 4 --moe-token-dispatcher-type flex --moe-enable-deepep"
+)
+
+
+def dispatcher_of(words: str = "", device: str = "cuda") -> tuple[str, int | None]:
+    fields = fields_of(f"{FLEX} {words}", device)
+    assert not fields["moe_permute_fusion"]
+    return fields["moe_token_dispatcher_type"], fields["moe_ranks_per_node"]
+
+
+def test_flex_is_two_hops_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dispatcher_of() == ("alltoall", 4)
+    assert dispatcher_of("--moe-ranks-per-node 2 --moe-token-dispatcher-type alltoall")[1] is None
+    assert dispatcher_of("--moe-ranks-per-node 2") == ("alltoall", 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert dispatcher_of() == ("alltoall", 2)
+
+
+NO_LIBRARY = (
+    "has no effect without a GPU and a library that fits the run: tokens make the same hops by "
+    "torch's collectives."
+)
+KEPT = "--moe-keep-dispatched-tokens"
+HYBRID = "--moe-flex-dispatcher-backend hybridep"
+PADDED = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
+
+
+@pytest.mark.usefixtures("with_library")
+def test_flex_is_its_library_where_that_fits_the_run() -> None:
+    for words in ("", KEPT, "--moe-layer-recompute", f"{PADDED} {HYBRID}"):
+        assert dispatcher_of(words) == ("flex", None), words
+    notes = parsed(f"{BF16} {FLEX}", ranks=4, device="cuda").notes
+    assert not any(NO_LIBRARY in note for note in notes)
+    assert dispatcher_of(device="cpu") == ("alltoall", 4)
+    unfit = (
+        "--no-bf16 --fp16",
+        PADDED,
+        f"{KEPT} --moe-layer-recompute",
+        "--overlap-moe-expert-parallel-comm",
+        # DeepEP has no settings for 12 ranks.
+        "--nproc-per-node 12 --expert-model-parallel-size 12 --global-batch-size 24",
+    )
+    for words in unfit:
+        assert dispatcher_of(words)[0] == "alltoall", words
+        given = parsed(f"{BF16} {FLEX} {words}", ranks=12 if "12" in words else 4, device="cuda")
+        (note,) = (x for x in given.notes if x.startswith("`--moe-flex-dispatcher-backend`"))
+        assert note.endswith(NO_LIBRARY), words
 
 
 def test_fields_of_the_core_are_named_as_it_names_them() -> None:

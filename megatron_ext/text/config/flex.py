@@ -6,11 +6,13 @@ keep (``--moe-keep-dispatched-tokens``) are exchanged once, and others twice.
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from megatron_ext.config.inapplicable import Values
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
@@ -34,68 +36,76 @@ def has_flex_backend(name: str) -> bool:
     return getattr(fused_a2a, functions.get(name, ""), None) is not None
 
 
-def flex_fields(
-    config: RunConfig, backend: str, *, pads: bool, keeps: bool, given_ranks: int | None
-) -> dict[str, object]:
+def _takes(name: str, ranks: int) -> bool:
+    """Return whether the installed library can exchange tokens among this number of ranks.
+
+    DeepEP has settings for some numbers only, and asserts that it is one of them.
+    """
+    if name != "deepep":
+        return True
+    try:
+        importlib.import_module("deep_ep").Buffer.get_dispatch_config(ranks)
+    except AssertionError:
+        return False
+    return True
+
+
+def flex_fields(moe: MoEConfig, config: RunConfig) -> dict[str, object]:
     """Return the fields of `StepTransformerConfig` that say how tokens reach their experts.
 
     Without a GPU and the library these are the all-to-all's, whose tokens make two hops.
-
-    Args:
-        backend: the library, ``--moe-flex-dispatcher-backend``.
-        pads: ``--moe-pad-expert-input-to-capacity``.
-        keeps: whether recomputed layers keep the tokens that they have dispatched.
-        given_ranks: ``--moe-ranks-per-node``.
     """
-    if not keeps and _uses_backend(config, backend, pads=pads):
+    if uses_library(values_of(moe, config)):
         return {}
     return {
         "moe_token_dispatcher_type": "alltoall",
-        "moe_ranks_per_node": ranks_per_node(given_ranks, config.parallel),
+        "moe_ranks_per_node": ranks_per_node(moe.moe_ranks_per_node, config.parallel),
         # The fused kernels of Transformer Engine make copies for experts, not for nodes.
         "moe_permute_fusion": False,
     }
 
 
-def _uses_backend(config: RunConfig, backend: str, *, pads: bool) -> bool:
-    """Return whether megatron-core's own dispatcher can run with the asked library."""
-    parallel = config.parallel
-    parts = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+def values_of(moe: MoEConfig, config: RunConfig) -> Values:
+    """Return the values that the functions below read of a run."""
+    sections = config.model, config.parallel, config.precision, moe
+    values = {name: value for section in sections for name, value in vars(section).items()}
+    return {**values, "device": config.device}
+
+
+def uses_library(values: Values) -> bool:
+    """Return whether megatron-core's own dispatcher runs, with the library that is asked for."""
+    parts = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
+    ranks = values["expert_model_parallel_size"] * max(1, parts)
+    backend = values["moe_flex_dispatcher_backend"]
     return (
-        config.device == "cuda"
-        and parallel.expert_model_parallel_size * parts > 1
+        values["device"] == "cuda"
+        and ranks > 1
+        # Its kernels move tokens in bf16.
+        and values["bf16"]
         # The buffers of DeepEP have no place for padding.
-        and not (pads and backend == "deepep")
+        and not (values["moe_pad_expert_input_to_capacity"] and backend == "deepep")
         # Its kernels do not let another micro-batch compute meanwhile.
-        and not parallel.overlap_moe_expert_parallel_comm
+        and not values["overlap_moe_expert_parallel_comm"]
+        and not keeps_tokens(values)
         and has_flex_backend(backend)
+        and _takes(backend, ranks)
     )
 
 
-def recomputes_experts(
-    granularity: str | None, modules: Sequence[str] | None, moe_layer_recompute: bool
-) -> bool:
-    """Return whether the layers of experts run again in the backward pass.
-
-    Args:
-        granularity: ``--recompute-granularity``.
-        modules: ``--recompute-modules``.
-        moe_layer_recompute: ``--moe-layer-recompute``.
-    """
-    by_name = granularity == "selective" and "moe" in (modules or ())
-    return granularity == "full" or by_name or moe_layer_recompute
+def recomputes_experts(values: Values) -> bool:
+    """Return whether the layers of experts run again in the backward pass."""
+    granularity = values["recompute_granularity"]
+    by_name = granularity == "selective" and "moe" in (values["recompute_modules"] or ())
+    return granularity == "full" or by_name or values["moe_layer_recompute"]
 
 
-def keeps_tokens(moe: MoEConfig, config: RunConfig) -> bool:
+def keeps_tokens(values: Values) -> bool:
     """Return whether recomputed layers keep the tokens that their experts have got."""
-    model = config.model
     return (
-        moe.moe_keep_dispatched_tokens
-        and moe.num_experts is not None
-        and config.parallel.expert_model_parallel_size > 1
-        and recomputes_experts(
-            model.recompute_granularity, model.recompute_modules, moe.moe_layer_recompute
-        )
+        values["moe_keep_dispatched_tokens"]
+        and values["num_experts"] is not None
+        and values["expert_model_parallel_size"] > 1
+        and recomputes_experts(values)
     )
 
 

@@ -51,22 +51,18 @@ def _lacks_validation(values: Values) -> bool:
     return len(shares) < 2 or shares[1] == 0
 
 
-def _lacks_flex_backend(values: Values) -> bool:
+def _uses_no_library(values: Values) -> bool:
     """Return whether a run cannot use the library of its ``--moe-flex-dispatcher-backend``."""
-    if values["device"] != "cuda":
-        return True
-    from megatron_ext.text.config.flex import has_flex_backend
+    from megatron_ext.text.config.flex import uses_library
 
-    return not has_flex_backend(values["moe_flex_dispatcher_backend"])
+    return not uses_library(values)
 
 
 def _recomputes_no_experts(values: Values) -> bool:
     """Return whether no layer of experts runs again in the backward pass."""
     from megatron_ext.text.config.flex import recomputes_experts
 
-    return not recomputes_experts(
-        values["recompute_granularity"], values["recompute_modules"], values["moe_layer_recompute"]
-    )
+    return not recomputes_experts(values)
 
 
 NO_VALIDATION = Inapplicable(
@@ -208,8 +204,8 @@ TEXT_FLAGS = (
     Inapplicable(
         "moe-flex-dispatcher-backend",
         "tokens make the same hops by torch's collectives",
-        says="has no effect without a GPU and the library",
-        holds=_lacks_flex_backend,
+        says="has no effect without a GPU and a library that fits the run",
+        holds=_uses_no_library,
     ),
     without("--moe-expert-capacity-factor", "moe-token-drop-policy"),
     without("--moe-shared-expert-intermediate-size", "moe-shared-expert-gate"),

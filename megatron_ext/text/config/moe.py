@@ -171,19 +171,13 @@ class MoEConfig(LayerSection):
         )
         fields["moe_ranks_per_node"] = None
         if self.moe_keep_dispatched_tokens:
-            from megatron_ext.text.config.flex import keeps_tokens
+            from megatron_ext.text.config.flex import keeps_tokens, values_of
 
-            fields["moe_keep_dispatched_tokens"] = keeps_tokens(self, config)
+            fields["moe_keep_dispatched_tokens"] = keeps_tokens(values_of(self, config))
         if self.moe_token_dispatcher_type == "flex":
             from megatron_ext.text.config.flex import flex_fields
 
-            fields |= flex_fields(
-                config,
-                self.moe_flex_dispatcher_backend,
-                pads=self.moe_pad_expert_input_to_capacity,
-                keeps=bool(fields["moe_keep_dispatched_tokens"]),
-                given_ranks=self.moe_ranks_per_node,
-            )
+            fields |= flex_fields(self, config)
         if config.model.add_bias_linear or not config.model.swiglu:
             # megatron-core's experts have no fused form of other activations and of biases.
             fields["bias_activation_fusion"] = False

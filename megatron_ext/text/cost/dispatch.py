@@ -68,9 +68,9 @@ def kept_tokens(run: GptRun) -> int:
 def _keeps_tokens(run: GptRun) -> bool:
     if not run.moe.moe_keep_dispatched_tokens:
         return False
-    from megatron_ext.text.config.flex import keeps_tokens
+    from megatron_ext.text.config.flex import keeps_tokens, values_of
 
-    return keeps_tokens(run.moe, run.config)
+    return keeps_tokens(values_of(run.moe, run.config))
 
 
 def _probability(run: GptRun) -> int:
