@@ -12,7 +12,7 @@ The video models are Wan 2.1 text to video. Their weights may have the names of 
 original repository, or be in a file of torch.save, as Self-Forcing and LongLive publish them.
 Imported weights are for pretrain_video.py --task streaming: --pretrained-checkpoint,
 --critic-checkpoint and --teacher-checkpoint load them in any layout. The generator, its averages
-and the critic can be exported.
+and the critic can be exported; so can the network of --task flow and its averages.
 
 Runs in one process on the CPU. Exit code 0, or 2 after a user's error.
 """
@@ -45,9 +45,8 @@ Export = later(f"{_LANGUAGE_MODELS}:Export")
 Import = later(f"{_LANGUAGE_MODELS}:Import")
 export_model = later(f"{_LANGUAGE_MODELS}:export_model")
 import_model = later(f"{_LANGUAGE_MODELS}:import_model")
-is_streaming = later("megatron_ext.video.convert:is_streaming")
 reader_of = later("megatron_ext.video.convert:reader_of")
-streamed_conversion = later("megatron_ext.video.networks.lookup:streamed_conversion")
+writer_of = later("megatron_ext.video.convert:writer_of")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -199,14 +198,13 @@ def _export(args: argparse.Namespace) -> None:
         "ema": args.ema,
     }
     notes: list[str] = []
-    if is_streaming(read_run_config(args.load, args.ckpt_step)):
-        conversion = streamed_conversion()
+    conversion = writer_of(read_run_config(args.load, args.ckpt_step))
+    if conversion is not None:
         _refuse(args, _LANGUAGE, f"{conversion.title}, which has no vocabulary")
-        network = args.network or next(iter(STORED_ROLES))
         if args.naming not in (None, *conversion.namings):
             known = ", ".join(conversion.namings)
             raise CheckpointError(f"`--naming` ({args.naming}) must be one of {known}.")
-        conversion.export_weights(**order, network=network, naming=args.naming)
+        conversion.export_weights(**order, network=args.network, naming=args.naming)
     else:
         _refuse(args, _VIDEO, "a language model")
         notes = export_model(Export(**order, like=args.hf_like, vocab_size=args.vocab_size))

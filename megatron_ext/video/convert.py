@@ -1,4 +1,4 @@
-"""Finds the conversion that reads given public weights of a video network."""
+"""Finds the conversion that reads, or writes, public weights of a video network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 
 from megatron_ext.disk.reading import read_model_settings
 from megatron_ext.errors import CheckpointError
-from megatron_ext.video.networks.lookup import conversions
+from megatron_ext.video.networks import NETWORKS
+from megatron_ext.video.networks.lookup import (
+    conversion_of,
+    conversions,
+    named_by,
+    network_named,
+    streamed_conversion,
+)
 from megatron_ext.video.networks.network import Conversion
 
 CLASS = "_class_name"
@@ -50,6 +57,30 @@ def reader_of(source: Path) -> Conversion | None:
     raise CheckpointError(
         f"{path} says `{CLASS}` {content[CLASS]!r}, which cannot be converted; use one of {known}."
     )
+
+
+def writer_of(stored: Mapping[str, Any]) -> Conversion | None:
+    """Return the conversion that writes the networks of a checkpoint as public weights.
+
+    ``stored`` is the checkpoint's configuration. None stands for a language model's checkpoint.
+
+    Raises:
+        CheckpointError: the network has no public form.
+    """
+    if is_streaming(stored):
+        return streamed_conversion()
+    video = stored.get("video")
+    if video is None:
+        return None
+    name = video["video_model"]
+    conversion = conversion_of(name)
+    if conversion is None:
+        known = [each for each in NETWORKS if conversion_of(each) is not None]
+        raise CheckpointError(
+            f"The checkpoint is of {network_named(name).titles[name]}, whose weights have no "
+            f"public form; only those of {named_by(known)} can be exported."
+        )
+    return conversion
 
 
 def is_streaming(stored: Mapping[str, Any]) -> bool:

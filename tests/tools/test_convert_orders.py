@@ -56,7 +56,7 @@ def test_options_of_an_export_are_its_order(tool: Any, monkeypatch: pytest.Monke
 
     asked: list[tuple[Path, int | None]] = []
     monkeypatch.setattr(tool, "read_run_config", lambda *given: asked.append(given))
-    monkeypatch.setattr(tool, "is_streaming", lambda stored: False)
+    monkeypatch.setattr(tool, "writer_of", lambda stored: None)
     monkeypatch.setattr(tool, "export_model", exported)
     load, target = Path("/ours"), Path("/back")
     words = ["export", "--load", str(load), "--hf", str(target)]
@@ -80,8 +80,7 @@ def test_a_streaming_run_has_networks_and_names(
         export_weights=lambda **order: given.append(order),
     )
     monkeypatch.setattr(tool, "read_run_config", lambda *_: {})
-    monkeypatch.setattr(tool, "is_streaming", lambda stored: True)
-    monkeypatch.setattr(tool, "streamed_conversion", lambda: conversion)
+    monkeypatch.setattr(tool, "writer_of", lambda stored: conversion)
     words = ["export", "--load", "/ours", "--hf", "/back"]
     assert tool.main(words) == 0
     more = "--network critic --naming original --ckpt-step 7 --ema --max-shard-size 2GB"
@@ -90,7 +89,7 @@ def test_a_streaming_run_has_networks_and_names(
     said = "error: `--naming` (other) must be one of diffusers, original.\n"
     assert capsys.readouterr().err == said
     assert [(order["network"], order["naming"]) for order in given] == [
-        ("generator", None),
+        (None, None),
         ("critic", "original"),
     ]
     assert (given[1]["step"], given[1]["ema"], given[1]["max_shard_size"]) == (7, True, "2GB")

@@ -64,6 +64,12 @@ def conversions() -> list[Conversion]:
     return [_part(x.conversion) for x in all_networks() if x.conversion is not None]
 
 
+def conversion_of(name: str) -> Conversion | None:
+    """Return the `Conversion` of the network that ``--video-model name`` names, if it has one."""
+    place = network_named(name).conversion
+    return None if place is None else _part(place)
+
+
 def streamed_conversion() -> Conversion:
     """Return the `Conversion` for the published weights of the network of ``--task streaming``."""
     place = streamed().conversion

@@ -334,17 +334,18 @@ class Conversion(ABC):
         dtype: str | None,
         max_shard_size: int | str,
         ema: bool,
-        network: str,
+        network: str | None,
         naming: str | None,
     ) -> None:
-        """Write one network of a streaming run's checkpoint as public weights.
+        """Write one network of a video run's checkpoint as public weights.
 
         Args:
             step: iteration of the checkpoint; None takes the latest.
             dtype: dtype to write; None keeps that of the run.
             max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
             ema: whether to write the moving average of the weights instead of the last weights.
-            network: the network to write, ``"generator"`` or ``"critic"``.
+            network: the network of a streaming run to write, ``"critic"`` or ``"generator"``, which
+                None stands for. A run of flow matching has one network, and takes None alone.
             naming: one of `namings`; None takes the first.
 
         Raises:

@@ -37,7 +37,7 @@ class WanConversion(Conversion):
         dtype: str | None,
         max_shard_size: int | str,
         ema: bool,
-        network: str,
+        network: str | None,
         naming: str | None,
     ) -> None:
         export_wan(

@@ -27,7 +27,9 @@ from megatron_ext.config.sections import described
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.video.config.rules import SECTIONS
-from megatron_ext.video.networks.wan.config import VideoDiTSizes
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.networks.network import STREAMING
+from megatron_ext.video.networks.wan.config import VideoDiTConfig, VideoDiTSizes
 from megatron_ext.video.networks.wan.convert.config import config_json
 from megatron_ext.video.networks.wan.convert.names import Naming, shapes, to_wan, wan_names
 from megatron_ext.video.networks.wan.convert.weights import STEM
@@ -44,11 +46,11 @@ def export_wan(
     step: int | None = None,
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
-    network: str = "generator",
+    network: str | None = None,
     ema: bool = False,
     naming: Naming = Naming.DIFFUSERS,
 ) -> None:
-    """Write one network of a checkpoint of ``--task streaming`` as weights of Wan.
+    """Write one network of a video run's checkpoint as weights of Wan.
 
     Args:
         load: folder of checkpoints, the run's ``--save``.
@@ -56,9 +58,10 @@ def export_wan(
         step: iteration of the checkpoint; None takes the latest.
         dtype: dtype to write; None takes the dtype of the run's parameters.
         max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
-        network: the network to write, ``"generator"`` or ``"critic"``.
-        ema: whether to write the averages of the generator's weights (``--ema-decay``) instead of
-            the weights themselves.
+        network: the network of ``--task streaming`` to write, ``"generator"`` (None) or
+            ``"critic"``; None for ``--task flow``.
+        ema: whether to write the averages of the weights (``--ema-decay``), which a streaming run
+            keeps of its generator, instead of the weights themselves.
         naming: whether tensors and entries of config.json get diffusers' or the original's names.
 
     Raises:
@@ -66,16 +69,15 @@ def export_wan(
             folder cannot be read or written.
     """
     run = RunConfig.from_dict(described(read_run_config(load, step), SECTIONS), SECTIONS)
-    if ema and network != "generator":
+    if ema and network == "critic":
         raise CheckpointError(
             f"`--ema` is for the generator, but `--network` is {network}, of which a run "
             "keeps no averages; leave one of them out."
         )
+    sizes = _sizes(run, load, network)
     check_target(target)
-    sizes = run.section(StreamingConfig).sizes("critic" if network == "critic" else "generator")
-    assert isinstance(sizes, VideoDiTSizes)
     path = verified_folder(load, step)
-    prefix = PREFIX if ema else STORED_ROLES[network]
+    prefix = PREFIX if ema else STORED_ROLES[network or "generator"]
     _check_stored(path, sizes, prefix)
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
@@ -90,6 +92,20 @@ def export_wan(
     weights = Converted(shapes(sizes), read, convert, kind)
     content = config_json(sizes, naming)
     write_folder(target, weights, content, max_shard_size=max_shard_size, stem=STEM)
+
+
+def _sizes(run: RunConfig, load: Path, network: str | None) -> VideoDiTSizes:
+    """Return the sizes of a run's network, or of ``network`` in a run of ``--task streaming``."""
+    if run.section(VideoConfig).task != STREAMING:
+        if network is not None:
+            raise CheckpointError(
+                f"`--network {network}` is for a run of `--task streaming`, but {load} is of "
+                "`--task flow`, which has one network; leave it out."
+            )
+        return run.section(VideoDiTConfig).sizes
+    sizes = run.section(StreamingConfig).sizes("critic" if network == "critic" else "generator")
+    assert isinstance(sizes, VideoDiTSizes)
+    return sizes
 
 
 def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:

@@ -14,6 +14,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.rules import SECTIONS
+from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.convert import is_streaming, read_config, reader_of
 from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
 from megatron_ext.video.networks.wan.convert import conversion, export
@@ -228,7 +229,9 @@ def test_an_export_takes_the_network_the_step_and_the_averages_that_it_is_given(
 ) -> None:
     """Let critic and generator have different sizes."""
     streaming = StreamingConfig(generator_size="tiny", critic_size="mini", text_features=24)
-    config = RunConfig(sections=tuple(kind() for kind in SECTIONS)).with_section(streaming)
+    config = RunConfig(sections=tuple(kind() for kind in SECTIONS)).with_section(
+        streaming, VideoConfig(task="streaming")
+    )
     asked: list[Any] = []
 
     def stopped(path: Any, sizes: VideoDiTSizes, prefix: str) -> None:
