@@ -3,9 +3,9 @@
 python tools/lora.py merge --load RUN --save MERGED
 python tools/lora.py export --load RUN --output ADAPTER --base-model meta-llama/Llama-3.2-1B
 
-A streaming run (pretrain_video.py --task streaming) has adapters on two networks. --network chooses
-generator or critic; the default is the generator. Its exported adapters fit diffusers'
-WanTransformer3DModel.
+Adapters of a video run (pretrain_video.py) fit diffusers' WanTransformer3DModel when exported. With
+--task streaming two networks have adapters, of which --network chooses one; the default is the
+generator.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from megatron_ext.errors import (
 )
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import silence_known_warnings
-from megatron_ext.train.task import later
-from megatron_ext.video.networks.lookup import streamed_conversion
+from megatron_ext.train.task import Task, later
+from megatron_ext.video.networks.lookup import adapters_of, streamed_conversion
 from megatron_ext.video.streaming.config import STORED_ROLES, StreamingConfig
 from megatron_ext.video.streaming.task import STREAMING
+from megatron_ext.video.task import FLOW
 
 # Imported when they are called, so that help and a wrong option need no torch.
 _CONVERSION = "megatron_ext.checkpoint.conversion"
@@ -38,7 +39,7 @@ export_adapters = later(f"{_CONVERSION}:export_adapters")
 is_streaming = later("megatron_ext.video.convert:is_streaming")
 merge_checkpoint = later(f"{_CONVERSION}:merge_checkpoint")
 network_of = later("megatron_ext.video.streaming.networks:network_of")
-network_of_gpt = later(f"{_CONVERSION}:Network")
+network_alone = later(f"{_CONVERSION}:Network")
 peft_layers = later("megatron_ext.text.convert.adapters:peft_layers")
 
 
@@ -91,8 +92,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _merge(args: argparse.Namespace) -> None:
-    run, streams = _saved_run(args)
-    network = network_of(args.network) if streams else network_of_gpt(GPT.model_chunk)
+    run, task = _saved_run(args)
+    network = network_of(args.network) if task is STREAMING else network_alone(task.model_chunk)
     base = args.pretrained_checkpoint
     print(
         merge_checkpoint(
@@ -102,10 +103,12 @@ def _merge(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    run, streams = _saved_run(args)
-    if streams:
+    run, task = _saved_run(args)
+    if task is STREAMING:
         sizes = run.section(StreamingConfig).sizes(args.network or "generator")
         layers = streamed_conversion().adapters(sizes)
+    elif task is FLOW:
+        layers = adapters_of(run)
     else:
         layers = peft_layers(run, args.load)
     left_out = export_adapters(
@@ -122,14 +125,15 @@ def _export(args: argparse.Namespace) -> None:
     print(args.output)
 
 
-def _saved_run(args: argparse.Namespace) -> tuple[RunConfig, bool]:
-    """Return the configuration of the saved run; and whether that run is a streaming run."""
+def _saved_run(args: argparse.Namespace) -> tuple[RunConfig, Task]:
+    """Return the configuration of the saved run, and its task."""
     stored = read_run_config(args.load, args.ckpt_step)
-    streams = is_streaming(stored)
-    if args.network is not None and not streams:
+    task = GPT
+    if stored.get("video"):
+        task = STREAMING if is_streaming(stored) else FLOW
+    if args.network is not None and task is not STREAMING:
         raise CheckpointError(
             f"`--network` ({args.network}) is for runs of `pretrain_video.py --task streaming`, "
             f"but `--load` ({args.load}) holds one model; leave it out."
         )
-    task = STREAMING if streams else GPT
-    return RunConfig.from_dict(described(stored, task.sections), task.sections), streams
+    return RunConfig.from_dict(described(stored, task.sections), task.sections), task

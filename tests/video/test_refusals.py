@@ -190,7 +190,7 @@ def test_what_samples_clips_is_known_before_the_run(refused: Refused, tmp_path: 
 OUT = "leave it out."
 IGNORED_FLAGS = {
     **{f"--{flag}": SHAPE for flag in ("num-layers 3", "seq-length 64", "swiglu")},
-    "--lora-rank 4": f"its layers take no adapters; {OUT}",
+    "--lora-rank 4": f"only `--video-model video-dit or causal-video-dit` takes adapters; {OUT}",
     "--label-smoothing 0.1": f"its loss is that of its task; {OUT}",
     "--full-validation": f"evaluation always goes through the whole validation data; {OUT}",
     "--decoupled-lr 1e-3": f"there is no vocabulary whose embedding could have it; {OUT}",

@@ -108,7 +108,14 @@ UNUSED = (
 )
 """Flags that a video run refuses, since it would ignore them, or of which nothing follows."""
 
-UNUSED_IN_FLOW = (*UNUSED, _unused(names_of(LoraConfig), "its layers take no adapters"))
+UNUSED_IN_FLOW = (
+    *UNUSED,
+    _unused(
+        names_of(LoraConfig),
+        f"only {named_by(n for n in NETWORKS if network_named(n).takes_adapters)} takes adapters",
+        holds=lambda values: not network_named(values["video_model"]).takes_adapters,
+    ),
+)
 
 UNUSED_IN_STREAMING = (
     *UNUSED,
@@ -135,11 +142,28 @@ STREAMING_START = 200
 
 
 def resolve_flow(config: RunConfig) -> RunConfig:
-    """Return the configuration with the section ``model`` filled in from the network's flags.
+    """Return the configuration with general settings filled in from the network's flags.
 
-    Sizes that do not fit together raise ConfigError.
+    It sets the section ``model``; with LoRA, the layers that get adapters, and that only adapters
+    are saved. Sizes that do not fit together raise ConfigError.
     """
-    return chosen(config).resolve(config)
+    network = chosen(config)
+    resolved = network.resolve(config)
+    if not network.takes_adapters:
+        return resolved
+    return dataclasses.replace(resolved, lora=_adapters(resolved.lora))
+
+
+def _adapters(lora: LoraConfig) -> LoraConfig:
+    """Return flags of adapters that name the layers which get some; only adapters are saved."""
+    if lora.lora_rank is None:
+        return lora
+    targets = lora.lora_target_modules
+    return dataclasses.replace(
+        lora,
+        lora_target_modules=list(ALL_TARGETS) if targets is None else targets,
+        saves_adapters_only=True,
+    )
 
 
 def resolve_streaming(config: RunConfig) -> RunConfig:
@@ -150,15 +174,7 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
     whether a checkpoint gives the critic's or the teacher's initial weights.
     """
     streaming = config.section(StreamingConfig)
-    lora = config.lora
     ema = config.ema
-    if lora.lora_rank is not None:
-        targets = lora.lora_target_modules
-        lora = dataclasses.replace(
-            lora,
-            lora_target_modules=list(ALL_TARGETS) if targets is None else targets,
-            saves_adapters_only=True,
-        )
     if ema.ema_decay:
         start = STREAMING_START if ema.ema_start is None else ema.ema_start
         # As in LongLive, whose average starts from weights that are trained already.
@@ -166,6 +182,7 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
         ema = dataclasses.replace(ema, ema_start=start, ema_warmup=warmup)
     checkpoint = dataclasses.replace(config.checkpoint, starts_others=streaming.starts_others)
     model = streaming.described(config.model)
+    lora = _adapters(config.lora)
     return dataclasses.replace(config, model=model, lora=lora, ema=ema, checkpoint=checkpoint)
 
 
@@ -175,6 +192,7 @@ def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
     ``config`` has the flags as given, ``resolved`` also values derived from them.
     """
     errors = resolved.section(SampleConfig).own_errors(resolved.checkpoint.save)
+    errors += target_errors(resolved.lora, ALL_TARGETS)
     schedule = config.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
         errors.append(
@@ -230,7 +248,6 @@ def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
         *streaming_errors(streaming),
         *sample_errors(config.section(StreamingSampleConfig), sample, streaming),
         *teacher_errors(streaming, resolved.parallel),
-        *target_errors(resolved.lora, ALL_TARGETS),
     ]
     if resolved.lora.lora_rank is not None and resolved.lora.lora_dropout:
         errors.append(

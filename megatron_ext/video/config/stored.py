@@ -42,7 +42,7 @@ def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections
         raise ConfigError.about(
             "--use-checkpoint-args",
             None,
-            "finds a checkpoint of adapters, which flow matching does not train",
+            f"finds adapters of {_title(kind)}, but this run builds {_title(builds)}",
             "make whole networks of them with `tools/lora.py merge`",
         )
     return network.restated(stored, kind, builds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
@@ -16,6 +16,9 @@ from megatron_ext.video.networks.network import (
     StreamedNetwork,
     VideoNetwork,
 )
+
+if TYPE_CHECKING:
+    from megatron_ext.checkpoint.conversion import PeftLayers
 
 
 def network_named(name: str) -> VideoNetwork:
@@ -68,6 +71,22 @@ def conversion_of(name: str) -> Conversion | None:
     """Return the `Conversion` of the network that ``--video-model name`` names, if it has one."""
     place = network_named(name).conversion
     return None if place is None else _part(place)
+
+
+def adapters_of(config: RunConfig) -> PeftLayers:
+    """Return how the adapters of a flow matching run map to peft's.
+
+    Raises:
+        ConfigError: the run's network has no public form.
+    """
+    conversion = conversion_of(config.section(VideoConfig).video_model)
+    if conversion is None:
+        name = config.section(VideoConfig).video_model
+        raise ConfigError(
+            f"Adapters of {chosen(config).titles[name]} cannot be exported, since its weights have "
+            "no public form."
+        )
+    return conversion.adapters(network_of(config).sizes)
 
 
 def streamed_conversion() -> Conversion:

@@ -79,6 +79,7 @@ class VideoNetwork:
             ``--task streaming`` that also have an effect on it in ``--task flow``.
         takes_pooled: whether the network is given a pooled vector of the text.
         takes_references: whether the network is given reference frames.
+        takes_adapters: whether LoRA adapters can be trained on its linear layers.
         streamed: place of the `StreamedNetwork`, an object; None if streaming cannot train it.
         streamed_sizes: sizes of a network that streaming can train, by name; each is a
             `config.sizes.StreamedSizes`.
@@ -96,6 +97,7 @@ class VideoNetwork:
     streaming_flags: Mapping[str, frozenset[str]] = field(default_factory=dict)
     takes_pooled: bool = False
     takes_references: bool = False
+    takes_adapters: bool = False
     streamed: str | None = None
     streamed_sizes: Mapping[str, Any] = field(default_factory=dict)
     conversion: str | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.sections import described, help_question
-from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.errors import CheckpointError, ConfigError, MegatronExtError
 from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
 from megatron_ext.train.task import Task, TaskChoice, later, no_datasets
@@ -47,6 +47,7 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
     Raises:
         ConfigError: the checkpoint is of ``--task streaming``.
+        CheckpointError: the weights under its adapters cannot be found.
     """
     if stored["video"].get("task") == "streaming":
         raise ConfigError(
@@ -58,7 +59,43 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
         **{name: value for section in sections for name, value in section.items()},
         **{name: stored["precision"][name] for name in ("bf16", "fp16")},
         **{name: stored["video"][name] for name in _DATA},
+        **(base_of(stored, given) if stored["lora"]["lora_rank"] is not None else {}),
         "eval_iters": 0,
+    }
+
+
+def base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags by which a run gets the frozen weights under a checkpoint's adapters.
+
+    The flags name the checkpoint that holds the frozen weights, or the seed from which they were
+    drawn. A checkpoint without adapters needs none of these flags, and the result is {}.
+
+    Raises:
+        CheckpointError: the checkpoint with the frozen weights is gone, or
+            ``--pretrained-checkpoint`` is given for a checkpoint without adapters.
+    """
+    # Its module imports torch, which the flags do not need.
+    from megatron_ext.checkpoint.adapters import FrozenBase
+
+    load = given["load"]
+    elsewhere = given.get("pretrained_checkpoint")
+    base = FrozenBase.under(Path(load), given.get("ckpt_step"))
+    if base is None:
+        if elsewhere is not None:
+            raise CheckpointError(
+                f"`--pretrained-checkpoint` ({elsewhere}) has no effect: `--load` ({load}) holds "
+                "all weights itself; leave it out."
+            )
+        return {}
+    if elsewhere is None and base.path is not None and not Path(base.path).is_dir():
+        raise CheckpointError(
+            f"`--load` ({load}) holds adapters of the weights in {base.path}, which are not there; "
+            "give `--pretrained-checkpoint` with where they are now."
+        )
+    return {
+        "pretrained_checkpoint": base.path,
+        "pretrained_average": base.path is not None and stored["checkpoint"]["pretrained_average"],
+        "seed": stored["training"]["seed"],
     }
 
 

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.errors import ConfigError
 from megatron_ext.train.task import Task, later
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import SampleConfig
-from megatron_ext.video.sampling.tool import run_sampling
+from megatron_ext.video.sampling.tool import base_of, run_sampling
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.rules import check_options
 from megatron_ext.video.streaming.task import STREAMING
@@ -56,45 +56,10 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
         )
     return {
         **{name: value for section in _STORED for name, value in stored[section].items()},
-        **_base_of(stored, given),
+        **base_of(stored, given),
         "task": "streaming",
         "bf16": stored["precision"]["bf16"],
         "only_samples": True,
-    }
-
-
-def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags by which a run gets the frozen weights under a checkpoint's adapters.
-
-    The flags name the checkpoint that holds the frozen weights, or the seed from which they were
-    drawn. A checkpoint without adapters needs none of these flags, and the result is {}.
-
-    Raises:
-        CheckpointError: the checkpoint with the frozen weights is gone, or
-            ``--pretrained-checkpoint`` is given for a checkpoint without adapters.
-    """
-    # Its module imports torch, which the flags do not need.
-    from megatron_ext.checkpoint.adapters import FrozenBase
-
-    load = given["load"]
-    elsewhere = given.get("pretrained_checkpoint")
-    base = FrozenBase.under(Path(load), given.get("ckpt_step"))
-    if base is None:
-        if elsewhere is not None:
-            raise CheckpointError(
-                f"`--pretrained-checkpoint` ({elsewhere}) has no effect: `--load` ({load}) holds "
-                "all weights itself; leave it out."
-            )
-        return {}
-    if elsewhere is None and base.path is not None and not Path(base.path).is_dir():
-        raise CheckpointError(
-            f"`--load` ({load}) holds adapters of the weights in {base.path}, which are not there; "
-            "give `--pretrained-checkpoint` with where they are now."
-        )
-    return {
-        "pretrained_checkpoint": base.path,
-        "pretrained_average": base.path is not None and stored["checkpoint"]["pretrained_average"],
-        "seed": stored["training"]["seed"],
     }
 
 

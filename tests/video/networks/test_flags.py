@@ -210,6 +210,7 @@ def test_networks_of_wan_describe_themselves_to_each_other(kind: str, builds: st
     stored = {
         "streaming": {"generator_size": "mini", "latent_channels": 6, **WINDOW},
         "video_dit": {"video_dit_size": "small", "dit_channels": 9, "dit_text_width": 24},
+        "lora": {"lora_rank": 4},
     }
     size, channels = ("mini", 6) if kind == "streaming" else ("small", 9)
     window = WINDOW if "video-dit" not in (kind, builds) else {}
@@ -221,7 +222,8 @@ def test_networks_of_wan_describe_themselves_to_each_other(kind: str, builds: st
         assert found == {"video_dit": {"video_dit_size": size}, "streaming": window}
     if kind == builds != "streaming":
         own = wan_rules.stored_model(stored, kind)
-        assert own == {"video_dit": stored["video_dit"], "streaming": window}
+        wanted = {name: stored[name] for name in ("video_dit", "lora")}
+        assert own == {**wanted, "streaming": window}
 
 
 def test_checkpoints_older_than_tasks_and_names_of_networks_are_those_of_an_mmdit() -> None:

@@ -259,7 +259,11 @@ TO_MMDIT = "but this run builds an MMDiT"
         ("streaming", "mmdit", f"the networks of `--task streaming`, {TO_MMDIT}"),
         ("causal-video-dit", "mmdit", f"of a causal video DiT, {TO_MMDIT}"),
         ("text", "mmdit", f"of a model that this program does not train, {TO_MMDIT}"),
-        ("adapters", "video-dit", "of adapters, which flow matching does not train; make whole"),
+        (
+            "adapters",
+            "video-dit",
+            "finds adapters of the networks of `--task streaming`, but",
+        ),
     ],
 )
 def test_another_kind_of_model_is_one_sentence(held: str, wanted: str, sentence: str) -> None:

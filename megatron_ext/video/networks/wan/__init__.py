@@ -19,6 +19,7 @@ NETWORK = VideoNetwork(
     # The only condition is the text; a tenth of the clips get none.
     defaults={"text_dropout": 0.1},
     streaming_flags={BIDIRECTIONAL: _SHARED, CAUSAL: _SHARED.union(WINDOW)},
+    takes_adapters=True,
     streamed=f"{_HERE}.streaming:STREAMED",
     streamed_sizes=SIZES,
     conversion=f"{_HERE}.convert.conversion:CONVERSION",

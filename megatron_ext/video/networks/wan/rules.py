@@ -67,7 +67,7 @@ def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
     ``stored`` is the configuration in the checkpoint, ``name`` the ``--video-model`` of its run.
     """
     window = stored_window(stored) if name == CAUSAL else {}
-    return {"video_dit": dict(stored["video_dit"]), "streaming": window}
+    return {"video_dit": dict(stored["video_dit"]), "streaming": window, "lora": stored["lora"]}
 
 
 def restated(stored: Mapping[str, Any], kind: str, builds: str) -> Sections:

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.checkpoint.conversion import verified_folder
 from megatron_ext.checkpoint.safetensors_files import (
     Converted,
@@ -21,7 +22,7 @@ from megatron_ext.checkpoint.safetensors_files import (
 )
 from megatron_ext.checkpoint.state import PREFIX
 from megatron_ext.checkpoint.stored import read_run_config
-from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
+from megatron_ext.checkpoint.unpickling import common_state_of, read_tensors, stored_entries
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import described
 from megatron_ext.errors import CheckpointError
@@ -119,6 +120,12 @@ def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:
         if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
     }
     needed = shapes(sizes)
+    if not stored.keys() & needed.keys() and FrozenBase.recorded(common_state_of(path)):
+        raise CheckpointError(
+            f"{path} holds adapters without the weights under them; merge the two with "
+            "`tools/lora.py merge`, and export what it writes, or export the adapters alone with "
+            "`tools/lora.py export`."
+        )
     for name, shape in needed.items():
         if name not in stored:
             raise CheckpointError(

@@ -1,0 +1,146 @@
+"""Adapters of a Wan network in flow matching: as peft's in every layout, merged and exported."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.programs import lora
+from megatron_ext.train.run import Run
+from megatron_ext.video.networks.wan.convert.names import BLOCK_MODULES, wan_adapters
+from tests.training_runs import training_rows
+from tests.video.clips import SHORT, write_clips
+from tests.video.networks.harness import relative
+from tests.video.networks.wan.convert.models import exported, imported, inputs, network
+from tests.video.networks.wan.convert.models import theirs as flow_of
+from tests.video.wan_run import FRAMES, KINDS, SIZES_OF_CLIPS, microbatch, train
+
+RANK, ALPHA, RATE = 4, 8.0, 1e-2
+ADAPTERS = f"--lora-rank {RANK} --lora-alpha {ALPHA:g} --weight-decay 0 --lr {RATE} --clip-grad 1"
+LAYOUTS = {
+    "one rank": (1, ""),
+    "tp2 pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "cp2": (2, "--context-parallel-size 2"),
+    "tp2 dp2": (4, "--tensor-model-parallel-size 2 --use-distributed-optimizer"),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model of diffusers, the checkpoint made of it, and clips."""
+    root = tmp_path_factory.mktemp("lora")
+    network(SIZES_OF_CLIPS).save_pretrained(root / "diffusers")
+    imported(root / "diffusers", root / "ours")
+    write_clips(root / "clips", {SHORT: 9})
+    return root
+
+
+def tuned(root: Path, save: Path, steps: int, words: str = "", **options: Any) -> list[Any]:
+    flags = (
+        f"{KINDS['video-dit']} --pretrained-checkpoint {root / 'ours'} {ADAPTERS} "
+        f"--train-iters {steps} {words}"
+    )
+    return training_rows(train(root / "clips", save, flags, **options))
+
+
+def record(run: Run, path: Path) -> None:
+    """Write down the adapters that a run on one rank starts from, and the clips of two steps."""
+    plan: Any = run.train_source
+    (chunk,) = run.chunks
+    adapters = {
+        s.name: s.tensor.detach().clone() for s in shards_of(chunk.module) if ".lora." in s.name
+    }
+    planned = [plan.video_plan.microbatches(step, 0, 4 * step) for step in range(2)]
+    steps = [[(members, list(samples)) for _, members, samples in each] for each in planned]
+    torch.save({"adapters": adapters, "steps": steps}, path)
+
+
+def with_peft(adapters: dict[str, Tensor]) -> Any:
+    """Return diffusers' model with peft's adapters on all linear layers of its blocks.
+
+    Ours on a fused layer start as several of peft's with the same matrix A.
+    """
+    parts = wan_adapters(SIZES_OF_CLIPS.head_dim).parts
+    names = {name: list(parts(name, matrix)) for name, matrix in adapters.items()}
+    layers = {layer for of_name in names.values() for layer, _, _ in of_name}
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=sorted(layers))
+    model: Any = peft.get_peft_model(network(SIZES_OF_CLIPS), config)
+    modules = dict(model.base_model.model.named_modules())
+    with torch.no_grad():
+        for layer, kind, matrix in (each for of_name in names.values() for each in of_name):
+            getattr(modules[layer], f"lora_{kind}")["default"].weight.copy_(matrix)
+    return model.double()
+
+
+def theirs(model: Any, steps: list[Any]) -> tuple[list[float], float]:
+    """Return the losses of two steps with torch's AdamW, and the gradient norm of the first."""
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, RATE, betas=(0.9, 0.95), eps=1e-15, weight_decay=0)
+    losses, norms = [], []
+    for microbatches in steps:
+        found = []
+        for numbers, samples in microbatches:
+            given, velocity = microbatch(numbers, samples, [0] * FRAMES)
+            x, times = given["x"].transpose(1, 2), given["timesteps"][:, 0]
+            (flow,) = model(x, times, given["text"], return_dict=False)
+            found.append((flow.transpose(1, 2) - velocity).square().mean())
+        loss = torch.stack(found).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(adapters, 1.0)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, norms[0]
+
+
+@pytest.fixture(scope="module")
+def truth(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], float]:
+    folder = tmp_path_factory.mktemp("truth")
+    tuned(root, folder / "save", 1, prepare=partial(record, path=folder / "start.pt"))
+    start = torch.load(folder / "start.pt")
+    assert len(start["adapters"]) == 2 * 2 * sum("norm" not in name for name in BLOCK_MODULES)
+    return theirs(with_peft(start["adapters"]), start["steps"])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "tp2 pp2" else pytest.mark.slow) for n in LAYOUTS]
+)
+def test_two_steps_are_those_of_peft(
+    root: Path, truth: tuple[list[float], float], tmp_path: Path, name: str
+) -> None:
+    """The second step's loss shows the update of B; matrices A have no gradient in the first."""
+    ranks, words = LAYOUTS[name]
+    rows = tuned(root, tmp_path / "save", 2, words, ranks=ranks)
+    losses, norm = truth
+    for row, loss in zip(rows, losses, strict=True):
+        assert math.isclose(row["loss"], loss, rel_tol=2e-6)
+    assert math.isclose(rows[0]["grad_norm"], norm, rel_tol=2e-5)
+
+
+def test_adapters_leave_alone_and_merged(root: Path, tmp_path: Path) -> None:
+    """Diffusers computes the same with adapters as with weights that they are merged into."""
+    ranks, words = LAYOUTS["tp2 dp2"]
+    tuned(root, tmp_path / "run", 2, words, ranks=ranks)
+    load = ["--load", str(tmp_path / "run")]
+    with pytest.raises(CheckpointError, match="merge the two with `tools/lora.py merge`, and"):
+        exported(tmp_path / "run", tmp_path / "whole")
+    assert lora.main(["export", *load, "--output", str(tmp_path / "adapter")]) == 0
+    assert lora.main(["merge", *load, "--save", str(tmp_path / "merged")]) == 0
+    whole = exported(tmp_path / "merged", tmp_path / "whole")
+    given = inputs(SIZES_OF_CLIPS)
+    model = network(SIZES_OF_CLIPS)
+    before = flow_of(model, given)
+    weights = {"prefix": "base_model.model", "weight_name": "adapter_model.safetensors"}
+    model.load_lora_adapter(tmp_path / "adapter", **weights, adapter_name="default")
+    wanted = flow_of(model, given)
+    assert relative(before, wanted) > 1e-2
+    found = flow_of(WanTransformer3DModel.from_pretrained(whole), given)
+    assert relative(found, wanted) <= 1e-5
