@@ -2,7 +2,7 @@
 
 The backward pass of a recomputed layer runs its forward pass again, and exchanges the tokens of its
 experts again. With ``--moe-keep-dispatched-tokens`` the first pass keeps the tokens that have
-arrived at this rank's experts, and the sums of the outputs that have come back. The second pass
+arrived at this rank's experts and, where it is read again, the layer's output. The second pass
 takes them, and sends nothing; only gradients are exchanged. Results are the same bit by bit.
 
 Each forward pass of a model chunk has a `Record` of what its layers keep. It belongs to the graph
@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.layers.expert_exchange import OverlappedDispatcher, Splits, exchanged
+from megatron_ext.layers.transformer_layer import TransformerLayer
 from megatron_ext.layers.two_hop_dispatcher import TwoHopDispatcher
 
 Kept = dict[str, Any]
@@ -51,6 +53,9 @@ class KeptTokens:
         """Give each forward pass of a model chunk in training a record of its own."""
         chunk.register_forward_pre_hook(self._begin)
         chunk.register_forward_hook(self._end)
+        for block in chunk.modules():
+            if isinstance(block, TransformerBlock):
+                _drop_unread_outputs(block)
 
     def _begin(self, chunk: torch.nn.Module, _inputs: Any) -> None:
         self._forward = {} if chunk.training and torch.is_grad_enabled() else None
@@ -84,6 +89,23 @@ class KeptTokens:
         in_backward = torch._C._current_graph_task_id() != -1
         waiting = self._backward.get(dispatcher) if in_backward else None
         return (waiting.pop(), True) if waiting else (None, False)
+
+
+def _drop_unread_outputs(block: TransformerBlock) -> None:
+    """Let the experts of a block keep no output that their second forward pass does not read.
+
+    It reads the output if a norm follows, or another layer that is recomputed together with this
+    one. Otherwise the output is only added to the residual stream, whose gradient does not depend
+    on it.
+    """
+    config = block.config
+    alone = config.recompute_method == "block" or config.recompute_num_layers == 1
+    if not alone or getattr(config, "sandwich_norm", False):
+        return
+    for layer in block.layers:
+        dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+        if type(layer) is TransformerLayer and isinstance(dispatcher, KeepingDispatcher):
+            dispatcher.keeps_output = False
 
 
 class _HandOut(torch.autograd.Function):
@@ -124,14 +146,19 @@ class _GradientsOnly(torch.autograd.Function):
 
 
 class KeepingDispatcher(OverlappedDispatcher):
-    """Dispatcher that exchanges the tokens of a recomputed layer once."""
+    """Dispatcher that exchanges the tokens of a recomputed layer once.
+
+    Attributes:
+        keeps_output: whether the layer's output is kept, too. If not, the second forward pass
+            returns another one, with the right graph.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kept: Kept | None = None
         self._runs_again = False
-        # Nothing but the next layers reads a layer's output, and these run again only with it.
-        self._keeps_output = self.config.recompute_granularity == "full"
+        # With selective recomputation, nothing of the layer comes after the output.
+        self.keeps_output = self.config.recompute_granularity == "full"
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -211,7 +238,7 @@ class KeepingDispatcher(OverlappedDispatcher):
         output: Tensor = super().combine_postprocess(hidden_states)
         kept = self._kept
         self._kept = None
-        if kept is None or not self._keeps_output:
+        if kept is None or not self.keeps_output:
             return output
         if self._runs_again:
             return _Instead.apply(output, kept["output"])  # type: ignore[no-any-return,no-untyped-call]

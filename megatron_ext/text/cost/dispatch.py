@@ -50,7 +50,7 @@ def kept_tokens(run: GptRun) -> int:
     """Return the bytes of tokens that a recomputed layer keeps of each micro-batch.
 
     They are the rows that have arrived at this rank's experts and their probabilities, the choice
-    of the experts, and, where the next layers run again from it, the layer's output.
+    of the experts, and, where a norm or another layer runs again from it, the layer's output.
     """
     if not _keeps_tokens(run):
         return 0
@@ -60,8 +60,11 @@ def kept_tokens(run: GptRun) -> int:
         kept = _Hops.of(run).kept()
     else:
         kept = x.residual_tokens * moe.moe_router_topk * (x.h * x.width + _probability(run))
-    whole = run.config.model.recompute_granularity == "full"
-    output = x.residual_tokens * x.h * x.width if whole else 0
+    model = run.config.model
+    whole = model.recompute_granularity == "full"
+    together = model.recompute_method == "uniform" and model.recompute_num_layers != 1
+    read = whole and (together or model.sandwich_norm)
+    output = x.residual_tokens * x.h * x.width if read else 0
     return round(kept) + x.residual_tokens * (moe.num_experts or 0) + output
 
 

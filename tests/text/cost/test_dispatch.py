@@ -56,12 +56,17 @@ def test_tokens_that_make_two_hops_go_once_to_each_node_and_rank() -> None:
     )
 
 
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+
+
 @pytest.mark.parametrize("dispatcher", ["alltoall", "flex --moe-ranks-per-node 2"])
 @pytest.mark.parametrize(
     ("recomputation", "output"),
     [
         ("--moe-layer-recompute", 0),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
+        (f"{FULL} 1", 0),
+        (f"{FULL} 2", 1),
+        (f"{FULL} 1 --sandwich-norm", 1),
     ],
 )
 def test_kept_tokens_save_the_exchanges_of_the_second_forward_pass(
@@ -96,7 +101,7 @@ def test_kept_tokens_save_the_exchanges_of_the_second_forward_pass(
 
 def test_layers_beyond_the_recomputed_block_exchange_nothing_again() -> None:
     flags = f"--num-experts {EXPERTS} --expert-model-parallel-size 4"
-    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 8"
+    block = f"{FULL} 8 --recompute-method block"
     plain, some = (llama_network(f"{flags} {more}") for more in ("", block))
     (stage,) = plain.stages()
     once, found = (network.traffic(stage).expert for network in (plain, some))
