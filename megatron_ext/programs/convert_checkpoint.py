@@ -9,7 +9,8 @@ CHECKPOINT or with --load CHECKPOINT --finetune; with the latter, --use-checkpoi
 shape of the model from the checkpoint. pretrain_gpt.py --load-hf FOLDER needs no conversion.
 
 The video models are Wan 2.1 text to video. Their weights may have the names of diffusers or of the
-original repository, or be in a file of torch.save, as Self-Forcing and LongLive publish them.
+original repository, or be in one file: of safetensors, as ComfyUI has them, also in 8 bits, or of
+torch.save, as Self-Forcing and LongLive publish them.
 Imported weights are for pretrain_video.py --task streaming: --pretrained-checkpoint,
 --critic-checkpoint and --teacher-checkpoint load them in any layout. The generator, its averages
 and the critic can be exported; so can the network of --task flow and its averages.
@@ -70,7 +71,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         "--hf",
         required=True,
         type=Path,
-        help="folder of the model to read; for Wan, a .pt file as well",
+        help="folder of the model to read; for Wan, a file of safetensors or torch.save as well",
     )
     parser.add_argument("--save", required=True, type=Path, help="new folder for the checkpoint")
     language = parser.add_argument_group("language models")

@@ -304,7 +304,7 @@ class Conversion(ABC):
 
     @abstractmethod
     def reads_file(self, source: Path) -> bool:
-        """Return whether a file has the suffix of a torch.save file that `import_weights` reads."""
+        """Return whether a file has the suffix of a file that `import_weights` reads."""
 
     @abstractmethod
     def import_weights(
@@ -313,7 +313,7 @@ class Conversion(ABC):
         """Write public weights as a checkpoint of iteration 0.
 
         Args:
-            source: a folder of safetensors, or a torch.save file.
+            source: a folder of safetensors, or a file of safetensors or torch.save.
             save: folder for the checkpoint.
             dtype: dtype of the checkpoint; None keeps that of the source.
             entry: key in a torch.save file; None takes the file's only dictionary of tensors.

@@ -10,7 +10,8 @@ from megatron_ext.video.networks.wan.config import VideoDiTSizes
 from megatron_ext.video.networks.wan.convert.config import CLASSES
 from megatron_ext.video.networks.wan.convert.export import export_wan
 from megatron_ext.video.networks.wan.convert.names import Naming, wan_adapters
-from megatron_ext.video.networks.wan.convert.weights import SUFFIXES, import_wan
+from megatron_ext.video.networks.wan.convert.weights import import_wan
+from megatron_ext.video.weight_files import SUFFIXES
 
 
 class WanConversion(Conversion):

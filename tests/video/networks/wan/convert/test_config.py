@@ -170,9 +170,9 @@ def test_a_folder_finds_its_conversion_by_its_class(tmp_path: Path) -> None:
         path.write_text(json.dumps({"_class_name": name}))
         conversion = reader_of(tmp_path)
         assert conversion is not None and conversion.title == "Wan"
-    for name in ("a.pt", "a.pth", "a.bin", "a.safetensors"):
+    for name in ("a.pt", "a.pth", "a.bin", "a.safetensors", "a.gguf"):
         (tmp_path / name).touch()
-        assert (reader_of(tmp_path / name) is None) == (name == "a.safetensors")
+        assert (reader_of(tmp_path / name) is None) == (name == "a.gguf")
     # A whole pipeline is told apart from a folder of something else.
     (tmp_path / "pipeline" / "transformer").mkdir(parents=True)
     assert reader_of(tmp_path / "pipeline") is None

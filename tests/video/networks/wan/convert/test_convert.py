@@ -17,7 +17,9 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.run import Run
+from megatron_ext.video.convert import reader_of
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
+from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
 from megatron_ext.video.networks.wan.convert.names import Naming
 from megatron_ext.video.networks.wan.convert.weights import check_tensors, fill, import_wan
 from tests.checkpoint.tiny import whole_tensors
@@ -123,6 +125,51 @@ def test_files_of_torch_with_one_entry_or_none(tmp_path: Path) -> None:
         root = tmp_path / f"{name} ours"
         assert imported(tmp_path / name, root) == ("tiny", "float32")
         assert_same(tensors_of(exported(root, tmp_path / f"{name} back")), tensors_of(source))
+
+
+def in_eight_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as ComfyUI quantizes them: matrices of blocks in 8 bits, each with a scale."""
+    found: dict[str, Tensor] = {"scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)}
+    for name, tensor in tensors.items():
+        if not (name.startswith("blocks.") and tensor.dim() == 2):
+            found[name] = tensor.bfloat16()
+            continue
+        layer = name.removesuffix(".weight")
+        found[name] = tensor.mul(8).to(torch.float8_e4m3fn)
+        found[f"{layer}.scale_weight"] = torch.tensor(0.125)
+        found[f"{layer}.scale_input"] = torch.tensor(1.0)
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_single_files_of_safetensors(tmp_path: Path, prefix: str) -> None:
+    """Read the original's names, alone or with the prefix that ComfyUI gives them."""
+    tensors = original_tensors(make(tmp_path / "diffusers"))
+    path = tmp_path / "wan2.1_t2v_1.3B.safetensors"
+    save_file({f"{prefix}{name}": tensor for name, tensor in tensors.items()}, path)
+    assert reader_of(path) is CONVERSION
+    assert imported(path, tmp_path / "ours") == ("tiny", "float32")
+    back = exported(tmp_path / "ours", tmp_path / "back", naming=Naming.ORIGINAL)
+    assert_same(tensors_of(back), tensors)
+    assert "is a file of safetensors; leave it out" in refusal(path, entry="model")
+
+
+def test_a_single_file_in_eight_bits(tmp_path: Path) -> None:
+    tensors = in_eight_bits(original_tensors(make(tmp_path / "diffusers")))
+    path = tmp_path / "wan_fp8_scaled.safetensors"
+    save_file({f"diffusion_model.{name}": tensor for name, tensor in tensors.items()}, path)
+    assert "tensors in bfloat16 and float8_e4m3fn, but a checkpoint has one" in refusal(path)
+    assert imported(path, tmp_path / "ours", dtype="float32") == ("tiny", "float32")
+    back = exported(tmp_path / "ours", tmp_path / "back", naming=Naming.ORIGINAL)
+    beside = (".scale_weight", ".scale_input", "scaled_fp8")
+    scale = {name: 0.125 for name, x in tensors.items() if x.dtype == torch.float8_e4m3fn}
+    wanted = {n: x.float() * scale.get(n, 1) for n, x in tensors.items() if not n.endswith(beside)}
+    assert_same(tensors_of(back), wanted)
+    blocks = {name: torch.ones(2, 3) for name in tensors if name.endswith("ffn.0.scale_weight")}
+    save_file({**tensors, **blocks}, path)
+    assert "with shape [2, 3], which must be one number or one for each output" in refusal(
+        path, dtype="float32"
+    )
 
 
 def refusal(source: Path, **options: Any) -> str:
