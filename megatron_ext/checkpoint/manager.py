@@ -21,6 +21,7 @@ from megatron_ext.checkpoint.background import BackgroundSaves
 from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.checkpoint.files import folder_of
+from megatron_ext.checkpoint.optimizer_boxes import cut_weights
 from megatron_ext.checkpoint.optimizer_state import (
     GATHERED,
     give_groups_on_host,
@@ -260,6 +261,7 @@ class CheckpointManager:
         if not config.no_save_rng:
             apart = run_config.get("training", {}).get("data_parallel_random_init", False)
             state["rng_state"] = run_state.random_state(self._context, every_replica=apart)
+        cut_weights(state, dict(zip(chunk_keys(model), model, strict=True)))
         return state
 
     def load(
@@ -341,6 +343,7 @@ class CheckpointManager:
             state |= goes_on.state_to_load(path, metadata, with_optimizer=with_optimizer)
         if recorded is not None:
             self._restore_base(path, recorded, model)
+        cut_weights(state, dict(zip(chunk_keys(model), model, strict=True)))
         loaded = storage.read_state(path, state, self._config, self._context, notes)
         if recorded is not None:
             adapters.put_back_base(loaded, model)
@@ -421,6 +424,7 @@ class CheckpointManager:
         if optimizer is not None and stored.get(run_state.SHARDING) == GATHERED:
             give_groups_on_host(optimizer, layout)
 
+        @run_state.shapes_only(model)
         def check() -> set[str]:
             bare = run_state.sharded_state(model, None, metadata=metadata, is_loading=True)
             if checkpoint.weights_only:

@@ -113,7 +113,7 @@ def _shards_by_kind(
         shards = _shards(entries[id(parameter)])
         start = part._get_model_param_range_map(parameter)["param"].start
         yield {
-            kind: list(_cut(shards, f"{PREFIX}.{kind}", state, start, instance))
+            kind: list(_cut(shards, f"{PREFIX}.{kind}.", state.float(), start, instance))
             for kind, state in states.items()
             if kind != _STEP
         }
@@ -130,7 +130,27 @@ def in_boxes(
         values: one fp32 value per element, in any shape.
         start: index of the first element in the flattened parameter.
     """
-    return list(_cut(_shards(entry), prefix, values, start, 0))
+    return list(_cut(_shards(entry), f"{prefix}.", values.float(), start, 0))
+
+
+def cut_weights(state: dict[str, Any], model: dict[str, Any]) -> None:
+    """Replace sharded weights in a state by this rank's elements of them, cut into boxes.
+
+    Args:
+        state: the state to save or to load.
+        model: the chunks of the model, by the keys that their weights have in ``state``.
+    """
+    for key, chunk in model.items():
+        if not hasattr(chunk, "shapes_only"):
+            continue
+        weights = state.get(key, {})
+        for name, entry in list(weights.items()):
+            shard = getattr(getattr(entry, "data", None), "weight_shard", None)
+            if shard is None:
+                continue
+            weights[name] = list(_cut(_shards(entry), "", shard.values, shard.start, 0))
+            if not weights[name]:
+                del weights[name]  # the checkpoint's common part would hold an empty list
 
 
 def _cut(
@@ -140,12 +160,12 @@ def _cut(
 
     Args:
         shards: the parameter's own sharded tensors.
-        prefix: kind of state, put before the parameter's name in the checkpoint.
+        prefix: what to put before the parameter's name in the checkpoint.
         values: one value for each element of the range.
         start: index of the range's first element in the flattened parameter.
         instance: index of the distributed-optimizer instance, if several hold copies of the range.
     """
-    flat = values.detach().float().view(-1)
+    flat = values.detach().view(-1)
     end = start + flat.numel()
     for shard in shards:
         begin = shard.data.storage_offset()
@@ -158,7 +178,7 @@ def _cut(
             full = (*(1 for _ in range(ahead)), *size)
             place = (*(0 for _ in range(ahead)), *offset)
             yield ShardedTensor(
-                f"{prefix}.{shard.key}",
+                f"{prefix}{shard.key}",
                 flat[position : position + length].view(full),
                 flat.dtype,
                 full,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,6 +108,19 @@ def chunk_keys(model: Chunks) -> list[str]:
     return ["model"] if len(model) == 1 else [f"model{index}" for index in range(len(model))]
 
 
+@contextmanager
+def shapes_only(model: Chunks) -> Iterator[None]:
+    """Inside the block, let weights that are sharded over replicas be read, with any values.
+
+    Outside of a pass they have no values, and cannot even be cut into views.
+    """
+    with ExitStack() as stack:
+        for chunk in model:
+            if hasattr(chunk, "shapes_only"):
+                stack.enter_context(chunk.shapes_only())
+        yield
+
+
 def sharded_state(
     model: Chunks,
     optimizer: MegatronOptimizer | None,
@@ -123,10 +137,11 @@ def sharded_state(
         metadata: the result of `sharding_of`, which decides the format of the optimizer's state.
         is_loading: whether the tensors will be filled from a checkpoint, rather than saved.
     """
-    state: dict[str, Any] = {
-        key: chunk.sharded_state_dict(metadata=metadata)
-        for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True)
-    }
+    with shapes_only(model):
+        state: dict[str, Any] = {
+            key: chunk.sharded_state_dict(metadata=metadata)
+            for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True)
+        }
     if optimizer is None:
         return state
     trains = not getattr(optimizer, "is_stub_optimizer", False)
@@ -424,19 +439,25 @@ def averages_to_load(
 
     They are fp32 copies of the weights, sharded like those in ``state``. A load overwrites them,
     except for padding rows of the vocabulary that the checkpoint lacks. In the format of
-    `flat_state`, they are not copies but this rank's averages themselves.
+    `flat_state`, and of weights that are sharded over replicas, they are not copies but this rank's
+    averages themselves.
     """
     if metadata.get(SHARDING) == flat_state.FLAT:
         return flat_state.averages(ema, model, metadata[flat_state.PLACE], PREFIX)
     entries = _entries_of({key: state[key] for key in chunk_keys(model)})
-    values = (p.detach().to("cpu", torch.float32, copy=True) for p in ema.parameters)
-    return {
-        str(index): make_sharded_optimizer_tensor(entries[id(parameter)], value, prefix=EMA)
-        for index, (parameter, value) in enumerate(zip(ema.parameters, values, strict=True))
-    }
+    state = dict[str, Any]()
+    for index, part in enumerate(ema.parts):
+        entry = entries[id(part.parameter)]
+        if hasattr(part.parameter, "weight_shard"):
+            if part.average.numel():
+                state[str(index)] = in_boxes(entry, EMA, part.average, part.start)
+        else:
+            value = part.parameter.detach().to("cpu", torch.float32, copy=True)
+            state[str(index)] = make_sharded_optimizer_tensor(entry, value, prefix=EMA)
+    return state
 
 
-def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Tensor]) -> None:
+def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Any]) -> None:
     """Copy loaded averages into ``ema``.
 
     ``loaded`` is the state of `averages_to_load`, filled from a checkpoint.
@@ -444,7 +465,7 @@ def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Tensor]) -> 
     if not (loaded and all(key.isdigit() for key in loaded)):
         flat_state.load_averages(ema, model, loaded)
         return
-    ema.load([loaded[key] for key in sorted(loaded, key=int)])
+    ema.load([loaded.get(str(index), []) for index in range(len(ema.parts))])
 
 
 def _entries_of(weights: dict[str, Any]) -> dict[int, Any]:

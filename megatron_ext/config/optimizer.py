@@ -209,7 +209,17 @@ class OptimizerConfig(Changeable):
     @property
     def shards_gradients(self) -> bool:
         """Return whether each data-parallel rank keeps only its shard of the summed gradients."""
-        return self.data_parallel_sharding_strategy == "optim_grads"
+        return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Return whether each data-parallel rank keeps only its shard of the weights."""
+        return self.data_parallel_sharding_strategy == "optim_grads_params"
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Return whether megatron-core's hooks gather updated weights in the forward pass."""
+        return self.overlap_param_gather and not self.shards_weights
 
     def bucket_size(self, num_parameters: int, replicas: int) -> int | None:
         """Return the number of parameters in a gradient bucket; None means one bucket per chunk.

@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule, float16_to_fp32
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from torch import Tensor
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.precision import TE_IMPL, Fp8Config, PrecisionConfig
@@ -139,8 +140,8 @@ def _ddp_config(
         grad_reduce_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
         # Another class reduces sharded gradients.
         overlap_grad_reduce=optimizer.overlap_grad_reduce and not optimizer.shards_gradients,
-        overlap_param_gather=optimizer.overlap_param_gather,
-        align_param_gather=optimizer.overlap_param_gather and optimizer.align_param_gather,
+        overlap_param_gather=optimizer.gathers_in_forward,
+        align_param_gather=optimizer.gathers_in_forward and optimizer.align_param_gather,
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
         # Non-finite values are found later: the step checks the global norm and skips.
         check_for_nan_in_grad=False,
@@ -221,6 +222,11 @@ def wrap_chunks(
         size = config.optimizer.bucket_size(num_parameters, context.pgs.dp_cp.size())
         overlap = config.optimizer.overlap_grad_reduce
         wrap = partial(ShardedGradients, bucket_size=size, overlap=overlap)
+        if config.optimizer.shards_weights:
+            from megatron_ext.layers.weight_shards import ShardedWeights
+
+            equalize = config.training.data_parallel_random_init
+            wrap = partial(ShardedWeights, equalize=equalize, overlap=overlap)
     ddp = [
         wrap(
             config=transformer_config,
@@ -233,7 +239,7 @@ def wrap_chunks(
         )
         for index, chunk in enumerate(wrapped)
     ]
-    if config.training.data_parallel_random_init:
+    if config.training.data_parallel_random_init and not config.optimizer.shards_weights:
         for chunk in ddp:
             chunk.broadcast_params()
     return ddp
@@ -253,6 +259,15 @@ def named_parameters(
         for name, parameter in chunk.named_parameters()
         if parameter.requires_grad
     ]
+
+
+def own_elements(parameter: torch.nn.Parameter) -> Tensor:
+    """Return the elements of a parameter that this rank keeps between steps.
+
+    They are all, unless weights are sharded over the replicas (see `weight_shards`).
+    """
+    shard = getattr(parameter, "weight_shard", None)
+    return parameter.detach() if shard is None else shard.values
 
 
 def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:

@@ -128,6 +128,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         self._bucket_size = bucket_size
         self._overlap = overlap
         super().__init__(**arguments)
+        self._arrange()
         order = _places(self.module, self.params_with_grad)
         buckets = [
             bucket
@@ -140,6 +141,9 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         self._last: GradientBucket | None = None
         self._shows_whole = True
         self._show(whole=False)
+
+    def _arrange(self) -> None:
+        """Change megatron-core's buckets before gradients are sharded; a subclass may do so."""
 
     @property
     def bucket_size(self) -> int | None:

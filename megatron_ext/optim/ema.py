@@ -58,8 +58,8 @@ class ShardedEMA:
 
     Args:
         optimizer: any optimizer of megatron-core; a rank averages the elements that it updates.
-            With None, every rank holds the whole average of each trained parameter, into which a
-            checkpoint can be loaded.
+            With None, every rank holds the average of all that it holds of each trained parameter,
+            into which a checkpoint can be loaded.
         decay: weight of the old average in the new one; with ``warmup`` its upper limit.
         warmup: whether the first updates use a smaller decay.
         start: first training step that is averaged, counted from 1. Before it, the average equals
@@ -80,7 +80,7 @@ class ShardedEMA:
         self._warmup = warmup
         if optimizer is None:
             parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-            self._parts = [_part(Shard(parameter, parameter)) for parameter in parameters]
+            self._parts = [_part(_kept(parameter)) for parameter in parameters]
         else:
             self._parts = [_part(x) for part in parts_of(optimizer) for x in shards_of(part)]
         self._batches = _in_batches(self._parts)
@@ -133,9 +133,17 @@ class ShardedEMA:
             yield part.parameter, part.whole()
 
     @torch.no_grad()
-    def load(self, averages: Sequence[Tensor]) -> None:
-        """Replace the averages by ``averages``, one whole tensor for each of `parameters`."""
+    def load(self, averages: Sequence[Tensor | Sequence[Tensor]]) -> None:
+        """Replace the averages by ``averages``, one for each of `parameters`.
+
+        It is a whole tensor, or the pieces of this rank's part in the order of their elements.
+        """
         for part, average in zip(self._parts, averages, strict=True):
+            if not isinstance(average, Tensor):
+                pieces = [piece.reshape(-1) for piece in average]
+                if pieces:
+                    part.average.copy_(torch.cat(pieces).view(part.average.shape))
+                continue
             part.average.copy_(average.reshape(-1)[part.piece].view(part.average.shape))
 
     @property
@@ -165,18 +173,29 @@ class ShardedEMA:
                 "The weights cannot be exchanged twice, nor while hooks gather them."
             )
         parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}
-        originals: list[tuple[Parameter, Tensor]] = []
+        originals: list[tuple[Tensor, Tensor]] = []
         self._swapped = True
         try:
-            for parameter, average in self.gathered():
-                if parameter in parameters:
-                    originals.append((parameter, parameter.detach().to("cpu", copy=True)))
-                    parameter.data.copy_(average)
+            for part in self._parts:
+                shard = getattr(part.parameter, "weight_shard", None)
+                average = part.whole() if shard is None else part.average
+                if part.parameter in parameters:
+                    own = part.parameter.data if shard is None else shard.values
+                    originals.append((own, own.to("cpu", copy=True)))
+                    own.copy_(average)
             yield
         finally:
-            for parameter, original in originals:
-                parameter.data.copy_(original)
+            for own, original in originals:
+                own.copy_(original)
             self._swapped = False
+
+
+def _kept(parameter: Parameter) -> Shard:
+    """Return the elements of a parameter that this rank holds: all, unless weights are sharded."""
+    shard = getattr(parameter, "weight_shard", None)
+    if shard is None:
+        return Shard(parameter, parameter)
+    return Shard(parameter, shard.values, shard.start, shard.group)
 
 
 def _part(shard: Shard) -> Part:

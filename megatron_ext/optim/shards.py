@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,6 +84,51 @@ def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
     for part in parts_of(optimizer):
         if isinstance(part, DistributedOptimizer):
             part._copy_model_grads_to_main_grads = partial(take, part)
+
+
+def with_sharded_weights(
+    make: Callable[[], MegatronOptimizer], chunks: Sequence[Any]
+) -> MegatronOptimizer:
+    """Return the optimizer that ``make`` builds of chunks whose weights are sharded.
+
+    Its distributed optimizers take weights from, and write them to, this rank's shards (see
+    `layers.weight_shards`), and not whole parameters.
+    """
+    with ExitStack() as stack:
+        for chunk in chunks:
+            stack.enter_context(chunk.shapes_only())
+        optimizer = make()
+
+    def write(part: Any) -> None:
+        for model, main in _pairs(part.shard_float16_groups, part.shard_fp32_from_float16_groups):
+            model.copy_(main)
+
+    def read(part: Any, _state_dict: object = None) -> None:
+        for model, main in _pairs(part.shard_float16_groups, part.shard_fp32_from_float16_groups):
+            main.data.copy_(model)
+
+    for part in parts_of(optimizer):
+        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+            _point_to_shards(part)
+            part._copy_main_params_to_model_params = partial(write, part)
+            part._copy_model_params_to_main_params = partial(read, part)
+            read(part)
+    return optimizer
+
+
+def _point_to_shards(part: Any) -> None:
+    """Let the weights that a distributed optimizer updates be this rank's shards of parameters."""
+    for models, shards in (
+        (part.model_float16_groups, part.shard_float16_groups),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    ):
+        for model, shard in _pairs(models, shards):
+            own = getattr(model, "weight_shard", None)
+            if own is None:  # a single rank has all of it
+                span = part._get_model_param_range_map(model)["param"]
+                shard.data = model.data.view(-1)[span.start : span.end]
+            else:
+                shard.data = own.values
 
 
 def _pairs(models: Any, mains: Any) -> Iterator[tuple[Parameter, Tensor]]:

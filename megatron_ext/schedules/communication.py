@@ -178,6 +178,7 @@ class GradientSync:
         self.last = {action.stage: action for action in passes if action.kind in gradients}
         self.waiting: dict[int, AbstractContextManager[None]] = {}
         self.gathered = 0
+        self.shards_weights = hasattr(chunks[0], "begin_backward")
 
     def start(self) -> None:
         """Suspend gradient reduction in all chunks; call this before the first action."""
@@ -195,11 +196,18 @@ class GradientSync:
             self.param_sync[self.gathered](self.chunks[self.gathered].parameters())
             self.gathered += 1
 
-    def before_backward(self, action: Action) -> None:
-        """Resume gradient reduction if ``action`` is a chunk's last backward pass.
+    def after_forward(self, chunk: int) -> None:
+        """Free sharded weights after a chunk's forward pass, of which the loss is a part."""
+        if self.shards_weights:
+            self.chunks[chunk].end_forward()
 
-        Do nothing if the reduction must wait for the end of the pass.
+    def before_backward(self, action: Action) -> None:
+        """Gather sharded weights; resume gradient reduction before a chunk's last backward pass.
+
+        The reduction is not resumed if it must wait for the end of the pass.
         """
+        if self.shards_weights:
+            self.chunks[self.placement.chunk_of(action.stage)].begin_backward()
         if self.during and self.last.get(action.stage) == action:
             self._release(self.placement.chunk_of(action.stage))
 

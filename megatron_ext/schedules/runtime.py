@@ -310,6 +310,8 @@ class _Step:
             action.stage == self.last_stage,
         )
         self.num_targets += num_targets
+        if self.sync is not None:
+            self.sync.after_forward(index)
         if self.trains:
             self.inputs[key] = entering
         if self.trains or action.stage < self.last_stage:

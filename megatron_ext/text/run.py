@@ -54,8 +54,13 @@ def weights_of_folder(
     """
     if not loads_folder(config):
         return None
-    notes: list[str] = later(f"{FOLDERS}:load_initial_weights")(config, context, chunks)
-    return notes
+    load: Callable[..., list[str]] = later(f"{FOLDERS}:load_initial_weights")
+    if not config.optimizer.shards_weights:
+        return load(config, context, chunks)
+    from megatron_ext.layers.weight_shards import whole_weights
+
+    with whole_weights(chunks, writes=True):
+        return load(config, context, chunks)
 
 
 def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:

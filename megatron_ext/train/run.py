@@ -168,8 +168,7 @@ class Run:
     def params_norm(self) -> float:
         """Return the global L2 norm of the parameters; all ranks call this together."""
         with self.parameter_gather.paused(), torch.no_grad():
-            squares = summed(lambda p: p.double().square().sum(), self.chunks, self.context)
-            return float(squares.sqrt())
+            return float(summed(sum_of_squares, self.chunks, self.context).sqrt())
 
     def save(self, superseded: Collection[int] = (), *, is_last: bool = False) -> bool:
         """Save a checkpoint if ``--save`` is given; delete those of the iterations ``superseded``.
@@ -249,6 +248,18 @@ def count_parameters(
     largest = torch.tensor(sum(p.numel() for p in here), device=here[0].device)
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
     return int(model), int(trained), int(largest)
+
+
+def sum_of_squares(parameter: torch.nn.Parameter) -> Tensor:
+    """Return the sum of a parameter's squares, float64 ``[]``.
+
+    If weights are sharded, all ranks that hold a shard of the parameter call this together.
+    """
+    shard = getattr(parameter, "weight_shard", None)
+    squares = (parameter if shard is None else shard.values).double().square().sum()
+    if shard is not None:
+        torch.distributed.all_reduce(squares, group=shard.group)
+    return squares
 
 
 def summed(

@@ -100,7 +100,7 @@ def build_run(
     if loaded is None and task.initial_weights is not None:
         notes = task.initial_weights(config, context, chunks)
         _follow_new_weights(notes, optimizer, ema, context)
-    overlap = config.optimizer.overlap_param_gather and trains
+    overlap = config.optimizer.gathers_in_forward and trains
     parameter_gather = ParameterGather(chunks, transformer_config, overlap=overlap)
     parameter_gather.switch_off(gather=False)
     batch_arguments = config.training, config.model.seq_length, context.layout.data_parallel_size

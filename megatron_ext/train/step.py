@@ -205,7 +205,7 @@ class StepRunner:
             hooks.no_sync_func = _one_or_list([chunk.no_sync for chunk in self.chunks])
             if flags.align_grad_reduce:
                 hooks.grad_sync_func = _one_or_list([c.start_grad_sync for c in self.chunks])
-        if flags.overlap_param_gather and flags.align_param_gather:
+        if flags.gathers_in_forward and flags.align_param_gather:
             hooks.param_sync_func = _one_or_list([c.start_param_sync for c in self.chunks])
 
     def train(self, inputs: StepInputs, num_samples: int) -> StepResult:

@@ -155,6 +155,36 @@ def test_runs_resume_in_another_layout_with_and_without_sharded_gradients(tmp_pa
     _assert_close(short("stages", f"{sharded} {load}", 4), whole[2:], 1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "ranks", "other"),
+    [
+        ("--ema-decay 0.9 --check-invariants 1 --eval-ema --eval-iters 1 "
+         "--eval-interval 2 --log-params-norm", 2,
+         "--tensor-model-parallel-size 2"),
+        (f"--num-experts 4 {EP2} --bf16", 4, "--pipeline-model-parallel-size 2"),
+    ],
+)  # fmt: skip
+def test_runs_resume_in_another_layout_with_and_without_sharded_weights(
+    tmp_path: Path, model: str, ranks: int, other: str
+) -> None:
+    size = "--num-layers 2 --train-iters 4 --save-interval 2 --global-batch-size 8"
+    sharded = "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
+    tolerance = 1e-3 if "bf16" in model else 1e-6
+
+    def short(name: str, words: str) -> Rows:
+        return _rows(tmp_path / name, *f"{size} {model} {words}".split(), ranks=ranks)
+
+    whole = short("whole", "--use-distributed-optimizer")
+    saved = short("save", f"{sharded} --exit-interval 2")
+    _assert_close(saved, whole[:2], tolerance)
+    load = f"--load {tmp_path / 'save'}"
+    _assert_close(short("same", f"{sharded} {load}"), whole[2:], tolerance)
+    _assert_close(short("other", f"{load} {other}"), whole[2:], tolerance)
+    load = f"--load {tmp_path / 'whole'} --ckpt-step 2"
+    _assert_close(short("back", f"{sharded} {load} {other}"), whole[2:], tolerance)
+
+
 def test_another_schedule_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save = tmp_path / "save"
     _rows(save, "--exit-interval", str(BREAK))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from megatron_ext.config.flags import spelling_of
@@ -135,9 +135,7 @@ def sharding_errors(run: RunConfig) -> Iterator[FlagError]:
     """Yield an error for each reason against the given ``--data-parallel-sharding-strategy``."""
     given = run.optimizer.data_parallel_sharding_strategy
     refused = partial(FlagError, "--data-parallel-sharding-strategy", given)
-    if given == "optim_grads_params":
-        yield refused("would shard the weights too, which is not supported", "use optim_grads")
-    elif given != "no_shard" and not run.optimizer.use_distributed_optimizer:
+    if given != "no_shard" and not run.optimizer.use_distributed_optimizer:
         yield refused("needs `--use-distributed-optimizer`, which shares its state", "give both")
     if not run.optimizer.shards_gradients:
         return
@@ -173,11 +171,36 @@ def sharding_errors(run: RunConfig) -> Iterator[FlagError]:
             "memory yet",
             "use `--transformer-impl torch`, or `--no-gradient-accumulation-fusion`",
         )
+    if run.optimizer.shards_weights:
+        yield from _weight_sharding_errors(run, refused)
     if run.fp8.fp8_param_gather:
         yield refused(
             "does not go with `--fp8-param-gather`, whose buckets are joined to those of 16-bit "
             "weights",
             "leave the latter out",
+        )
+
+
+def _weight_sharding_errors(
+    run: RunConfig, refused: Callable[[str, str], FlagError]
+) -> Iterator[FlagError]:
+    """Yield an error for each reason against weights that are sharded over data-parallel ranks."""
+    if run.lora.lora_rank is not None:
+        yield refused(
+            "does not go with `--lora-rank`: frozen weights would stay whole on every rank",
+            "use optim_grads",
+        )
+    if run.fp8.fp8_format is not None:
+        yield refused(
+            f"does not go with `--fp8-format` ({run.fp8.fp8_format}): weights are cast to 8 bits "
+            "once a step, and these copies would stay whole on every rank",
+            "use optim_grads",
+        )
+    if run.model.transformer_impl == TE_IMPL:
+        yield refused(
+            "does not go with `--transformer-impl transformer_engine`, whose layers keep copies of "
+            "their weights",
+            "use torch",
         )
 
 

@@ -26,6 +26,8 @@ from random import Random
 import psutil
 import torch
 
+from megatron_ext.layers.chunks import own_elements
+
 _MIB = 1 << 20
 _SPARE_MEMORY = 64 * _MIB
 """Bytes of address space left to a process whose memory is exhausted."""
@@ -215,8 +217,9 @@ def spoil_gradient(target: Target) -> None:
 
 def flip_bit(target: Target) -> None:
     """Flip one bit of one parameter."""
-    name, parameter = target.random.choice([x for x in _parameters(target) if x[1].numel()])
-    numbers = parameter.detach().view(-1).view(torch.uint8)
+    kept = [(name, own_elements(parameter)) for name, parameter in _parameters(target)]
+    name, parameter = target.random.choice([x for x in kept if x[1].numel()])
+    numbers = parameter.view(-1).view(torch.uint8)
     index = target.random.randrange(numbers.numel())
     bit = target.random.randrange(8)
     target.note(f"bit {bit} of byte {index} of {name}")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_ext.errors import MachineFault
 from megatron_ext.extras.resilience.replay import digests
+from megatron_ext.layers.chunks import own_elements
 from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import parts_of
 from megatron_ext.train.callbacks.callback import Callback, due
@@ -91,7 +92,8 @@ def resting_tensors(run: Run) -> list[tuple[str, Tensor]]:
         for name, weight in chunk.named_parameters()
     ]
     names = {id(weight): name for name, weight in named}
-    tensors = {_place(weight): (name, weight.detach()) for name, weight in named}
+    kept = [(name, own_elements(weight)) for name, weight in named]
+    tensors = {_place(weight): (name, weight) for name, weight in kept}
     for part in parts_of(run.optimizer):
         for shard in shards_of(part):
             owner = names.get(id(shard.parameter), "a weight")

@@ -187,6 +187,11 @@ class PackedForward:
         with ExitStack() as undo:
             # Autograd cannot save what is made in inference mode, and modules keep some tensors.
             undo.enter_context(torch.no_grad() if trains else torch.inference_mode())
+            if self._run_config.optimizer.shards_weights:
+                from megatron_ext.layers.weight_shards import whole_weights
+
+                # The replicas write texts of their own, so layers cannot be gathered in step.
+                undo.enter_context(whole_weights(self.chunks))
             undo.enter_context(evaluating(self.chunks))
             for module in self._modules:
                 if isinstance(module, (DotProductAttention, LatentAttention)):

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.layers.chunks import expert_parameters, named_parameters
+from megatron_ext.layers.chunks import expert_parameters, named_parameters, own_elements
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.callbacks.callback import Callback, due
 
 Named = Sequence[tuple[str, Tensor]]
+Parameters = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 class InvariantError(MegatronExtError):
@@ -50,6 +51,9 @@ def check_replicas(
     - a tied embedding, on all pipeline stages that hold a copy of it;
     - the amax histories of fp8, on all ranks that hold a shard or copy of the layer.
 
+    Of weights that are sharded over data-parallel ranks, a rank compares its shards with those of
+    the other tensor-parallel ranks and pipeline stages.
+
     Raises:
         InvariantError: two ranks differ; it names the ranks and the first tensor that differs.
     """
@@ -60,13 +64,19 @@ def check_replicas(
     whole = [(name, p) for name, p in dense if not getattr(p, "tensor_model_parallel", False)]
     copies = [(name, p) for name, p in dense if getattr(p, "shared_embedding", False)]
     pgs = context.pgs
-    _check_equal(dense, pgs.dp_cp, "data-parallel replicas", iteration)
-    _check_equal(experts, pgs.expt_dp, "replicas of the experts", iteration)
-    _check_equal(whole, pgs.tp, "tensor-parallel ranks", iteration)
+    _check_equal(_copied(dense), pgs.dp_cp, "data-parallel replicas", iteration)
+    _check_equal(_copied(experts), pgs.expt_dp, "replicas of the experts", iteration)
+    kept = [(name, own_elements(parameter)) for name, parameter in whole]
+    _check_equal(kept, pgs.tp, "tensor-parallel ranks", iteration)
     if copies and getattr(pgs, "embd", None) is not None:
-        one = [("the tied embedding", copies[0][1])]
+        one = [("the tied embedding", own_elements(copies[0][1]))]
         _check_equal(one, pgs.embd, "pipeline stages", iteration)
     _check_histories(chunks, iteration)
+
+
+def _copied(named: Parameters) -> Parameters:
+    """Leave out the parameters that are sharded over data-parallel ranks."""
+    return [(name, parameter) for name, parameter in named if not hasattr(parameter, "weight_shard")]
 
 
 def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:

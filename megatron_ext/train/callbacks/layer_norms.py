@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.reporting.records import EvaluationRecord
-from megatron_ext.train.run import Run, summed
+from megatron_ext.train.run import Run, sum_of_squares, summed
 
 
 class LayerNorms(Callback):
@@ -42,7 +42,7 @@ class LayerNorms(Callback):
     def _squares(self, parameter: torch.nn.Parameter) -> Tensor:
         """Return the sum of a parameter's squares at the place of its layer; 0 elsewhere."""
         squares = torch.zeros(1 + self._count, dtype=torch.float64, device=parameter.device)
-        squares[self._layers.get(id(parameter), 0)] = parameter.double().square().sum()
+        squares[self._layers.get(id(parameter), 0)] = sum_of_squares(parameter)
         return squares
 
 
