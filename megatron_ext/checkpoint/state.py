@@ -27,7 +27,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
-from torch import Tensor
 
 from megatron_ext.checkpoint import flat_state, optimizer_state
 from megatron_ext.checkpoint.optimizer_boxes import in_boxes, sharded_optimizer_state

@@ -224,11 +224,14 @@ class OptimizerConfig(Changeable):
     def bucket_size(self, num_parameters: int, replicas: int) -> int | None:
         """Return the number of parameters in a gradient bucket; None means one bucket per chunk.
 
-        It is None unless gradients are sharded or their reduction overlaps the backward pass.
+        It is None unless gradients are sharded or their reduction overlaps the backward pass. With
+        sharded weights it is 1, and the buckets of a layer's parameters are joined.
         Without sharded gradients, megatron-core applies the size only to the first chunk of the
         first pipeline rank; all other chunks have one bucket. ``replicas`` is the number of ranks
         over which gradients are reduced.
         """
+        if self.shards_weights:
+            return 1  # the buckets of a layer are joined
         if not (self.overlap_grad_reduce or self.shards_gradients):
             return None
         if self.ddp_num_buckets is not None:

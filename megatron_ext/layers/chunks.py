@@ -226,7 +226,7 @@ def wrap_chunks(
             from megatron_ext.layers.weight_shards import ShardedWeights
 
             equalize = config.training.data_parallel_random_init
-            wrap = partial(ShardedWeights, equalize=equalize, overlap=overlap)
+            wrap = partial(ShardedWeights, equalize=equalize, bucket_size=size, overlap=overlap)
     ddp = [
         wrap(
             config=transformer_config,

@@ -1,9 +1,9 @@
 """Sharding of weights over data-parallel ranks (ZeRO-3; Rajbhandari et al., arXiv:1910.02054).
 
-Between steps a rank holds only its shard of each layer's weights. Before a layer computes, in either
-pass, its weights are gathered from all ranks, and freed when the next layer begins; so that the
-next layer need not wait, its weights are gathered meanwhile. Gradients are sharded too (see
-`gradient_shards`), with one bucket for each layer.
+Between steps a rank holds only its shard of each layer's weights. Before a layer computes, in
+either pass, its weights are gathered from all ranks; they are freed when the next layer begins.
+So that the next layer need not wait, its weights are gathered meanwhile. Gradients are sharded too
+(see `gradient_shards`), with one bucket for each layer.
 
 A parameter is a view of its layer's memory, which is given back and allocated again at need. So
 tensors that autograd saves for the backward pass stay valid, as long as the weights have been
@@ -58,10 +58,10 @@ class WeightBucket:
     """
 
     def __init__(self, buffer: Any, bucket: Any, own: Tensor) -> None:
-        self.params: list[Parameter] = bucket.params_list
+        self.params: list[Any] = bucket.params_list
         self.group: ProcessGroup = buffer.data_parallel_group
         self.own = own
-        self.whole = bucket.param_data.clone()
+        self.whole: Tensor = bucket.param_data.clone()
         own.copy_(self._part)
         self._num_bytes = self.whole.untyped_storage().nbytes()
         self._gather: Any = None
@@ -70,13 +70,13 @@ class WeightBucket:
             start, end = (x - bucket.offset for x in buffer.param_index_map[parameter][:2])
             parameter.data = self.whole[start:end].view(parameter.shape)
             low, high = (min(max(x - first, 0), len(own)) for x in (start, end))
-            shard = WeightShard(own[low:high], max(0, first - start), self.group)
-            parameter.weight_shard = shard  # type: ignore[attr-defined]
+            parameter.weight_shard = WeightShard(own[low:high], max(0, first - start), self.group)
         self.free()
 
     @property
     def _part(self) -> Tensor:
-        return self.whole.chunk(self.group.size())[self.group.rank()]
+        start = self.group.rank() * len(self.own)
+        return self.whole[start : start + len(self.own)]
 
     @property
     def live(self) -> bool:
@@ -216,11 +216,10 @@ class ShardedWeights(ShardedGradients):
         self._backward: _Pass | None = None
         self._order: list[_Call] = []
         self._bypassed = False
-        # With a bucket for each parameter, those of a layer can be joined.
-        super().__init__(bucket_size=1, **arguments)
+        super().__init__(**arguments)
 
     def _arrange(self) -> None:
-        """Join the buckets of each layer, and shard their weights."""
+        """Join the buckets of each layer, one for each parameter, and shard their weights."""
         if self._equalizes:
             self.broadcast_params()
         modules = dict(_units(self.module))
@@ -299,6 +298,9 @@ class ShardedWeights(ShardedGradients):
         """Forget the weights that an update has made old; each pass gathers the new ones."""
         self.free()
 
+    # A newer name of megatron-core for the gather of some of the buckets.
+    _start_bucket_group_param_sync = start_param_sync
+
     def _enter(
         self, units: tuple[Unit, ...], module: Module, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
@@ -346,7 +348,8 @@ class ShardedWeights(ShardedGradients):
         if _reads_weights(module) and torch.is_grad_enabled():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(partial(self._return, current, index))
+                    hook = partial(self._return, current, index)
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _return(self, current: _Pass, index: int, _gradient: Tensor) -> None:
         """Gather the weights of a call before its backward pass, and start with the next ones."""
@@ -398,7 +401,8 @@ class ShardedWeights(ShardedGradients):
         bare: Any = self.module
         while hasattr(bare, "module"):
             bare = bare.module
-        shards = {n: p.weight_shard for n, p in bare.named_parameters() if hasattr(p, "weight_shard")}
+        found = ((n, getattr(p, "weight_shard", None)) for n, p in bare.named_parameters())
+        shards = {name: shard for name, shard in found if shard is not None}
         parts = {n: x for n, x in state_dict.items() if n in shards and isinstance(x, list)}
         for name, values in parts.items():
             shards[name].values.copy_(torch.cat([value.reshape(-1) for value in values]))
@@ -420,7 +424,7 @@ def _in_backward() -> bool:
 
 
 def _reads_weights(module: Module) -> bool:
-    """Return whether the backward pass of a module reads its weights; that of a look-up does not."""
+    """Return whether a module's backward pass reads its weights; that of a look-up does not."""
     return not hasattr(module, "num_embeddings")
 
 
@@ -469,7 +473,7 @@ def _join(buffer: Any, unit_of: Mapping[Parameter, Unit]) -> None:
 def _sharded(buffer: Any) -> Iterator[WeightBucket]:
     """Replace a buffer's ``param_data`` by this rank's shard of it; yield its new buckets."""
     ranks = buffer.data_parallel_group.size()
-    own = torch.empty(buffer.numel // ranks, dtype=buffer.param_dtype, device=buffer.param_data.device)
+    own = buffer.param_data.new_empty(buffer.numel // ranks)
     for bucket, (start, end) in zip(buffer.buckets, buffer.bucket_indices, strict=True):
         shard = WeightBucket(buffer, bucket, own[start // ranks : end // ranks])
         bucket.param_data = shard.whole

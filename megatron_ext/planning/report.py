@@ -256,13 +256,18 @@ def _saving(network: Network) -> str | None:
         others = memory(network.with_config(_distributed(config)))
         most = max(rank.state.optimizer for rank in others)
         return f"with --use-distributed-optimizer: optimizer {size(most)}"
-    if x.dp * x.cp > 1 and not config.optimizer.shards_gradients:
-        sharded = _sharded(config)
-        if not list(sharding_errors(sharded)):
-            most = max(x.state.gradients for x in memory(network.with_config(sharded)))
-            name = "--data-parallel-sharding-strategy optim_grads"
-            return f"with {name}: gradients {size(most)}"
-    return None
+    if x.dp * x.cp == 1 or config.optimizer.shards_weights:
+        return None
+    shards = config.optimizer.shards_gradients
+    strategy = "optim_grads_params" if shards else "optim_grads"
+    sharded = _sharded(config, strategy)
+    if list(sharding_errors(sharded)):
+        return None
+    states = [rank.state for rank in memory(network.with_config(sharded))]
+    left = f"gradients {size(max(state.gradients for state in states))}"
+    if shards:
+        left = f"weights {size(max(state.parameters for state in states))}"
+    return f"with --data-parallel-sharding-strategy {strategy}: {left}"
 
 
 def _distributed(config: RunConfig) -> RunConfig:
@@ -270,9 +275,9 @@ def _distributed(config: RunConfig) -> RunConfig:
     return replace(config, optimizer=replace(config.optimizer, use_distributed_optimizer=True))
 
 
-def _sharded(config: RunConfig) -> RunConfig:
-    """Return the run's configuration, changed to shard gradients."""
-    optimizer = replace(config.optimizer, data_parallel_sharding_strategy="optim_grads")
+def _sharded(config: RunConfig, strategy: str) -> RunConfig:
+    """Return the run's configuration with another ``--data-parallel-sharding-strategy``."""
+    optimizer = replace(config.optimizer, data_parallel_sharding_strategy=strategy)
     return replace(config, optimizer=optimizer)
 
 

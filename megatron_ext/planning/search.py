@@ -221,7 +221,8 @@ class StateBound:
     Attributes:
         dense, routed: bytes of the weights and gradients of the whole model without its routed
             experts, and of these.
-        shared: bytes of optimizer and averages, which may be spread evenly over all ranks.
+        shared: bytes of optimizer, averages and sharded weights, which may be spread evenly over
+            all ranks.
     """
 
     dense: float
@@ -238,14 +239,14 @@ class StateBound:
         state = rank_state(network.config, network.sizes, 0, weights)
         routed = sum(weight.numel for weight in listed if ROUTED in weight.name)
         share = routed / sum(weight.numel for weight in listed)
-        unsharded = state.parameters + (
-            0 if network.config.optimizer.shards_gradients else state.gradients
-        )
-        return cls(
-            unsharded * (1 - share),
-            unsharded * share,
-            (state.optimizer + state.average) / world_size,
-        )
+        flags = network.config.optimizer
+        spread = state.optimizer + state.average
+        unsharded = 0 if flags.shards_gradients else state.gradients
+        if flags.shards_weights:
+            spread += state.parameters
+        else:
+            unsharded += state.parameters
+        return cls(unsharded * (1 - share), unsharded * share, spread / world_size)
 
     def bytes_of(self, candidate: Candidate) -> float:
         """Return the bound of a layout."""

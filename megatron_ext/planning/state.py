@@ -9,8 +9,10 @@ module repeats that arithmetic (``param_and_grad_buffer.py`` of megatron-core 0.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
@@ -24,11 +26,14 @@ class State(Summed):
 
     Attributes:
         count: number of elements of the parameters, without padding.
-        parameters, optimizer, average: bytes of the parameters, optimizer state, averaged weights.
+        parameters: bytes of the parameters; if they are sharded, of the rank's shard and of the
+            weights that a pass gathers at once.
+        optimizer, average: bytes of the optimizer state and of the averaged weights.
         gradients: bytes of the gradients; if they are sharded, of the rank's shard and of the
             buckets that a backward pass fills.
         reduced: bytes of the unsharded gradients of all the rank's parameters, as they are reduced
             over the replicas.
+        gathered: bytes of the rank's trained parameters, as they are gathered from the replicas.
         frozen: bytes of those ``parameters`` that are not trained.
         updated: number of elements that the rank's optimizer updates.
     """
@@ -39,6 +44,7 @@ class State(Summed):
     optimizer: int = 0
     average: int = 0
     reduced: int = 0
+    gathered: int = 0
     frozen: int = 0
     updated: int = 0
 
@@ -132,12 +138,13 @@ def rank_state(
     frozen = sum(weight.numel for chunk in chunks for weight in chunk if weight.frozen)
     total = State(count=frozen, parameters=frozen * ranks.width, frozen=frozen * ranks.width)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    size, filled = None, 0
+    size, filled, gathered = None, 0, 0
     if rank == 0 or shards:
         numel = sum(weight.numel for chunk in trained for weight in chunk)
         size = optimizer.bucket_size(numel, ranks.dp * ranks.cp)
     for chunk in trained:
         filling = 0
+        layers: dict[str, int] = {}
         # Core uses a separate buffer for each dtype of parameters, and for experts.
         buffers: dict[tuple[bool, bool], list[Weight]] = {}
         for weight in chunk:
@@ -146,13 +153,21 @@ def rank_state(
             replicas = ranks.expert_dp if expert else ranks.dp * ranks.cp
             distributed = optimizer.use_distributed_optimizer
             laid = buckets(weights, distributed=distributed, replicas=replicas, bucket_size=size)
+            if optimizer.shards_weights:
+                laid = _joined(laid, weights)
             parts = replicas if distributed else 1
             updated = [_share(x, expert_replica if expert else replica, parts) for x in laid]
             elements, touched, in_matrices = map(sum, zip(*updated, strict=True))
             reduced = laid[-1].end * (FP32 if in_fp32 else ranks.width)
+            whole = laid[-1].end * (1 if fp8 else ranks.width)
+            if optimizer.shards_weights and replicas > 1:
+                for bucket, name in zip(laid, _units(weights), strict=True):
+                    size_of = (bucket.end - bucket.start) * ranks.width
+                    layers[name] = layers.get(name, 0) + size_of
             total += State(
                 count=sum(weight.numel for weight in weights),
-                parameters=laid[-1].end * (1 if fp8 else ranks.width),
+                parameters=whole // replicas if optimizer.shards_weights else whole,
+                gathered=whole,
                 gradients=laid[-1].end // replicas * FP32 if shards else reduced,
                 reduced=reduced,
                 optimizer=_optimizer_bytes(
@@ -163,23 +178,79 @@ def rank_state(
             )
             if shards:
                 width = FP32 if in_fp32 else ranks.width
-                filling += width * _filled(laid, overlap=optimizer.overlap_grad_reduce)
+                # A layer's bucket is complete before the next layer fills its own.
+                least = 1 if optimizer.shards_weights else 2
+                filling += width * _filled(laid, least + optimizer.overlap_grad_reduce)
         filled = max(filled, filling)
+        names = list(dict.fromkeys(unit_of(weight.name) for weight in chunk))
+        gathered = max(gathered, _at_once([(name, layers.get(name, 0)) for name in names]))
         if not shards:
             size = None  # only the first chunk has several buckets
-    return total + State(gradients=filled)
+    if config.parallel.overlap_moe_expert_parallel_comm:
+        gathered *= 2  # a forward and a backward pass at a time
+    return total + State(gradients=filled, parameters=gathered)
 
 
-def _filled(laid: Sequence[Bucket], *, overlap: bool) -> int:
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+"""Matches the name of the layer to which a parameter belongs, such as "decoder.layers.3"."""
+
+
+def unit_of(name: str) -> str:
+    """Return the name of the module whose sharded weights are gathered together with a parameter.
+
+    It is a layer, or outside of layers the module that holds the parameter.
+    """
+    layer = _LAYER.match(name)
+    return name.rpartition(".")[0] if layer is None else layer.group()
+
+
+def _units(weights: Sequence[Weight]) -> list[str]:
+    """Return the units of a buffer's parameters in the order of their buckets, as they change."""
+    return [name for name, _ in groupby(unit_of(weight.name) for weight in reversed(weights))]
+
+
+def _joined(laid: Sequence[Bucket], weights: Sequence[Weight]) -> list[Bucket]:
+    """Join the buckets of each unit; ``laid`` has one for each of ``weights``."""
+    joined: list[Bucket] = []
+    pairs = zip(laid, reversed(weights), strict=True)
+    for _, group in groupby(pairs, lambda pair: unit_of(pair[1].name)):
+        own = [bucket for bucket, _ in group]
+        spans = [span for bucket in own for span in bucket.spans]
+        matrices = [matrix for bucket in own for matrix in bucket.matrices]
+        joined.append(Bucket(own[0].start, own[-1].end, spans, matrices))
+    return joined
+
+
+def _at_once(units: Sequence[tuple[str, int]]) -> int:
+    """Return the most bytes of sharded weights that a pass through a chunk gathers at a time.
+
+    They are those of a unit and of the next one. A depth of multi-token prediction looks tokens up
+    in the embedding in the meantime, and an output layer may use the embedding's weight.
+
+    Args:
+        units: names and bytes of the units, in the order of the module.
+    """
+    sizes = [size for _, size in units]
+    table = max((size for name, size in units if "embedding" in name), default=0)
+    pairs = [sum(sizes[i : i + 2]) for i in range(len(sizes))]
+    depths = [
+        table + pair
+        for (name, _), pair in zip(units, pairs, strict=True)
+        if name.startswith("mtp.")
+    ]
+    tied = [table + sizes[-1]] if table and units[-1][0] != "output_layer" else []
+    return max([*pairs, *depths, *tied], default=0)
+
+
+def _filled(laid: Sequence[Bucket], count: int) -> int:
     """Return the peak number of elements in the buckets that a backward pass fills or reduces.
 
-    ``laid`` holds all buckets of a buffer whose gradients are sharded. A layer may fill two
-    neighbouring buckets at once, and with ``overlap`` a third one is being reduced meanwhile. The
-    last bucket is always counted: it may hold the word embedding, which an output layer or an MTP
-    depth may share, and then fills first.
+    ``laid`` holds all buckets of a buffer whose gradients are sharded, of which ``count``
+    neighbours have memory at a time: a layer may fill two, and with overlap a third one is being
+    reduced meanwhile. The last bucket is always counted: it may hold the word embedding, which an
+    output layer or an MTP depth may share, and then fills first.
     """
     *sizes, last = [bucket.end - bucket.start for bucket in laid]
-    count = 3 if overlap else 2
     return last + max((sum(sizes[i : i + count]) for i in range(len(sizes))), default=0)
 
 

@@ -250,7 +250,12 @@ class Clock:
         if x.dp * x.cp > 1:
             seconds += volume.data / self._replica_ring()
         shown = 1.0
-        if flags.overlap_grad_reduce:
+        if flags.shards_weights:
+            in_fp32 = self.network.config.precision.accumulate_allreduce_grads_in_fp32
+            reduced = FP32 if in_fp32 else x.width
+            overlapped = 2 * x.width + (reduced if flags.overlap_grad_reduce else 0)
+            shown -= self.rates.efficiency.hidden * overlapped / (2 * x.width + reduced)
+        elif flags.overlap_grad_reduce:
             both = flags.overlap_param_gather or not flags.use_distributed_optimizer
             shown -= self.rates.efficiency.hidden * (1.0 if both else 0.5)
         across = self.rates.link(x.tp * x.dp * x.cp * x.pp)
@@ -348,7 +353,9 @@ def step_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Vo
     moved = 2 * state.reduced
     if config.optimizer.use_distributed_optimizer:
         times = num_microbatches if config.optimizer.shards_gradients else 1
-        moved = times * state.reduced + state.parameters - state.frozen
+        # Sharded weights are gathered in each of a micro-batch's two passes.
+        gathers = 2 * num_microbatches if config.optimizer.shards_weights else 1
+        moved = times * state.reduced + gathers * state.gathered
     data = ring(x.dp * x.cp) * (1 - experts) * moved
     expert_data = ring(x.expert_dp) * experts * moved
     copied = elements.shared

@@ -129,7 +129,13 @@ def test_a_caption_says_what_sharding_the_state_would_leave() -> None:
     assert caption(SHARED) == (
         f"with --data-parallel-sharding-strategy optim_grads: gradients {size(gradients)}"
     )
-    assert caption(f"{SHARED} --data-parallel-sharding-strategy optim_grads") is None
+    strategy = "--data-parallel-sharding-strategy optim_grads_params"
+    weights = memory(layouts.llama_network(f"{SHARED} {strategy}"))[0].state.parameters
+    saving = caption(f"{SHARED} --data-parallel-sharding-strategy optim_grads")
+    assert saving == f"with {strategy}: weights {size(weights)}"
+    # An eighth of all weights, and the output layer beside the last norm.
+    assert weights == pytest.approx(2 * (8_030_261_248 / 8 + 128256 * 4096 + 4096), rel=1e-4)
+    assert caption(f"{SHARED} {strategy}") is None
     slices = caption(f"{SHARED} --context-parallel-size 8")
     assert slices is not None and slices.startswith("with --data-parallel-sharding-strategy")
     assert caption("--tensor-model-parallel-size 8") is None

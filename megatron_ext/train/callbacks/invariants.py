@@ -76,7 +76,9 @@ def check_replicas(
 
 def _copied(named: Parameters) -> Parameters:
     """Leave out the parameters that are sharded over data-parallel ranks."""
-    return [(name, parameter) for name, parameter in named if not hasattr(parameter, "weight_shard")]
+    return [
+        (name, parameter) for name, parameter in named if not hasattr(parameter, "weight_shard")
+    ]
 
 
 def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
