@@ -358,6 +358,16 @@ ENGINE = (
         says="has no effect without `--num-virtual-stages-per-pipeline-rank` above 1",
         holds=lambda values: (values["virtual_pipeline_model_parallel_size"] or 1) == 1,
     ),
+    beside(
+        "--data-parallel-sharding-strategy optim_grads_params",
+        "ddp-bucket-size ddp-num-buckets",
+        "a layer is a bucket",
+    ),
+    beside(
+        "--data-parallel-sharding-strategy optim_grads_params",
+        "align-param-gather",
+        "each layer's weights are gathered before it computes",
+    ),
     without(
         "--overlap-grad-reduce or --data-parallel-sharding-strategy optim_grads",
         "ddp-bucket-size ddp-num-buckets",

@@ -185,7 +185,9 @@ class OptimizerConfig(Changeable):
         "what data-parallel ranks share: no_shard leaves it to --use-distributed-optimizer, optim "
         "is optimizer state, as that flag says, and optim_grads gradients too (ZeRO-2); gradients "
         "then take 4 bytes for each weight over the data-parallel size, plus a few buckets of "
-        "--ddp-bucket-size, but are reduced in every micro-batch instead of once a step",
+        "--ddp-bucket-size, but are reduced in every micro-batch instead of once a step; "
+        "optim_grads_params is weights too (ZeRO-3): each layer's are gathered before its forward "
+        "and its backward pass, while the layer before it computes, and freed after it",
         choices="no_shard optim optim_grads optim_grads_params",
     )
     overlap_grad_reduce: bool = flag(False, "reduce replicas' gradients during the backward pass")

@@ -27,7 +27,7 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import partition_buckets
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Module, ModuleList, Parameter
+from torch.nn import Module, ModuleDict, ModuleList, Parameter
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext.layers.gradient_shards import ShardedGradients
@@ -431,14 +431,14 @@ def _reads_weights(module: Module) -> bool:
 def _units(module: Module, *, is_layer: bool = False) -> Iterator[tuple[Module, list[Parameter]]]:
     """Yield each module whose weights are gathered together, with its trained parameters.
 
-    These are the items of the outermost lists of modules, the layers; outside of them, each module
-    with parameters of its own. ``is_layer`` tells whether ``module`` is such an item.
+    These are the items of the outermost lists or dictionaries of modules, the layers; outside of
+    them, each module with parameters of its own. ``is_layer`` tells whether ``module`` is an item.
     """
     own = [p for p in module.parameters(recurse=is_layer) if p.requires_grad]
     if own:
         yield module, own
     for child in () if is_layer else module.children():
-        yield from _units(child, is_layer=isinstance(module, ModuleList))
+        yield from _units(child, is_layer=isinstance(module, (ModuleList, ModuleDict)))
 
 
 def _join(buffer: Any, unit_of: Mapping[Parameter, Unit]) -> None:

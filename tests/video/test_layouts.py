@@ -19,10 +19,13 @@ from tests.video.wan_run import KINDS, Truth, check_run, record, train, truth_of
 
 TP2, CP2 = "--tensor-model-parallel-size 2", "--context-parallel-size 2"
 SP2, PP2 = f"{TP2} --sequence-parallel", "--pipeline-model-parallel-size 2"
+WEIGHTS = "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
 LAYOUTS = {
     "tp2sp pp2": (4, f"{SP2} {PP2}"),
     "cp2 dp2": (4, f"{CP2} --use-distributed-optimizer"),
     "tp2 cp2 pp2": (8, f"{TP2} {CP2} {PP2}"),
+    "weights sharded over dp2": (2, WEIGHTS),
+    "weights sharded over dp2 pp2": (4, f"{PP2} {WEIGHTS} --recompute-double-blocks 1"),
 }
 TOLERANCE = 1e-5
 
@@ -116,12 +119,17 @@ def test_mixed_buckets_train_alike_on_every_layout(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["--pipeline-schedule zb-v", ""])
-def test_a_video_dit_mixes_buckets_on_stages(clips: Path, tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [("--pipeline-schedule zb-v", 2), ("", 2), (f"{WEIGHTS} --recompute-blocks 1", 4)],
+)
+def test_a_video_dit_mixes_buckets_on_stages(
+    clips: Path, tmp_path: Path, words: str, ranks: int
+) -> None:
     kind = f"{KINDS['video-dit']} --video-dit-size mini --mixed-buckets --train-iters 2"
     one, two = (
-        training_rows(train(clips, tmp_path / str(ranks), f"{kind} {layout}", ranks=ranks))
-        for ranks, layout in ((1, ""), (2, f"{PP2} {words}"))
+        training_rows(train(clips, tmp_path / str(count), f"{kind} {layout}", ranks=count))
+        for count, layout in ((1, ""), (ranks, f"{PP2} {words}"))
     )
     for row, want in zip(two, one, strict=True):
         for key in ("loss", "grad_norm"):

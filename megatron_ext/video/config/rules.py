@@ -314,7 +314,7 @@ def _left_out_of_streaming(config: RunConfig) -> list[FlagError]:
         errors.append(
             FlagError(
                 "--data-parallel-sharding-strategy",
-                "optim_grads",
+                config.optimizer.data_parallel_sharding_strategy,
                 "does not go with `--task streaming`: blocks are trained one by one",
                 "use optim",
             )
