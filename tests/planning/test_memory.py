@@ -19,11 +19,13 @@ from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, in_order, recomputed
 from megatron_ext.planning.state import (
     State,
+    _at_once,
     _filled,
     _optimizer_bytes,
     _share,
     buckets,
     rank_state,
+    unit_of,
 )
 from megatron_ext.planning.task_cost import TaskCost
 from megatron_ext.planning.weights import Linear, Weight, distinct, with_frozen
@@ -183,14 +185,14 @@ def test_a_bucket_ends_when_it_is_full_and_at_what_replicas_share() -> None:
 
 
 def test_buckets_of_sharded_gradients_that_are_in_memory_at_a_time() -> None:
-    """The last bucket and the two, or with overlap three, largest neighbours before it."""
+    """The last bucket and the two or three largest neighbours before it."""
     ends = [10, 14, 34, 41, 50, 57]
     laid: list[Any] = [
         SimpleNamespace(start=start, end=end) for start, end in zip([0, *ends], ends, strict=False)
     ]
-    assert _filled(laid, overlap=False) == 7 + 27
-    assert _filled(laid, overlap=True) == 7 + 36
-    assert _filled(laid[:1], overlap=True) == 10
+    assert _filled(laid, 2) == 7 + 27
+    assert _filled(laid, 3) == 7 + 36
+    assert _filled(laid[:1], 3) == 10
 
 
 def test_the_state_of_an_optimizer_has_its_moments_and_formats() -> None:
@@ -397,3 +399,36 @@ def test_ends_of_a_model_without_depths() -> None:
     assert [(stage.final_norm, stage.head) for stage in stages] == [(False, False)] * 2 + [
         (True, True)
     ]
+
+
+def test_sharded_weights_that_are_in_memory_at_a_time() -> None:
+    """Two neighbours; a depth beside the embedding, whose weight the output layer may have."""
+    layers = [("embedding.word_embeddings", 50), ("decoder.layers.0", 30), ("decoder.layers.1", 40)]
+    assert _at_once(layers) == 50 + 40  # a tied output layer beside the last layer
+    assert _at_once([*layers, ("output_layer", 45)]) == 85
+    assert _at_once([*layers, ("mtp.layers.0", 35), ("output_layer", 45)]) == 50 + 35 + 45
+    assert _at_once(layers[1:]) == 70
+    assert _at_once([]) == 0
+    names = ["decoder.layers.10.mlp.weight", "decoder.final_layernorm.weight", "embedding.weight"]
+    assert [unit_of(x) for x in names] == [
+        "decoder.layers.10", "decoder.final_layernorm", "embedding",
+    ]  # fmt: skip
+
+
+def test_the_buckets_of_sharded_weights_are_layers() -> None:
+    """Each parameter ends at a multiple of 128, and 8 ranks hold an eighth of each layer."""
+    config = layouts.llama("--use-distributed-optimizer")
+    ranks = Ranks.of(config)
+    chunk = [Weight(f"layers.{i}.{x}", 100) for i in range(3) for x in "ab"]
+    chunk += [Weight("layers.3.e", 60, expert=True)]
+    flags = dataclasses.replace(
+        config.optimizer, data_parallel_sharding_strategy="optim_grads_params"
+    )
+    state = rank_state(
+        dataclasses.replace(config, optimizer=flags), dataclasses.replace(ranks, expert_dp=1), 0,
+        [chunk],
+    )  # fmt: skip
+    dense, expert = 6 * 128, 128
+    # Experts without copies stay; two layers have memory at a time.
+    assert state.parameters == 2 * (dense // 8 + expert + 2 * 256)
+    assert state.gathered == 2 * (dense + expert)

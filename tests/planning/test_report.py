@@ -133,8 +133,9 @@ def test_a_caption_says_what_sharding_the_state_would_leave() -> None:
     weights = memory(layouts.llama_network(f"{SHARED} {strategy}"))[0].state.parameters
     saving = caption(f"{SHARED} --data-parallel-sharding-strategy optim_grads")
     assert saving == f"with {strategy}: weights {size(weights)}"
-    # An eighth of all weights, and the output layer beside the last norm.
-    assert weights == pytest.approx(2 * (8_030_261_248 / 8 + 128256 * 4096 + 4096), rel=1e-4)
+    # An eighth of all weights, and the embedding beside the first layer.
+    gathered = 128256 * 4096 + 218_112_000
+    assert weights == pytest.approx(2 * (8_030_261_248 / 8 + gathered), rel=1e-4)
     assert caption(f"{SHARED} {strategy}") is None
     slices = caption(f"{SHARED} --context-parallel-size 8")
     assert slices is not None and slices.startswith("with --data-parallel-sharding-strategy")
