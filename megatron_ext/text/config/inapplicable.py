@@ -53,6 +53,8 @@ def _lacks_validation(values: Values) -> bool:
 
 def _uses_no_library(values: Values) -> bool:
     """Return whether a run cannot use the library of its ``--moe-flex-dispatcher-backend``."""
+    if values["moe_token_dispatcher_type"] != "flex":
+        return True
     from megatron_ext.text.config.flex import uses_library
 
     return not uses_library(values)
@@ -60,6 +62,8 @@ def _uses_no_library(values: Values) -> bool:
 
 def _recomputes_no_experts(values: Values) -> bool:
     """Return whether no layer of experts runs again in the backward pass."""
+    if values["num_experts"] is None:
+        return True
     from megatron_ext.text.config.flex import recomputes_experts
 
     return not recomputes_experts(values)
