@@ -1,10 +1,12 @@
-"""The experts of a rank as grouped matrix products, instead of one product per expert.
+"""The experts of a rank computed together, instead of one expert after the other.
 
-A single kernel of torch multiplies the tokens of every expert by that expert's matrix. It reads
-from device memory at which row the tokens of each expert end. The weights remain separate
-parameters with their names in checkpoints: they are copied into one stacked tensor in each forward
-pass, and again for the gradient of the tokens. Grouping pays off for many small experts, whose
-single products are too small to fill a GPU.
+On a GPU, their products are grouped: a single kernel of torch multiplies the tokens of every expert
+by that expert's matrix. It reads from device memory at which row the tokens of each expert end. The
+weights remain separate parameters with their names in checkpoints: they are copied into one stacked
+tensor in each forward pass, and again for the gradient of the tokens. Grouping pays off for many
+small experts, whose single products are too small to fill a GPU.
+
+On a CPU, each expert has a product of its own, but all else is computed for all experts at once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from megatron_ext.layers import pointwise
+from megatron_ext.layers import onednn, pointwise
 from megatron_ext.layers.compiled import fusions_of
 from megatron_ext.layers.hooks import call_pre_hooks
 from megatron_ext.layers.subclass import specialize
@@ -36,6 +38,13 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
 """The grouped kernel requires rows whose length in bytes is a multiple of this."""
+
+ROWS = 16
+"""oneDNN multiplies the largest multiple of this many tokens, and torch the rest of an expert's.
+
+oneDNN compiles code for each new number of rows, which takes longer than a small product, and an
+expert's tokens are as many as never before.
+"""
 
 HOPPER = 9
 """Major compute capability of the GPUs on which the grouped kernel is used."""
@@ -72,14 +81,16 @@ class _Call:
         queue: queue that computes the weight gradients later; None computes them in the backward
             pass.
         in_place: whether to add the gradients to the weights' ``main_grad``, if they have one.
+        by_onednn: whether oneDNN multiplies, on a CPU.
     """
 
     weights: Sequence[Tensor]
     queue: DeferredWeightGradients | None
     in_place: bool
+    by_onednn: bool = False
 
-    def add(self, gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Deliver the weight gradients ``[e, out, in]``; return what autograd gets for each weight.
+    def add(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """Deliver the weights' gradients ``[out, in]``; return what autograd gets for each weight.
 
         - With a queue, autograd is already done with this product. Each gradient is added to the
           weight's ``main_grad``, or to its ``grad`` if it has none. The results are None.
@@ -95,17 +106,17 @@ class _Call:
                 if takes_overwrite(weight)
             ]
             if len(stale) == len(buffers):
-                torch._foreach_copy_(buffers, gradients.unbind())
+                torch._foreach_copy_(buffers, gradients)
             else:
                 if stale:
                     torch._foreach_zero_(stale)
-                torch._foreach_add_(buffers, gradients.unbind())
+                torch._foreach_add_(buffers, gradients)
             if self.queue is None:
                 return tuple(gradient_placeholder(weight) for weight in self.weights)
         elif self.queue is None:
-            return gradients.unbind()
+            return gradients
         else:
-            for weight, gradient in zip(self.weights, gradients.unbind(), strict=True):
+            for weight, gradient in zip(self.weights, gradients, strict=True):
                 accumulate(weight, gradient)
         return (None,) * len(self.weights)
 
@@ -133,7 +144,7 @@ class _GroupedProduct(torch.autograd.Function):
         def compute() -> tuple[Tensor | None, ...]:
             # In these layouts an expert may have any number of tokens, even none. The kernel writes
             # only 16 bits.
-            return call.add(torch._grouped_mm(gradient.t(), x, offs=ends))
+            return call.add(torch._grouped_mm(gradient.t(), x, offs=ends).unbind())
 
         weight_gradients: tuple[Tensor | None, ...] = (None,) * len(call.weights)
         if call.queue is not None:
@@ -143,8 +154,73 @@ class _GroupedProduct(torch.autograd.Function):
         return x_gradient, None, None, *weight_gradients
 
 
-class GroupedExperts(SequentialMLP):  # type: ignore[misc]
-    """megatron-core's `SequentialMLP`, with grouped products where they can be used."""
+class _ProductPerExpert(torch.autograd.Function):
+    """The same products one after the other, for CPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, call: _Call, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.call = call
+        last: list[int] = ends.tolist()
+        ctx.counts = [end - start for start, end in zip([0, *last], last, strict=False)]
+        return _product_per_expert(x, ctx.counts, [x.detach() for x in weights], call.by_onednn)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        call: _Call = ctx.call
+        counts: list[int] = ctx.counts
+        x_gradient = None
+        if ctx.needs_input_grad[0]:
+            weights = [weight.detach().t() for weight in call.weights]
+            x_gradient = _product_per_expert(gradient, counts, weights, call.by_onednn)
+
+        def compute() -> tuple[Tensor | None, ...]:
+            pairs = zip(torch.split(gradient, counts), torch.split(x, counts), strict=True)
+            return call.add(tuple(_weight_gradient(g, y, call.by_onednn) for g, y in pairs))
+
+        weight_gradients: tuple[Tensor | None, ...] = (None,) * len(call.weights)
+        if call.queue is not None:
+            call.queue.add(compute)
+        elif call.weights[0].requires_grad:
+            weight_gradients = compute()
+        return x_gradient, None, None, *weight_gradients
+
+
+def _product_per_expert(
+    x: Tensor, counts: list[int], weights: Sequence[Tensor], by_onednn: bool
+) -> Tensor:
+    """Return ``x_e W_e^T`` for each expert e, joined; the first ``counts[0]`` rows are expert 0's.
+
+    ``x`` is ``[tokens, in]``, and each of the weights ``[out, in]``.
+    """
+    products = []
+    for rows, weight in zip(torch.split(x, counts), weights, strict=True):
+        whole = len(rows) // ROWS * ROWS if by_onednn else 0
+        if whole:
+            products.append(onednn.multiply(rows[:whole], weight))
+        if whole < len(rows):
+            products.append(rows[whole:] @ weight.t())
+    return torch.cat(products)
+
+
+def _weight_gradient(gradient: Tensor, x: Tensor, by_onednn: bool) -> Tensor:
+    """Return ``gradient^T x`` of an expert's tokens ``[tokens, out]`` and ``[tokens, in]``."""
+    whole = len(x) // ROWS * ROWS if by_onednn else 0
+    if not whole:
+        return gradient.t() @ x
+    product: Tensor = onednn.multiply(gradient[:whole].t(), x[:whole].t())
+    return product.addmm_(gradient[whole:].t(), x[whole:]) if whole < len(x) else product
+
+
+class JointExperts(SequentialMLP):  # type: ignore[misc]
+    """megatron-core's `SequentialMLP`, which on a CPU computes only the products one by one.
+
+    This is for float32. In 16 bits, megatron-core's own functions compute all of it, to round like
+    Megatron-LM.
+    """
+
+    _product_function: Any = _ProductPerExpert
 
     def forward(
         self,
@@ -185,18 +261,14 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         return (output if bias is None else (output + bias * scale).to(output.dtype)), None
 
     def _groups(self, x: Tensor) -> bool:
-        """Return whether grouped products support the tokens ``x`` and all experts of this rank."""
+        """Return whether the tokens ``x`` and all experts of this rank can be computed together."""
         linears = [
             x for expert in self.local_experts for x in (expert.linear_fc1, expert.linear_fc2)
         ]
-        sizes = {size for linear in linears for size in linear.weight.shape}
         return (
-            len(self.local_experts) > 1
-            and len(x) > 0
+            len(x) > 0
             and all(linear.fp8 is None and linear.lora is None for linear in linears)
             and x.dtype == linears[0].weight.dtype
-            and not any(size * x.element_size() % ALIGNMENT for size in sizes)
-            and (not x.is_cuda or (x.dtype == torch.bfloat16 and _has_kernel(x.device)))
         )
 
     def _product(self, x: Tensor, ends: Tensor, name: str) -> Tensor:
@@ -211,10 +283,11 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         trains = weights[0].requires_grad
         config = self.config
         queue = config.weight_gradients if trains and x.requires_grad else None
-        call = _Call(weights, queue, trains and config.adds_in_place)
+        by_onednn = onednn.takes(weights[0].numel(), x.dtype, x.device.type)
+        call = _Call(weights, queue, trains and config.adds_in_place, by_onednn)
         # For deferred gradients, autograd must not see the weights.
         seen = weights if queue is None else [weight.detach() for weight in weights]
-        product: Tensor = _GroupedProduct.apply(x, ends, call, *seen)  # type: ignore[no-untyped-call]
+        product: Tensor = self._product_function.apply(x, ends, call, *seen)
         return product
 
     def _biases(self, ends: Tensor, name: str, like: Tensor) -> Tensor | None:
@@ -235,9 +308,33 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         return chosen.to(like.dtype) @ torch.stack(biases)
 
 
-def group_experts(layer: torch.nn.Module) -> None:
-    """Make the experts of an MoE layer use grouped products, without changing their parameters."""
+class GroupedExperts(JointExperts):
+    """The same with grouped products where they can be used."""
+
+    _product_function = _GroupedProduct
+
+    def _groups(self, x: Tensor) -> bool:
+        sizes = {
+            size
+            for expert in self.local_experts
+            for linear in (expert.linear_fc1, expert.linear_fc2)
+            for size in linear.weight.shape
+        }
+        return (
+            len(self.local_experts) > 1
+            and super()._groups(x)
+            and not any(size * x.element_size() % ALIGNMENT for size in sizes)
+            and (not x.is_cuda or (x.dtype == torch.bfloat16 and _has_kernel(x.device)))
+        )
+
+
+def join_experts(layer: torch.nn.Module) -> None:
+    """Make the experts of an MoE layer compute together, without changing their parameters.
+
+    Their products are grouped if ``groups_experts`` of the TransformerConfig is set.
+    """
     experts = layer.experts
     assert isinstance(experts, torch.nn.Module)
     if type(experts) is SequentialMLP:
-        specialize(experts, GroupedExperts)
+        groups = getattr(experts.config, "groups_experts", False)
+        specialize(experts, GroupedExperts if groups else JointExperts)

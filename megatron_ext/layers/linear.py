@@ -71,6 +71,7 @@ class _ParallelLinear:
     by_onednn = False
     """Whether oneDNN multiplies by the weight."""
     weight: Any
+    is_expert: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,7 +79,8 @@ class _ParallelLinear:
         """Adapter, set by `layers.lora`; None without one."""
         self.fp8: Any = None
         """Scaling for 8-bit products, set by `layers.fp8`; None without them."""
-        if getattr(self.config, "multiplies_by_onednn", False):
+        # Experts multiply together, or as many tokens as never before (see `experts.ROWS`).
+        if getattr(self.config, "multiplies_by_onednn", False) and not self.is_expert:
             weight: Tensor = self.weight
             self.by_onednn = onednn.takes(weight.numel(), weight.dtype, "cpu")
 

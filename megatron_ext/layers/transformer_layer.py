@@ -281,10 +281,13 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         if getattr(self.config, "sandwich_norm", False):
             self._normalize_outputs()
         mlp = self.mlp
-        if self.is_moe_layer and getattr(self.config, "groups_experts", False):
-            from megatron_ext.layers.experts import group_experts
+        joins = any(
+            getattr(self.config, name, False) for name in ("groups_experts", "multiplies_by_onednn")
+        )
+        if self.is_moe_layer and joins:
+            from megatron_ext.layers.experts import join_experts
 
-            group_experts(mlp)
+            join_experts(mlp)
         if self.is_moe_layer and type(mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
             local = mlp.num_local_experts, mlp.local_expert_indices
             mlp.token_dispatcher = _dispatcher_class(self.config)(

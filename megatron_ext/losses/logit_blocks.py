@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_ext.config.training import default_rows, fused_rows
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.layers import compiled
+from megatron_ext.layers import compiled, onednn
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.weight_gradients import (
     adds_in_float32,
@@ -28,6 +28,9 @@ from megatron_ext.losses.softmax_kernels import (
     statistics,
     to_gradient_,
 )
+
+PIECE = 2**18
+"""The elements of the head's gradient that oneDNN computes at a time: few enough for the cache."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,8 @@ def logit_blocks(
     fused = (hidden.is_cuda or compiled.compiler.on_cpu) and compiles(hidden)
     rows = head.rows(num_tokens, hidden.shape[1] if fused else None)
     kind = hidden.dtype if fused else torch.float32
-    buffer = hidden.new_empty((rows, vocabulary), dtype=kind)
+    by_onednn = onednn.takes(weight.numel(), weight.dtype, weight.device.type)
+    buffer = hidden.new_empty((0 if by_onednn else rows, vocabulary), dtype=kind)
     column = labels - head.tp_rank * vocabulary
     valid = labels != head.ignore_index
     owned = (column >= 0) & (column < vocabulary) & valid
@@ -184,6 +188,8 @@ def logit_blocks(
             logits.copy_(torch.mm(part, weight.t()))
             if bias is not None:
                 logits.add_(bias)
+        elif by_onednn:
+            logits = onednn.multiply(part, weight, B=bias)
         elif bias is None:
             torch.mm(part, weight.t(), out=logits)
         else:
@@ -197,6 +203,9 @@ def logit_blocks(
             slope = 1 - shares.square()
             logits.mul_(head.softcap)
         yield Block(span, part, logits, column[span], mine, valid[span].float(), fused, slope)
+        if by_onednn:
+            # The next block's logits are another tensor.
+            logits.untyped_storage().resize_(0)
 
 
 def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,10 +296,10 @@ class Gradients:
         self.wanted = any(needs_gradient)
         self.hidden = torch.empty_like(tokens) if needs_gradient[0] else None
         self._adds = adds_in_float32(tokens.device, tokens.dtype)
-        # The first product of `_adds` overwrites this memory, so it need not be zeroed.
-        self._is_empty = self._adds
-        make = torch.empty_like if self._is_empty else torch.zeros_like
-        self.weight = make(weight, dtype=torch.float32) if needs_gradient[1] else None
+        self._by_onednn = onednn.takes(weight.numel(), weight.dtype, weight.device.type)
+        # The first block overwrites this memory, so it need not be zeroed.
+        self._is_empty = True
+        self.weight = torch.empty_like(weight, dtype=torch.float32) if needs_gradient[1] else None
         self.bias: Tensor | None = None
         if needs_gradient[2]:
             self.bias = weight.new_zeros(weight.shape[0], dtype=torch.float32)
@@ -331,18 +340,27 @@ class Gradients:
         tokens = block.hidden
         total = self.weight
         gradient = _cast(block.logits, tokens.dtype)
-        if self.hidden is not None:
+        if self.hidden is not None and self._by_onednn:
+            self.hidden[block.span] = onednn.multiply(gradient, weight.t())
+        elif self.hidden is not None:
             torch.mm(gradient, weight, out=self.hidden[block.span])
         if self.bias is not None:
             self.bias.add_(block.logits.sum(dim=0, dtype=torch.float32))
         if total is None:
             return
-        if self._adds:
-            beta = 0 if self._is_empty else 1
-            self._is_empty = False
+        is_empty, self._is_empty = self._is_empty, False
+        beta = 0 if is_empty else 1
+        if self._by_onednn:
+            size = max(1, PIECE // tokens.shape[1])
+            for start in range(0, len(total), size):
+                piece = total[start : start + size]
+                product = onednn.multiply(gradient[:, start : start + size].t(), tokens.t())
+                piece.copy_(product) if is_empty else piece.add_(product)
+        elif self._adds:
             torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, beta=beta, out=total)
         else:
-            total.addmm_(_cast(block.logits.t(), total.dtype), _cast(tokens, total.dtype))
+            logits = _cast(block.logits.t(), total.dtype)
+            total.addmm_(logits, _cast(tokens, total.dtype), beta=beta)
 
 
 def _cast(tensor: Tensor, kind: torch.dtype) -> Tensor:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.layers.experts import GroupedExperts, _Call, _has_kernel
+from megatron_ext.layers import experts, onednn
+from megatron_ext.layers.experts import GroupedExperts, JointExperts, _Call, _has_kernel
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext
@@ -55,12 +56,19 @@ def test_grouped_experts_compute_what_plain_torch_computes(layout: str, dispatch
 
 
 def results(
-    context: ParallelContext, changes: dict[str, Any], *, grouped: bool, buffers: bool = False
+    context: ParallelContext,
+    changes: dict[str, Any],
+    *,
+    grouped: bool,
+    buffers: bool = False,
+    joint: bool = False,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return output and gradients of a layer, and the places where its forward pass waited."""
     queue = DeferredWeightGradients() if changes.get("weight_gradients") else None
     given = {**changes, "weight_gradients": queue}
-    block = torch_block(config(context, groups_experts=grouped, **given), context)
+    choice = {"groups_experts": grouped, "multiplies_by_onednn": joint}
+    block = torch_block(config(context, **choice, **given), context)
+    assert (type(block.layers[0].mlp.experts) is JointExperts) is joint
     plain.fill(block, context, E)
     parameters: dict[str, Any] = dict(block.named_parameters())
     for parameter in parameters.values() if buffers else ():
@@ -104,24 +112,23 @@ def results(
     ],
 )
 @ranks()
-def test_grouped_experts_equal_single_ones(
+def test_joint_and_grouped_experts_equal_single_ones(
     context: ParallelContext, changes: dict[str, Any], buffers: bool
 ) -> None:
-    both = [
-        results(
-            context,
-            {"moe_token_dispatcher_type": "alltoall", **changes},
-            grouped=grouped,
-            buffers=buffers,
-        )
-        for grouped in (False, True)
-    ]
-    (single, waits), (grouped, fewer) = both
-    assert single.keys() == grouped.keys()
-    for name, value in single.items():
-        assert (value is None) == (grouped[name] is None), name
-        if value is not None:
-            near(grouped[name], value, name, tolerance=1e-5)
+    given = {"moe_token_dispatcher_type": "alltoall", **changes}
+    single, waits = results(context, given, grouped=False, buffers=buffers)
+    grouped, fewer = results(context, given, grouped=True, buffers=buffers)
+    found = [grouped, results(context, given, grouped=False, buffers=buffers, joint=True)[0]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onednn, "takes", lambda *_: True)
+        patch.setattr(experts, "ROWS", 2)
+        found += [results(context, given, grouped=False, buffers=buffers, joint=True)[0]]
+    for others in found:
+        assert single.keys() == others.keys()
+        for name, value in single.items():
+            assert (value is None) == (others[name] is None), name
+            if value is not None:
+                near(others[name], value, name, tolerance=1e-5)
     of_experts = [place for place in waits if "experts.py" in place]
     assert of_experts and not [place for place in fewer if "experts.py" in place]
     assert len(waits) - len(fewer) == len(of_experts)
@@ -138,11 +145,11 @@ def test_weights_learn_from_tokens_that_need_no_gradient(context: ParallelContex
         changes = {**GATED, "weight_gradients": DeferredWeightGradients()}
         block = torch_block(config(context, groups_experts=grouped, **changes), context)
         plain.fill(block, context, E)
-        experts = block.layers[0].mlp.experts
-        assert isinstance(experts, GroupedExperts) is grouped
-        output, _ = experts(tokens, torch.tensor([1, 2, 0, 3]), torch.ones(6))
+        layer = block.layers[0].mlp.experts
+        assert isinstance(layer, GroupedExperts) is grouped
+        output, _ = layer(tokens, torch.tensor([1, 2, 0, 3]), torch.ones(6))
         output.square().sum().backward()
-        found.append({name: p.grad for name, p in experts.named_parameters()})
+        found.append({name: p.grad for name, p in layer.named_parameters()})
     single, together = found
     for name, gradient in together.items():
         want = single[name]
@@ -155,19 +162,19 @@ def test_weights_learn_from_tokens_that_need_no_gradient(context: ParallelContex
 @ranks()
 def test_what_a_grouped_product_cannot_do_runs_expert_by_expert(context: ParallelContext) -> None:
     block = torch_block(config(context, groups_experts=True), context)
-    (experts,) = (module for module in block.modules() if isinstance(module, GroupedExperts))
+    (layer,) = (module for module in block.modules() if isinstance(module, GroupedExperts))
     tokens = torch.randn(4, H)
-    assert experts._groups(tokens)
-    assert not experts._groups(tokens[:0])
-    assert not experts._groups(tokens.double())
+    assert layer._groups(tokens)
+    assert not layer._groups(tokens[:0])
+    assert not layer._groups(tokens.double())
     for name in ("fp8", "lora"):
-        linear = experts.local_experts[0].linear_fc1
+        linear = layer.local_experts[0].linear_fc1
         setattr(linear, name, object())
-        assert not experts._groups(tokens)
+        assert not layer._groups(tokens)
         setattr(linear, name, None)
-    assert experts._groups(tokens)
-    experts.local_experts = experts.local_experts[:1]
-    assert not experts._groups(tokens)
+    assert layer._groups(tokens)
+    layer.local_experts = layer.local_experts[:1]
+    assert not layer._groups(tokens)
 
 
 @ranks()
@@ -175,12 +182,12 @@ def test_rows_that_the_grouped_kernel_refuses_are_not_grouped(context: ParallelC
     """It takes rows of 16, 32, … bytes."""
     for width, groups in ((24, True), (26, False)):
         transformer_config = config(context, groups_experts=True, moe_ffn_hidden_size=width)
-        (experts,) = (
+        (layer,) = (
             module
             for module in torch_block(transformer_config, context).modules()
             if isinstance(module, GroupedExperts)
         )
-        assert experts._groups(torch.randn(4, H)) is groups
+        assert layer._groups(torch.randn(4, H)) is groups
 
 
 @pytest.mark.parametrize("stale", [[], [1], [0, 2], [0, 1, 2]])
@@ -190,7 +197,7 @@ def test_gradients_overwrite_the_old_ones_alone(stale: list[int]) -> None:
     for index, weight in enumerate(weights):
         weight.main_grad = torch.full((4, 2), math.nan if index in stale else 100.0)
         weight.overwrite_main_grad = index in stale
-    placeholders = _Call(weights, None, True).add(gradients)
+    placeholders = _Call(weights, None, True).add(gradients.unbind())
     for index, (weight, placeholder) in enumerate(zip(weights, placeholders, strict=True)):
         before = 0.0 if index in stale else 100.0
         assert torch.equal(weight.main_grad, before + gradients[index])

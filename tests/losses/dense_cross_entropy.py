@@ -87,6 +87,12 @@ def assert_close(found: Result, truth: Result) -> None:
     assert [error(f, t) <= TOLERANCE for f, t in zip(found, truth, strict=True)] == [True] * 3
 
 
+def _num_bytes(reference: StorageWeakRef) -> int:
+    """Return the bytes of a storage now; a storage may have given its memory back."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else storage.nbytes()
+
+
 class Watch(TorchDispatchMode):
     """Bytes of the tensors alive that were made under it, and the operations that were called."""
 
@@ -105,7 +111,8 @@ class Watch(TorchDispatchMode):
         self.called.add(function.name())
         self._see(result if isinstance(result, tuple | list) else [result], made=True)
         self.alive = {k: v for k, v in self.alive.items() if not v[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        sizes = [min(size, _num_bytes(reference)) for reference, size in self.alive.values()]
+        self.peak = max(self.peak, sum(sizes))
         return result
 
     def _see(self, values: Sequence[Any], *, made: bool) -> None:

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.layers import onednn
 from megatron_ext.layers.compiled import compiled_on_cpu
+from megatron_ext.losses import logit_blocks
 from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
 from megatron_ext.losses.logit_blocks import Head
 from tests.losses.dense_cross_entropy import (
@@ -290,7 +292,15 @@ def test_memory_is_bounded_and_nothing_waits(kind: torch.dtype) -> None:
     allowed = 1.1 if kind == torch.float32 else 1.6
     assert one_block <= watch.peak <= allowed * one_block
     assert not watch.called & {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"}
-    assert "aten::mm.out" in watch.called
+    by_onednn = "mkldnn::_linear_pointwise" in watch.called
+    assert by_onednn or "aten::mm.out" in watch.called
+
+
+def test_onednn_computes_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "takes", lambda *_: True)
+    monkeypatch.setattr(logit_blocks, "PIECE", 3 * H)
+    values = inputs()
+    assert_close(weighted(leaves(values), block_size=7, **ALONE), dense(values))
 
 
 def test_second_backward_pass_is_refused() -> None:
