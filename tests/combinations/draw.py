@@ -145,5 +145,6 @@ def cases_of(
             wanted[name] -= 1
         other = draws.other_layout(case) if "relayout" in names else None
         strike = dice.randrange(10**6) if "kill" in names else 0
+        names += ["unpaired"] if case.layout.unpaired != case.layout else []
         cases.append(replace(case, judges=tuple(names), other=other, strike=strike))
     return cases

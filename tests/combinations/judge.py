@@ -220,6 +220,22 @@ def _one_rank(bench: Bench, first: Ended) -> None:
         _elsewhere(bench, "one rank", first, ONE)
 
 
+def _unpaired(bench: Bench, first: Ended) -> None:
+    """Train without pairs of passes; neither the rows nor the last checkpoint may differ."""
+    layout = bench.case.layout
+    if layout.unpaired == layout:
+        return
+    second = bench.run("u", layout=layout.unpaired)
+    if not bench.trained(second):
+        raise _Failed("unpaired refused", second.err.strip())
+    wanted, got = ({row["iteration"]: logged(row) for row in steps(x)} for x in (second, first))
+    if wanted != got:
+        raise _Failed("unpaired differs", _first_difference(got, wanted))
+    if names := differing_last(bench, "u"):
+        raise _Failed("unpaired differs", f"in the last checkpoint: {', '.join(names[:5])}")
+    bench.verdict.compared.append("unpaired")
+
+
 def _elsewhere(bench: Bench, name: str, first: Ended, layout: Layout, at: int = 0) -> None:
     """Train in another layout, from the checkpoint of a step or from the start, and compare."""
     words, pair = bench.case.words(str(bench.data)), [bench.case.layout, layout]
@@ -272,7 +288,13 @@ def _kill(bench: Bench, first: Ended) -> None:
     bench.verdict.compared.append(f"kill, restarted from {source}")
 
 
-_JUDGES = {"resume": _resume, "relayout": _relayout, "one rank": _one_rank, "kill": _kill}
+_JUDGES = {
+    "resume": _resume,
+    "relayout": _relayout,
+    "one rank": _one_rank,
+    "kill": _kill,
+    "unpaired": _unpaired,
+}
 
 
 def _vocabularies_differ(bench: Bench, name: str, a: Ended, b: Ended) -> bool:

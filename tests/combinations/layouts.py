@@ -4,10 +4,12 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TP, PP, CP = (f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context"))
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+PAIRS = "--overlap-moe-expert-parallel-comm"
+DELAY = "--delay-wgrad-compute"
 _DENSE = (TP, PP, CP)
 VPP = "--num-virtual-stages-per-pipeline-rank"
 
@@ -31,6 +33,12 @@ class Layout:
     def replicas(self) -> int:
         sizes = [p.split()[p.split().index(k) + 1] for p in self.pieces for k in _DENSE if k in p]
         return self.ranks // math.prod(int(size) for size in sizes)
+
+    @property
+    def unpaired(self) -> "Layout":
+        """Return this layout with passes that run one after the other."""
+        pieces = (piece.replace(f"{PAIRS} ", "") for piece in self.pieces if piece != DELAY)
+        return replace(self, pieces=tuple(pieces))
 
     def __str__(self) -> str:
         return " ".join([*self.words, *self.model.split()])
@@ -78,6 +86,7 @@ def draw(
             pieces.append(f"--cp-comm-type {kind}")
     if experts:
         pieces += _experts(dice, count // pp, tp, model)
+        pieces += _pairs(dice, pieces)
     if dice.random() < 0.1:
         pieces.append("--use-tp-pp-dp-mapping")
     if dp > 4:
@@ -135,6 +144,22 @@ def _experts(dice: random.Random, ranks: int, tp: int, model: list[str]) -> list
     return pieces
 
 
+_UNPAIRED = ("zb-", "core-")
+"""The schedules that have no pairs begin so."""
+
+
+def _pairs(dice: random.Random, pieces: list[str]) -> list[str]:
+    """Draw whether passes run in pairs that hide the exchange of experts, if these pieces can."""
+    words = " ".join(pieces)
+    if EP not in words or any(f"schedule {name}" in words for name in _UNPAIRED):
+        return []
+    if dice.random() < 0.4:
+        return []
+    kind = dice.choice(["alltoall", "alltoall", "flex --moe-ranks-per-node 1"])
+    paired = f"{PAIRS} --moe-token-dispatcher-type {kind}"
+    return [paired, DELAY] if dice.random() < 0.5 else [paired]
+
+
 SIMPLE = (
     ONE,
     Layout(2, (f"{TP} 2",)),
@@ -143,6 +168,7 @@ SIMPLE = (
     Layout(2, (f"{CP} 2",)),
     Layout(2),
     Layout(2, (f"{EP} 2",)),
+    Layout(2, (f"{EP} 2", f"{PAIRS} --moe-token-dispatcher-type alltoall")),
     Layout(2, (f"{PP} 2 {VPP} 2",), "--num-layers 4"),
     Layout(2, (f"{TP} 2", "--sequence-parallel", f"{ETP} 1")),
     Layout(2, (f"{TP} 2", "--sequence-parallel", f"{EP} 2", f"{ETP} 1")),

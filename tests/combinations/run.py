@@ -183,6 +183,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--relayout", type=int, help="cases continued in another layout")
     parser.add_argument("--one", type=int, help="cases compared with one rank; default: half")
     parser.add_argument("--kill", type=int, help="cases in which a rank is killed")
+    parser.add_argument("--having", default="", help="a flag; leave out layouts without it")
     parser.add_argument("--max-ranks", type=int, default=8, help="of a layout")
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side")
     parser.add_argument("--minutes", type=float, help="start no case after this")
@@ -206,7 +207,8 @@ def main(argv: list[str]) -> int:
     judged["kill"] = arguments.kill
     number = arguments.start + arguments.cases
     cases = cases_of(arguments.kind, arguments.seed, number, judged, arguments.max_ranks)
-    return search(cases[arguments.start :], arguments)
+    cases = [case for case in cases[arguments.start :] if arguments.having in str(case.layout)]
+    return search(cases, arguments)
 
 
 if __name__ == "__main__":
