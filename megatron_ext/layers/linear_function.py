@@ -35,27 +35,31 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall)
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
+        ctx: Any, input: Tensor, _weight: Tensor, bias: Tensor | None, call: LinearCall
     ) -> Tensor:
-        ctx.save_for_backward(input, weight)
+        ctx.save_for_backward(input)
         ctx.call = call
         ctx.use_bias = bias is not None
         total = input
         if call.sequence_parallel:
             total = mappings._gather_along_first_dim(input, call.tp_group)
-        output = _product(total, weight, call)
+        # With the detached weight, torch would multiply an input that is not contiguous one matrix
+        # after the other, which rounds otherwise.
+        output = _product(total, call.parameter, call)
         return output if bias is None else output + bias
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        entered, weight = ctx.saved_tensors
+        (entered,) = ctx.saved_tensors
         call: LinearCall = ctx.call
         queue = call.queue
         # Communication of the input, and then of its gradient, overlaps the matrix products.
         gather = None if queue is not None and queue.collecting else _gathered(entered, call)
         returned = None
         if ctx.needs_input_grad[0]:
-            returned = _reduced(_product(grad_output, weight.t(), call), call)
+        # With the detached weight, torch would multiply an input that is not contiguous one matrix
+        # after the other, which rounds otherwise.
+        output = _product(total, call.parameter, call)
         grad_weight = None
         if gather is not None:
             grad_weight = _weight_gradient(call, grad_output, gather.get())

@@ -142,7 +142,7 @@ def test_recomputed_shared_experts(context: ParallelContext, modules: list[str] 
     )
 
 
-@ranks()
+@ranks(tp=2)
 def test_shared_experts_beside_the_communication(context: ParallelContext) -> None:
     check_block(
         context,

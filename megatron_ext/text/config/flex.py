@@ -1,4 +1,4 @@
-"""How tokens reach their experts: by a library for GPUs or in two hops, and how often.
+"""How tokens reach their experts: by a library for GPUs or in two hops, how often, and beside what.
 
 The first two are the ways of ``--moe-token-dispatcher-type flex``. Tokens that recomputed layers
 keep (``--moe-keep-dispatched-tokens``) are exchanged once, and others twice.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.inapplicable import Values
+from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
@@ -120,6 +122,33 @@ def ranks_per_node(given: int | None, parallel: ParallelConfig) -> int:
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
     return parallel.nproc_per_node if parallel.nproc_per_node > 1 else Gpu.per_node
+
+
+def overlap_errors(
+    dispatcher: str, parallel: ParallelConfig, model: ModelConfig
+) -> Iterator[FlagError]:
+    """Yield an error for each option that does not go with ``--moe-shared-expert-overlap``.
+
+    Args:
+        dispatcher: ``--moe-token-dispatcher-type``.
+    """
+    refused = partial(FlagError, "--moe-shared-expert-overlap", None)
+    if dispatcher == "allgather":
+        yield refused(
+            f"does not go with `--moe-token-dispatcher-type` ({dispatcher})", "use alltoall or flex"
+        )
+    if parallel.overlap_moe_expert_parallel_comm:
+        yield refused(
+            "does not go with `--overlap-moe-expert-parallel-comm`, under which another "
+            "micro-batch computes during the exchange",
+            "leave one out",
+        )
+    if "shared_experts" in (model.recompute_modules or ()):
+        yield refused(
+            "does not go with `--recompute-modules shared_experts`, which computes the shared "
+            "expert as a whole",
+            "leave one out",
+        )
 
 
 def node_errors(node: int, parallel: ParallelConfig) -> Iterator[FlagError]:

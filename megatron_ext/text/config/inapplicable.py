@@ -184,7 +184,8 @@ TEXT_FLAGS = (
     without(
         "--num-experts",
         "moe-layer-freq moe-ffn-hidden-size moe-shared-expert-intermediate-size "
-        "moe-shared-expert-gate moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff "
+        "moe-shared-expert-gate moe-shared-expert-overlap moe-router-topk "
+        "moe-router-load-balancing-type moe-aux-loss-coeff "
         "moe-z-loss-coeff moe-input-jitter-eps moe-router-dtype moe-router-score-function "
         "moe-router-pre-softmax moe-router-num-groups moe-router-group-topk "
         "moe-router-group-scores moe-router-topk-scaling-factor moe-router-enable-expert-bias "
@@ -212,7 +213,12 @@ TEXT_FLAGS = (
         holds=_uses_no_library,
     ),
     without("--moe-expert-capacity-factor", "moe-token-drop-policy"),
-    without("--moe-shared-expert-intermediate-size", "moe-shared-expert-gate"),
+    without(
+        "--moe-shared-expert-intermediate-size", "moe-shared-expert-gate moe-shared-expert-overlap"
+    ),
+    on_cpu(
+        "moe-shared-expert-overlap", "communication on a CPU does not run beside the shared expert"
+    ),
     Inapplicable(
         "moe-aux-loss-coeff",
         says="has no effect with `--moe-router-load-balancing-type none`",

@@ -42,6 +42,9 @@ class MoEConfig(LayerSection):
         None, "width of the shared expert, which every token passes; without it there is none", SIZE
     )
     moe_shared_expert_gate: bool = flag(False, "scale the shared expert's output by a learned gate")
+    moe_shared_expert_overlap: bool = flag(
+        False, "compute the shared expert while the other experts exchange tokens"
+    )
     moe_router_topk: int = resumed_flag(2, "experts that each token is sent to", SIZE)
     moe_router_load_balancing_type: list[str] = said_flag(
         ["aux_loss"],

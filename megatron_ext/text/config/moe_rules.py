@@ -252,6 +252,10 @@ def _dispatch_errors(
             f"does not go with `--moe-token-dispatcher-type` ({dispatcher})",
             "use alltoall or flex",
         )
+    if moe.moe_shared_expert_overlap:
+        from megatron_ext.text.config.flex import overlap_errors
+
+        yield from overlap_errors(dispatcher, parallel, model)
     capacity = moe.moe_expert_capacity_factor
     wrong = [x for x in moe.moe_router_load_balancing_type if x not in CAPACITY_BALANCING]
     if capacity is not None and wrong:
