@@ -362,12 +362,13 @@ class Network(ABC):
     def traffic(self, stage: Stage) -> Volume:
         """Return the bytes that a stage sends for one micro-batch, in both passes."""
 
-    def exchanges(self, stage: Stage) -> tuple[int, float]:
+    def exchanges(self, stage: Stage) -> tuple[int, float, int]:
         """Return how many layers of a stage have experts that exchange tokens with other ranks.
 
-        The second number is the share of the stage's products that these experts compute.
+        The second number is the share of the stage's products that these experts compute. The third
+        is the number of layers whose exchanges the backward pass makes again.
         """
-        return 0, 0.0
+        return 0, 0.0, 0
 
     @abstractmethod
     def step_flops(self) -> float:

@@ -32,7 +32,7 @@ def pair_time(backward: Sequence[Piece], forward: Sequence[Piece]) -> float:
 
 
 def hidden_time(
-    forward: float, backward: float, exchange: float, layers: int, inside: float
+    forward: float, backward: float, exchange: float, layers: int, inside: float, again: int = 0
 ) -> float:
     """Return by how much a pair of passes takes less time than the two one after the other.
 
@@ -41,15 +41,24 @@ def hidden_time(
         exchange: time of all exchanges of experts' tokens in both passes.
         layers: the number of layers whose experts exchange tokens.
         inside: the share of the computing that is done between a layer's two exchanges.
+        again: how many of the layers, the first ones, the backward pass recomputes with their
+            exchanges.
     """
     if not layers:
         return 0.0
-    one = exchange / (4 * layers)
-    shares = (1 - inside, inside)
-    outer, inner = (share * forward / layers for share in shares)
+    one = exchange / (4 * layers + 2 * again)
+    outer, inner = ((1 - inside) * forward / layers, inside * forward / layers)
     ahead = [(outer, one), (inner, one)] * layers
-    outer, inner = (share * backward / layers for share in shares)
-    # The first exchange of a backward pass brings the gradients of the last layer's outputs.
-    back = [(0.0, one), *[(inner, one), (outer, one)] * layers]
-    back[-1] = (outer, 0.0)
+    # What the backward pass computes beyond the recomputation.
+    gradients = backward - again / layers * forward
+    # The first exchange of a layer's backward pass brings the gradients of its outputs.
+    back: list[Piece] = []
+    rest = 0.0
+    for recomputes in [False] * (layers - again) + [True] * again:
+        if recomputes:
+            back += [(rest + outer, one), (inner, one)]
+            rest = 0.0
+        back += [(rest, one), (inside * gradients / layers, one)]
+        rest = (1 - inside) * gradients / layers
+    back.append((rest, 0.0))
     return forward + backward + exchange - pair_time(back, ahead)

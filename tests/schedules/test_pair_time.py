@@ -53,3 +53,13 @@ def test_what_a_pair_hides() -> None:
     # Little computing is hidden behind exchanges that follow one another without a gap.
     assert hidden_time(4.0, 8.0, 160.0, 4, 0.5) == pytest.approx(12.0)
     assert hidden_time(4.0, 8.0, 0.0, 0, 0.0) == 0
+
+
+def test_recomputed_layers_exchange_four_times_in_the_backward_pass() -> None:
+    # Ten layers with six short exchanges of 0.1 each. The forward pass, which has two a layer, ends
+    # when the backward pass is halfway; nothing hides the other half's twenty exchanges.
+    hidden = hidden_time(40.0, 120.0, 6.0, 10, 0.5, again=10)
+    assert 3.4 < hidden < 4.0
+    assert hidden_time(40.0, 120.0, 6.0, 10, 0.5) == pytest.approx(6.0)
+    # Between the two, if only the first layers are recomputed.
+    assert hidden < hidden_time(40.0, 120.0, 6.0, 10, 0.5, again=4) < 6.0

@@ -143,6 +143,14 @@ class GptRun(Network):
         counts = Counter(self.layer_kinds[number] for number in layers)
         return [(number, counts[kind]) for kind, number in first.items()]
 
+    def run_again(self, stage: Stage) -> Sequence[int]:
+        """Return the layers of a stage that the backward pass recomputes as a whole."""
+        model = self.config.model
+        if model.recompute_granularity != "full":
+            return ()
+        block = model.recompute_method == "block"
+        return stage.layers[: model.recompute_num_layers or 0] if block else stage.layers
+
     @property
     def routed(self) -> int:
         """Return the number of tokens that a rank's experts get from a micro-batch in one layer.
@@ -203,10 +211,10 @@ class GptFlops(GptRun):
             cast=float(moved * x.tokens // x.tp),
         )
 
-    def exchanges(self, stage: Stage) -> tuple[int, float]:
+    def exchanges(self, stage: Stage) -> tuple[int, float, int]:
         x = self.sizes
         if x.ep == 1:
-            return 0, 0.0
+            return 0, 0.0, 0
         model = self.config.model
         width = (self.moe.moe_ffn_hidden_size or x.f) * self.moe.moe_router_topk
         routed = sum(m.products for m in mlp_matrices(x.h, width, gated=model.gated))
@@ -215,7 +223,16 @@ class GptFlops(GptRun):
         around = parts["projections"] + parts["scores"]
         total = sum(around + parts["experts" if has else "dense"] for has in layers)
         total += parts["depth"] * stage.depths + parts["logits"] * stage.head
-        return sum(layers), routed * sum(layers) / max(1, total)
+        share = routed * sum(layers) / max(1, total)
+        from megatron_ext.text.cost.dispatch import tokens_are_kept
+
+        if tokens_are_kept(self):
+            return sum(layers), share, 0
+        again = stage.layers if self.recomputes("moe") else self.run_again(stage)
+        twice = sum(x.experts[number] for number in again)
+        if model.recompute_granularity == "full":
+            twice += x.experts[-1] * stage.depths
+        return sum(layers), share, twice
 
     def _cast_bytes(self, number: int) -> int:
         """Return the bytes per token that the 8-bit casts of one layer read and write.
@@ -281,9 +298,8 @@ class GptFlops(GptRun):
         total = Flops()
         if model.recompute_granularity is None and not self.moe.moe_layer_recompute:
             return total
-        layers = stage.layers
-        if model.recompute_granularity == "full" and model.recompute_method == "block":
-            layers = layers[: model.recompute_num_layers or 0]
+        full = model.recompute_granularity == "full"
+        layers = self.run_again(stage) if full else stage.layers
         for number, count in self.unlike(layers):
             linear, scores = self._again(number)
             fp8 = linear if self.sizes.in_8_bits(self.config.fp8, number) else 0.0
