@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from megatron_ext.config.flags import PROCESSES, SIZE, Changeable, Range, flag
 
 SCHEDULES = (
-    "no-pipelining 1f1b interleaved zb-h1 zb-v core-no-pipelining core-1f1b core-interleaved"
+    "no-pipelining 1f1b interleaved zb-h1 zb-v dualpipe-v "
+    "core-no-pipelining core-1f1b core-interleaved"
 ).split()
-PAIRED_SCHEDULES = ("no-pipelining", "1f1b", "interleaved")
+V_SHAPED = ("zb-v", "dualpipe-v")
+"""The schedules with two chunks on each rank, whose stages go there and back."""
+SPLIT_SCHEDULES = ("zb-h1", *V_SHAPED)
+"""The schedules that compute gradients of weights apart from those of inputs."""
+PAIRED_SCHEDULES = ("no-pipelining", "1f1b", "interleaved", "dualpipe-v")
 """The schedules whose forward and backward passes can be paired."""
 ABBREVIATIONS = {
     "tp": "--tensor-model-parallel-size",
@@ -118,7 +123,7 @@ class ParallelConfig(Changeable):
     @property
     def defers_weight_gradients(self) -> bool:
         """Return whether our own linear layers compute the gradients of their weights later."""
-        return self.delay_wgrad_compute or (self.pipeline_schedule or "").startswith("zb-")
+        return self.delay_wgrad_compute or self.pipeline_schedule in SPLIT_SCHEDULES
 
     @property
     def counted_ends(self) -> int:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.config.parallel import ABBREVIATIONS
+from megatron_ext.config.parallel import ABBREVIATIONS, V_SHAPED
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import Device
@@ -28,6 +28,7 @@ WORDS = {
     "a2a": "--cp-comm-type a2a",
     "zbh1": "--pipeline-schedule zb-h1",
     "zbv": "--pipeline-schedule zb-v",
+    "dpv": "--pipeline-schedule dualpipe-v",
     "core1f1b": "--pipeline-schedule core-1f1b",
     "coreint": "--pipeline-schedule core-interleaved",
     "do": "--use-distributed-optimizer",
@@ -135,7 +136,7 @@ def _places(config: RunConfig) -> tuple[object, ...]:
     Configurations for which the result is equal draw the same numbers in their forward passes.
     """
     # For the same chunks, a stage runs its forward passes in the same order in all schedules.
-    schedule = "zb-v" if config.parallel.pipeline_schedule == "zb-v" else None
+    schedule = "zb-v" if config.parallel.pipeline_schedule in V_SHAPED else None
     grid = dataclasses.replace(config.parallel, pipeline_schedule=schedule)
     return grid, config.training.micro_batch_size
 

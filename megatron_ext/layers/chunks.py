@@ -155,8 +155,8 @@ def _ddp_config(
 class _In16Bits(Float16Module):  # type: ignore[misc]
     """megatron-core's `Float16Module`, changed to cast the output of the last stage to float32.
 
-    megatron-core casts on the last pipeline rank. Under ``zb-v`` that rank does not hold the last
-    stage of the model.
+    megatron-core casts on the last pipeline rank. With stages in a V shape that rank does not hold
+    the last stage of the model.
     """
 
     def __init__(self, config: TransformerConfig, module: Any, *, is_last: bool) -> None:

@@ -13,6 +13,7 @@ from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from torch import Tensor
 
+from megatron_ext.config.parallel import V_SHAPED
 from megatron_ext.config.precision import TE_IMPL, PrecisionConfig
 from megatron_ext.config.run import RunConfig, transformer_fields
 from megatron_ext.core import RECOMPUTES_DEPTHS, kinds_by_layer
@@ -194,7 +195,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
             bias_dropout=model.bias_dropout_fusion,
         ),
     }
-    if schedule == "zb-v":
+    if schedule in V_SHAPED:
         fields["pipeline_model_parallel_layout"] = VShapedLayerLayout(
             model.num_layers or 0, parallel.pipeline_model_parallel_size
         )

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import product
 from math import gcd, prod
 
-from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.parallel import V_SHAPED, ParallelConfig
 from megatron_ext.config.rules.parallel import rank_errors
 from megatron_ext.errors import ConfigError
 
@@ -85,8 +85,8 @@ class Layout:
             ``tensor_model_parallel_size``.
         virtual_pipeline_model_parallel_size: number of chunks on each rank, None without
             interleaving.
-        v_shape: whether stages are placed in a V shape (see `Placement`), which the schedule zb-v
-            needs.
+        v_shape: whether stages are placed in a V shape (see `Placement`), which the schedules
+            zb-v and dualpipe-v need.
 
     Raises:
         ConfigError: the sizes do not divide the number of ranks.
@@ -118,7 +118,7 @@ class Layout:
     def from_config(cls, parallel: ParallelConfig) -> Layout:
         """Return the layout that a run's parallel flags describe."""
         shared = {x.name: getattr(parallel, x.name) for x in fields(cls) if x.name != "v_shape"}
-        return cls(**shared, v_shape=parallel.pipeline_schedule == "zb-v")
+        return cls(**shared, v_shape=parallel.pipeline_schedule in V_SHAPED)
 
     @cached_property
     def placement(self) -> Placement:

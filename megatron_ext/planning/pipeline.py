@@ -14,7 +14,7 @@ from megatron_ext.config.training import TrainingConfig
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import EVEN, Durations, Kind, Plan, price
 
-SIMULATED = {"no-pipelining": 2, "1f1b": 2, "interleaved": 4}
+SIMULATED = {"no-pipelining": 2, "1f1b": 2, "interleaved": 4, "dualpipe-v": 4}
 """Schedule -> the periods (`Schedule.period`) to simulate; other schedules are simulated whole."""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.flags import FACTOR, SIZE, WEIGHT
+from megatron_ext.config.parallel import V_SHAPED
 from megatron_ext.errors import ConfigError, run_program, tell_errors
 from megatron_ext.schedules.orders import SCHEDULES, build_plan
 from megatron_ext.schedules.picture import save, text
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Print the timeline, step time, bubble and peak memory of a plan; return the exit code."""
     args = _parser().parse_args(argv)
-    chunks = args.chunks or (2 if args.schedule in ("interleaved", "zb-v") else 1)
+    chunks = args.chunks or (2 if args.schedule in ("interleaved", *V_SHAPED) else 1)
     durations = Durations(*(time / chunks for time in (*args.times, args.hidden)))
     try:
         plan = build_plan(

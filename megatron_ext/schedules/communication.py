@@ -166,16 +166,16 @@ class GradientSync:
         self.no_sync = _list_of(transformer_config.no_sync_func, len(chunks))
         self.grad_sync = _list_of(transformer_config.grad_sync_func, len(chunks))
         self.param_sync = _list_of(transformer_config.param_sync_func, len(chunks))
-        self.halves = any(action.kind is Kind.WEIGHT for action in actions)
         last_to_end = len(chunks) == 1 and any(action.stage == 0 for action in actions)
         # Deferred gradients are not autograd's, so no bucket learns when they are complete.
-        deferred = self.halves or getattr(transformer_config, "weight_gradients", None) is not None
+        splits = any(action.kind is Kind.WEIGHT for action in actions)
+        deferred = splits or getattr(transformer_config, "weight_gradients", None) is not None
         self.during = not deferred and (last_to_end or not self.grad_sync)
         if self.no_sync and not self.grad_sync:
             self.grad_sync = [chunk.start_grad_sync for chunk in chunks]
-        gradients = (Kind.WEIGHT,) if self.halves else (Kind.BACKWARD,)
         passes = passes_of(actions)
-        self.last = {action.stage: action for action in passes if action.kind in gradients}
+        of_weights = (Kind.WEIGHT, Kind.BACKWARD)
+        self.last = {action.stage: action for action in passes if action.kind in of_weights}
         self.waiting: dict[int, AbstractContextManager[None]] = {}
         self.gathered = 0
         self.shards_weights = hasattr(chunks[0], "begin_backward")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_ext.config.parallel import PAIRED_SCHEDULES
+from megatron_ext.config.parallel import PAIRED_SCHEDULES, V_SHAPED
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.plan import (
@@ -116,7 +116,7 @@ def _alternate(forwards: Order, backwards: Order, warmup: int, *, pairs: bool) -
     return order + backwards[len(forwards) - warmup :]
 
 
-SCHEDULES = ("no-pipelining", "1f1b", "interleaved", "zb-h1", "zb-v")
+SCHEDULES = ("no-pipelining", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 
 @lru_cache(maxsize=64)
@@ -134,7 +134,8 @@ def build_plan(
     """Return the lists of actions of all pipeline ranks for one step.
 
     Args:
-        num_chunks: number of stages on each rank: more than one for interleaved, two for zb-v.
+        num_chunks: number of stages on each rank: more than one for interleaved, two for
+            zb-v and dualpipe-v.
         group_size: micro-batches that an interleaved chunk runs before the next chunk; default and
             minimum are the pipeline size.
         durations: expected times; they decide zb-v's order and when receives are posted.
@@ -146,7 +147,7 @@ def build_plan(
             chunks, the group size or pairs.
     """
     _check(schedule, pipeline_size, num_chunks, group_size, pairs=pairs)
-    placement = Placement(pipeline_size, num_chunks, v_shape=schedule == "zb-v")
+    placement = Placement(pipeline_size, num_chunks, v_shape=schedule in V_SHAPED)
     orders: list[Order]
     if forward_only:
         orders = forward_only_order(placement, num_microbatches)
@@ -155,6 +156,10 @@ def build_plan(
     elif schedule == "interleaved":
         group_size = group_size or pipeline_size
         orders = interleaved(placement, num_microbatches, group_size, pairs=pairs)
+    elif schedule == "dualpipe-v":
+        from megatron_ext.schedules.dualpipe import dualpipe_v
+
+        orders = dualpipe_v(placement, num_microbatches, pairs=pairs)
     else:
         from megatron_ext.schedules.zero_bubble import zb_h1, zb_v
 
@@ -173,7 +178,7 @@ def _check(
         raise ConfigError(f"The schedule `{schedule}` must be one of {', '.join(SCHEDULES)}.")
     needed, fits = {
         "interleaved": ("2 or more", num_chunks > 1),
-        "zb-v": ("2", num_chunks == 2),
+        **dict.fromkeys(V_SHAPED, ("2", num_chunks == 2)),
     }.get(schedule, ("1", num_chunks == 1))
     if not fits:
         raise ConfigError(

@@ -69,13 +69,13 @@ class Replay:
 
 
 def plan_of(schedule: str, size: int, num_microbatches: int) -> Plan:
-    chunks = {"interleaved": 2, "zb-v": 2}.get(schedule, 1)
+    chunks = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}.get(schedule, 1)
     return build_plan(
         schedule, pipeline_size=size, num_microbatches=num_microbatches, num_chunks=chunks
     )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_messages_are_given_up_after_use_and_their_number_does_not_grow(
     schedule: str, size: int

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.config.parallel import V_SHAPED
 from megatron_ext.device import cuda_shim
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.parallel.recorder import Recorder
@@ -138,7 +139,7 @@ def _on_a_cpu() -> Iterator[None]:
 
 
 def context_of(schedule: str, size: int, rank: int) -> Any:
-    placement = Placement(size, CHUNKS.get(schedule, 1), v_shape=schedule == "zb-v")
+    placement = Placement(size, CHUNKS.get(schedule, 1), v_shape=schedule in V_SHAPED)
     last = placement.rank_of(placement.num_stages - 1)
     return SimpleNamespace(
         placement=placement,
@@ -152,7 +153,7 @@ def context_of(schedule: str, size: int, rank: int) -> Any:
     )
 
 
-CHUNKS = {"interleaved": 2, "zb-v": 2}
+CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
 SHAPE = (3, 1, 2)
 
 
@@ -186,7 +187,7 @@ def run_step(
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_steps_end_with_blocking_sends(schedule: str, size: int) -> None:
     for num_microbatches in (1, 2, 3, 5, 8, 13, 32):
         run_step(schedule, size, num_microbatches)
@@ -228,14 +229,14 @@ def test_a_planted_exchange_of_messages_is_found(monkeypatch: pytest.MonkeyPatch
         run_step("1f1b", 2, 3)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_a_rank_keeps_only_the_message_in_flight(schedule: str) -> None:
     """A message that has arrived is given up before the next is sent, where the library tells."""
     message = SHAPE[0] * SHAPE[1] * SHAPE[2] * torch.float32.itemsize
     assert run_step(schedule, 4, 32).most == [message] * 4
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_a_rank_keeps_few_messages_where_only_who_waits_is_told(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ PAIRED = "--overlap-moe-expert-parallel-comm"
 DELAYED = "--delay-wgrad-compute"
 PP = "--pipeline-model-parallel-size 2"
 VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+DUAL = f"{PP} --pipeline-schedule dualpipe-v --num-layers 4 --untie-embeddings-and-output-weights"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # The heads of multi-latent attention have keys of their own.
@@ -59,6 +60,8 @@ slow = pytest.mark.slow
                 (8, f"{FLEX} 2 --expert-model-parallel-size 4 {VPP} {FULL} --micro-batch-size 1"),
                 (4, f"{VPP} {OVERLAP} {DELAYED}"),
                 (4, "--data-parallel-sharding-strategy optim_grads"),
+                (4, f"{DUAL} {DELAYED} {OVERLAP}"),
+                (4, f"{DUAL} {FLEX} 1 {FULL} --hidden-dropout 0.1 {SHARED} {DROPS}"),
                 (8, f"{PP} {TP} --expert-tensor-parallel-size 1 --micro-batch-size 1"),
             ]
         ),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from megatron_ext.config.parallel import PAIRED_SCHEDULES
+from megatron_ext.config.parallel import PAIRED_SCHEDULES, V_SHAPED
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules import picture
@@ -39,7 +39,7 @@ NUM_PLANS = 700
 def random_plan(generator: random.Random) -> tuple[Plan, int]:
     schedule = generator.choice(SCHEDULES)
     size = 1 if schedule == "no-pipelining" else generator.randint(1, 8)
-    chunks = {"interleaved": generator.randint(2, 4), "zb-v": 2}.get(schedule, 1)
+    chunks = {"interleaved": generator.randint(2, 4), **dict.fromkeys(V_SHAPED, 2)}.get(schedule, 1)
     forward_only = generator.random() < 0.15
     group = size + generator.choice((0, 0, 1, 3)) if schedule == "interleaved" else size
     plan = build_plan(
@@ -69,6 +69,8 @@ def activation_limit(plan: Plan, rank: int, group: int) -> int:
         return (size - rank - 1) * 2 + (chunks - 1) * largest + 1 + pairs
     if plan.schedule in ("zb-h1", "zb-v"):
         return size * chunks
+    if plan.schedule == "dualpipe-v":
+        return 2 * size + 1
     return 2 * (size - rank) if pairs else size - rank
 
 
@@ -93,7 +95,7 @@ def test_small_plans_are_complete_and_free_of_deadlock_and_within_memory(
 ) -> None:
     """The number of micro-batches is below, at and above the sizes of the pipeline and groups."""
     for size in (1,) if schedule == "no-pipelining" else (1, 2, 3, 4):
-        for chunks in {"interleaved": (2, 3), "zb-v": (2,)}.get(schedule, (1,)):
+        for chunks in {"interleaved": (2, 3), **dict.fromkeys(V_SHAPED, (2,))}.get(schedule, (1,)):
             for group in (size, size + 1) if schedule == "interleaved" else (None,):
                 for number in (1, 2, 3, 4, 5, 6):
                     plan = build_plan(
@@ -161,7 +163,13 @@ def test_receives_come_before_what_ends_after_the_message_is_ready(
     times: tuple[float, float, float],
 ) -> None:
     durations = Durations(*times)
-    for schedule, chunks in (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)):
+    for schedule, chunks in (
+        ("1f1b", 1),
+        ("zb-h1", 1),
+        ("interleaved", 2),
+        ("zb-v", 2),
+        ("dualpipe-v", 2),
+    ):
         plan = build_plan(
             schedule,
             pipeline_size=3,
@@ -463,6 +471,19 @@ def test_zb_v_leaves_little_of_the_bubble_of_1f1b(size: int, num_microbatches: i
     plan = build_plan("zb-v", num_chunks=2, **common)  # type: ignore[arg-type]
     classic = price(build_plan("1f1b", **common))  # type: ignore[arg-type]
     assert price(plan, half).bubble <= 0.25 * classic.bubble
+
+
+@pytest.mark.parametrize(("size", "num_microbatches"), [(2, 4), (4, 11), (8, 16)])
+def test_dualpipe_v_has_the_bubble_of_its_paper(size: int, num_microbatches: int) -> None:
+    shape = {"pipeline_size": size, "num_microbatches": num_microbatches, "num_chunks": 2}
+    plan = build_plan("dualpipe-v", pairs=True, **shape)  # type: ignore[arg-type]
+    for times in (Durations(), Durations(hidden=0.8), Durations(1.0, 1.2, 0.9, 0.5)):
+        backward = times.of(Kind.BACKWARD)
+        paper = (size - 1) * (times.of(Kind.PAIR) + backward - 3 * times.weight_gradient)
+        cost = price(plan, times)
+        assert cost.bubble <= paper + 1e-9
+        assert max(cost.peak_activations) == 2 * size + 1
+    assert price(plan).bubble == pytest.approx(2 * (size - 1))
 
 
 def test_latency_of_messages_makes_a_step_longer() -> None:

@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.config.parallel import SPLIT_SCHEDULES, V_SHAPED
 from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
@@ -76,6 +77,8 @@ def one_f_one_b(start: str, tmp_path_factory: pytest.TempPathFactory) -> list[tu
         (4, "2 --pipeline-schedule zb-h1 --overlap-grad-reduce --overlap-param-gather"),
         (4, "2 --pipeline-schedule zb-v --tensor-model-parallel-size 2 --sequence-parallel"),
         (4, "2 --pipeline-schedule zb-v --context-parallel-size 2"),
+        (2, "2 --pipeline-schedule dualpipe-v"),
+        (4, "2 --pipeline-schedule dualpipe-v --overlap-grad-reduce --overlap-param-gather"),
         (2, "2 --pipeline-schedule zb-h1 --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1"),
         # Both neighbours are the same peer; our messages name their ends.
@@ -137,7 +140,7 @@ class _Product(torch.autograd.Function):
 def engine_of(
     schedule: str, context: ParallelContext, *, length: int = 3, **changes: Any
 ) -> tuple[PipelineEngine, list[Stage]]:
-    queue = DeferredWeightGradients() if schedule.startswith("zb-") else None
+    queue = DeferredWeightGradients() if schedule in SPLIT_SCHEDULES else None
     config: TransformerConfig = StepTransformerConfig(
         num_layers=8,
         hidden_size=2,
@@ -161,7 +164,7 @@ def layout_of(schedule: str, size: int, chunks: int) -> Layout:
         world_size=size,
         pipeline_model_parallel_size=size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        v_shape=schedule == "zb-v",
+        v_shape=schedule in V_SHAPED,
     )
 
 
@@ -214,6 +217,7 @@ CASES = [
         "no-pipelining": [(1, 1)],
         "interleaved": [(2, 2), (3, 3)],
         "zb-v": [(2, 2), (4, 2)],
+        "dualpipe-v": [(2, 2), (3, 2)],
     }.get(schedule, [(2, 1), (4, 1)])
     for num_microbatches in (1, 5, 8)
 ]

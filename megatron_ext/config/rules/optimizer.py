@@ -15,6 +15,7 @@ from megatron_ext.config.optimizer import (
     LoraConfig,
     OptimizerConfig,
 )
+from megatron_ext.config.parallel import SPLIT_SCHEDULES
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
@@ -147,7 +148,7 @@ def sharding_errors(run: RunConfig) -> Iterator[FlagError]:
             "leave one out",
         )
     graphs = run.cuda_graphs.cuda_graph_impl
-    if schedule.startswith("zb-"):
+    if schedule in SPLIT_SCHEDULES:
         yield refused(
             f"does not go with `--pipeline-schedule` ({schedule}), which puts weight gradients "
             "off, so that all buckets would stay in memory",

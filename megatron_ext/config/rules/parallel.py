@@ -11,11 +11,11 @@ from functools import lru_cache, partial
 
 from megatron_ext.config.flags import must_divide
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.parallel import V_SHAPED, ParallelConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import FlagError, exclusive
 
-CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
+CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, **dict.fromkeys(V_SHAPED, 2)}
 """Value of ``--pipeline-schedule`` -> chunks on each rank; ``interleaved`` allows 2 or more."""
 MOST_REPETITIONS = 10_000
 """The largest n in a repetition ``t*n`` of a pipeline layout.
@@ -77,8 +77,8 @@ def _virtual_size(parallel: ParallelConfig, model: ModelConfig) -> int | None:
     count = parallel.num_virtual_stages_per_pipeline_rank
     if size < 2:
         return None
-    if parallel.pipeline_schedule == "zb-v":
-        count = CHUNKS["zb-v"]
+    if parallel.pipeline_schedule in V_SHAPED:
+        count = CHUNKS[parallel.pipeline_schedule]
     elif layout is not None:
         try:
             count = len(stages_of(layout)) // size
@@ -251,8 +251,8 @@ def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[Flag
     units = layers + extra
     factor = "chunks of a stage"
     per_stage = 1
-    if parallel.pipeline_schedule == "zb-v":
-        per_stage = CHUNKS["zb-v"]
+    if parallel.pipeline_schedule in V_SHAPED:
+        per_stage = CHUNKS[parallel.pipeline_schedule]
     elif stages > 1 and (per_chunk or chunks_per_rank):
         factor = f"`{name}`"
         per_stage = per_chunk or chunks_per_rank or 1
@@ -332,7 +332,7 @@ def _schedule_errors(parallel: ParallelConfig) -> Iterator[FlagError]:
     refused = partial(FlagError, f"--pipeline-schedule {parallel.pipeline_schedule}", None)
     if schedule == "no-pipelining" and stages > 1:
         yield refused(f"is for one stage, but `{STAGES}` is {stages}", "use 1f1b")
-    if schedule in ("interleaved", "zb-v") and stages < 2:
+    if schedule in ("interleaved", *V_SHAPED) and stages < 2:
         yield refused(f"needs `{STAGES}` ({stages}) of at least 2", "use no-pipelining")
     elif schedule == "interleaved" and chunks < 2:
         yield refused("needs virtual chunks", "give `--num-virtual-stages-per-pipeline-rank 2`")
@@ -377,7 +377,7 @@ def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> I
 
 
 def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
-    """Yield an error for each option that does not go with a zero-bubble schedule."""
+    """Yield an error for each option that does not go with split passes or stages in a V."""
     schedule = parallel.pipeline_schedule or ""
     if parallel.defers_weight_gradients and model.transformer_impl == "transformer_engine":
         delays = parallel.delay_wgrad_compute
@@ -399,10 +399,10 @@ def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterato
         ),
     }
     for name, given in same_rank.items():
-        if schedule == "zb-v" and given:
+        if schedule in V_SHAPED and given:
             yield FlagError(
-                "--pipeline-schedule zb-v",
+                f"--pipeline-schedule {schedule}",
                 None,
                 f"keeps the first and the last stage on one rank, which does not go with {name}",
-                "use zb-h1",
+                "use zb-h1" if schedule == "zb-v" else "use interleaved",
             )
