@@ -345,6 +345,11 @@ ENGINE = (
     without("--cross-entropy-loss-fusion", "cross-entropy-fusion-impl"),
     without("--recompute-granularity full", "recompute-num-layers distribute-saved-activations"),
     without(
+        "--pipeline-model-parallel-size above 1",
+        "num-microbatches-with-partial-activation-checkpoints",
+        "one micro-batch is in flight at a time",
+    ),
+    without(
         "--tensor-model-parallel-size above 1", "sequence-parallel distribute-saved-activations"
     ),
     without("--context-parallel-size above 1", "cp-comm-type"),

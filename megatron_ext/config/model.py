@@ -10,6 +10,7 @@ from megatron_ext.config.flags import (
     COUNT,
     FACTOR,
     FINITE,
+    NATURAL,
     RATE,
     SIZE,
     WEIGHT,
@@ -171,6 +172,12 @@ class ModelConfig(Changeable):
         None,
         "layers of a recomputed unit (uniform), or layers to recompute on each stage (block)",
         SIZE,
+    )
+    num_microbatches_with_partial_activation_checkpoints: int | None = flag(
+        None,
+        "micro-batches of those in flight for which --recompute-num-layers holds; the others "
+        "recompute all layers",
+        NATURAL,
     )
     recompute_modules: list[str] | None = flag(
         None, "what to recompute with selective granularity; default core_attn", nargs="+"

@@ -302,7 +302,8 @@ SAME_NAME = {
         "apply_query_key_layer_scaling apply_residual_connection_post_layernorm "
         "fp32_residual_connection mtp_num_layers mtp_loss_scaling_factor use_cpu_initialization "
         "perform_initialization recompute_granularity recompute_method recompute_num_layers "
-        "recompute_modules distribute_saved_activations variable_seq_lengths"
+        "recompute_modules distribute_saved_activations variable_seq_lengths "
+        "num_microbatches_with_partial_activation_checkpoints"
     ),
     "parallel": (
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "

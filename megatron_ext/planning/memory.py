@@ -12,7 +12,7 @@ from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes, Stage
 from megatron_ext.planning.state import State, rank_state
 from megatron_ext.planning.weights import Weight
-from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind, Plan
+from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind, Plan, recomputed_whole
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ def memory(network: Network, other: Sequence[RankMemory] | None = None) -> list[
     stages = network.stages()
     costs = network.of_stages(network.activations, stages)
     deferred = network.of_stages(network.deferred, stages)
+    if network.schedule.partly is not None:
+        # Micro-batches whose layers are all recomputed count as held by further stages.
+        whole = network.recomputing_all
+        costs = [*costs, *whole.of_stages(whole.activations, stages)]
+        deferred = [*deferred, *deferred]
     ranks = []
     schedule = network.schedule
     # A shorter step has the same moments; layouts with other numbers of replicas share it.
@@ -131,11 +136,17 @@ class Moment:
 @lru_cache(maxsize=1 << 14)
 def _moments(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     """Return the `moments` of a schedule's step, found once for all layouts that have it."""
-    return moments(schedule.plan(), rank)
+    return moments(schedule.plan(), rank, schedule.partly)
 
 
-def moments(plan: Plan, rank: int) -> tuple[Moment, ...]:
-    """Follow a pipeline rank's actions through a plan; return the unlike moments, in order."""
+def moments(plan: Plan, rank: int, partly: int | None = None) -> tuple[Moment, ...]:
+    """Follow a pipeline rank's actions through a plan; return the unlike moments, in order.
+
+    With ``partly``, the stage of a micro-batch whose layers are all recomputed is counted on after
+    the last stage (see `recomputed_whole`).
+    """
+    whole = frozenset() if partly is None else recomputed_whole(plan.ranks[rank], partly)
+    more = plan.placement.num_stages
     held: Counter[int] = Counter()
     deferred: Counter[int] = Counter()
     count = 0
@@ -150,13 +161,18 @@ def moments(plan: Plan, rank: int) -> tuple[Moment, ...]:
             stage = part.stage
             message = USES.get(part.kind, Kind.RECEIVE_GRADIENT)
             given = (message, part.microbatch, stage)
+            if (part.microbatch, stage) in whole:
+                stage += more
             if part.kind is Kind.FORWARD:
                 # The message becomes the input of the first layer, where it is counted.
                 waiting.discard(given)
                 held[stage] += 1
                 count += 1
             now = tuple(held.items()), tuple(deferred.items())
-            beside = action.stage if part is action.backward else None
+            beside = None
+            if part is action.backward:
+                beside = action.stage
+                beside += more if (action.microbatch, beside) in whole else 0
             found[Moment(stage, *now, len(waiting), count, beside)] = None
             waiting.discard(given)
             if part.kind in (Kind.BACKWARD, Kind.INPUT):

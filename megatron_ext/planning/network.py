@@ -183,7 +183,19 @@ class Network(ABC):
         # Only plans simulate it; a run asks a network for its bytes and operations.
         from megatron_ext.planning.pipeline import Schedule
 
-        return Schedule.of(self.config.parallel, self.config.training)
+        config = self.config
+        partly = config.model.num_microbatches_with_partial_activation_checkpoints
+        return Schedule.of(config.parallel, config.training, partly)
+
+    @property
+    def recomputing_all(self) -> Network:
+        """Return a copy in which every micro-batch recomputes all decoder layers of a stage."""
+        model = dataclasses.replace(
+            self.config.model,
+            recompute_num_layers=self.config.model.num_layers,
+            num_microbatches_with_partial_activation_checkpoints=None,
+        )
+        return self.with_config(dataclasses.replace(self.config, model=model))
 
     def stages_of(self, rank: int) -> list[Stage]:
         """Return the stages of a pipeline rank, in the order of its chunks."""

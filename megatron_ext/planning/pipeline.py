@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.schedules.orders import build_plan
-from megatron_ext.schedules.plan import EVEN, Durations, Kind, Plan, price
+from megatron_ext.schedules.plan import (
+    EVEN,
+    Durations,
+    Kind,
+    Plan,
+    passes_of,
+    price,
+    recomputed_whole,
+)
 
 SIMULATED = {"no-pipelining": 2, "1f1b": 2, "interleaved": 4, "dualpipe-v": 4}
-"""Schedule -> the periods (`Schedule.period`) to simulate; other schedules are simulated whole."""
+"""Schedule -> the rounds of micro-batches to simulate; other schedules are simulated whole."""
 
 
 def microbatches(parallel: ParallelConfig, training: TrainingConfig) -> int:
@@ -51,6 +59,8 @@ class Schedule:
         group: micro-batches that an interleaved chunk runs before the next chunk; None for the
             pipeline size.
         pairs: whether forward and backward passes run in pairs.
+        partly: micro-batches of those in flight that do not recompute all layers (see
+            `recomputed_whole`); None if all recompute the same.
     """
 
     name: str
@@ -59,9 +69,12 @@ class Schedule:
     num_chunks: int
     group: int | None
     pairs: bool = False
+    partly: int | None = None
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, training: TrainingConfig) -> Schedule:
+    def of(
+        cls, parallel: ParallelConfig, training: TrainingConfig, partly: int | None = None
+    ) -> Schedule:
         """Return the schedule of a run's steps."""
         return cls(
             (parallel.pipeline_schedule or "no-pipelining").removeprefix("core-"),
@@ -70,6 +83,7 @@ class Schedule:
             parallel.virtual_pipeline_model_parallel_size or 1,
             parallel.microbatch_group_size_per_vp_stage,
             parallel.overlap_moe_expert_parallel_comm,
+            partly,
         )
 
     def plan(self, num_microbatches: int | None = None) -> Plan:
@@ -88,8 +102,13 @@ class Schedule:
         """Return after how many micro-batches the steady phase repeats itself.
 
         In 1F1B it does so after one, if messages take no time; else only after the messages of as
-        many micro-batches as there are stages.
+        many micro-batches as there are stages, or of two micro-batches in pairs.
         """
+        return 2 if self.pairs and self.name == "1f1b" else self._round
+
+    @property
+    def _round(self) -> int:
+        """Return the number of micro-batches that pass a stage before the first one returns."""
         interleaves = self.name == "interleaved"
         return (self.group if interleaves else None) or self.pipeline_size
 
@@ -100,7 +119,7 @@ class Schedule:
         The rest of the step is a multiple of `period`.
         """
         # The warm-up of pairs is up to twice as long.
-        least = SIMULATED.get(self.name, 0) * self.period * (2 if self.pairs else 1)
+        least = SIMULATED.get(self.name, 0) * self._round * (2 if self.pairs else 1)
         if not least or self.num_microbatches <= least + self.period:
             return self.num_microbatches
         return least + (self.num_microbatches - least) % self.period
@@ -118,6 +137,14 @@ class Schedule:
             return 0
         count = sum(action.kind is Kind.PAIR for action in self.short().ranks[rank])
         return count + (self.num_microbatches - self.simulated) * self.num_chunks
+
+    def whole_share(self, rank: int) -> float:
+        """Return the share of a rank's forward passes whose layers are all recomputed."""
+        if self.partly is None:
+            return 0.0
+        actions = self.short().ranks[rank]
+        forwards = sum(action.kind is Kind.FORWARD for action in passes_of(actions))
+        return len(recomputed_whole(actions, self.partly)) / forwards
 
     def time(self, durations: Durations = EVEN, latency: float = 0.0) -> PipelineTime:
         """Return the time of a step, for the durations of a stage and of a message between two."""

@@ -142,8 +142,18 @@ class Clock:
 
         They are the forward, the input-gradient and the weight-gradient pass. With
         ``--overlap-moe-expert-parallel-comm`` the result also has the time that a pair of passes
-        hides.
+        hides. If some micro-batches recompute fewer layers than others, the times are means.
         """
+        alike = self._alike(stage)
+        whole = self.network.schedule.whole_share(stage.rank)
+        if not whole:
+            return alike
+        again = Clock(self.network.recomputing_all, self.rates)._alike(stage)
+        parts = zip(astuple(alike), astuple(again), strict=True)
+        return Durations(*(few * (1 - whole) + all_ * whole for few, all_ in parts))
+
+    def _alike(self, stage: Stage) -> Durations:
+        """Return the `durations` of a micro-batch that recomputes ``--recompute-num-layers``."""
         network = self.network
         times = dict.fromkeys(Phase, 0.0)
         for work in network.work(stage):

@@ -329,6 +329,22 @@ def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Pric
     return Price(timed, makespan, bubble, share, [_peak(rank) for rank in plan.ranks])
 
 
+@lru_cache(maxsize=256)
+def recomputed_whole(actions: tuple[Action, ...], count: int) -> frozenset[tuple[int, int]]:
+    """Return the micro-batches and stages for which a rank recomputes all layers of the stage.
+
+    In each window of its forward passes, the first ``count`` recompute fewer layers. A window is as
+    long as the most micro-batches that the rank holds.
+    """
+    window = max(1, _peak(actions))
+    forwards = [action for action in passes_of(actions) if action.kind is Kind.FORWARD]
+    return frozenset(
+        (action.microbatch, action.stage)
+        for index, action in enumerate(forwards)
+        if index % window >= count
+    )
+
+
 def _peak(actions: Sequence[Action]) -> int:
     """Return the peak number of activations that a rank holds, one for each micro-batch and stage.
 

@@ -30,7 +30,14 @@ from megatron_ext.losses.contract import LossFunction, StepCounts, checked
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.orders import build_plan
-from megatron_ext.schedules.plan import Action, Kind, Plan, Shape, passes_of
+from megatron_ext.schedules.plan import (
+    Action,
+    Kind,
+    Plan,
+    Shape,
+    passes_of,
+    recomputed_whole,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.layers.graphs import ChunkGraphs
@@ -272,6 +279,10 @@ class _Step:
             from megatron_ext.schedules.communication import GradientSync
 
             self.sync = GradientSync(engine.chunks, config, self.actions, plan.placement)
+        self.recomputed_whole: frozenset[tuple[int, int]] = frozenset()
+        partly = config.num_microbatches_with_partial_activation_checkpoints
+        if trains and partly is not None:
+            self.recomputed_whole = recomputed_whole(self.actions, partly)
         self.turns = engine.turns
         self.deferred: Any = getattr(config, "weight_gradients", None)
         self.inputs: dict[tuple[int, int], Tensor | None] = {}
@@ -294,7 +305,12 @@ class _Step:
         set_current_microbatch(chunk, action.microbatch)
         get_attr_wrapped_model(chunk, "set_input_tensor")([entering])
         batch = None if self.batches is None else self.batches[action.microbatch]
-        with nullcontext() if self.masks is None else self.masks(action.microbatch):
+        recomputing: AbstractContextManager[None] = nullcontext()
+        if key in self.recomputed_whole:
+            from megatron_ext.schedules.partial_recompute import recomputing_all
+
+            recomputing = recomputing_all(chunk)
+        with nullcontext() if self.masks is None else self.masks(action.microbatch), recomputing:
             output, loss = self.forward_step(batch, chunk, self.counts)
         # megatron-core divides the loss here (unless the step does), and scales auxiliary losses.
         output, num_targets = forward_step_calc_loss(

@@ -77,12 +77,12 @@ def one_f_one_b(start: str, tmp_path_factory: pytest.TempPathFactory) -> list[tu
         (4, "2 --pipeline-schedule zb-h1 --overlap-grad-reduce --overlap-param-gather"),
         (4, "2 --pipeline-schedule zb-v --tensor-model-parallel-size 2 --sequence-parallel"),
         (4, "2 --pipeline-schedule zb-v --context-parallel-size 2"),
-        (2, "2 --pipeline-schedule dualpipe-v"),
-        (4, "2 --pipeline-schedule dualpipe-v --overlap-grad-reduce --overlap-param-gather"),
         (2, "2 --pipeline-schedule zb-h1 --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1"),
         # Both neighbours are the same peer; our messages name their ends.
         pytest.param(2, f"2 {CHUNKS}", id="d15 virtual chunks"),
+        (2, "2 --pipeline-schedule dualpipe-v"),
+        (4, "2 --pipeline-schedule dualpipe-v --overlap-grad-reduce --overlap-param-gather"),
     ],
 )  # fmt: skip
 def test_zero_bubble_and_virtual_chunks_train_like_1f1b(

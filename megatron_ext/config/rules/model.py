@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from megatron_ext.config.flags import must_divide
 from megatron_ext.config.model import ACTIVATIONS, RECOMPUTED_WITH_TE, ModelConfig
@@ -165,6 +166,7 @@ def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
             "goes with `--recompute-granularity full`",
             "leave it out",
         )
+    yield from _partial_errors(model, parallel)
     if model.blocks_dealt_by_cost:
         return
     count = model.recompute_num_layers
@@ -205,6 +207,31 @@ def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
             with_te[0],
             "needs Transformer Engine's layers",
             f"use {', '.join(RECOMPUTED)}",
+        )
+
+
+def _partial_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[FlagError]:
+    """Yield an error for each option that does not go with partly recomputed micro-batches."""
+    count = model.num_microbatches_with_partial_activation_checkpoints
+    if count is None:
+        return
+    refused = partial(
+        FlagError, "--num-microbatches-with-partial-activation-checkpoints", str(count)
+    )
+    if model.blocks_dealt_by_cost:
+        yield refused("counts the layers of a GPT", "leave it out")
+    elif model.recompute_granularity != "full" or model.recompute_method != "block":
+        yield refused(
+            "needs `--recompute-granularity full --recompute-method block`, whose "
+            "`--recompute-num-layers` are those of these micro-batches",
+            "give both",
+        )
+    schedule = parallel.pipeline_schedule or ""
+    if schedule.startswith("core-"):
+        yield refused(
+            f"does not go with `--pipeline-schedule` ({schedule}), whose forward step would have "
+            "to take another argument",
+            f"use {schedule.removeprefix('core-')}",
         )
 
 
