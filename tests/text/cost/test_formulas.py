@@ -552,7 +552,7 @@ def test_recomputed_passes_send_their_messages_again() -> None:
     more = "--tensor-model-parallel-size 4 --context-parallel-size 2 --sequence-parallel"
     plain = llama_network(more).layer_traffic(experts=False)
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    whole = llama_network(f"{more} {full}").layer_traffic(experts=False, again=True)
+    whole = llama_network(f"{more} {full}").layer_traffic(experts=False)
     gather = 3 / 4 * TENSOR / 2
     assert (plain.tensor, whole.tensor) == (10 * gather, 14 * gather)
     assert whole.context == 3 / 2 * plain.context
