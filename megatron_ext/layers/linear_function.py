@@ -57,9 +57,7 @@ class _Linear(torch.autograd.Function):
         gather = None if queue is not None and queue.collecting else _gathered(entered, call)
         returned = None
         if ctx.needs_input_grad[0]:
-        # With the detached weight, torch would multiply an input that is not contiguous one matrix
-        # after the other, which rounds otherwise.
-        output = _product(total, call.parameter, call)
+            returned = _reduced(_product(grad_output, call.parameter.t(), call), call)
         grad_weight = None
         if gather is not None:
             grad_weight = _weight_gradient(call, grad_output, gather.get())
