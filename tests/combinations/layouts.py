@@ -6,6 +6,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_ext.config.parallel import V_SHAPED
+
 TP, PP, CP = (f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context"))
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 PAIRS = "--overlap-moe-expert-parallel-comm"
@@ -97,7 +99,17 @@ def draw(
 def _pipeline(dice: random.Random, pp: int, model: list[str], stages: tuple[str, ...]) -> list[str]:
     """Draw how the layers are shared out; adds to ``model`` the number of layers that it needs."""
     first = f"{PP} {pp}"
-    kinds = ["plain", "plain", "vpp", "vpp", "zb-h1", "zb-v", "core-1f1b", "core-interleaved"]
+    kinds = [
+        "plain",
+        "plain",
+        "vpp",
+        "vpp",
+        "zb-h1",
+        "zb-v",
+        "dualpipe-v",
+        "core-1f1b",
+        "core-interleaved",
+    ]
     kinds += ["uneven", "pattern", "account"] if pp == 2 else []
     kind = dice.choice(stages or kinds)
     if kind == "plain":
@@ -124,8 +136,8 @@ def _pipeline(dice: random.Random, pp: int, model: list[str], stages: tuple[str,
         if dice.random() < 0.2:
             pieces.append(f"--microbatch-group-size-per-vp-stage {pp}")
         return pieces
-    model.append(f"--num-layers {2 * pp if kind == 'zb-v' else pp}")
-    if kind == "zb-v":
+    model.append(f"--num-layers {2 * pp if kind in V_SHAPED else pp}")
+    if kind in V_SHAPED:
         model.append("--untie-embeddings-and-output-weights")
     return [first, f"--pipeline-schedule {kind}"]
 

@@ -322,7 +322,7 @@ def test_every_stage_is_placed_once(size: int) -> None:
             "zb-h1",
             {"pairs": True},
             "The schedule `zb-h1` has no pairs of a forward and a backward pass; use one of "
-            "no-pipelining, 1f1b, interleaved.",
+            "no-pipelining, 1f1b, interleaved, dualpipe-v.",
         ),
         ("no-pipelining", {}, "The schedule `no-pipelining` is for 1 rank, not 4."),
         (
@@ -350,12 +350,11 @@ def errors(plan: Plan, *, capacity: int | None = None) -> list[str]:
 
 def _wrong_computations(plan: Plan) -> list[str]:
     found = []
-    seen = Counter(
-        gives(part) for rank in plan.ranks for part in passes_of(rank) if part.kind in COMPUTE
-    )
-    halves = any(a.kind is Kind.WEIGHT for rank in plan.ranks for a in rank)
+    passes = [x for rank in plan.ranks for x in passes_of(rank) if x.kind in COMPUTE]
+    seen = Counter(map(gives, passes))
+    seen.update((Kind.WEIGHT, x.microbatch, x.stage) for x in passes if x.kind is Kind.BACKWARD)
     trains = any(a.kind is not Kind.FORWARD for rank in plan.ranks for a in rank if a.peer is None)
-    kinds = [Kind.FORWARD, *([Kind.INPUT] if trains else []), *([Kind.WEIGHT] if halves else [])]
+    kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if trains else (Kind.FORWARD,)
     for kind in kinds:
         for stage in range(plan.placement.num_stages):
             counts = [seen.pop((kind, i, stage), 0) for i in range(plan.num_microbatches)]
