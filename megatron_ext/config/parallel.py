@@ -89,6 +89,11 @@ class ParallelConfig(Changeable):
         "compute weight gradients only when the backward pass waits for the exchange of its "
         "experts' tokens; needs --overlap-moe-expert-parallel-comm",
     )
+    ep_overlap_early_attn_memory_release: bool = flag(
+        False,
+        "compute attention's backward pass before the experts of the other micro-batch's forward "
+        "pass, to free its activations; needs --overlap-moe-expert-parallel-comm",
+    )
     sequence_parallel: bool = flag(False, "share norms and dropout along the sequence too")
     cp_comm_type: list[str] = flag(
         ["p2p"],

@@ -8,6 +8,7 @@ a layer of each is run in this order::
     backward:  start combine'              experts', start dispatch'            attention'
     forward:                  attention, start dispatch             experts, start combine
 
+With ``--ep-overlap-early-attn-memory-release``, attention' comes before the forward pass's experts.
 Here ' marks the backward pass of an operation. So each all-to-all is under way while the other
 micro-batch computes. NCCL's all-to-alls run on a stream of their own, Gloo's on threads.
 """
@@ -75,7 +76,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         turns, group, output_splits, input_splits, deferred = ctx.call
-        sent = exchanged(turns, group, output_splits, input_splits, gradients, deferred)
+        # Probabilities come along only on the way to the experts, the last of a backward pass.
+        early = turns is not None and turns.releases_early and len(gradients) > 1
+        splits = output_splits, input_splits
+        sent = exchanged(turns, group, *splits, gradients, deferred, later=early)
         return None, None, None, None, None, *sent
 
 
@@ -86,11 +90,16 @@ def exchanged(
     input_splits: Splits,
     tensors: Sequence[Tensor],
     deferred: DeferredWeightGradients | None = None,
+    *,
+    later: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return what `exchange` returns, without a backward pass.
 
-    If ``deferred`` is given, its weight gradients are computed meanwhile.
+    If ``deferred`` is given, its weight gradients are computed meanwhile. With ``later``, the other
+    pass goes on only before the next exchange of this one.
     """
+    if turns is not None:
+        turns.give_way_if_owed()
     received = []
     works = []
     for tensor in tensors:
@@ -110,7 +119,7 @@ def exchanged(
     if deferred is not None:
         deferred.compute_collected()
     if turns is not None:
-        turns.give_way()
+        (turns.give_way_later if later else turns.give_way)()
     for work, _ in works:
         work.wait()
     return tuple(received)

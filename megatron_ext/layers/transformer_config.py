@@ -208,7 +208,10 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         from megatron_ext.parallel.turns import Turns
 
         recomputes = transformer_config.recompute_granularity is not None
-        transformer_config.turns = Turns(keeps_random_states=recomputes)
+        transformer_config.turns = Turns(
+            keeps_random_states=recomputes,
+            releases_early=parallel.ep_overlap_early_attn_memory_release,
+        )
     if transformer_config.moe_keep_dispatched_tokens:
         from megatron_ext.layers.kept_tokens import KeptTokens
 

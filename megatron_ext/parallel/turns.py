@@ -35,11 +35,13 @@ class _Pair:
 
     Attributes:
         current: index of the function whose turn it is.
+        owes: whether each function has yet to give way before its next communication.
     """
 
     def __init__(self, took_turn: Callable[[bool], None]) -> None:
         self.current = 0
         self.took_turn = took_turn
+        self.owes = [False, False]
         self.gates = (threading.Semaphore(0), threading.Semaphore(0))
         self.has_ended = [False, False]
         self.error: BaseException | None = None
@@ -69,10 +71,13 @@ class Turns:
     Args:
         keeps_random_states: whether each function of a pair has random states of its own. A
             backward pass that recomputes layers sets states which the forward pass must not see.
+        releases_early: whether the backward pass of a layer's attention, which frees its
+            activations, comes before the forward pass of the other micro-batch's experts.
     """
 
-    def __init__(self, *, keeps_random_states: bool = False) -> None:
+    def __init__(self, *, keeps_random_states: bool = False, releases_early: bool = False) -> None:
         self.keeps_random_states = keeps_random_states
+        self.releases_early = releases_early
         self._pair: _Pair | None = None
         self._jobs: SimpleQueue[Job | None] | None = None
 
@@ -144,6 +149,18 @@ class Turns:
         if pair.error is not None:
             raise pair.error
         self._restore(states)
+
+    def give_way_later(self) -> None:
+        """Give way only before the next communication (`give_way_if_owed`), not now."""
+        if self._pair is not None:
+            self._pair.owes[self._pair.current] = True
+
+    def give_way_if_owed(self) -> None:
+        """Give way if `give_way_later` was called since the last turn of the caller's function."""
+        pair = self._pair
+        if pair is not None and pair.owes[pair.current]:
+            pair.owes[pair.current] = False
+            self.give_way()
 
     def _states(self) -> Any:
         return _get_all_rng_states() if self.keeps_random_states else None

@@ -32,7 +32,14 @@ def pair_time(backward: Sequence[Piece], forward: Sequence[Piece]) -> float:
 
 
 def hidden_time(
-    forward: float, backward: float, exchange: float, layers: int, inside: float, again: int = 0
+    forward: float,
+    backward: float,
+    exchange: float,
+    layers: int,
+    inside: float,
+    again: int = 0,
+    *,
+    early: bool = False,
 ) -> float:
     """Return by how much a pair of passes takes less time than the two one after the other.
 
@@ -43,6 +50,7 @@ def hidden_time(
         inside: the share of the computing that is done between a layer's two exchanges.
         again: how many of the layers, the first ones, the backward pass recomputes with their
             exchanges.
+        early: whether the backward pass does not give way between a layer's experts and attention.
     """
     if not layers:
         return 0.0
@@ -58,7 +66,13 @@ def hidden_time(
         if recomputes:
             back += [(rest + outer, one), (inner, one)]
             rest = 0.0
-        back += [(rest, one), (inside * gradients / layers, one)]
+        back.append((rest, one))
+        experts = inside * gradients / layers
         rest = (1 - inside) * gradients / layers
+        if early:
+            back.append((experts + one + rest, 0.0))
+            rest = 0.0
+        else:
+            back.append((experts, one))
     back.append((rest, 0.0))
     return forward + backward + exchange - pair_time(back, ahead)

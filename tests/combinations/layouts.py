@@ -12,6 +12,7 @@ TP, PP, CP = (f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-m
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 PAIRS = "--overlap-moe-expert-parallel-comm"
 DELAY = "--delay-wgrad-compute"
+EARLY = "--ep-overlap-early-attn-memory-release"
 _DENSE = (TP, PP, CP)
 VPP = "--num-virtual-stages-per-pipeline-rank"
 
@@ -39,7 +40,9 @@ class Layout:
     @property
     def unpaired(self) -> "Layout":
         """Return this layout with passes that run one after the other."""
-        pieces = (piece.replace(f"{PAIRS} ", "") for piece in self.pieces if piece != DELAY)
+        pieces = (
+            piece.replace(f"{PAIRS} ", "") for piece in self.pieces if piece not in (DELAY, EARLY)
+        )
         return replace(self, pieces=tuple(pieces))
 
     def __str__(self) -> str:
@@ -169,7 +172,7 @@ def _pairs(dice: random.Random, pieces: list[str]) -> list[str]:
         return []
     kind = dice.choice(["alltoall", "alltoall", "flex --moe-ranks-per-node 1"])
     paired = f"{PAIRS} --moe-token-dispatcher-type {kind}"
-    return [paired, DELAY] if dice.random() < 0.5 else [paired]
+    return [paired, *(flag for flag in (DELAY, EARLY) if dice.random() < 0.5)]
 
 
 SIMPLE = (

@@ -12,13 +12,12 @@ from megatron_ext.errors import FlagError
 def pair_errors(parallel: ParallelConfig) -> Iterator[FlagError]:
     """Yield an error for each option that does not go with pairs of passes."""
     if not parallel.overlap_moe_expert_parallel_comm:
-        if parallel.delay_wgrad_compute:
-            yield FlagError(
-                "--delay-wgrad-compute",
-                None,
-                "needs `--overlap-moe-expert-parallel-comm`",
-                "give both",
-            )
+        for field in ("delay_wgrad_compute", "ep_overlap_early_attn_memory_release"):
+            if getattr(parallel, field):
+                flag = f"--{field.replace('_', '-')}"
+                yield FlagError(
+                    flag, None, "needs `--overlap-moe-expert-parallel-comm`", "give both"
+                )
         return
     refused = partial(FlagError, "--overlap-moe-expert-parallel-comm", None)
     schedule = parallel.pipeline_schedule

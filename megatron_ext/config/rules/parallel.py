@@ -178,7 +178,8 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[Fl
         yield from _layout_errors(parallel, model, parallel.pipeline_model_parallel_layout)
     yield from _schedule_errors(parallel)
     yield from _zero_bubble_errors(parallel, model)
-    if parallel.overlap_moe_expert_parallel_comm or parallel.delay_wgrad_compute:
+    early = parallel.ep_overlap_early_attn_memory_release
+    if parallel.overlap_moe_expert_parallel_comm or parallel.delay_wgrad_compute or early:
         from megatron_ext.config.rules.pairs import pair_errors
 
         yield from pair_errors(parallel)
