@@ -170,7 +170,8 @@ class Clock:
             experts = self.hideable_exchange(volume)
             computing = forward - experts / 2, inputs + weights - experts / 2
             early = network.config.parallel.ep_overlap_early_attn_memory_release
-            hidden = hidden_time(*computing, experts, *network.exchanges(stage), early=early)
+            layers, inside, again = network.exchanges(stage)
+            hidden = hidden_time(*computing, experts, layers, inside, again, early=early)
             hidden *= self.rates.efficiency.hidden
         return Durations(forward, inputs, weights, hidden)
 
