@@ -38,7 +38,7 @@ def dispatched_again(run: GptRun) -> Volume:
     Tokens that are kept are only gathered by the ranks that share an expert.
     """
     whole = dispatched(run)
-    if not tokens_are_kept(run):
+    if not _keeps_tokens(run):
         return whole
     x = run.sizes
     gathered = 2.0 * (x.etp - 1) * x.residual_tokens * run.moe.moe_router_topk * x.h * x.width
@@ -52,7 +52,7 @@ def kept_tokens(run: GptRun) -> int:
     They are the rows that have arrived at this rank's experts and their probabilities, the choice
     of the experts, and, where a norm or another layer runs again from it, the layer's output.
     """
-    if not tokens_are_kept(run):
+    if not _keeps_tokens(run):
         return 0
     x = run.sizes
     moe = run.moe
@@ -68,8 +68,7 @@ def kept_tokens(run: GptRun) -> int:
     return round(kept) + x.residual_tokens * (moe.num_experts or 0) + output
 
 
-def tokens_are_kept(run: GptRun) -> bool:
-    """Return whether a layer that is recomputed exchanges no tokens again."""
+def _keeps_tokens(run: GptRun) -> bool:
     if not run.moe.moe_keep_dispatched_tokens:
         return False
     from megatron_ext.text.config.flex import keeps_tokens, values_of

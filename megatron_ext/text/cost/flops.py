@@ -224,9 +224,9 @@ class GptFlops(GptRun):
         total = sum(around + parts["experts" if has else "dense"] for has in layers)
         total += parts["depth"] * stage.depths + parts["logits"] * stage.head
         share = routed * sum(layers) / max(1, total)
-        from megatron_ext.text.cost.dispatch import tokens_are_kept
+        from megatron_ext.text.config.flex import keeps_tokens, values_of
 
-        if tokens_are_kept(self):
+        if keeps_tokens(values_of(self.moe, self.config)):
             return sum(layers), share, 0
         again = stage.layers if self.recomputes("moe") else self.run_again(stage)
         twice = sum(x.experts[number] for number in again)
