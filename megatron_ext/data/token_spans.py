@@ -7,12 +7,16 @@ copies a batch without a Python loop over its ranges; `ReadSpan`, for ``--no-mma
 
 If a batch took long because its pages were not in memory, the kernel is asked to read all pages of
 the next batch at once, before the first of them is used.
+
+A process may have fewer files open than a mixture has sources. So spans close their files when too
+many are open, and open them again at their next read.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import resource
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -29,6 +33,10 @@ _SLOW = 20e-6
 """Limit for the time of reading a batch, in seconds per range. A slower batch must have come from a
 disk, not from cached pages; the kernel is then asked for the next batch's pages ahead of time.
 """
+_MOST_OPEN = 16_384
+"""Most spans with an open file. Linux lets a process have 65,530 maps."""
+_open_spans: weakref.WeakValueDictionary[int, TokenSpan] = weakref.WeakValueDictionary()
+"""The spans with an open file, by `id`."""
 
 
 class TokenSpan(ABC):
@@ -88,6 +96,20 @@ class TokenSpan(ABC):
         ``begins`` ``[m]`` are the positions of their first tokens in the span.
         """
 
+    def release(self) -> None:
+        """Let go of the open file, if there is one; the next read opens it again."""
+
+
+def _will_open(span: TokenSpan) -> None:
+    """Note that ``span`` opens its file; if too many are open, release those of all other spans."""
+    if len(_open_spans) >= min(_MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
+        for reference in _open_spans.valuerefs():
+            other = reference()
+            if other is not None:
+                other.release()
+        _open_spans.clear()
+    _open_spans[id(span)] = span
+
 
 class MappedSpan(TokenSpan):
     """A `TokenSpan` in a memory map, which each process opens at its first read."""
@@ -125,38 +147,57 @@ class MappedSpan(TokenSpan):
 
         Row i holds ``length`` tokens, from token i of the span on.
         """
-        if self._map is None:
-            path = bin_path(self.name)
-            with readable(path), open(path, "rb") as stream:
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-                remember_size(path, len(self._map))
-            if hasattr(mmap, "MADV_RANDOM"):
-                # Turn read-ahead off: the pages after a sample are used much later, if at all.
-                self._map.madvise(mmap.MADV_RANDOM)
+        mapped = self._mapped()
         needed = (self.first + self.tokens) * self.dtype.itemsize
-        if (rest := self._map.size()) < needed:
+        if (rest := mapped.size()) < needed:
             # A truncated file reads as zeros up to the end of its last page.
             raise DataError(cut_in_use(bin_path(self.name), rest, f"at least {needed}"))
         size = self.dtype.itemsize
         shape = (self.tokens - length + 1, length)
         begin = self.first * size
-        windows: Array = np.ndarray(shape, self.dtype, self._map, begin, (size, size))
+        windows: Array = np.ndarray(shape, self.dtype, mapped, begin, (size, size))
         return windows
 
+    def _mapped(self) -> mmap.mmap:
+        """Return the map of the file, which a read of another span in another thread may release."""
+        mapped = self._map
+        if mapped is None:
+            _will_open(self)
+            path = bin_path(self.name)
+            with readable(path), open(path, "rb") as stream:
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            remember_size(path, len(mapped))
+            if hasattr(mmap, "MADV_RANDOM"):
+                # Turn read-ahead off: the pages after a sample are used much later, if at all.
+                mapped.madvise(mmap.MADV_RANDOM)
+            self._map = mapped
+        return mapped
+
+    def release(self) -> None:
+        self._map = None
+
     def _ask_for_pages(self, begins: Ints, length: Ints | int) -> None:
-        assert self._map is not None
+        mapped = self._mapped()
         size = self.dtype.itemsize
         page = mmap.PAGESIZE
         first = (self.first + begins) * size // page * page
-        ends = np.minimum((self.first + begins + length) * size, len(self._map))
+        ends = np.minimum((self.first + begins + length) * size, len(mapped))
         for begin, end in zip(first.tolist(), ends.tolist(), strict=True):
-            self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+            mapped.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+
+class _OpenFile:
+    """The descriptor of an open file, closed with the last reference to this object."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number)
 
 
 class ReadSpan(TokenSpan):
     """A `TokenSpan` read with one `pread` per range; each process opens the file itself."""
 
-    _file: int | None = None
+    _file: _OpenFile | None = None
     _owner = 0
     _was_slow = False
 
@@ -165,16 +206,12 @@ class ReadSpan(TokenSpan):
 
     def read(self, begins: Ints, length: int) -> Array:
         path = bin_path(self.name)
-        if self._file is None or self._owner != os.getpid():
-            with readable(path):
-                self._file = os.open(path, os.O_RDONLY)
-                self._owner = os.getpid()
-            weakref.finalize(self, os.close, self._file)
+        opened = self._opened()
+        file = opened.number
         tokens = np.empty((len(begins), length), dtype=self.dtype)
         size = length * self.dtype.itemsize
         rows = tokens.view(np.uint8).reshape(-1).data
         preadv = os.preadv
-        file = self._file
         offsets = ((self.first + begins) * self.dtype.itemsize).tolist()
         row = 0
         started = time.perf_counter()
@@ -183,20 +220,33 @@ class ReadSpan(TokenSpan):
                 os.posix_fadvise(file, offset, size, os.POSIX_FADV_WILLNEED)
             for offset in offsets:
                 if preadv(file, [rows[row : row + size]], offset) != size:
-                    self._read_rest(rows[row : row + size], offset)
+                    self._read_rest(file, rows[row : row + size], offset)
                 row += size
         self._was_slow = time.perf_counter() - started > _SLOW * len(begins)
         return tokens
 
-    def _read_rest(self, row: memoryview, offset: int) -> None:
-        """Fill the buffer ``row`` from byte ``offset`` of the file, after a read that was partial.
+    def _opened(self) -> _OpenFile:
+        """Return the open file, which a read of another span in another thread may release."""
+        opened = self._file
+        if opened is None or self._owner != os.getpid():
+            _will_open(self)
+            path = bin_path(self.name)
+            with readable(path):
+                self._file = opened = _OpenFile(path)
+            self._owner = os.getpid()
+        return opened
+
+    def release(self) -> None:
+        self._file = None
+
+    def _read_rest(self, file: int, row: memoryview, offset: int) -> None:
+        """Fill the buffer ``row`` from byte ``offset`` of ``file``, after a read that was partial.
 
         Raise a DataError if the file ends before the buffer is full.
         """
-        assert self._file is not None
         done = 0
         while done < len(row):
-            count = os.preadv(self._file, [row[done:]], offset + done)
+            count = os.preadv(file, [row[done:]], offset + done)
             if not count:
                 path = bin_path(self.name)
                 least = (self.first + self.tokens) * self.dtype.itemsize

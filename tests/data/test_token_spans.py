@@ -197,3 +197,19 @@ def test_damaged_files_are_told_in_a_sentence(tmp_path: Path) -> None:
     os.remove(f"{prefix}.bin")
     with pytest.raises(DataError, match=r"docs.bin does not exist beside its index"):
         open_span(str(prefix), 0, None)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_more_spans_than_a_process_may_have_files_are_read(
+    mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = _write(tmp_path / "docs")
+    monkeypatch.setattr("megatron_ext.data.token_spans._MOST_OPEN", 5)
+    before = len(os.listdir("/proc/self/fd"))
+    spans = [open_span(str(tmp_path / "docs"), 0, None, mapped=mapped) for _ in range(17)]
+    for _ in range(2):
+        for first, span in enumerate(spans):
+            assert span.gather(np.array([first]), 9).tolist() == [
+                tokens[first : first + 9].tolist()
+            ]
+            assert len(os.listdir("/proc/self/fd")) <= before + 5

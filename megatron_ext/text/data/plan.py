@@ -217,13 +217,17 @@ def _with_new_names(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> 
     source has been moved if it is no longer given, and exactly one new source has the same file
     name and length.
     """
-    new = {name: span for name, span in spans.items() if name not in past["tokens"]}
+    new: dict[tuple[str, int], list[str]] = {}
+    for name, span in spans.items():
+        if name not in past["tokens"]:
+            new.setdefault((name.rpartition("/")[2], span.tokens), []).append(name)
     moved: dict[str, str] = {}
+    taken = set[str]()
     for name, tokens in past["tokens"].items():
-        last = name.rpartition("/")[2]
-        same = [x for x in new if x.rpartition("/")[2] == last and new[x].tokens == tokens]
-        if name not in spans and len(same) == 1 and same[0] not in moved.values():
+        same = new.get((name.rpartition("/")[2], tokens), [])
+        if name not in spans and len(same) == 1 and same[0] not in taken:
             moved[name] = same[0]
+            taken.add(same[0])
     stages = [
         {**stage, "weights": {moved.get(n, n): w for n, w in stage["weights"].items()}}
         for stage in past["stages"]
