@@ -2,11 +2,12 @@
 
 On torch's fake process group messages arrive at once and empty, so that a world of 16,384 ranks
 fits into one process. The real rank creates its groups, reads its first batch, runs a whole step,
-plans a save and saves again by the same plan. For each part the table has CPU seconds, the number
-of collective calls, of calls of ``new_group``, and the bytes that this rank sends or receives in
-exchanges of Python objects: these are what grows with the world, unlike tensors of the training.
+plans a save, saves again by the same plan, and loads a checkpoint that a single rank has written.
+For each part the table has CPU seconds, the number of collective calls, of calls of ``new_group``,
+and the bytes that this rank sends or receives in exchanges of Python objects: these are what grows
+with the world, unlike tensors of the training.
 
-    python benchmarks/fake_world.py [--worlds 64 1024 16384] [--save]
+    python benchmarks/fake_world.py [--worlds 64 1024 16384] [--layouts tensor experts] [--save]
 """
 
 from __future__ import annotations
@@ -37,10 +38,18 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_ext.checkpoint import manager, publish, resume, storage
+from megatron_ext.checkpoint import manager, publish, resume, state, storage, unpickling
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.resume import Resume
 from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.device import Device, select
-from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
+from megatron_ext.parallel.context import (
+    ParallelContext,
+    embedding_ranks,
+    init_groups,
+    seed_everything,
+)
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.loop import train
@@ -54,8 +63,53 @@ FLAGS = (
     "--seq-length 32 --max-position-embeddings 32 --attention-dropout 0 --hidden-dropout 0 "
     "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --lr-decay-style constant --num-workers 0 "
     "--use-distributed-optimizer --eval-iters 0 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 4000 --tensor-model-parallel-size 8"
+    "--vocab-size 4000"
 )
+EXPERTS = (
+    "--num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-grouped-gemm "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to measure.
+
+    Attributes:
+        flags: the flags of the layout.
+        replica: ranks of a replica of the dense model.
+        model: flags that change the model.
+    """
+
+    flags: str
+    replica: int
+    model: str = ""
+
+
+LAYOUTS = {
+    "tensor": Case("--tensor-model-parallel-size 8", 8),
+    "pipeline": Case(
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 "
+        "--num-layers-per-virtual-pipeline-stage 1 --context-parallel-size 2",
+        16,
+    ),
+    "experts": Case(
+        "--expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall", 1, EXPERTS
+    ),
+    "pairs": Case(
+        "--expert-model-parallel-size 8 --moe-token-dispatcher-type flex "
+        "--moe-ranks-per-node 4 --overlap-moe-expert-parallel-comm",
+        1,
+        EXPERTS,
+    ),
+    "shards": Case(
+        "--data-parallel-sharding-strategy optim_grads --tensor-model-parallel-size 2", 2
+    ),
+}
+
+
+MICROBATCHES = 4
+"""Micro-batches of a step on each rank."""
 
 
 @dataclass
@@ -123,7 +177,7 @@ class World:
                 stack.enter_context(mock.patch.multiple(module, **by_name))
             # What this rank holds is not whole without the others.
             stack.enter_context(mock.patch.object(storage, "sum_of_all_ranks", return_value=0))
-            for module in (manager, publish, resume):
+            for module in (manager, publish, resume, state, unpickling):
                 stack.enter_context(mock.patch.object(module, "on_first_rank", self.on_first_rank))
             yield
 
@@ -136,15 +190,52 @@ class World:
         return result, self.counts
 
 
-def measured(world_size: int, folder: Path) -> dict[str, Counts]:
-    """Start one rank in the middle of a world, train a step and save twice; return the costs."""
+def prepared(case: Case, world_size: int, *flags: str) -> tuple[RunConfig, Any]:
+    """Return the configuration of a run with ``world_size`` ranks, and what it has prepared."""
+    os.environ["WORLD_SIZE"] = str(world_size)
+    layout_flags = case.flags if world_size > 1 else ""
+    batch = MICROBATCHES * max(1, world_size // case.replica)
+    words = f"{FLAGS} {case.model} {layout_flags} --global-batch-size {batch}".split()
+    parsed = parse_args([*words, *flags], TEXT, world_size=world_size, device=select().kind)
+    return preflight(parsed.config, GPT.preflight)
+
+
+def save_on_one_rank(case: Case, folder: Path) -> None:
+    """Write a checkpoint of the model in its initial state, as a run with a single rank does."""
+    config, assets = prepared(case, 1, "--save", str(folder))
+    device = select()
+    torch_device = device.activate(0)
+    context = init_groups(Layout.from_config(config.parallel), device)
+    seed_everything(context, 1)
+    run = build_run(config, GPT, context, torch_device, assets)
+    run.progress.iteration = 1
+    run.save_now(waits=True)
+    context.destroy()
+
+
+def load(run: Run) -> None:
+    """Load the checkpoint in the folder of ``--load`` into the parts of a run."""
+    checkpoints = CheckpointManager(run.config.checkpoint, run.context)
+    resume = Resume(checkpoints, run.config, run.context)
+    loaded, _ = resume.load(
+        [],
+        model=run.chunks,
+        optimizer=run.optimizer,
+        scheduler=run.scheduler,
+        ema=None,
+        extra_state=run.runner.extra_state,
+    )
+    assert loaded is not None
+
+
+def measured(case: Case, world_size: int, folder: Path) -> dict[str, Counts]:
+    """Start one rank in the middle of a world, train a step, save twice and load; return costs."""
+    saved = folder / "one_rank"
+    save_on_one_rank(case, saved)
     world = World()
     device = select()
     torch_device = device.activate(0)
-    words = [*FLAGS.split(), "--global-batch-size", str(world_size // 8), "--save", str(folder)]
-    os.environ["WORLD_SIZE"] = str(world_size)
-    parsed = parse_args(words, TEXT, world_size=world_size, device=device.kind)
-    config, assets = preflight(parsed.config, GPT.preflight)
+    config, assets = prepared(case, world_size, "--save", str(folder / "fake"))
     layout = Layout.from_config(config.parallel)
     store = FakeStore()
     dist.init_process_group("fake", store=store, rank=world_size // 2, world_size=world_size)
@@ -152,8 +243,9 @@ def measured(world_size: int, folder: Path) -> dict[str, Counts]:
     with world.installed():
 
         def start() -> ParallelContext:
-            context = init_groups(layout, Device(device.kind, "fake"))
-            assert context.reporting_rank == world_size - 1
+            choose = embedding_ranks(config.model, config.parallel)
+            context = init_groups(layout, Device(device.kind, "fake"), get_embedding_ranks=choose)
+            assert not context.is_reporting_rank
             return context
 
         context, costs["groups"] = world.counted(start)
@@ -165,24 +257,28 @@ def measured(world_size: int, folder: Path) -> dict[str, Counts]:
         for part in ("plan, save", "save again"):
             run.progress.iteration += 1
             _, costs[part] = world.counted(lambda: run.save_now(waits=True))
+        checkpoint = replace(config.checkpoint, load=str(saved), save=None)
+        run.config = replace(run.config, checkpoint=checkpoint)
+        _, costs["load"] = world.counted(lambda: load(run))
         context.destroy()
     return costs
 
 
-def table(costs: dict[int, dict[str, Counts]]) -> list[str]:
-    """Return the table of the costs, by world size and part."""
+def table(costs: dict[str, dict[int, dict[str, Counts]]]) -> list[str]:
+    """Return the table of the costs, by layout, world size and part."""
     lines = [
-        "| part | ranks | CPU seconds | new_group | object exchanges | KiB in them |",
-        "|---|---|---|---|---|---|",
+        "| layout | part | ranks | CPU seconds | new_group | object exchanges | KiB in them |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for part in next(iter(costs.values())):
-        for world_size, of_world in costs.items():
-            cost = of_world[part]
-            kibibytes = cost.num_bytes / 1024
-            lines.append(
-                f"| {part} | {world_size:,} | {cost.seconds:.2f} | {cost.groups:,} | "
-                f"{cost.calls} | {kibibytes:,.1f} |"
-            )
+    for layout, by_world in costs.items():
+        for part in next(iter(by_world.values())):
+            for world_size, of_world in by_world.items():
+                cost = of_world[part]
+                kibibytes = cost.num_bytes / 1024
+                lines.append(
+                    f"| {layout} | {part} | {world_size:,} | {cost.seconds:.2f} | "
+                    f"{cost.groups:,} | {cost.calls} | {kibibytes:,.1f} |"
+                )
     return lines
 
 
@@ -190,14 +286,20 @@ def main() -> int:
     """Print the table; with --save also write it beside this script."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=[64, 1024, 16384])
+    parser.add_argument("--layouts", choices=LAYOUTS, nargs="+", default=list(LAYOUTS))
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
     # megatron-core would warn of rank 0's common state, which is not there.
     logging.disable(logging.WARNING)
-    costs = {}
-    for world_size in arguments.worlds:
-        with tempfile.TemporaryDirectory() as folder:
-            costs[world_size] = measured(world_size, Path(folder))
+    # The first run of a process pays for imports and compilation, which no table should show.
+    with tempfile.TemporaryDirectory() as folder:
+        measured(LAYOUTS[arguments.layouts[0]], arguments.worlds[0], Path(folder))
+    costs: dict[str, dict[int, dict[str, Counts]]] = {}
+    for layout in arguments.layouts:
+        for world_size in arguments.worlds:
+            with tempfile.TemporaryDirectory() as folder:
+                cost = measured(LAYOUTS[layout], world_size, Path(folder))
+            costs.setdefault(layout, {})[world_size] = cost
     lines = [
         f"{date.today()}  python {platform.python_version()}  torch {torch.__version__}",
         f"python benchmarks/fake_world.py --worlds {' '.join(map(str, arguments.worlds))}",
@@ -206,8 +308,8 @@ def main() -> int:
     ]
     print("\n".join(lines))
     if arguments.save:
-        folder = Path(__file__).parent / "results"
-        (folder / f"fake_world_{date.today()}.md").write_text("\n".join(lines) + "\n")
+        results = Path(__file__).parent / "results"
+        (results / f"fake_world_{date.today()}.md").write_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -35,7 +35,8 @@ disk, not from cached pages; the kernel is then asked for the next batch's pages
 """
 _MOST_OPEN = 16_384
 """Most spans with an open file. Linux lets a process have 65,530 maps."""
-_open_spans: weakref.WeakValueDictionary[int, TokenSpan] = weakref.WeakValueDictionary()
+_open_spans: weakref.WeakValueDictionary[int, MappedSpan | ReadSpan]
+_open_spans = weakref.WeakValueDictionary()
 """The spans with an open file, by `id`."""
 
 
@@ -96,11 +97,8 @@ class TokenSpan(ABC):
         ``begins`` ``[m]`` are the positions of their first tokens in the span.
         """
 
-    def release(self) -> None:
-        """Let go of the open file, if there is one; the next read opens it again."""
 
-
-def _will_open(span: TokenSpan) -> None:
+def _will_open(span: MappedSpan | ReadSpan) -> None:
     """Note that ``span`` opens its file; if too many are open, release those of all other spans."""
     if len(_open_spans) >= min(_MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
         for reference in _open_spans.valuerefs():
@@ -159,7 +157,7 @@ class MappedSpan(TokenSpan):
         return windows
 
     def _mapped(self) -> mmap.mmap:
-        """Return the map of the file, which a read of another span in another thread may release."""
+        """Return the map of the file, which another thread may release at any time."""
         mapped = self._map
         if mapped is None:
             _will_open(self)
@@ -174,6 +172,7 @@ class MappedSpan(TokenSpan):
         return mapped
 
     def release(self) -> None:
+        """Let go of the map; the next read maps the file again."""
         self._map = None
 
     def _ask_for_pages(self, begins: Ints, length: Ints | int) -> None:
@@ -226,7 +225,7 @@ class ReadSpan(TokenSpan):
         return tokens
 
     def _opened(self) -> _OpenFile:
-        """Return the open file, which a read of another span in another thread may release."""
+        """Return the open file, which another thread may release at any time."""
         opened = self._file
         if opened is None or self._owner != os.getpid():
             _will_open(self)
@@ -237,6 +236,7 @@ class ReadSpan(TokenSpan):
         return opened
 
     def release(self) -> None:
+        """Let go of the file; the next read opens it again."""
         self._file = None
 
     def _read_rest(self, file: int, row: memoryview, offset: int) -> None:

@@ -129,16 +129,17 @@ def to_first_rank(work: Callable[[], T], what: str) -> list[T]:
     return gathered
 
 
-def union_of_all_ranks(names: set[str], context: ParallelContext) -> set[str]:
+def union_of_all_ranks(names: set[T], context: ParallelContext) -> set[T]:
     """Return the union of all ranks' names; all ranks of the run call this together.
 
-    The names are those of weights, which most ranks have in common. So the ranks of a pipeline, of
-    a tensor-parallel group and of an expert-parallel group exchange names in turn, until hashes
-    say that all ranks have the same.
+    The names are those of weights, alone or in tuples that can be sorted; most ranks have them in
+    common. So the ranks of a pipeline, of a tensor-parallel group and of an expert-parallel group
+    exchange names in turn, until hashes say that all ranks have the same.
     """
     axes = (context.pgs.pp, context.pgs.tp, getattr(context.pgs, "ep", None), None)
     for group in axes:
-        digest = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=7).digest()
+        ordered: list[Any] = sorted(names)  # type: ignore[type-var]
+        digest = hashlib.blake2b(repr(ordered).encode(), digest_size=7).digest()
         number = int.from_bytes(digest, "big")
         largest, least_negated = largest_of_all_ranks([number, -number])
         if largest == -least_negated:

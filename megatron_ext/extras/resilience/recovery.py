@@ -100,17 +100,24 @@ def choose(
     return None
 
 
-def reader_of(entry: HeldSnapshot, layout: Layout, machines: Sequence[str]) -> int:
-    """Return the rank that must read the snapshot ``entry`` from its file.
+def readers_of(
+    entries: Iterable[HeldSnapshot], layout: Layout, machines: Sequence[str]
+) -> list[int]:
+    """Return, for each snapshot, the rank that must read it from its file.
 
     This is the rank whose state it holds, if it was taken in ``layout`` and is on that rank's
     machine. Otherwise it is some rank on the machine that has the file. ``layout`` and ``machines``
     are those of `choose`.
     """
-    if entry.layout == layout and machines[entry.rank] == entry.machine:
-        return entry.rank
-    there = [rank for rank, name in enumerate(machines) if name == entry.machine]
-    return there[entry.rank % len(there)]
+    ranks_on: dict[str, list[int]] = {}
+    for rank, name in enumerate(machines):
+        ranks_on.setdefault(name, []).append(rank)
+    readers = []
+    for entry in entries:
+        there = ranks_on[entry.machine]
+        is_there = entry.layout == layout and machines[entry.rank] == entry.machine
+        readers.append(entry.rank if is_there else there[entry.rank % len(there)])
+    return readers
 
 
 class Recovery:
@@ -160,8 +167,8 @@ class Recovery:
         return listed
 
     def _mine(self, chosen: Collection[HeldSnapshot]) -> list[HeldSnapshot]:
-        names = self._machines.names
-        return [entry for entry in chosen if reader_of(entry, self._layout, names) == self._rank]
+        readers = readers_of(chosen, self._layout, self._machines.names)
+        return [x for x, reader in zip(chosen, readers, strict=True) if reader == self._rank]
 
     def _damaged(self, chosen: Collection[HeldSnapshot]) -> set[HeldSnapshot]:
         """Return which of the snapshots fail their checksum; all ranks call this together.
@@ -183,10 +190,9 @@ class Recovery:
 
         ``chosen`` has a snapshot for each rank, taken in the present layout.
         """
-        names = self._machines.names
         own = None
-        for rank, entry in enumerate(chosen):
-            reader = reader_of(entry, self._layout, names)
+        readers = readers_of(chosen, self._layout, self._machines.names)
+        for rank, (entry, reader) in enumerate(zip(chosen, readers, strict=True)):
             if self._rank == reader:
                 snapshot = SnapshotFile(Path(entry.path)).read()
                 assert snapshot is not None

@@ -22,7 +22,13 @@ from megatron_ext.extras.resilience.replay import Outcome, StepStart, digest_of_
 from megatron_ext.layers.chunks import named_parameters
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.train.callbacks.callback import Callback, due
-from megatron_ext.train.callbacks.diagnosis import announce, describe, not_finite_here, places
+from megatron_ext.train.callbacks.diagnosis import (
+    announce,
+    describe,
+    everyones,
+    not_finite_here,
+    places,
+)
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepInputs, StepLosses
 
@@ -112,8 +118,7 @@ class Rerun(Callback):
         if not self._validates or result.applied or self._overflowed():
             return step, result
         here = not_finite_here(run, [x[name] for x in step.reports for name in x])
-        affected = [each for each in self._gathered(here) if each.has_any]
-        facts = describe(affected, result.grad_norm, run.context)
+        facts = describe(everyones(here, run.device), result.grad_norm, run.context)
         first = scaled or self._outcome(step)
         start.restore()
         step = self._compute(inputs)

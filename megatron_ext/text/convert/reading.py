@@ -22,7 +22,7 @@ from megatron_ext.checkpoint.safetensors_files import TensorFolder, check_dtype
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.fp8.scaling import HISTORY
 from megatron_ext.layers.initialization import Shard, shards_of
-from megatron_ext.parallel.collectives import gather_or_raise
+from megatron_ext.parallel.collectives import on_every_rank, union_of_all_ranks
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.config import HuggingFaceModel, read_model
 from megatron_ext.text.convert.table import (
@@ -73,11 +73,14 @@ def load_folder(
     what = f"{folder} cannot be read"
     reading = _Reading(folder, chunks)
     try:
-        gathered = gather_or_raise(reading.open, what)
-        decoder, depths = (least_shapes(needs) for needs in zip(*gathered, strict=True))
+        needs = union_of_all_ranks(on_every_rank(reading.open, what), context)
+        decoder, depths = (
+            least_shapes((name, shape) for of_depth, name, shape in needs if of_depth is kind)
+            for kind in (False, True)
+        )
         # Every rank checks the tensors of all ranks, so that all come to the same result.
-        gather_or_raise(lambda: reading.check(decoder, depths, may_lack_depths), what)
-        gather_or_raise(reading.fill, what)
+        on_every_rank(lambda: reading.check(decoder, depths, may_lack_depths), what)
+        on_every_rank(reading.fill, what)
     finally:
         reading.close()
     return Loaded(reading.source.bytes_read, reading.notes)
@@ -96,11 +99,11 @@ class _Reading:
             shard for chunk in unwrap_model(list(chunks)) for shard in weight_shards(chunk)
         ]
 
-    def open(self) -> tuple[Shapes, Shapes]:
-        """Open the folder; return the smallest shapes that its tensors must have, by tensor name.
+    def open(self) -> set[tuple[bool, str, tuple[int, ...]]]:
+        """Open the folder; return which tensors it must have for this rank.
 
-        The tensors must hold the whole parameters of which this rank has shards. The second mapping
-        has the tensors of the MTP depths, the first all others.
+        The tensors must hold the whole parameters of which this rank has shards. An entry is
+        (whether the tensor is of an MTP depth, its name, the smallest shape that it must have).
         """
         self.model = read_model(self.folder)
         self.notes += self.model.notes()
@@ -112,7 +115,11 @@ class _Reading:
             needs = depths if is_of_depth(shard.name) else decoder
             for run in self._runs(shard):
                 widen(needs, run.tensor, run.shape(shard.full_shape))
-        return decoder, depths
+        return {
+            (of_depth, name, shape)
+            for of_depth, needs in ((False, decoder), (True, depths))
+            for name, shape in needs.items()
+        }
 
     def close(self) -> None:
         if hasattr(self, "source"):
@@ -280,15 +287,11 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
     return kinds[0]
 
 
-def least_shapes(needs: Iterable[Shapes]) -> Shapes:
-    """Merge mappings of tensor shapes into one.
-
-    Each tensor gets the smallest shape that covers all its shapes in ``needs``.
-    """
+def least_shapes(needs: Iterable[tuple[str, tuple[int, ...]]]) -> Shapes:
+    """Return, by name, the smallest shape that covers all shapes of a tensor in ``needs``."""
     least: Shapes = {}
-    for shapes in needs:
-        for name, shape in shapes.items():
-            widen(least, name, shape)
+    for name, shape in needs:
+        widen(least, name, shape)
     return least
 
 

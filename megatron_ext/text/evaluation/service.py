@@ -197,10 +197,11 @@ class ModelService:
 
     def _on_rank_0(self, results: list[Any]) -> list[Any]:
         """Gather the results of all ranks; return them sorted by number on rank 0, elsewhere []."""
+        layout = self.forward.context.layout
         parts: list[Any] = [results]
-        if self.forward.context.layout.world_size > 1:
-            parts = [None] * self.forward.context.layout.world_size
-            torch.distributed.all_gather_object(parts, results)
+        if layout.world_size > 1:
+            parts = [[]] * layout.world_size
+            torch.distributed.gather_object(results, parts if self.rank == 0 else None, dst=0)
         if self.rank != 0:
             return []
         return sorted((each for part in parts for each in part), key=lambda each: each.number)

@@ -172,8 +172,7 @@ class PackedForward:
             "pp": self.context.last_stage_pp_rank,
             "tp": self.context.pgs.tp.size() - 1,
         }
-        ranks = range(layout.world_size)
-        return next(rank for rank in ranks if layout.position(rank) == position)
+        return layout.rank_at(position)
 
     @contextmanager
     def ready(self, num_slots: int, max_length: int) -> Iterator[None]:

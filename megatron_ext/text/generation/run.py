@@ -110,8 +110,15 @@ class Writer:
         Only the rank that prints (`ParallelContext.reporting_rank`) gets them; others return [].
         """
         if self.forward.decides and self.context.pgs.dp.size() > 1:
-            parts: list[Any] = [None] * self.context.pgs.dp.size()
-            torch.distributed.all_gather_object(parts, completions, group=self.context.pgs.dp)
+            group = self.context.pgs.dp
+            reporting_rank = self.context.reporting_rank
+            parts: list[Any] = [[]] * group.size()
+            torch.distributed.gather_object(
+                completions,
+                parts if self.context.is_reporting_rank else None,
+                dst=reporting_rank,
+                group=group,
+            )
             completions = [completion for part in parts for completion in part]
         if not self.context.is_reporting_rank:
             return []

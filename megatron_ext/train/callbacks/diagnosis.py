@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.disk.events import append_event
 from megatron_ext.layers.chunks import named_parameters
@@ -15,21 +16,26 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
 
 _AXES = {"dp": "data", "cp": "context", "tp": "tensor", "pp": "pipeline"}
+_SHOWN = 16
+"""Most ranks that a sentence lists."""
 
 
 def places(ranks: Sequence[int], context: ParallelContext) -> str:
     """Return text such as "ranks 2, 3 (data 1, pipeline 0)": ranks and their common positions.
 
-    A dimension is left out if its size is 1, or if the ranks differ in it.
+    Of more than `_SHOWN` ranks only the first are listed. A dimension is left out if its size is 1,
+    or if the ranks differ in it.
     """
     positions = [context.layout.position(rank) for rank in ranks]
-    sizes = {axis: len(context.layout.groups(axis)[0]) for axis in _AXES}
+    sizes = context.layout.sizes()
     shared = [
         f"{word} {positions[0][axis]}"
         for axis, word in _AXES.items()
         if sizes[axis] > 1 and len({position[axis] for position in positions}) == 1
     ]
-    listed = ", ".join(map(str, ranks))
+    listed = ", ".join(map(str, ranks[:_SHOWN]))
+    if len(ranks) > _SHOWN:
+        listed = f"{listed} and {len(ranks) - _SHOWN:,} more"
     where = f" ({', '.join(shared)})" if shared else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}{where}"
 
@@ -52,17 +58,21 @@ class NotFinite:
     """The losses and gradients of a step that are NaN or infinite on one rank.
 
     Attributes:
-        parameters: names of parameters whose gradient is not finite, in the order of the model.
-        loss: whether a loss of this rank's micro-batches is not finite.
+        num_parameters: number of parameters whose gradient is not finite.
+        parameter: name of the first of them in the order of the model. It is None if there is none,
+            or if another rank has observed this, and is not the one of which `everyones` tells it.
+        loss: whether a loss of the rank's micro-batches is not finite.
     """
 
     rank: int
-    parameters: list[str]
+    num_parameters: int
+    parameter: str | None
     loss: bool
 
-    @property
-    def has_any(self) -> bool:
-        return bool(self.parameters) or self.loss
+    @classmethod
+    def of(cls, rank: int, parameters: Sequence[str], *, loss: bool) -> NotFinite:
+        """Return what a rank observed: the names of its bad parameters, and whether its loss is."""
+        return cls(rank, len(parameters), parameters[0] if parameters else None, loss)
 
 
 def not_finite_here(run: Run, losses: Sequence[Tensor]) -> NotFinite:
@@ -72,7 +82,33 @@ def not_finite_here(run: Run, losses: Sequence[Tensor]) -> NotFinite:
         for name, parameter in named_parameters(run.runner.trained_chunks)
         if not bool(torch.isfinite(parameter.main_grad).all())  # type: ignore[attr-defined]
     ]
-    return NotFinite(run.context.rank, bad, not all(bool(x.isfinite().all()) for x in losses))
+    loss = not all(bool(x.isfinite().all()) for x in losses)
+    return NotFinite.of(run.context.rank, bad, loss=loss)
+
+
+def everyones(
+    here: NotFinite, device: torch.device, group: ProcessGroup | None = None
+) -> list[NotFinite]:
+    """Return what the ranks of a group observed, without those that observed nothing.
+
+    All ranks of the group (None: of the run) call this together. Each sends two numbers, and one
+    sends a name: the first of those with the fewest bad parameters, as `describe` needs it.
+    """
+    own = torch.tensor([here.num_parameters, int(here.loss)], device=device)
+    numbers = own.new_empty(2 * torch.distributed.get_world_size(group))
+    torch.distributed.all_gather_into_tensor(numbers, own, group=group)
+    counts, losses = numbers.view(-1, 2).t().tolist()
+    name: list[str | None] = [here.parameter]
+    nearest = None
+    if any(counts):
+        nearest = counts.index(min(count for count in counts if count))
+        torch.distributed.broadcast_object_list(name, group_src=nearest, group=group, device=device)
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return [
+        NotFinite(rank, count, name[0] if place == nearest else None, bool(loss))
+        for place, (rank, count, loss) in enumerate(zip(ranks, counts, losses, strict=True))
+        if count or loss
+    ]
 
 
 def describe(
@@ -86,15 +122,15 @@ def describe(
     parameters, so the ranks with the fewest bad parameters are assumed to be where it arose. The
     data-parallel replica that produced it is unknown, since the gradients have already been summed.
     """
-    with_gradients = [each for each in observations if each.parameters]
+    with_gradients = [each for each in observations if each.num_parameters]
     cause = "loss" if any(each.loss for each in observations) else "gradient"
     if not with_gradients and cause == "gradient":
         sentence = f"its gradient norm is {norm}, though each gradient that it counts is finite"
         return {"sentence": sentence, "ranks": [], "parameter": None, "cause": "norm"}
-    fewest = min((len(each.parameters) for each in with_gradients), default=0)
-    nearest = [each for each in with_gradients if len(each.parameters) == fewest]
+    fewest = min((each.num_parameters for each in with_gradients), default=0)
+    nearest = [each for each in with_gradients if each.num_parameters == fewest]
     ranks = [each.rank for each in (nearest or [each for each in observations if each.loss])]
-    parameter = nearest[0].parameters[0] if nearest else None
+    parameter = nearest[0].parameter if nearest else None
     loss = "the loss too" if cause == "loss" else "the loss is finite"
     sentence = f"the loss is not finite on {places(ranks, context)}"
     if parameter is not None:

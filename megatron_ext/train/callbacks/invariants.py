@@ -143,14 +143,19 @@ def _check_equal(
     if not named or group.size() == 1:
         return
     digests = torch.stack([_digest(tensor) for _, tensor in named])
-    everyone = digests.new_empty(group.size(), *digests.shape)
-    torch.distributed.all_gather(list(everyone.unbind(0)), digests, group=group)
-    differs = (everyone != everyone[0]).any(dim=2)
-    if not differs.any():
+    extremes = torch.stack([digests, -digests])
+    torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX, group=group)
+    largest, least = extremes[0], -extremes[1]
+    differing = (largest != least).any(dim=1).nonzero()
+    if not len(differing):
         return
-    index = int(differs.any(dim=0).nonzero()[0])
+    index = int(differing[0])
+    everyone = digests.new_empty(2 * group.size())
+    torch.distributed.all_gather_into_tensor(everyone, digests[index].contiguous(), group=group)
+    everyone = everyone.view(-1, 2)
+    differs = (everyone != everyone[0]).any(dim=1)
     ranks = torch.distributed.get_process_group_ranks(group)
-    apart = [rank for rank, bad in zip(ranks, differs[:, index].tolist(), strict=True) if bad]
+    apart = [rank for rank, bad in zip(ranks, differs.tolist(), strict=True) if bad]
     raise InvariantError(
         f"After iteration {iteration} the {kind} `{named[index][0]}` differs between {where}: "
         f"ranks {apart} do not hold what rank {ranks[0]} holds; {cause}."

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_ext import core
 from megatron_ext.config.fault_tolerance import VALIDATE
@@ -76,8 +74,8 @@ class NonFinite(Callback):
             if not math.isfinite(size)
         ]
         losses = [float(loss) for loss in result.losses.values()]
-        here = NotFinite(self.run.context.rank, bad, not all(map(math.isfinite, losses)))
-        self._tell(iteration, update, here)
+        loss = not all(map(math.isfinite, losses))
+        self._tell(iteration, update, NotFinite.of(self.run.context.rank, bad, loss=loss))
 
     def _tell(self, iteration: int, update: UpdateResult, here: NotFinite) -> None:
         """Gather what the ranks observed in a skipped step, and print where it was not finite.
@@ -85,13 +83,11 @@ class NonFinite(Callback):
         All ranks over which the gradient norm is summed call this together. ``here`` is what this
         rank observed.
         """
-        from megatron_ext.train.callbacks.diagnosis import announce, describe
+        from megatron_ext.train.callbacks.diagnosis import announce, describe, everyones
 
         run = self.run
         group = parts_of(run.optimizer)[0].get_grad_stats_parallel_group()
-        gathered: list[Any] = [None] * group.size()
-        torch.distributed.all_gather_object(gathered, here, group=group)
-        observations = [each for each in gathered if each.has_any]
+        observations = everyones(here, run.device, group)
         facts = describe(observations, update.grad_norm, run.context)
         sentence = f"iteration {iteration} is not finite: {facts.pop('sentence')}"
         announce(run, "non_finite", sentence, iteration=iteration, **facts)

@@ -16,7 +16,7 @@ from megatron_ext.checkpoint.compatibility import check_unexpected, weights_in
 from megatron_ext.checkpoint.state import CRITIC, apply_state, chunk_keys, sharded_state
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.errors import CheckpointError
-from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
+from megatron_ext.parallel.collectives import on_every_rank, on_first_rank, union_of_all_ranks
 from megatron_ext.video.config.encoding import TextEncoderConfig
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.sequence import StreamingSequence
@@ -127,7 +127,8 @@ class StreamingState:
         keys = chunk_keys(self._critic.chunks)
         chunks = {k: state[CRITIC][k] for k in keys if k in state[CRITIC]}
         what = f"{path} cannot be compared with the critic"
-        ours = set[str]().union(*gather_or_raise(lambda: weights_in(chunks), what))
+        own = on_every_rank(lambda: weights_in(chunks), what)
+        ours = union_of_all_ranks(own, self._context)
         self._left_out = on_first_rank(lambda: check_unexpected(path, ours, self._flags), what)
         objects = self._objects(None, None)
         return {**state, **{k: v for k, v in objects.items() if v.unique_key in stored}}

@@ -49,7 +49,7 @@ from megatron_ext.extras.resilience.recovery import (
     HeldSnapshot,
     Recovery,
     choose,
-    reader_of,
+    readers_of,
     same_weights,
 )
 from megatron_ext.extras.resilience.slow import SlowRank
@@ -431,10 +431,10 @@ def test_what_lies_on_the_own_machine_is_preferred_to_what_must_be_sent() -> Non
     assert choose([far], layout, machines, 0) == [far]
     assert choose([own], layout, machines, 4) is None
     two = layout_of(dp=2)
-    assert reader_of(held(1, "m1", dp=2), two, ["m0", "m1"]) == 1
-    assert reader_of(held(1, "m0", copy=True, dp=2), two, ["m0", "m1"]) == 0
+    both = [held(1, "m1", dp=2), held(1, "m0", copy=True, dp=2)]
+    assert readers_of(both, two, ["m0", "m1"]) == [1, 0]
     # Of two ranks whose snapshots are on this machine, only one is left.
-    assert [reader_of(held(rank, "m0", dp=2), layout, machines) for rank in (0, 1)] == [0, 0]
+    assert readers_of([held(rank, "m0", dp=2) for rank in (0, 1)], layout, machines) == [0, 0]
     assert same_weights(layout_of(cp=2), layout_of(dp=2))
     assert not same_weights(layout_of(tp=2), layout_of(dp=2))
     assert Recovery.source([own, near]) == "peer" and Recovery.source([own, far]) == "memory"

@@ -26,28 +26,32 @@ def test_ranks_are_told_with_the_positions_that_they_share() -> None:
     assert places([3], context) == "rank 3 (data 1, tensor 1, pipeline 0)"
     assert places([4, 5], context) == "ranks 4, 5 (data 0, pipeline 1)"
     assert places([0, 7], context) == "ranks 0, 7"
+    context = SimpleNamespace(layout=layout_of(dp=4096))
+    assert places(range(3000), context) == (
+        "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 2,984 more"
+    )
 
 
 def test_what_is_not_finite_is_put_into_words() -> None:
     context: Any = SimpleNamespace(layout=layout_of(tp=2))
-    nothing = NotFinite(0, [], loss=False)
+    nothing = NotFinite.of(0, [], loss=False)
     facts = describe([], float("inf"), context)
     assert (facts["cause"], facts["ranks"]) == ("norm", [])
     assert facts["sentence"].startswith("its gradient norm is inf, though each")
-    few, many = NotFinite(1, ["b"], loss=False), NotFinite(0, ["a", "b"], loss=False)
+    few, many = NotFinite.of(1, ["b"], loss=False), NotFinite.of(0, ["a", "b"], loss=False)
     facts = describe([few, many], float("nan"), context)
     assert (facts["cause"], facts["ranks"], facts["parameter"]) == ("gradient", [1], "b")
-    facts = describe([nothing, NotFinite(1, [], loss=True)], float("nan"), context)
+    facts = describe([nothing, NotFinite.of(1, [], loss=True)], float("nan"), context)
     assert (facts["cause"], facts["ranks"], facts["parameter"]) == ("loss", [1], None)
     assert facts["sentence"] == "the loss is not finite on rank 1 (tensor 1)"
     context = SimpleNamespace(layout=layout_of(cp=2, pp=2))
-    facts = describe([NotFinite(2, ["w"], loss=False)], float("nan"), context)
+    facts = describe([NotFinite.of(2, ["w"], loss=False)], float("nan"), context)
     assert facts["sentence"] == (
         "the gradient of `w` (in the sum over the replicas) first, on rank 2 (context 0, "
         "pipeline 1); the loss is finite"
     )
     context = SimpleNamespace(layout=layout_of(pp=2))
-    both = [NotFinite(1, ["w"], loss=True), NotFinite(0, ["v", "w"], loss=False)]
+    both = [NotFinite.of(1, ["w"], loss=True), NotFinite.of(0, ["v", "w"], loss=False)]
     facts = describe(both, float("nan"), context)
     assert facts["sentence"] == ("the gradient of `w` first, on rank 1 (pipeline 1); the loss too")
     assert facts["cause"] == "loss"
@@ -69,7 +73,7 @@ def test_an_event_names_a_rank_only_if_it_is_the_only_one(tmp_path: Path) -> Non
 
 
 def test_a_late_report_is_made_once_and_also_after_the_last_step() -> None:
-    told: list[tuple[int, list[str], bool]] = []
+    told: list[tuple[int, str | None, bool]] = []
     run: Any = SimpleNamespace(
         progress=Progress(iteration=4),
         runner=SimpleNamespace(settled=False),
@@ -78,7 +82,7 @@ def test_a_late_report_is_made_once_and_also_after_the_last_step() -> None:
 
     class Told(NonFinite):
         def _tell(self, iteration: int, update: Any, here: NotFinite) -> None:
-            told.append((iteration, here.parameters, here.loss))
+            told.append((iteration, here.parameter, here.loss))
 
     reporter = Told(run)
     reporter._names = [["a", "b"], ["c"]]
@@ -90,12 +94,12 @@ def test_a_late_report_is_made_once_and_also_after_the_last_step() -> None:
     assert told == []
     run.progress.iteration = 5
     reporter.after_update(SimpleNamespace(update=good, losses={}))  # type: ignore[arg-type]
-    assert told == [(4, ["b"], True)]
+    assert told == [(4, "b", True)]
     run.progress.iteration = 6
     reporter.after_update(SimpleNamespace(update=bad, losses={}))  # type: ignore[arg-type]
     reporter.on_train_end()
     reporter.on_train_end()
-    assert told == [(4, ["b"], True), (6, ["b"], False)]
+    assert told == [(4, "b", True), (6, "b", False)]
 
 
 @pytest.mark.parametrize(
