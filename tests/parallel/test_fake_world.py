@@ -14,36 +14,50 @@ from tests.ranks import ranks
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fake_world.py"
 
 
-def _rows(text: str) -> dict[tuple[str, int], list[float]]:
-    """Return the numbers of the script's table, by part and number of ranks."""
+PARTS = ("groups", "model, data", "first step", "plan, save", "save again", "load")
+
+
+def _measured(*words: str) -> dict[tuple[str, str, int], list[float]]:
+    """Run the script; return the numbers of its table, by layout, part and number of ranks.
+
+    They are CPU seconds, calls of ``new_group``, exchanges of objects, and KiB in them.
+    """
+    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     rows = {}
-    for line in text.splitlines():
-        part, *cells = [cell.strip() for cell in line.split("|")[1:-1]] or [""]
+    for line in done.stdout.splitlines():
+        layout, part, *cells = [cell.strip() for cell in line.split("|")[1:-1]] or ["", ""]
         world, *costs = [cell.replace(",", "") for cell in cells] or [""]
         if world.isdigit():
-            rows[part, int(world)] = [float(cost) for cost in costs]
+            rows[layout, part, int(world)] = [float(cost) for cost in costs]
     return rows
 
 
 @pytest.mark.slow
 def test_what_a_rank_exchanges_does_not_grow_with_the_world() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = _rows(done.stdout)
-    worlds = (64, 1024, 16384)
-    assert len(rows) == 5 * len(worlds)
-    for world in worlds:
-        # Each of twenty kinds of groups has at most one group for each rank.
-        assert rows["groups", world][1] < 7 * world
-        for part in ("model, data", "first step", "plan, save", "save again"):
-            assert rows[part, world][1] == 0
-        assert rows["first step", world][2] == 0
-        # megatron-core's optimizer exchanges 46 bytes of each rank, twice.
-        assert rows["model, data", world][3] < 0.1 * world
-        assert rows["plan, save", world][3] < 15 and rows["save again", world][3] < 0.5
-    for part in ("groups", "model, data", "first step", "plan, save", "save again"):
-        small, large = (rows[part, world][0] for world in (1024, 16384))
-        assert large < 40 * small + 1
+    rows = _measured("--worlds", "64", "1024")
+    layouts = {layout for layout, _, _ in rows}
+    assert layouts == {"tensor", "pipeline", "experts", "pairs", "shards"}
+    assert len(rows) == len(layouts) * len(PARTS) * 2
+    for layout in layouts:
+        for part in PARTS:
+            few, many = (rows[layout, part, world] for world in (64, 1024))
+            assert many[0] < 20 * few[0] + 1
+            # Every rank calls `new_group` for the groups of all ranks.
+            creates = part == "groups" or (layout, part) == ("pairs", "model, data")
+            assert many[1] <= 16 * few[1] if creates else many[1] == 0
+            assert many[2] == few[2]
+            # megatron-core's optimizer exchanges 46 bytes of each rank, twice.
+            assert many[3] < 110 if part == "model, data" else many[3] <= few[3] + 1
+
+
+@pytest.mark.slow
+def test_a_rank_of_16384_starts_trains_saves_and_loads() -> None:
+    rows = _measured("--worlds", "16384", "--layouts", "pipeline")
+    assert [part for _, part, _ in rows] == list(PARTS)
+    seconds, groups, calls, kibibytes = zip(*rows.values(), strict=True)
+    assert max(seconds) < 40 and max(groups) < 6 * 16384
+    assert max(calls) < 15 and sorted(kibibytes)[-2] < 50
 
 
 @ranks(dp=5)
