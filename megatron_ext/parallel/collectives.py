@@ -138,7 +138,7 @@ def union_of_all_ranks(names: set[T], context: ParallelContext) -> set[T]:
     """
     axes = (context.pgs.pp, context.pgs.tp, getattr(context.pgs, "ep", None), None)
     for group in axes:
-        ordered: list[Any] = sorted(names)  # type: ignore[type-var]
+        ordered: list[Any] = sorted(names)
         digest = hashlib.blake2b(repr(ordered).encode(), digest_size=7).digest()
         number = int.from_bytes(digest, "big")
         largest, least_negated = largest_of_all_ranks([number, -number])

@@ -8,19 +8,27 @@ Chinese, Japanese and Hindi, which need no white space.
 
 import json
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
+from megatron_ext.text.preprocess.long_lines import LongLine, Unusual, outline, text_pieces
 from megatron_ext.text.preprocess.starts import is_blank
 from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.text.tokenizers.boundaries import PART_CHARACTERS, parts
+from megatron_ext.text.tokenizers.boundaries import (
+    PART_CHARACTERS,
+    Boundary,
+    parts,
+    parts_of_pieces,
+)
 from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -84,6 +92,29 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise BadLine("is not a JSON object")
     return document
+
+
+def read_long(
+    line: LongLine, keys: Sequence[str]
+) -> tuple[bytes, dict[str, Any], list[list[Iterable[str]]]]:
+    """Return the JSON object of a long line, and the texts under ``keys``, each as its pieces.
+
+    In the object, and in its line, which comes first, a name stands for each long text. Raise an
+    `Unusual` if the line must be read whole, and a BadLine if it may be bad.
+    """
+    raw, places = outline(line)
+    document = read_object(raw, keys)
+    if document.keys() & places.keys():
+        raise Unusual
+    named = _texts_of(document, keys)
+    for name in places.keys() - {text for of_key in named for text in of_key}:
+        for _ in text_pieces(line, places[name]):
+            pass  # A string that is not used may still be bad.
+    texts: list[list[Iterable[str]]] = [
+        [text_pieces(line, places[text]) if text in places else [text] for text in of_key]
+        for of_key in named
+    ]
+    return raw, document, texts
 
 
 def _has_twice(line: bytes, key: str) -> bool:
@@ -157,6 +188,9 @@ That one is the shortest of the batch, or its beginning; checks of long texts wo
 and too much memory.
 """
 
+_SPOOLED_IDS = 1 << 20
+"""Number of ids of a long line that are read at a time from the file that holds them meanwhile."""
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -221,6 +255,16 @@ class BlockEncoder(Protocol):
         """
         ...
 
+    def encode_long(
+        self, line: LongLine, number: int, folder: Path, write: Write, tally: Tally
+    ) -> bool:
+        """Encode a long line in little memory, or return False if `encode` must encode it.
+
+        ``number`` is the index of the line in the part; in ``folder`` there may be a temporary
+        file. The documents are passed to ``write`` in pieces, none if the result is False.
+        """
+        ...
+
 
 @dataclass
 class TextEncoder:
@@ -273,6 +317,72 @@ class TextEncoder:
         }
         tally({UNREAD: unread, TWICE: twice, EMPTY: empty, ENDS_WITHIN: within})
         return len(kept)
+
+    def encode_long(
+        self, line: LongLine, number: int, folder: Path, write: Write, tally: Tally
+    ) -> bool:
+        boundary = self.tokenizer.boundary
+        if boundary is None or self.splitter is not None:
+            return False
+        lengths = list[npt.NDArray[np.int32]]()
+        within = dict[str, int]()
+        with tempfile.TemporaryFile(dir=folder) as spool:
+            try:
+                raw, document, texts = read_long(line, self.keys)
+                for key, pieces_of_texts in zip(self.keys, texts, strict=True):
+                    counts = [self._spool(x, boundary, spool) for x in pieces_of_texts]
+                    lengths.append(np.asarray([count for count, _ in counts if count], np.int32))
+                    within[key] = sum(ends for _, ends in counts)
+            except (Unusual, BadLine, ValueError, OverflowError):
+                return False
+            spool.seek(0)
+            for index, each in enumerate(lengths):
+                self._write_spooled(index, number % self.streams, each, spool, write)
+        empty = {key: int(not any(document[key])) for key in self.keys}
+        twice = {key: 1 for key in self.keys if _has_twice(raw, key)}
+        unread = dict.fromkeys(document.keys() - self.keys, 1)
+        ends = within if self.eod is not None else {}
+        tally({UNREAD: unread, TWICE: twice, EMPTY: empty, ENDS_WITHIN: ends})
+        return True
+
+    def _spool(
+        self, pieces: Iterable[str], boundary: Boundary, spool: IO[bytes]
+    ) -> tuple[int, int]:
+        """Encode the text of ``pieces``, and append its ids to the file ``spool``.
+
+        Return the numbers of ids and of end-of-document tokens among them. With gigatoken, the
+        beginning is also encoded by the tokenizer, as in `_encode`.
+        """
+        encoder = self.tokenizer if self.fast is None else self.fast
+        count = ends = 0
+        for part in parts_of_pieces(pieces, boundary):
+            if self.fast is not None and not count:
+                self.fast.compare([part[:_CHECKED_CHARACTERS]])
+            ids = np.asarray(encoder.encode_batch([part])[0], np.uint32)
+            spool.write(ids.tobytes())
+            count += len(ids)
+            ends += int((ids == self.eod).sum())
+        return count, ends
+
+    def _write_spooled(
+        self,
+        key: int,
+        stream: int,
+        lengths: npt.NDArray[np.int32],
+        spool: IO[bytes],
+        write: Write,
+    ) -> None:
+        """Write a document; ``lengths`` are those of its sequences, whose ids ``spool`` has."""
+        none = np.zeros(0, np.int32)
+        left = int(lengths.sum(dtype=np.int64))
+        while left:
+            ids = np.frombuffer(spool.read(4 * min(left, _SPOOLED_IDS)), np.uint32)
+            write(key, stream, Encoded(ids, none, none))
+            left -= len(ids)
+        if self.eod is not None and len(lengths):
+            write(key, stream, Encoded(np.asarray([self.eod], np.uint32), none, none))
+            lengths[-1] += 1
+        write(key, stream, Encoded(none, lengths, np.asarray([len(lengths)], np.int32)))
 
     def _texts(self, document: dict[str, Any]) -> list[list[str]]:
         texts = _texts_of(document, self.keys)

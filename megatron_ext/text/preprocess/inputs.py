@@ -5,7 +5,6 @@ Each row of a parquet or Arrow file becomes a line, and so does each file of a f
 
 import glob
 import hashlib
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,8 @@ from typing import Any
 
 from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import DataError
-from megatron_ext.text.preprocess import folders
+from megatron_ext.text.preprocess import folders, long_lines
+from megatron_ext.text.preprocess.long_lines import LongLine
 from megatron_ext.text.preprocess.packed import (
     BLOCK_BYTES,
     MAX_LINE_BYTES,
@@ -266,15 +266,20 @@ def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
     return edges
 
 
-def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
+def blocks(part: Part) -> Iterator[tuple[bytes | LongLine, int]]:
     """Yield (whole lines of about 4 MB, number of input bytes read for them) of a part.
+
+    A long line of a plain file is not read: its place is yielded instead.
 
     Raises:
         DataError: the file is damaged, or a line is longer than `MAX_LINE_BYTES` unpacked.
     """
+    if part.packing == "plain":
+        yield from _plain_blocks(part)
+        return
     # A few bytes of a packed file can unpack to an endless line, so its lines have a limit. A line
     # of a plain file is no longer than the file.
-    limit = math.inf if part.packing == "plain" else MAX_LINE_BYTES
+    limit = MAX_LINE_BYTES
     rest: list[bytes] = []
     num_read = length = 0
     for number, (piece, read) in enumerate(_pieces(part)):
@@ -294,6 +299,39 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
         num_read = 0
         length = len(piece) - line_end
     if rest:
+        yield _joined(rest), num_read
+
+
+def _plain_blocks(part: Part) -> Iterator[tuple[bytes | LongLine, int]]:
+    rest: list[bytes] = []
+    num_read = length = 0
+    begin = at = part.start  # where the line begins whose end is not read yet, and what is read
+    for piece, read in _plain(part):
+        num_read += read
+        at += read
+        if length > long_lines.LONG_LINE_BYTES:
+            end = piece.find(b"\n") + 1
+            if not end:
+                continue
+            yield LongLine(begin, at - len(piece) + end - 1, part.path), num_read
+            num_read = length = 0
+            piece = piece[end:]
+            begin = at - len(piece)
+        line_end = piece.rfind(b"\n") + 1
+        if line_end:
+            rest.append(piece[:line_end])
+            yield _joined(rest), num_read
+            num_read = length = 0
+            piece = piece[line_end:]
+            begin = at - len(piece)
+        if piece:
+            rest.append(piece)
+            length += len(piece)
+        if length > long_lines.LONG_LINE_BYTES:
+            rest.clear()
+    if length > long_lines.LONG_LINE_BYTES:
+        yield LongLine(begin, at, part.path), num_read
+    elif rest:
         yield _joined(rest), num_read
 
 
@@ -361,8 +399,14 @@ def place_of(part: Part, line: int, before: int | None = None) -> tuple[str, int
         return folders.paths_in_list(part.path, part.start, part.end)[line], 1
     if before is None:
         ahead = replace(part, start=0, end=part.start)
-        before = sum(block.count(b"\n") for block, _ in blocks(ahead)) if part.start else 0
+        before = sum(map(_num_lines, blocks(ahead))) if part.start else 0
     return part.source, before + line + 1
+
+
+def _num_lines(block_and_read: tuple[bytes | LongLine, int]) -> int:
+    """Return the number of lines in a block of `blocks`."""
+    block, _ = block_and_read
+    return 1 if isinstance(block, LongLine) else block.count(b"\n")
 
 
 def _plain(part: Part) -> Iterator[tuple[bytes, int]]:

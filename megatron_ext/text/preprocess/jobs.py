@@ -14,6 +14,7 @@ from megatron_ext.data.progress import Progress
 from megatron_ext.errors import DataError
 from megatron_ext.text.preprocess.encode import BlockEncoder
 from megatron_ext.text.preprocess.inputs import Part, blocks, is_end_of_input, place_of
+from megatron_ext.text.preprocess.long_lines import LongLine, head_of
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import PartWriter, read_marker
 from megatron_ext.text.preprocess.starts import check_encoding, is_blank
@@ -114,7 +115,19 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
     try:
         for block, read in blocks(part):
             if part.start == first == 0 and not is_table(part.packing):
-                check_encoding(part.source, block)
+                check_encoding(part.source, head_of(block))
+            if isinstance(block, LongLine):
+                if blank and not is_blank(head_of(block)):
+                    _encode_lines(job, part, writer, blank, first)
+                    first += len(blank)
+                    blank = []
+                write, tally = writer.write, writer.tally
+                if not blank and job.encoder.encode_long(block, first, job.folder, write, tally):
+                    writer.count(1, 1)
+                    advance(read, 1)
+                    first += 1
+                    continue
+                block = block.read()
             lines = [*blank, *block.split(b"\n")]
             del block  # It may be one long line, which need not be kept twice.
             if not lines[-1]:

@@ -11,10 +11,12 @@ from megatron_ext.text.preprocess.encode import (
     TextEncoder,
     choose_engine,
     parse_line,
+    read_long,
     sentence_splitter,
 )
 from megatron_ext.text.preprocess.inputs import Part, blocks
 from megatron_ext.text.preprocess.jobs import Say
+from megatron_ext.text.preprocess.long_lines import LongLine, Unusual, head_of
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
@@ -110,9 +112,17 @@ def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
     """
     chosen = [parts[i * len(parts) // _SAMPLE_PLACES] for i in range(_SAMPLE_PLACES) if parts]
     lines = [line for i, part in enumerate(chosen) for line in _lines_at(part, i)]
-    if not lines and parts:  # All documents are longer than a sample; take the first one.
-        lines = next(blocks(parts[0]), (b"", 0))[0].split(b"\n")[:1]
     texts: list[str] = []
+    if not lines and parts:  # All documents are longer than a sample; take the first one.
+        block, _ = next(blocks(parts[0]), (b"", 0))
+        if isinstance(block, LongLine):
+            try:
+                _, _, long_texts = read_long(block, keys)
+                pieces = (next(iter(x), "") for of_key in long_texts for x in of_key)
+                return [piece[:_SAMPLE_BYTES] for piece in pieces]
+            except (BadLine, Unusual):
+                block = block.read()
+        lines = block.split(b"\n")[:1]
     for line in lines:
         try:
             # Comparing a long text would take too much memory.
@@ -129,7 +139,8 @@ def _lines_at(part: Part, place: int) -> list[bytes]:
     part. If the part is not plain text, return its first lines.
     """
     if part.packing != "plain":
-        return next(blocks(part), (b"", 0))[0][:_SAMPLE_BYTES].split(b"\n")[:-1]
+        block, _ = next(blocks(part), (b"", 0))
+        return head_of(block)[:_SAMPLE_BYTES].split(b"\n")[:-1]
     within = part.num_bytes * (place * 37 % _SAMPLE_PLACES) // _SAMPLE_PLACES
     with open(part.path, "rb") as stream:
         stream.seek(part.start + within)

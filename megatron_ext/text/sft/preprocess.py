@@ -73,6 +73,10 @@ class ConversationEncoder:
 
     chat: Chat
 
+    def encode_long(self, *_: object) -> bool:
+        """Return False: `encode` encodes conversations of any length."""
+        return False
+
     def encode(
         self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, tally: Tally
     ) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,21 +46,54 @@ def parts(text: str, boundary: Boundary | None) -> Iterator[str]:
 
     The text is cut at ``boundary``; if that is None, it is the only part.
     """
-    start = 0
-    controls = () if boundary is None else boundary.controls
-    near = max(map(len, controls), default=0) + 1
-    while boundary is not None and len(text) - start > PART_CHARACTERS:
-        for match in boundary.pattern.finditer(text, start + PART_CHARACTERS):
-            around = text[max(0, match.start() - near) : match.end() + near]
-            # Normalization may make a special token's text of other characters.
-            spelled = around, unicodedata.normalize("NFC", around)
-            if not any(control in each for control in controls for each in spelled):
+    if boundary is None:
+        yield text
+    else:
+        yield from parts_of_pieces([text], boundary)
+
+
+def parts_of_pieces(pieces: Iterable[str], boundary: Boundary) -> Iterator[str]:
+    """Yield the parts (see `parts`) of the text that the pieces are together.
+
+    Only some pieces are kept at a time, unless the text cannot be cut.
+    """
+    near = max(map(len, boundary.controls), default=0) + 1
+    text = ""
+    start = seen = 0  # The text before ``start`` is yielded, and up to ``seen`` it cannot be cut.
+    pending = iter(pieces)
+    piece = next(pending, None)
+    while piece is not None:
+        text = text[start:] + piece
+        seen -= start
+        start = 0
+        piece = next(pending, None)
+        end = len(text) if piece is None else len(text) - near
+        while len(text) - start > PART_CHARACTERS:
+            match = _place_to_cut(text, max(start + PART_CHARACTERS, seen), end, boundary, near)
+            if match is None:
+                seen = max(seen, end)
                 break
-        else:
-            break
-        yield text[start : match.start()]
-        start = match.start() if boundary.kept else match.end()
+            yield text[start : match.start()]
+            start = match.start() if boundary.kept else match.end()
     yield text[start:]
+
+
+def _place_to_cut(
+    text: str, start: int, end: int, boundary: Boundary, near: int
+) -> re.Match[str] | None:
+    """Return the first match of ``boundary`` from ``start`` on that ends by ``end``; else None.
+
+    Matches with a special token at most ``near`` characters away are passed over.
+    """
+    for match in boundary.pattern.finditer(text, start):
+        if match.end() > end:
+            return None
+        around = text[max(0, match.start() - near) : match.end() + near]
+        # Normalization may make a special token's text of other characters.
+        spelled = around, unicodedata.normalize("NFC", around)
+        if not any(control in each for control in boundary.controls for each in spelled):
+            return match
+    return None
 
 
 # Letters that no Unicode normalization joins with a space or a full stop: Latin, Cyrillic, kana,
