@@ -54,6 +54,7 @@ WRITES = {
 }
 """Writes outside of `disk`, by file and function, each with its reason."""
 PARSES = {
+    ("text/preprocess/long_lines.py", "orjson.loads"): "a piece of one string",
     ("text/preprocess/encode.py", "orjson.loads"): "a line of bounded length; depth 1024 at most",
     ("text/preprocess/encode.py", "json.loads"): "such a line, again; RecursionError is caught",
     ("text/preprocess/tables.py", "orjson.loads"): "a cell of bounded length; depth 1024 at most",
