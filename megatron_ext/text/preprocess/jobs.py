@@ -121,8 +121,9 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
                     _encode_lines(job, part, writer, blank, first)
                     first += len(blank)
                     blank = []
-                write, tally = writer.write, writer.tally
-                if not blank and job.encoder.encode_long(block, first, job.folder, write, tally):
+                if not blank and job.encoder.encode_long(
+                    block, first, job.folder, writer.write, writer.tally
+                ):
                     writer.count(1, 1)
                     advance(read, 1)
                     first += 1

@@ -145,8 +145,7 @@ def _check_equal(
     digests = torch.stack([_digest(tensor) for _, tensor in named])
     extremes = torch.stack([digests, -digests])
     torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX, group=group)
-    largest, least = extremes[0], -extremes[1]
-    differing = (largest != least).any(dim=1).nonzero()
+    differing = (extremes[0] != -extremes[1]).any(dim=1).nonzero()
     if not len(differing):
         return
     index = int(differing[0])
