@@ -19,7 +19,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.checkpoint.compatibility import LENIENT, is_new_branch
-from megatron_ext.checkpoint.files import MANIFEST, describe_file, standing_folder_of
+from megatron_ext.checkpoint.files import MANIFEST, digest_of, standing_folder_of
 from megatron_ext.checkpoint.state import (
     PREFIX,
     Chunks,
@@ -156,7 +156,7 @@ class FrozenBase:
         # Megatron-LM writes no manifest. Its metadata at least identify names and shapes.
         file = manifest if manifest.is_file() else path / ".metadata"
         averaged = " averaged" if average and holds_averages(path) else ""
-        return cls(str(path), f"{describe_file(file)['blake2b']}{averaged}")
+        return cls(str(path), f"{digest_of(file)}{averaged}")
 
     @classmethod
     def given(cls, root: str, *, average: bool) -> FrozenBase:

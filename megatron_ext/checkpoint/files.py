@@ -33,18 +33,16 @@ REMOVED_SUFFIX = ".removed"
 """Suffix of the folder of an old checkpoint whose files are being removed."""
 ANNOUNCEMENT = f".{TRACKER}{TEMPORARY_SUFFIX}"
 MANIFEST = "manifest.json"
-VERSION = 1
-"""Version of the manifest's format."""
+VERSION = 2
+"""Version of the manifest's format. In version 1, which is still read, each entry has a ``blake2b``
+checksum, and the entries of later releases a ``crc32`` beside it."""
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_NUMBER_BYTES = 1000
 _BLOCK_BYTES = 1 << 20
 """Bytes of a file that are read at a time; more would not stay in a processor's cache."""
 _FOLDER = re.compile(r"iter_(\d{7,})(\.replaced)?$")
 Files = dict[str, dict[str, Any]]
-"""File name -> ``{"bytes": size in bytes, "blake2b": checksum, "crc32": a faster checksum}``.
-
-Checkpoints of earlier releases have no ``crc32``.
-"""
+"""File name -> ``{"bytes": size in bytes, "crc32": checksum}``; see also `VERSION`."""
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -154,46 +152,46 @@ def make_durable(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-class Checksums:
-    """The size and the checksums of a file, computed from its content piece by piece."""
+class Checksum:
+    """The size and the checksum of a file, computed from its content piece by piece."""
 
     def __init__(self) -> None:
         self._size = 0
-        self._digest = hashlib.blake2b(digest_size=16)
         self._crc = 0
 
     def add(self, data: bytes | memoryview) -> None:
         """Add the next piece of the file."""
         self._size += memoryview(data).nbytes
-        self._digest.update(data)
         self._crc = zlib.crc32(data, self._crc)
 
     def entry(self) -> dict[str, Any]:
         """Return the file's entry in `Files`."""
-        return {"bytes": self._size, "blake2b": self._digest.hexdigest(), "crc32": self._crc}
+        return {"bytes": self._size, "crc32": self._crc}
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Return the size and the checksums of a file, as in `Files`."""
-    checksums = Checksums()
+    """Return the size and the checksum of a file, as in `Files`."""
+    checksum = Checksum()
     for block in _blocks(path):
-        checksums.add(block)
-    return checksums.entry()
+        checksum.add(block)
+    return checksum.entry()
+
+
+def digest_of(path: Path) -> str:
+    """Return a digest of a file's content, which no other content has."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def is_unchanged(path: Path, expected: dict[str, Any]) -> bool:
     """Return whether a file has the size and the checksum of its entry in `Files`.
 
-    The fast checksum is compared if there is one: it finds what disks and networks do to files.
+    If the entry has both checksums, only the faster one is computed.
     """
-    if "crc32" not in expected:
+    if "crc32" in expected:
         found = describe_file(path)
-        return all(found.get(name) == value for name, value in expected.items())
-    size = crc = 0
-    for block in _blocks(path):
-        size += len(block)
-        crc = zlib.crc32(block, crc)
-    return bool(size == expected["bytes"] and crc == expected["crc32"])
+        return all(expected[name] == value for name, value in found.items())
+    return path.stat().st_size == expected["bytes"] and digest_of(path) == expected["blake2b"]
 
 
 def _blocks(path: Path) -> Iterator[memoryview]:
@@ -230,10 +228,10 @@ def manifest_of(content: dict[str, Any], place: Path | str) -> Files:
         CheckpointError: the manifest is damaged, or has another format version.
     """
     version = content.get("version", VERSION)
-    if version != VERSION:
+    if version not in (1, VERSION):
         raise CheckpointError(
-            f"{place} has the version {shortened(version)}, but {VERSION} is read here; load "
-            "another checkpoint, or use the release that wrote it."
+            f"{place} has the version {shortened(version)}, but 1 and {VERSION} are read here; "
+            "load another checkpoint, or use the release that wrote it."
         )
     files = content.get("files")
     if not isinstance(files, dict):
@@ -242,8 +240,7 @@ def manifest_of(content: dict[str, Any], place: Path | str) -> Files:
             "checkpoint."
         )
     for name, entry in files.items():
-        fits = isinstance(entry, dict) and isinstance(entry.get("blake2b"), str)
-        if not fits or not is_count(entry.get("bytes")) or not is_count(entry.get("crc32", 0)):
+        if not _is_entry(entry):
             raise CheckpointError(
                 f"{place} is damaged (it gives no size and checksum of {shortened(name)}); load "
                 "another checkpoint."
@@ -254,6 +251,14 @@ def manifest_of(content: dict[str, Any], place: Path | str) -> Files:
                 "folder); load another checkpoint."
             )
     return files
+
+
+def _is_entry(value: object) -> bool:
+    """Return whether a value in a manifest is a size with a checksum, as in `Files`."""
+    if not isinstance(value, dict) or not is_count(value.get("bytes")):
+        return False
+    has_checksum = "crc32" in value or isinstance(value.get("blake2b"), str)
+    return has_checksum and is_count(value.get("crc32", 0))
 
 
 def is_plain_name(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Writes the files of a checkpoint; checksums are computed while the files are written.
+"""Writes the files of a checkpoint; their checksums are computed while they are written.
 
 Each rank writes one file with its shards and names it to rank 0, which writes the files that belong
 to no single rank. If one rank cannot write, all ranks raise a CheckpointError.
@@ -16,6 +16,7 @@ import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,13 +27,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_ext import limits
-from megatron_ext.checkpoint.files import Checksums, Files, describe_file, make_durable
+from megatron_ext.checkpoint.files import Checksum, Files, describe_file, make_durable
 from megatron_ext.checkpoint.prepared import BACKEND, VERSION, SavePreparer
 from megatron_ext.checkpoint.storage import one_line
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG
@@ -43,7 +44,7 @@ from megatron_ext.parallel.collectives import on_first_rank, to_first_rank
 
 _FORMAT = "metadata.json"
 _LARGE_WRITE = 1 << 16
-"""Bytes from which a write is worth a second thread for its checksums."""
+"""Bytes from which a write is worth a second thread for its checksum."""
 
 
 class CheckpointWriter:
@@ -77,7 +78,7 @@ class CheckpointWriter:
             run_config: the configuration of the run, as sections of plain values.
 
         Returns:
-            Size and checksums of all files on rank 0, and of its own file on another rank.
+            Sizes and checksums of all files on rank 0, and of its own file on another rank.
 
         Raises:
             CheckpointError: on all ranks, if one cannot write.
@@ -126,7 +127,7 @@ class DiskWriter(FileSystemWriter):
     If the disk is full, or another limit stops a write, it raises a CheckpointError that says so.
 
     Attributes:
-        files: size and checksums of the files that it has written.
+        files: sizes and checksums of the files that it has written.
     """
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
@@ -165,7 +166,7 @@ class _DescribedFiles(FileSystem):
                 yield cast(io.IOBase, stream)
             finally:
                 stream.close()
-        entry = stream.checksums.entry()
+        entry = stream.checksum.entry()
         size = place.stat().st_size
         if size != entry["bytes"]:
             raise CheckpointError(
@@ -180,22 +181,22 @@ class _DescribedFiles(FileSystem):
 
 
 class _SummedFile:
-    """A file to write to, with the checksums of what was written.
+    """A file to write to, with the checksum of what was written.
 
-    While a large piece is written, a second thread adds it to the checksums.
+    While a large piece is written, a second thread adds it to the checksum.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.checksums = Checksums()
+        self.checksum = Checksum()
         self._file = file
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def write(self, data: bytes | memoryview) -> int:
         size = memoryview(data).nbytes
         if size < _LARGE_WRITE:
-            self.checksums.add(data)
+            self.checksum.add(data)
             return self._file.write(data)
-        adding = self._thread.submit(self.checksums.add, data)
+        adding = self._thread.submit(self.checksum.add, data)
         try:
             self._file.write(data)
         finally:
@@ -260,16 +261,33 @@ def write_shards(
 ) -> tuple[list[WriteResult], Files]:
     """Write a rank's file of shards and flush it to the disk, without communication.
 
+    Tensors that are the same memory are written once, and the index names one place for them. For
+    example, without data parallelism an fp32 weight is also the weight that the optimizer updates.
+
     Args:
         plan: the items to write.
         values: the tensor or bytes of each item.
         options: further options of torch's storage writer.
 
     Returns:
-        (torch's record of each item, the file with its size and checksums).
+        (torch's record of each item, the file with its size and checksum).
     """
+    first = dict[Any, MetadataIndex]()
+    copies = list[tuple[MetadataIndex, MetadataIndex]]()
+    kept = list[tuple[WriteItem, Tensor | bytes]]()
+    for item, value in zip(plan.items, values, strict=True):
+        memory = _memory_of(value)
+        original = item.index if memory is None else first.setdefault(memory, item.index)
+        if original is item.index:
+            kept.append((item, value))
+        else:
+            copies.append((item.index, original))
+    plan = replace(plan, items=[item for item, _ in kept])
     writer = DiskWriter(folder, **options)
-    written = writer.write_data(plan, _ValuePlanner(plan, values)).value()
+    planner = _ValuePlanner(plan, [value for _, value in kept])
+    written = writer.write_data(plan, planner).value()
+    by_index = {result.index: result for result in written}
+    written += [replace(by_index[original], index=index) for index, original in copies]
     for result in written:
         place = result.storage_data
         size = writer.files.get(place.relative_path, {"bytes": -1})["bytes"]
@@ -279,6 +297,13 @@ def write_shards(
                 "system lost what was written, so give another `--save`."
             )
     return written, writer.files
+
+
+def _memory_of(value: Tensor | bytes) -> tuple[Any, ...] | None:
+    """Return a key that two tensors share if they are the same memory, read in the same way."""
+    if not isinstance(value, Tensor) or not value.numel():
+        return None
+    return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def write_common(

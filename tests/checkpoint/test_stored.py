@@ -282,14 +282,17 @@ def test_a_tracker_holds_one_number_and_nothing_else(text: str, tmp_path: Path) 
     assert files.read_tracker(tmp_path) == 12
 
 
-def test_a_manifest_has_the_digests_of_blake2(tmp_path: Path) -> None:
-    """The release that wrote a checkpoint and the one that reads it agree on them."""
-    (tmp_path / "a").write_bytes(b"abc")
-    assert describe_file(tmp_path / "a") == {
-        "bytes": 3,
-        "blake2b": "cf4ab791c62b8d2b2109c90275287816",
-        "crc32": 891568578,
-    }
+def test_entries_of_all_releases_tell_whether_a_file_has_changed(tmp_path: Path) -> None:
+    """The release that wrote a checkpoint and the one that reads it agree on the checksums."""
+    path = tmp_path / "a"
+    digest = {"blake2b": "cf4ab791c62b8d2b2109c90275287816"}
+    checksum = {"crc32": 891568578}
+    for content, is_unchanged in ((b"abc", True), (b"abd", False), (b"abcd", False)):
+        path.write_bytes(content)
+        for sums in (checksum, digest, digest | checksum):
+            assert files.is_unchanged(path, {"bytes": 3, **sums}) == is_unchanged
+    path.write_bytes(b"abc")
+    assert describe_file(path) == {"bytes": 3, **checksum}
 
 
 def test_the_flags_of_a_run_are_those_of_the_step_that_is_asked_for(tmp_path: Path) -> None:
