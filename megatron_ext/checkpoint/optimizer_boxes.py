@@ -1,11 +1,11 @@
-"""Saves the distributed optimizer's state under whole parameters' names, without communication.
+"""Cuts the distributed optimizer's state into boxes of whole parameters, without communication.
 
 Each data-parallel rank holds the state of a range of elements of each parameter. megatron-core's
 ``fully_reshardable`` format gathers the state of all parameters on every rank, which costs time and
 memory, and then divides the writing among the ranks. But the same file format can store a tensor as
 boxes of any size. A range of elements in row-major order is a union of a few boxes, so each rank
-can write its own range directly. A checkpoint in boxes has the same tensors as a gathered one, so
-any reader of the format loads it in any layout.
+can write its own range directly, and can read it straight into the optimizer's memory. A checkpoint
+in boxes has the same tensors as a gathered one, so any reader of the format loads it in any layout.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ def _in_row(index: int, shape: tuple[int, ...], start: int, end: int) -> Iterato
 
 
 def sharded_optimizer_state(
-    optimizer: MegatronOptimizer, model_state: dict[str, Any], metadata: dict[str, Any]
+    optimizer: MegatronOptimizer,
+    model_state: dict[str, Any],
+    metadata: dict[str, Any],
+    *,
+    is_loading: bool,
 ) -> dict[Any, Any]:
     """Return an optimizer's sharded state in the ``fully_reshardable`` format.
 
@@ -73,6 +77,7 @@ def sharded_optimizer_state(
         model_state: the sharded state of the model, whose weights the optimizer updates.
         metadata: megatron-core's description of the sharding, which is used only for optimizers
             that are not distributed.
+        is_loading: whether the state will be filled from a checkpoint, rather than saved.
 
     Raises:
         CheckpointError: a weight is saved with its elements in another order than in memory.
@@ -91,7 +96,7 @@ def sharded_optimizer_state(
             }
             states.append({**state, "param_state_sharding_type": RESHARDABLE})
         else:
-            states.append(part.sharded_state_dict(model_state, metadata=metadata))
+            states.append(part.sharded_state_dict(model_state, is_loading, metadata=metadata))
     return states[0] if len(parts) == 1 else dict(enumerate(states))
 
 

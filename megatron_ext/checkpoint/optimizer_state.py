@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -60,9 +60,13 @@ def has_main_weights(optimizer: MegatronOptimizer | None) -> bool:
     return any(isinstance(part, Float16OptimizerWithFloat16Params) for part in parts_of(optimizer))
 
 
-def has_own_state(optimizer: MegatronOptimizer) -> bool:
-    """Return whether an optimizer, or one in a chain, is an optimizer of the user's own."""
-    return any(isinstance(getattr(part, "optimizer", None), Custom) for part in parts_of(optimizer))
+def can_load_in_boxes(optimizer: MegatronOptimizer) -> bool:
+    """Return whether the state of all distributed optimizers exists once `prime` has run.
+
+    Then a checkpoint can be read straight into it (`optimizer_boxes`).
+    """
+    distributed = [part for part in parts_of(optimizer) if isinstance(part, DistributedOptimizer)]
+    return all(isinstance(part.optimizer, COUNTING) for part in distributed)
 
 
 def prime(optimizer: MegatronOptimizer) -> None:
@@ -354,10 +358,11 @@ def give_groups_on_host(optimizer: MegatronOptimizer, layout: Layout) -> None:
 
 
 def _load_part(part: Any, state: dict[str, Any]) -> None:
-    own = isinstance(getattr(part, "optimizer", None), Custom)
+    kinds = next(iter(state.get("param_state", {}).values()), None)
+    in_boxes = isinstance(kinds, dict) and any(isinstance(x, list) for x in kinds.values())
     whole = part.load_parameter_state_from_fully_reshardable
     loaders = {
-        RESHARDABLE: partial(_load_boxes, part) if own else whole,
+        RESHARDABLE: partial(_load_boxes, part) if in_boxes else whole,
         "dp_reshardable": part.load_parameter_state_from_dp_reshardable,
     }
     load = loaders.get(state.get("param_state_sharding_type", ""))
@@ -377,12 +382,31 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
 def _load_boxes(part: DistributedOptimizer, states: dict[int, dict[str, list[Tensor]]]) -> None:
     """Copy a loaded state, cut as `optimizer_boxes.sharded_optimizer_state` cuts it, into ``part``.
 
-    ``states`` holds the boxes of each kind of state, for each parameter with elements on this rank.
+    Boxes that are the optimizer's own memory need no copy.
+
+    Args:
+        part: the optimizer.
+        states: the boxes of each kind of state, for each parameter with elements on this rank.
     """
     for number, parameter in enumerate(parameters_of(part)):
-        kinds = states[number].items()
-        whole = {kind: torch.cat([x.flatten() for x in boxes]) for kind, boxes in kinds}
-        part._set_main_param_and_optimizer_states(parameter, whole)
+        own = part._get_main_param_and_optimizer_states(parameter)
+        kinds = states[number]
+        if not all(fills(boxes, own[kind]) for kind, boxes in kinds.items()):
+            whole = {kind: torch.cat([x.flatten() for x in boxes]) for kind, boxes in kinds.items()}
+            part._set_main_param_and_optimizer_states(parameter, whole)
+
+
+def fills(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """Return whether ``parts``, one after another, are the memory of the tensor ``whole``."""
+    if not whole.is_contiguous():
+        return False
+    position = whole.data_ptr()
+    for part in parts:
+        alike = part.dtype == whole.dtype and part.device == whole.device
+        if not alike or not part.is_contiguous() or part.data_ptr() != position:
+            return False
+        position += part.numel() * part.element_size()
+    return position == whole.data_ptr() + whole.numel() * whole.element_size()
 
 
 def parameters_of(part: DistributedOptimizer) -> Iterator[Parameter]:

@@ -169,11 +169,15 @@ def _sharded_optimizer(
     is_loading: bool,
 ) -> dict[str, Any]:
     state: dict[str, Any]
-    # megatron-core would ask a checkpoint for Adam's moments only.
-    in_boxes = not is_loading or optimizer_state.has_own_state(optimizer)
+    in_boxes = not is_loading or optimizer_state.can_load_in_boxes(optimizer)
     if metadata.get(SHARDING) == RESHARDABLE and in_boxes:
-        with optimizer_state.counted(optimizer, count):
-            return sharded_optimizer_state(optimizer, model, metadata)
+        try:
+            with optimizer_state.counted(optimizer, count):
+                return sharded_optimizer_state(optimizer, model, metadata, is_loading=is_loading)
+        except CheckpointError:
+            # Another program may have saved by gathering what cannot be cut.
+            if not is_loading:
+                raise
     with optimizer_state.counted(optimizer, count), optimizer_state.completed(optimizer):
         state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     optimizer_state.leave_out_second_moments(optimizer, state)

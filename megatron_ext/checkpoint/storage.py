@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,13 +33,14 @@ from megatron.core.dist_checkpointing.validation import (
     validate_integrity_and_strict_load,
     validate_sharding_integrity,
 )
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 
 from megatron_ext import limits
 from megatron_ext.checkpoint.files import Files
-from megatron_ext.checkpoint.optimizer_state import drop_main_weights
+from megatron_ext.checkpoint.optimizer_state import drop_main_weights, fills
 from megatron_ext.checkpoint.stored import CheckpointRef, check_files
 from megatron_ext.checkpoint.unpickling import (
     COMMON_STATE,
@@ -234,7 +236,20 @@ def _load_state(
         requested, strict, False, global_metadata=of_all, ckpt_sharded_metadata=stored
     )
     merge(loaded, strategy.load(requested, path))
+    for factory in nested_values(factories):
+        factory.merge_fn = partial(_merged, factory.data, factory.merge_fn)
     return apply_factory_merges(loaded, factories), missing, unexpected
+
+
+def _merged(whole: Any, merge_parts: Callable[[Any], Any], parts: Any) -> Any:
+    """Return what a factory of sharded tensors makes of its loaded ``parts``.
+
+    If they are views that fill the tensor ``whole``, from which the factory made them, return it.
+    Otherwise ``merge_parts`` merges copies.
+    """
+    if isinstance(whole, Tensor) and isinstance(parts, list) and fills(parts, whole):
+        return whole
+    return merge_parts(parts)
 
 
 def read_state(

@@ -30,8 +30,9 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
 from torch.serialization import _is_zipfile
 
 from megatron_ext.checkpoint.files import is_plain_name
@@ -79,6 +80,40 @@ class MetadataReader(FileSystemReader):
             self._known = shared if shared is not None else _read_metadata(folder)
             self._known.storage_meta = StorageMeta(load_id=self.load_id)
         return self._known
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what ``plan`` lists, tensors straight into their places.
+
+        The optimizer's state is read last: if its fp32 weights share memory with the model's, they
+        replace rounded values of a 16-bit run.
+        """
+        # A run that loads nothing does not need it.
+        from megatron_ext.checkpoint.stored_tensors import StoredTensor, find_tensor
+
+        others = list[ReadItem]()
+        by_file = dict[tuple[bool, str], list[ReadItem]]()
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO or place.transform_descriptors:
+                others.append(item)
+            else:
+                is_last = item.dest_index.fqn.startswith("optimizer.")
+                by_file.setdefault((is_last, place.relative_path), []).append(item)
+        for (_, name), items in sorted(by_file.items(), key=lambda entry: entry[0][0]):
+            found = dict[int, StoredTensor | None]()
+            with (Path(self.path) / name).open("rb", buffering=0) as file:
+                for item in items:
+                    place = self.storage_data[item.storage_index]
+                    if place.offset not in found:
+                        found[place.offset] = find_tensor(file, place.offset, place.length)
+                    stored = found[place.offset]
+                    if stored is None or not stored.holds(item.storage_offsets, item.lengths):
+                        others.append(item)
+                        continue
+                    target = planner.resolve_tensor(item).detach()
+                    stored.read(file, item.storage_offsets, item.lengths, target)
+                    planner.commit_tensor(item, target)
+        return super().read_data(LoadPlan(others), planner)
 
 
 _shared: dict[Path, Metadata] = {}

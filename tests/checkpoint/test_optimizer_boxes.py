@@ -93,7 +93,8 @@ def test_a_range_is_cut_into_tensors_with_the_places_of_the_weight() -> None:
 class _Optimizer:
     """One optimizer of a chain, which is not distributed."""
 
-    def sharded_state_dict(self, _: Any, *, metadata: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, _: Any, is_loading: bool, *, metadata: Any) -> dict[str, Any]:
+        assert not is_loading
         return {"of": metadata}
 
 
@@ -104,7 +105,7 @@ def test_the_optimizers_of_a_chain_agree_on_their_steps_first(count: int) -> Non
         chained_optimizers=[_Optimizer() for _ in range(count)],
         _synchronize_steps=lambda: done.append("agreed"),
     )
-    state = sharded_optimizer_state(chain, {}, {"a": 1})
+    state = sharded_optimizer_state(chain, {}, {"a": 1}, is_loading=False)
     assert state == ({"of": {"a": 1}} if count == 1 else {n: {"of": {"a": 1}} for n in range(2)})
     assert done == ["agreed"] * (count - 1)
 

@@ -101,6 +101,27 @@ def test_a_file_that_lost_what_was_written_is_refused(
     assert written.index.fqn == "a" and written.storage_data.relative_path == "__0_0.distcp"
 
 
+def test_tensors_that_are_the_same_memory_are_written_once(tmp_path: Path) -> None:
+    weight = torch.arange(6.0)
+    values = [weight, weight.view(6), weight[:3], weight.view(2, 3), weight.clone()]
+    items = []
+    for name, value in zip("abcde", values, strict=True):
+        chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
+        data = TensorWriteData(chunk, TensorProperties(torch.float32), value.shape)
+        index = MetadataIndex(name, [0] * value.dim())
+        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+    plan = SavePlan(items, storage_data=SimpleNamespace(prefix="__0_"))
+    written, _ = write_shards(tmp_path, plan, values)
+    places = {result.index.fqn: result.storage_data for result in written}
+    assert sorted(places) == list("abcde") and places["a"] == places["b"]
+    assert len({place.offset for place in places.values()}) == 4
+    content = (tmp_path / "__0_0.distcp").read_bytes()
+    for name, value in zip("abcde", values, strict=True):
+        place = places[name]
+        part = io.BytesIO(content[place.offset : place.offset + place.length])
+        assert torch.equal(torch.load(part, weights_only=True), value)
+
+
 def test_each_file_is_verified_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks share the files, and begin with the largest."""
     files = {f"f{n}": {"bytes": 10 * n} for n in range(7)}
