@@ -179,8 +179,10 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 def digest_of(path: Path) -> str:
     """Return a digest of a file's content, which no other content has."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    digest = hashlib.blake2b(digest_size=16)
+    for block in _blocks(path):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def is_unchanged(path: Path, expected: dict[str, Any]) -> bool:
@@ -191,7 +193,8 @@ def is_unchanged(path: Path, expected: dict[str, Any]) -> bool:
     if "crc32" in expected:
         found = describe_file(path)
         return all(expected[name] == value for name, value in found.items())
-    return path.stat().st_size == expected["bytes"] and digest_of(path) == expected["blake2b"]
+    has_size = path.stat().st_size == expected["bytes"]
+    return bool(has_size and digest_of(path) == expected["blake2b"])
 
 
 def _blocks(path: Path) -> Iterator[memoryview]:

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -27,6 +27,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_ext.checkpoint.memory import fills
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.adam import ADAMS, Custom, start_state
 from megatron_ext.optim.muon import Muon
@@ -394,19 +395,6 @@ def _load_boxes(part: DistributedOptimizer, states: dict[int, dict[str, list[Ten
         if not all(fills(boxes, own[kind]) for kind, boxes in kinds.items()):
             whole = {kind: torch.cat([x.flatten() for x in boxes]) for kind, boxes in kinds.items()}
             part._set_main_param_and_optimizer_states(parameter, whole)
-
-
-def fills(parts: Sequence[Tensor], whole: Tensor) -> bool:
-    """Return whether ``parts``, one after another, are the memory of the tensor ``whole``."""
-    if not whole.is_contiguous():
-        return False
-    position = whole.data_ptr()
-    for part in parts:
-        alike = part.dtype == whole.dtype and part.device == whole.device
-        if not alike or not part.is_contiguous() or part.data_ptr() != position:
-            return False
-        position += part.numel() * part.element_size()
-    return position == whole.data_ptr() + whole.numel() * whole.element_size()
 
 
 def parameters_of(part: DistributedOptimizer) -> Iterator[Parameter]:

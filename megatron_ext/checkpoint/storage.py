@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
+    ShardedTensorFactory,
     StateDict,
     apply_factory_merges,
     is_main_replica,
@@ -40,7 +41,8 @@ from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 
 from megatron_ext import limits
 from megatron_ext.checkpoint.files import Files
-from megatron_ext.checkpoint.optimizer_state import drop_main_weights, fills
+from megatron_ext.checkpoint.memory import fills
+from megatron_ext.checkpoint.optimizer_state import drop_main_weights
 from megatron_ext.checkpoint.stored import CheckpointRef, check_files
 from megatron_ext.checkpoint.unpickling import (
     COMMON_STATE,
@@ -216,6 +218,9 @@ def _load_state(
         (the filled state, names only in the checkpoint, names only in the run).
     """
     force_all_tensors_to_non_fp8(state)
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedTensorFactory):
+            entry.merge_fn = partial(_merged, entry.data, entry.merge_fn)
     requested, own, factories = load_preprocess(state)
     loaded = common_state_of(path)
     # megatron-core saves an empty entry for each fp32 weight that belongs to no parameter.
@@ -236,8 +241,6 @@ def _load_state(
         requested, strict, False, global_metadata=of_all, ckpt_sharded_metadata=stored
     )
     merge(loaded, strategy.load(requested, path))
-    for factory in nested_values(factories):
-        factory.merge_fn = partial(_merged, factory.data, factory.merge_fn)
     return apply_factory_merges(loaded, factories), missing, unexpected
 
 

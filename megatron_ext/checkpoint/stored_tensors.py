@@ -14,7 +14,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from io import FileIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class StoredTensor:
         return all(a + b <= c for a, b, c in zip(offset, size, self.shape, strict=True))
 
     def read(
-        self, file: IO[bytes], offset: Sequence[int], size: Sequence[int], target: Tensor
+        self, file: FileIO, offset: Sequence[int], size: Sequence[int], target: Tensor
     ) -> None:
         """Copy the box of ``size`` at ``offset`` in this tensor into ``target``.
 
@@ -89,9 +90,10 @@ class StoredTensor:
         return is_plain and target.dtype == self.dtype
 
 
-def _read(file: IO[bytes], position: int, target: Tensor) -> None:
+def _read(file: FileIO, position: int, target: Tensor) -> None:
     """Fill a contiguous tensor in host memory with the bytes of a file from ``position`` on."""
-    left = memoryview(target.reshape(-1).view(torch.uint8).numpy())
+    values: Any = target.reshape(-1).view(torch.uint8).numpy()
+    left = memoryview(values)
     while left:
         size = os.preadv(file.fileno(), [left], position)
         if not size:
@@ -100,14 +102,15 @@ def _read(file: IO[bytes], position: int, target: Tensor) -> None:
         left = left[size:]
 
 
-def find_tensor(file: IO[bytes], start: int, length: int) -> StoredTensor | None:
+def find_tensor(file: FileIO, start: int, length: int) -> StoredTensor | None:
     """Return the place of the tensor in the ``length`` bytes of a file from ``start`` on.
 
     The result is None if they are not what ``torch.save`` writes of a contiguous tensor of numbers
     on a machine with the byte order of this one.
     """
     try:
-        archive = torch._C.PyTorchFileReader(_create_file_view(file, start, length))
+        part: Any = _create_file_view(file, start, length)
+        archive = torch._C.PyTorchFileReader(part)
         if archive.get_record("byteorder").decode() != sys.byteorder:
             return None
         described = _TensorMachine(archive.get_record("data.pkl")).load()

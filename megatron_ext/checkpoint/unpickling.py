@@ -36,6 +36,7 @@ from torch.futures import Future
 from torch.serialization import _is_zipfile
 
 from megatron_ext.checkpoint.files import is_plain_name
+from megatron_ext.checkpoint.memory import memory_of
 from megatron_ext.checkpoint.pickles import ForeignName, Refused, Scan, member_of, read_index
 from megatron_ext.disk.reading import read_bytes
 from megatron_ext.errors import CheckpointError
@@ -90,6 +91,7 @@ class MetadataReader(FileSystemReader):
         # A run that loads nothing does not need it.
         from megatron_ext.checkpoint.stored_tensors import StoredTensor, find_tensor
 
+        done = set[tuple[Any, ...]]()
         others = list[ReadItem]()
         by_file = dict[tuple[bool, str], list[ReadItem]]()
         for item in plan.items:
@@ -111,7 +113,11 @@ class MetadataReader(FileSystemReader):
                         others.append(item)
                         continue
                     target = planner.resolve_tensor(item).detach()
-                    stored.read(file, item.storage_offsets, item.lengths, target)
+                    # The weights that an optimizer updates may be the model's own, stored once.
+                    key = name, place.offset, item.storage_offsets, memory_of(target)
+                    if key not in done:
+                        done.add(key)
+                        stored.read(file, item.storage_offsets, item.lengths, target)
                     planner.commit_tensor(item, target)
         return super().read_data(LoadPlan(others), planner)
 

@@ -34,6 +34,7 @@ from torch.futures import Future
 
 from megatron_ext import limits
 from megatron_ext.checkpoint.files import Checksum, Files, describe_file, make_durable
+from megatron_ext.checkpoint.memory import memory_of
 from megatron_ext.checkpoint.prepared import BACKEND, VERSION, SavePreparer
 from megatron_ext.checkpoint.storage import one_line
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG
@@ -276,8 +277,9 @@ def write_shards(
     copies = list[tuple[MetadataIndex, MetadataIndex]]()
     kept = list[tuple[WriteItem, Tensor | bytes]]()
     for item, value in zip(plan.items, values, strict=True):
-        memory = _memory_of(value)
-        original = item.index if memory is None else first.setdefault(memory, item.index)
+        original = item.index
+        if isinstance(value, Tensor) and value.numel():
+            original = first.setdefault(memory_of(value), original)
         if original is item.index:
             kept.append((item, value))
         else:
@@ -297,13 +299,6 @@ def write_shards(
                 "system lost what was written, so give another `--save`."
             )
     return written, writer.files
-
-
-def _memory_of(value: Tensor | bytes) -> tuple[Any, ...] | None:
-    """Return a key that two tensors share if they are the same memory, read in the same way."""
-    if not isinstance(value, Tensor) or not value.numel():
-        return None
-    return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def write_common(

@@ -20,7 +20,7 @@ def saved(value: Any, path: Path) -> StoredTensor | None:
     file = io.BytesIO()
     torch.save(value, file)
     path.write_bytes(BEFORE + file.getvalue() + b"y" * 1000)
-    with path.open("rb") as opened:
+    with path.open("rb", buffering=0) as opened:
         return find_tensor(opened, len(BEFORE), file.tell())
 
 
@@ -90,7 +90,7 @@ def test_a_file_that_is_cut_off_is_no_tensor_or_ends_early(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(EOFError, match="file ends early"):
         read(stored, path, (slice(None),), torch.empty(3000))
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         assert find_tensor(file, len(BEFORE), 4000) is None
 
 
