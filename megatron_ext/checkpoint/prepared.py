@@ -16,7 +16,7 @@ import io
 import math
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +54,9 @@ from megatron_ext.parallel.context import ParallelContext
 
 BACKEND, VERSION = "torch_dist", 1
 """megatron-core's name and version of the format of checkpoints."""
+Place = tuple[str, tuple[int, ...]]
+"""A key that is the same for the same shard on all ranks, and different for others: the name of its
+tensor, and its first index in it."""
 
 
 @dataclass(frozen=True)
@@ -216,41 +219,55 @@ def share_writing(entries: Iterable[Any], groups: Sequence[ProcessGroup]) -> Non
     bytes so far. Each rank does this for itself. megatron-core, in contrast, sends the shards of
     every rank to every rank.
     """
-    # The two ends of a pipeline in a V shape are on one rank, which holds a tied embedding twice.
-    own = defaultdict[Any, list[ShardedTensor]](list)
+    own = by_place(entries)
+    for group in groups:
+        main = [
+            key for key, held in own.items() if any(is_main_replica(x.replica_id) for x in held)
+        ]
+        rank = torch.distributed.get_rank(group)
+        for key, writer in deal(own, main, group).items():
+            for number, entry in enumerate(own.pop(key)):
+                entry.replica_id = int(writer != rank or number > 0)
+
+
+def by_place(entries: Iterable[Any]) -> dict[Place, list[ShardedTensor]]:
+    """Return the sharded tensors among ``entries`` by their places.
+
+    The two ends of a pipeline in a V shape are on one rank, which holds a tied embedding twice.
+    """
+    own = defaultdict[Place, list[ShardedTensor]](list)
     for entry in entries:
         if isinstance(entry, ShardedTensor):
-            own[_place_of(entry)].append(entry)
-    dealt = set[Any]()
-    for group in groups:
-        size = torch.distributed.get_world_size(group)
-        if size == 1:
-            continue
-        told = [
-            {
-                key: _bytes_of(held[0])
-                for key, held in own.items()
-                if key not in dealt and any(is_main_replica(x.replica_id) for x in held)
-            }
-        ]
-        torch.distributed.broadcast_object_list(told, group_src=0, group=group)
-        keys = sorted(told[0], key=lambda key: (-told[0][key], key))
-        lacking = largest_of_all_ranks([0, *(int(key not in own) for key in keys)], group)[1:]
-        loads = [(0, rank) for rank in range(size)]
-        rank = torch.distributed.get_rank(group)
-        for key, is_lacking in zip(keys, lacking, strict=True):
-            if is_lacking:
-                continue
-            load, writer = heapq.heappop(loads)
-            heapq.heappush(loads, (load + told[0][key], writer))
-            for number, entry in enumerate(own[key]):
-                entry.replica_id = int(writer != rank or number > 0)
-            dealt.add(key)
+            own[entry.key, tuple(entry.global_offset)].append(entry)
+    return own
 
 
-def _place_of(entry: ShardedTensor) -> tuple[Any, ...]:
-    """Return a key that is the same for the same shard on all ranks, and different for others."""
-    return entry.key, tuple(entry.global_offset)
+def deal(
+    own: Mapping[Place, Sequence[ShardedTensor]], keys: Iterable[Place], group: ProcessGroup
+) -> dict[Place, int]:
+    """Deal out shards that all ranks of a group hold among these ranks; all call this together.
+
+    Args:
+        own: the shards of this rank.
+        keys: the places to deal out, of which only those of the first rank matter.
+
+    Returns:
+        The rank in the group for each place, in the same order on all ranks.
+    """
+    size = torch.distributed.get_world_size(group)
+    if size == 1:
+        return {}
+    told = [{key: _bytes_of(own[key][0]) for key in keys}]
+    torch.distributed.broadcast_object_list(told, group_src=0, group=group)
+    ordered = sorted(told[0], key=lambda key: (-told[0][key], key))
+    lacking = largest_of_all_ranks([0, *(int(key not in own) for key in ordered)], group)[1:]
+    loads = [(0, rank) for rank in range(size)]
+    dealt = dict[Place, int]()
+    for key, is_lacking in zip(ordered, lacking, strict=True):
+        if not is_lacking:
+            load, dealt[key] = heapq.heappop(loads)
+            heapq.heappush(loads, (load + told[0][key], dealt[key]))
+    return dealt
 
 
 def _bytes_of(entry: ShardedTensor) -> int:

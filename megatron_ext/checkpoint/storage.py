@@ -21,9 +21,6 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as core
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-)
 from megatron.core.dist_checkpointing.utils import (
     extract_sharded_base,
     force_all_tensors_to_non_fp8,
@@ -267,9 +264,13 @@ def read_state(
     Depending on ``--dist-ckpt-strictness``, append to ``notes`` sentences on the entries that only
     the checkpoint or only the run has.
     """
-    strategy: Any = PlainLoadStrategy()
+    strategy = PlainLoadStrategy()
     if config.ckpt_fully_parallel_load:
-        strategy = FullyParallelLoadStrategyWrapper(strategy, context.pgs.dp_cp)
+        # A run without the flag does not need them.
+        from megatron_ext.checkpoint.prepared import replica_groups
+        from megatron_ext.checkpoint.shared_reading import SharedLoadStrategy
+
+        strategy = SharedLoadStrategy(replica_groups(context))
     raises = config.dist_ckpt_strictness == "raise_all"
     strict = StrictHandling("return_all" if raises else config.dist_ckpt_strictness)
     try:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 from megatron_ext.checkpoint import prepared, storage, unpickling, writing
 from megatron_ext.checkpoint.files import describe_file, folder_of, is_unchanged
 from megatron_ext.checkpoint.prepared import RankPlan, SavePreparer
+from megatron_ext.checkpoint.shared_reading import SharedLoadStrategy
 from megatron_ext.checkpoint.storage import first_failure, one_line, verify
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef
 from megatron_ext.checkpoint.unpickling import MetadataReader, plain_content
@@ -386,6 +387,69 @@ def test_the_index_is_read_by_one_rank_once(
     monkeypatch.setattr(unpickling, "_read_metadata", count)
     load(manager(context, tmp_path, dist_ckpt_strictness="log_all"), tiny)
     assert len(reads) == (1 if context.rank == 0 else 0) and not unpickling._shared
+
+
+@ranks(dp=4, ep=2)
+def test_replicas_divide_the_reading_of_weights_and_send_each_other_the_rest(
+    context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks have the weights and moments of a load in which each reads everything."""
+    sizes = {"shared": (4, 6), "tied": (3, 2), f"expert {context.pgs.ep.rank()}": (5,)}
+    sizes |= {f"box {context.rank}": (2,)}
+
+    def entries(value: float) -> dict[str, Any]:
+        replicas = {"expert": context.pgs.expt_dp.rank(), "box": 0}
+        state: dict[str, Any] = {}
+        for name, size in [*sizes.items(), ("tied", sizes["tied"])]:
+            data = torch.full(size, value).add_(len(name))
+            replica = (0, 0, replicas.get(name.split()[0], context.rank))
+            entry = ShardedTensor.from_rank_offsets(name, data, replica_id=replica)
+            state.setdefault(name, []).append(entry)
+        state["tied"][1].replica_id = (0, 1, 0)
+        random = ShardedObject("object", {"a": value}, (4,), (context.rank,))
+        return {"model": state, "object": random}
+
+    saved = SavePreparer(CheckpointConfig(), []).prepare_together(entries(7.0))
+    written, _ = write_shards(tmp_path, saved.plan.items, saved.values)
+    parts: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(parts, written)
+    if context.rank == 0:
+        assert saved.plan.metadata is not None
+        write_common(tmp_path, {}, {}, {}, saved.plan.metadata, parts)
+    torch.distributed.barrier()
+    read = list[str]()
+    commit = unpickling.PlainObjectsPlanner.commit_tensor
+
+    def count(planner: Any, item: Any, tensor: torch.Tensor) -> None:
+        read.append(item.dest_index.fqn)
+        commit(planner, item, tensor)
+
+    monkeypatch.setattr(unpickling.PlainObjectsPlanner, "commit_tensor", count)
+    strategy = SharedLoadStrategy(prepared.replica_groups(context))
+    loaded = strategy.load(entries(0.0), tmp_path)
+    for name, size in sizes.items():
+        assert all(torch.equal(x, torch.full(size, 7.0 + len(name))) for x in loaded["model"][name])
+    assert loaded["object"] == {"a": 7.0} and len(loaded["model"]["tied"]) == 2
+    torch.distributed.all_gather_object(parts, read)
+    names = sorted(name for part in parts for name in part)
+    assert names == ["box 0", "box 1", "box 2", "box 3", "expert 0", "expert 1", "shared", "tied"]
+
+
+@ranks(dp=2)
+def test_a_shared_load_is_exact(context: Any, tmp_path: Path) -> None:
+    tiny = build(context, layers=1, precision="bf16")
+    tiny.step()
+    saved = manager(context, tmp_path / "a")
+    save(saved, tiny, 1, context)
+    tiny.spoil()
+    tiny.step()
+    load(manager(context, tmp_path / "a", ckpt_fully_parallel_load=True), tiny)
+    again = save(manager(context, tmp_path / "b"), tiny, 1, context)
+    if context.rank == 0:
+        before = whole_tensors(folder_of(tmp_path / "a", 1), tmp_path / "before")
+        after = whole_tensors(again, tmp_path / "after")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def _copy(key: str, rows: int, replica: int) -> ShardedTensor:
