@@ -110,7 +110,7 @@ def find_tensor(file: FileIO, start: int, length: int) -> StoredTensor | None:
     """
     try:
         part: Any = _create_file_view(file, start, length)
-        archive = torch._C.PyTorchFileReader(part)
+        archive: Any = torch._C.PyTorchFileReader(part)
         if archive.get_record("byteorder").decode() != sys.byteorder:
             return None
         described = _TensorMachine(archive.get_record("data.pkl")).load()
