@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.disk.iterations import iteration_of, name_of
 from megatron_ext.disk.reading import (
     UnreadableFile,
     is_count,
@@ -31,6 +32,8 @@ TEMPORARY_SUFFIX = ".tmp"
 """Suffix of the folder of a checkpoint that is being written."""
 REMOVED_SUFFIX = ".removed"
 """Suffix of the folder of an old checkpoint whose files are being removed."""
+REPLACED_SUFFIX = ".replaced"
+"""Suffix of the folder of an old checkpoint whose place a new one is taking."""
 ANNOUNCEMENT = f".{TRACKER}{TEMPORARY_SUFFIX}"
 MANIFEST = "manifest.json"
 VERSION = 2
@@ -40,14 +43,13 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_NUMBER_BYTES = 1000
 _BLOCK_BYTES = 1 << 20
 """Bytes of a file that are read at a time; more would not stay in a processor's cache."""
-_FOLDER = re.compile(r"iter_(\d{7,})(\.replaced)?$")
 Files = dict[str, dict[str, Any]]
 """File name -> ``{"bytes": size in bytes, "crc32": checksum}``; see also `VERSION`."""
 
 
 def folder_of(root: Path, iteration: int) -> Path:
     """Return the folder of an iteration's checkpoint, such as ``iter_0000100`` under ``root``."""
-    return root / f"iter_{iteration:07d}"
+    return root / name_of(iteration)
 
 
 def root_of(folder: Path) -> tuple[Path, int | None]:
@@ -55,10 +57,10 @@ def root_of(folder: Path) -> tuple[Path, int | None]:
 
     For any other path, return the path itself and None.
     """
-    match = _FOLDER.fullmatch(folder.name)
-    if match is None or match[2] or not folder.is_dir():
+    iteration = iteration_of(folder.name)
+    if iteration is None or not folder.is_dir():
         return folder, None
-    return folder.parent, int(match[1])
+    return folder.parent, iteration
 
 
 def published(root: Path) -> list[int]:
@@ -68,8 +70,9 @@ def published(root: Path) -> list[int]:
     """
     if not root.is_dir():
         return []
-    matches = (_FOLDER.match(entry.name) for entry in root.iterdir() if entry.is_dir())
-    return sorted({int(match[1]) for match in matches if match})
+    names = (entry.name for entry in root.iterdir() if entry.is_dir())
+    iterations = (iteration_of(name.removesuffix(REPLACED_SUFFIX)) for name in names)
+    return sorted({iteration for iteration in iterations if iteration is not None})
 
 
 def read_tracker(root: Path) -> int | None:
@@ -88,7 +91,7 @@ def read_tracker(root: Path) -> int | None:
 
 def replaced_folder_of(root: Path, iteration: int) -> Path:
     """Return the folder of an iteration's old checkpoint while a new one takes its place."""
-    return root / f"iter_{iteration:07d}.replaced"
+    return root / f"{name_of(iteration)}{REPLACED_SUFFIX}"
 
 
 def standing_folder_of(root: Path, iteration: int) -> Path:

@@ -13,7 +13,6 @@ import fcntl
 import functools
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,6 +28,7 @@ from megatron_ext.checkpoint.files import MANIFEST, TRACKER, Files, folder_of, p
 from megatron_ext.checkpoint.stored import candidates, passes_over_damaged
 from megatron_ext.config.output import CheckpointConfig, split_address, staging_folder
 from megatron_ext.data.requests import file_system
+from megatron_ext.disk.iterations import iteration_of
 from megatron_ext.disk.reading import UnreadableFile, kind_of, parse_json, read_bytes
 from megatron_ext.disk.writing import cleared, open_descriptor, own_folder, write_bytes, write_text
 from megatron_ext.errors import CheckpointError, MegatronExtError
@@ -178,8 +178,8 @@ class RemoteFolder:
 
     def _iterations(self) -> list[int]:
         """Return the iterations of whole and partial remote checkpoints, in ascending order."""
-        matches = (re.fullmatch(r"iter_(\d{7,})", name) for name in self._entries())
-        return sorted(int(match[1]) for match in matches if match)
+        iterations = map(iteration_of, self._entries())
+        return sorted(iteration for iteration in iterations if iteration is not None)
 
     def check_writable(self) -> None:
         """Raise a CheckpointError if nothing can be written to the address.

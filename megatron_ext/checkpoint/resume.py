@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from megatron_ext.checkpoint import storage
 from megatron_ext.checkpoint.compatibility import check_changes
+from megatron_ext.checkpoint.files import REPLACED_SUFFIX
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.run_record import goes_on, own_checkpoints
 from megatron_ext.checkpoint.state import LoadedCheckpoint
@@ -25,6 +26,7 @@ from megatron_ext.checkpoint.stored import (
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.events import append_event
 from megatron_ext.disk.host_folder import generation
+from megatron_ext.disk.iterations import iteration_of
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import largest_of_all_ranks, on_first_rank
 from megatron_ext.parallel.context import ParallelContext
@@ -243,11 +245,10 @@ class Resume:
         for folder in folders if self._context.rank == 0 else ():
             fault = self._damaged[folder]
             print(f"> {folder} is passed over: {fault}", flush=True)
-            digits = folder.name.removesuffix(".replaced").rpartition("_")[2]
             append_event(
                 self._config.save,
                 "checkpoint_refused",
-                iteration=int(digits) if digits.isdigit() else None,
+                iteration=iteration_of(folder.name.removesuffix(REPLACED_SUFFIX)),
                 path=str(folder),
                 cause=fault,
                 generation=self._generation,

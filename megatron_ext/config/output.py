@@ -29,7 +29,9 @@ def split_address(address: str) -> tuple[str, str]:
     The second part is "" if the address does not end in the name of one checkpoint.
     """
     root, _, name = address.rstrip("/").rpartition("/")
-    return (root, name) if re.fullmatch(r"iter_\d{7,}", name) else (address.rstrip("/"), "")
+    from megatron_ext.disk.iterations import iteration_of  # only for object storage
+
+    return (address.rstrip("/"), "") if iteration_of(name) is None else (root, name)
 
 
 def staging_folder(address: str) -> Path:

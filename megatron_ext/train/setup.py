@@ -266,10 +266,7 @@ def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -
     if loaded is None:
         return Progress()
     if context.rank == 0:
-        # A run that loads only weights counts steps from 0, although the folder belongs to another
-        # step.
-        goes_on = loaded.path.name.endswith(f"{loaded.iteration:07d}")
-        what = f"iteration {loaded.iteration}" if goes_on else "its weights"
+        what = f"iteration {loaded.iteration}" if loaded.goes_on else "its weights"
         print(f"> loaded {loaded.path} ({what})", flush=True)
         for note in loaded.notes:
             print(f"> {note}", flush=True)

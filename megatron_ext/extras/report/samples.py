@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.disk.iterations import iteration_of
 from megatron_ext.disk.reading import UnreadableFile, lines_of, read_bytes, row_of
 from megatron_ext.inspect.pages.table import text_of
 
@@ -22,7 +23,6 @@ _CLOCKS = 60.0
 """Seconds by which the clocks of the machines that write metrics and samples may differ."""
 _MAX_TEXT = 1000
 """Largest number of characters of a text that a page shows."""
-_SET = re.compile(r"iter_(\d{1,9})$")
 _CLIP = re.compile(r"sample_\d{3,9}\.mp4$")
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -56,11 +56,11 @@ def samples_of(root: Path, began: float = 0.0) -> tuple[list[Samples], int]:
     try:
         if not (root / FOLDER).is_symlink():
             for entry in os.scandir(root / FOLDER):
-                match = _SET.match(entry.name)
-                if match is None or not entry.is_dir(follow_symlinks=False):
+                iteration = iteration_of(entry.name)
+                if iteration is None or not entry.is_dir(follow_symlinks=False):
                     continue
                 if entry.stat(follow_symlinks=False).st_mtime > began - _CLOCKS:
-                    sets.append((int(match[1]), Path(entry.path)))
+                    sets.append((iteration, Path(entry.path)))
     except OSError:
         return [], 0
     sets.sort()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_ext.config.model import padded_size
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.iterations import name_of
 from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import CheckpointError, ConfigError, FlagError
 from megatron_ext.layers.transformer_config import params_dtype
@@ -191,7 +192,7 @@ class HuggingFaceFolders(Callback):
     def _write(self) -> None:
         run = self.run
         iteration = self.run.progress.iteration
-        target = self._folder / f"iter_{iteration:07d}"
+        target = self._folder / name_of(iteration)
         with run.parameter_gather.paused():
             write_run(target, run.config, run.chunks, run.context)
         self._written = iteration

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.iterations import name_of
 from megatron_ext.disk.writing import write_text
 from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.text.config.positions import PositionConfig
@@ -76,7 +77,7 @@ class TextSamples(Callback):
             return
         with self.run.parameter_gather.paused():
             completions = self._writer(self._requests)
-        folder = self._root / f"iter_{iteration:07}"
+        folder = self._root / name_of(iteration)
 
         def write() -> None:
             write_texts(folder, iteration, self._prompts, completions)

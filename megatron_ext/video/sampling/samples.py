@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_ext.disk.iterations import name_of
 from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.schedules.forward import forward_engine
 from megatron_ext.train.callbacks.callback import Callback, due
@@ -174,4 +175,4 @@ class SampleWhileTraining(Callback):
     def after_step(self) -> None:
         iteration = self.run.progress.iteration
         if due(iteration, self._interval):
-            self._sample(self._root / f"iter_{iteration:07}")
+            self._sample(self._root / name_of(iteration))
