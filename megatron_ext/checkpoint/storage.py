@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 
 from megatron_ext import limits
-from megatron_ext.checkpoint.files import Files
+from megatron_ext.checkpoint.files import Files, read_manifest
 from megatron_ext.checkpoint.memory import fills
 from megatron_ext.checkpoint.optimizer_state import drop_main_weights
-from megatron_ext.checkpoint.stored import CheckpointRef, check_files
+from megatron_ext.checkpoint.stored import CheckpointRef, check_listed
 from megatron_ext.checkpoint.unpickling import (
     COMMON_STATE,
     MetadataReader,
@@ -51,6 +51,7 @@ from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import (
     on_every_rank,
+    on_first_rank,
     raise_together,
     sum_of_all_ranks,
     union_of_all_ranks,
@@ -184,14 +185,15 @@ def one_line(error: BaseException, folder: Path | None = None) -> str:
 def verify(checkpoint: CheckpointRef, context: ParallelContext) -> None:
     """Raise a CheckpointError on all ranks if a file fails its checksum.
 
-    Each rank checks a part of the files. All ranks call this together.
+    Rank 0 reads the manifest, and each rank checks a part of the files. All ranks call this
+    together.
     """
-
-    def own(files: Files) -> list[str]:
-        largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-        return largest_first[context.rank :: context.layout.world_size]
-
-    on_every_rank(lambda: check_files(checkpoint, own), f"{checkpoint.path} cannot be read")
+    path = checkpoint.path
+    what = f"{path} cannot be read"
+    listed: Files = on_first_rank(lambda: read_manifest(path) or {}, what)
+    largest_first = sorted(listed, key=lambda name: (-listed[name]["bytes"], name))
+    names = largest_first[context.rank :: context.layout.world_size]
+    on_every_rank(lambda: check_listed(checkpoint, listed, names), what)
 
 
 def _load_state(

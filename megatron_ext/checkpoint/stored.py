@@ -43,7 +43,12 @@ def check_files(
     ``own`` takes the files in the manifest and returns the names to check; by default all.
     """
     listed = files.read_manifest(checkpoint.path) or {}
-    fault = files.checksum_fault(checkpoint.path, listed, own(listed))
+    check_listed(checkpoint, listed, own(listed))
+
+
+def check_listed(checkpoint: CheckpointRef, listed: Files, names: Iterable[str]) -> None:
+    """Raise a CheckpointError if a file in ``names`` does not match its checksum in ``listed``."""
+    fault = files.checksum_fault(checkpoint.path, listed, names)
     if fault is not None:
         error = DamagedFile(refusal(checkpoint.root, checkpoint.iteration, fault))
         error.fault = fault

@@ -128,7 +128,9 @@ def test_each_file_is_verified_by_one_rank(tmp_path: Path, monkeypatch: pytest.M
     files = {f"f{n}": {"bytes": 10 * n} for n in range(7)}
     shares = list[list[str]]()
     monkeypatch.setattr(storage, "on_every_rank", lambda work, _: work())
-    monkeypatch.setattr(storage, "check_files", lambda _, own: shares.append(own(files)))
+    monkeypatch.setattr(storage, "on_first_rank", lambda work, _: work())
+    monkeypatch.setattr(storage, "read_manifest", lambda _: files)
+    monkeypatch.setattr(storage, "check_listed", lambda _, listed, names: shares.append(names))
     checkpoint = CheckpointRef(tmp_path, 1, weights_only=False)
     for rank in range(3):
         context: Any = SimpleNamespace(rank=rank, layout=SimpleNamespace(world_size=3))
