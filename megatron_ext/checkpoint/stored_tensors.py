@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_ext.checkpoint.pickles import Machine, Name, Refused
 
+_END = b"PK\x07\x08"
+"""The bytes with which a zip archive goes on after the content of a record that is not packed."""
 _REBUILD = "torch._utils._rebuild_tensor_v2"
 _DTYPES = {
     f"torch.{name}Storage": dtype
@@ -116,30 +118,34 @@ def find_tensor(file: FileIO, start: int, length: int) -> StoredTensor | None:
         described = _TensorMachine(archive.get_record("data.pkl")).load()
         if type(described) is not _Described:
             return None
-        record = f"data/{described.key}"
-        size = math.prod(described.shape) * described.dtype.itemsize
-        begin = archive.get_record_offset(record) + described.offset * described.dtype.itemsize
+        storage = described.storage
+        width = storage.dtype.itemsize
+        begin = archive.get_record_offset(f"data/{storage.key}")
     # Whatever is wrong with the bytes, torch's own reader tells it.
     except Exception:
         return None
-    if begin + size > length:
+    end = begin + storage.num_values * width
+    first = begin + described.offset * width
+    tensor = StoredTensor(storage.dtype, described.shape, start + first)
+    is_plain = list(described.strides) == tensor.strides and end < length
+    if not is_plain or first + math.prod(described.shape) * width > end:
         return None
-    tensor = StoredTensor(described.dtype, described.shape, start + begin)
-    return tensor if list(described.strides) == tensor.strides else None
+    # What follows the values shows that they are not packed.
+    return tensor if os.pread(file.fileno(), len(_END), start + end) == _END else None
 
 
 @dataclass(frozen=True)
 class _Storage:
     dtype: torch.dtype
     key: str
+    num_values: int
 
 
 @dataclass(frozen=True)
 class _Described:
     """What the pickle of a tensor says; ``offset`` is that of its first element in its storage."""
 
-    dtype: torch.dtype
-    key: str
+    storage: _Storage
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -152,16 +158,17 @@ class _TensorMachine(Machine):
         return Name(module, name)
 
     def stored(self, key: Any) -> _Storage:
-        kind, storage, number, _device, _numel = key
-        if kind != "storage" or type(number) is not str:
+        kind, storage, number, _device, num_values = key
+        if kind != "storage" or type(number) is not str or type(num_values) is not int:
             raise Refused("it names a value that is no storage")
-        return _Storage(_DTYPES[storage.full], number)
+        return _Storage(_DTYPES[storage.full], number, num_values)
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         if function.full == "collections.OrderedDict" and not arguments:
             return OrderedDict()
         storage, offset, shape, strides, _requires_grad, _hooks = arguments
         numbers = [offset, *shape, *strides]
-        if function.full != _REBUILD or any(type(x) is not int or x < 0 for x in numbers):
+        are_counts = all(type(x) is int and x >= 0 for x in numbers)
+        if function.full != _REBUILD or type(storage) is not _Storage or not are_counts:
             raise Refused("it makes another value than a tensor")
-        return _Described(storage.dtype, storage.key, offset, tuple(shape), tuple(strides))
+        return _Described(storage, offset, tuple(shape), tuple(strides))

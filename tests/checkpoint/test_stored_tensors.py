@@ -1,6 +1,7 @@
 """Tensors are read from a checkpoint's files straight into the memory where they belong."""
 
 import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,17 @@ def test_what_is_no_contiguous_tensor_of_numbers_is_left_to_torch(
     value: Any, tmp_path: Path
 ) -> None:
     assert saved(value, tmp_path / "file") is None
+
+
+def test_a_tensor_that_is_packed_is_left_to_torch(tmp_path: Path) -> None:
+    plain, packed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(3000), plain)
+    with zipfile.ZipFile(plain) as one, zipfile.ZipFile(packed, "w") as other:
+        for name in one.namelist():
+            other.writestr(name, one.read(name), compress_type=zipfile.ZIP_DEFLATED)
+    (tmp_path / "file").write_bytes(packed.getvalue() + bytes(20_000))
+    with (tmp_path / "file").open("rb", buffering=0) as file:
+        assert find_tensor(file, 0, packed.tell()) is None
 
 
 def test_a_file_that_is_cut_off_is_no_tensor_or_ends_early(tmp_path: Path) -> None:
