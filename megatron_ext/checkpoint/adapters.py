@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.compatibility import LENIENT, is_new_branch
 from megatron_ext.checkpoint.files import MANIFEST, digest_of, standing_folder_of
+from megatron_ext.checkpoint.shared_reading import strategy_of
 from megatron_ext.checkpoint.state import (
     PREFIX,
     Chunks,
@@ -270,6 +271,7 @@ def load_adapters(
     state = sharded_state(model, None, metadata=metadata, is_loading=True)
     leave_out_base(state, chunk_keys(model))
     add_prefix_for_sharding(state, f"{section}.")
-    loaded = read_state(checkpoint.path, {section: state}, config, context, [])[section]
+    strategy = strategy_of(config, context)
+    loaded = read_state(checkpoint.path, {section: state}, strategy, config, context, [])[section]
     put_back_base(loaded, model)
     apply_state(loaded, model, None, None, with_optimizer=False)

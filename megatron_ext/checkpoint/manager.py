@@ -30,6 +30,7 @@ from megatron_ext.checkpoint.optimizer_state import (
 )
 from megatron_ext.checkpoint.prepared import replica_groups
 from megatron_ext.checkpoint.remote import bring, remote_of
+from megatron_ext.checkpoint.shared_reading import strategy_of
 from megatron_ext.checkpoint.state import EMA, Chunks, ExtraState, LoadedCheckpoint, chunk_keys
 from megatron_ext.checkpoint.stored import (
     CheckpointRef,
@@ -344,7 +345,8 @@ class CheckpointManager:
         if recorded is not None:
             self._restore_base(path, recorded, model)
         cut_weights(state, dict(zip(chunk_keys(model), model, strict=True)))
-        loaded = storage.read_state(path, state, self._config, self._context, notes)
+        strategy = strategy_of(self._config, self._context)
+        loaded = storage.read_state(path, state, strategy, self._config, self._context, notes)
         if recorded is not None:
             adapters.put_back_base(loaded, model)
         notes += adapters.new_branches(path, new)

@@ -16,8 +16,16 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from torch.distributed import ProcessGroup
 
-from megatron_ext.checkpoint.prepared import by_place, deal
+from megatron_ext.checkpoint.prepared import by_place, deal, replica_groups
 from megatron_ext.checkpoint.storage import PlainLoadStrategy
+from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.parallel.context import ParallelContext
+
+
+def strategy_of(config: CheckpointConfig, context: ParallelContext) -> PlainLoadStrategy:
+    """Return what reads the state of a run: with ``--ckpt-fully-parallel-load`` shared."""
+    shared = config.ckpt_fully_parallel_load
+    return SharedLoadStrategy(replica_groups(context)) if shared else PlainLoadStrategy()
 
 
 class SharedLoadStrategy(PlainLoadStrategy):

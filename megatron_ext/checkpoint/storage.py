@@ -199,7 +199,7 @@ def verify(checkpoint: CheckpointRef, context: ParallelContext) -> None:
 def _load_state(
     state: dict[str, Any],
     path: Path,
-    strategy: Any,
+    strategy: PlainLoadStrategy,
     strict: StrictHandling,
     context: ParallelContext,
 ) -> tuple[dict[str, Any], set[str], set[str]]:
@@ -210,7 +210,7 @@ def _load_state(
     Args:
         state: the sharded state to fill.
         path: folder of the checkpoint.
-        strategy: megatron-core's strategy for loading sharded state.
+        strategy: reads the sharded state.
         strict: how to treat names that only the checkpoint or only the run has.
 
     Returns:
@@ -257,6 +257,7 @@ def _merged(whole: Any, merge_parts: Callable[[Any], Any], parts: Any) -> Any:
 def read_state(
     path: Path,
     state: dict[str, Any],
+    strategy: PlainLoadStrategy,
     config: CheckpointConfig,
     context: ParallelContext,
     notes: list[str],
@@ -266,13 +267,6 @@ def read_state(
     Depending on ``--dist-ckpt-strictness``, append to ``notes`` sentences on the entries that only
     the checkpoint or only the run has.
     """
-    strategy = PlainLoadStrategy()
-    if config.ckpt_fully_parallel_load:
-        # A run without the flag does not need them.
-        from megatron_ext.checkpoint.prepared import replica_groups
-        from megatron_ext.checkpoint.shared_reading import SharedLoadStrategy
-
-        strategy = SharedLoadStrategy(replica_groups(context))
     raises = config.dist_ckpt_strictness == "raise_all"
     strict = StrictHandling("return_all" if raises else config.dist_ckpt_strictness)
     try:

@@ -246,11 +246,11 @@ def test_a_connection_that_is_lost_while_loading_is_no_misfit_of_the_checkpoint(
         raise faults.pop(0)
 
     monkeypatch.setattr(storage, "_load_state", fail)
-    none: Any = None
+    given: Any = (storage.PlainLoadStrategy(), CheckpointConfig(), None, [])
     with pytest.raises(RuntimeError, match="Connection closed"):
-        storage.read_state(tmp_path, {}, CheckpointConfig(), none, [])
+        storage.read_state(tmp_path, {}, *given)
     with pytest.raises(CheckpointError, match="does not fit this run: sizes differ; give the"):
-        storage.read_state(tmp_path, {}, CheckpointConfig(), none, [])
+        storage.read_state(tmp_path, {}, *given)
 
 
 def test_arrays_that_numpy_1_has_pickled_are_read() -> None:
