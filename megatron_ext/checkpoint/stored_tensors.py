@@ -143,7 +143,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Described:
-    """A tensor as its pickle describes it; ``offset`` is that of its first element in its storage."""
+    """A tensor as its pickle describes it; ``offset`` counts values in its storage."""
 
     storage: _Storage
     offset: int
