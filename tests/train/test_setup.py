@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.checkpoint.state import LoadedCheckpoint
 from megatron_ext.optim import resumed_schedule
 from megatron_ext.train import setup as module
 from megatron_ext.train.batch_size import Progress
@@ -190,9 +191,7 @@ def test_a_run_says_what_it_has_loaded(capsys: pytest.CaptureFixture[str]) -> No
     def progress(rank: int, iteration: int) -> Progress:
         stored = {"iteration": 7, "consumed_train_samples": 28}
         path = Path("/runs/iter_0000007")
-        loaded: Any = SimpleNamespace(
-            iteration=iteration, path=path, notes=["a note"], progress=stored
-        )
+        loaded = LoadedCheckpoint(iteration, stored, {}, path, ["a note"])
         return _progress_after(loaded, SimpleNamespace(rank=rank))  # type: ignore[arg-type]
 
     assert progress(0, 7).iteration == 7
