@@ -158,7 +158,7 @@ def _tested(version: str) -> bool:
 
 
 def _precision_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault in the flags of FP8 matrix products and of CUDA graphs."""
+    """Yield an error for each fault in the flags of FP8, of CUDA graphs and of host memory."""
     if changed_fields(run.fp8):
         from megatron_ext.config.rules.fp8 import fp8_errors
 
@@ -167,6 +167,10 @@ def _precision_errors(run: RunConfig) -> Iterator[FlagError]:
         from megatron_ext.config.rules.cuda_graphs import cuda_graph_errors
 
         yield from cuda_graph_errors(run)
+    if changed_fields(run.offload):
+        from megatron_ext.config.rules.offload import offload_errors
+
+        yield from offload_errors(run)
 
 
 def _state_beside_steps(run: RunConfig) -> str | None:

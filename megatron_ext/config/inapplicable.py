@@ -320,6 +320,11 @@ ENGINE = (
         "muon-coefficient-type muon-num-ns-steps muon-fp32-matmul-prec muon-tp-mode "
         "muon-scalar-optimizer",
     ),
+    without(
+        "--optimizer-cpu-offload",
+        "optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d "
+        "use-torch-optimizer-for-cpu-offload pin-cpu-grads pin-cpu-params",
+    ),
     without("--lr-decay-style WSD", "lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples"),
     beside("--lr-decay-style constant", "min-lr decoupled-min-lr", "the rate never falls"),
     beside(

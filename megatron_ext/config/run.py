@@ -19,6 +19,7 @@ from megatron_ext.config.fault_tolerance import FaultToleranceConfig
 from megatron_ext.config.flags import Changeable
 from megatron_ext.config.inapplicable import ENGINE, Inapplicable
 from megatron_ext.config.model import ACTIVATIONS, ModelConfig
+from megatron_ext.config.offload import OffloadConfig
 from megatron_ext.config.optimizer import EmaConfig, LoraConfig, OptimizerConfig
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig, PlanningConfig
 from megatron_ext.config.parallel import ParallelConfig
@@ -59,6 +60,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)

@@ -47,23 +47,28 @@ def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
     """Create the state of an optimizer before its first update: zeros, for torch's Adam or SGD.
 
     Existing state is kept. In a `muon.Muon`, which is a subclass of AdamW, weights that Muon
-    updates get no second moment. megatron-core passes ``_core_config``, which is ignored.
+    updates get no second moment. The state of a tensor in ``inner.on_host`` lies on the host.
+    megatron-core passes ``_core_config``, which is ignored.
     """
     if isinstance(inner, Custom):
         inner.start_state()
         return
     exp_avg, exp_avg_sq = getattr(inner, "moments", (None, None))
+    on_host = getattr(inner, "on_host", ())
     for group in inner.param_groups:
         for parameter in group["params"]:
             state = inner.state[parameter]
+            device = torch.device("cpu") if parameter in on_host else parameter.device
             if isinstance(inner, ADAMS):
                 if "exp_avg" in state:
                     continue
                 if "step" not in state:  # A loaded group may already count its steps.
-                    place = parameter.device if group["fused"] else "cpu"
+                    place = device if group["fused"] else "cpu"
                     state["step"] = torch.zeros((), dtype=torch.float32, device=place)
-                state["exp_avg"] = torch.zeros_like(parameter, dtype=exp_avg)
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=exp_avg, device=device)
                 if parameter not in getattr(inner, "matrices", ()):
-                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=exp_avg_sq)
+                    state["exp_avg_sq"] = torch.zeros_like(
+                        parameter, dtype=exp_avg_sq, device=device
+                    )
             elif group["momentum"] and not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
+                state["momentum_buffer"] = torch.zeros_like(parameter, device=device)

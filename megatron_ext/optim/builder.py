@@ -70,13 +70,16 @@ def build_optimizer(
         from megatron_ext.optim.custom import take_custom
 
         take_custom(optimizer, config.optimizer, groups)
-    elif uses_muon or (rule == "adam" and config.model.transformer_impl == "torch"):
+    elif uses_muon or (rule == "adam" and _takes_torchs_adam(config)):
         moments = (
             MOMENTS[config.optimizer.exp_avg_dtype],
             MOMENTS[config.optimizer.exp_avg_sq_dtype],
         )
         weight = next(weight for chunk in chunks for weight in chunk.parameters())
-        take_torchs_adam(optimizer, moments, kernel_for(weight), muon=uses_muon)
+        own_kernel = not config.offload.use_torch_optimizer_for_cpu_offload
+        take_torchs_adam(
+            optimizer, moments, kernel_for(weight) if own_kernel else None, muon=uses_muon
+        )
     if uses_muon:
         from megatron_ext.optim.muon import give_matrices
 
@@ -86,12 +89,20 @@ def build_optimizer(
         from megatron_ext.optim.shards import take_sharded_gradients
 
         take_sharded_gradients(optimizer)
+    if config.offload.optimizer_cpu_offload:
+        from megatron_ext.optim.offload import offload_state
+
+        offload_state(optimizer, config.offload)
     for part in parts_of(optimizer):
         if isinstance(getattr(part, "optimizer", None), (*ADAMS, torch.optim.SGD, Custom)):
             # megatron-core has no such function for SGD, and its function for Adam leaves out the
             # step count.
             part.init_state_fn = start_state
     return optimizer
+
+
+def _takes_torchs_adam(config: RunConfig) -> bool:
+    return config.model.transformer_impl == "torch" or config.offload.optimizer_cpu_offload
 
 
 def take_torchs_adam(

@@ -120,7 +120,9 @@ class ShardedEMA:
             share = applied * torch.full((), new, device=applied.device)
         for mains, averages in self._batches:
             change = torch._foreach_sub(mains, averages)
-            torch._foreach_mul_(change, share)
+            # Weights that the host updates lie there, and so do their averages.
+            own = share.to(averages[0].device) if isinstance(share, Tensor) else share
+            torch._foreach_mul_(change, own)
             torch._foreach_add_(averages, change)
 
     @torch.no_grad()
@@ -206,13 +208,13 @@ def _part(shard: Shard) -> Part:
 def _in_batches(parts: Sequence[Part]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Divide the parts into batches of limited size, so that an update needs little extra memory.
 
-    Each batch is (weights, their averages), two lists of equal length.
+    Each batch is (weights, their averages), two lists of equal length, all on one device.
     """
     batches = list[tuple[list[Tensor], list[Tensor]]]()
     size = _BATCH
     for part in (part for part in parts if part.main.numel()):
         size += part.main.numel()
-        if size > _BATCH:
+        if size > _BATCH or part.main.device != batches[-1][0][0].device:
             batches.append(([], []))
             size = part.main.numel()
         batches[-1][0].append(part.main)

@@ -218,11 +218,11 @@ def replace_adam(
     # megatron-core does.
     adam = kind([torch.empty(0)], moments=moments, make_kernel=make_kernel, **defaults)
     adam.param_groups = [{**adam.defaults, **group} for group in inner.param_groups]
-    adam.copies = _model_weights(part)
+    adam.copies = model_weights(part)
     part.optimizer = adam
 
 
-def _model_weights(part: Any) -> dict[Tensor, Tensor]:
+def model_weights(part: Any) -> dict[Tensor, Tensor]:
     """Map each float32 weight that the optimizer ``part`` updates to the model's 16-bit weight.
 
     With a distributed optimizer, keys and values are this rank's shards. Weights that the model

@@ -17,7 +17,8 @@ class Line:
     """One part of a step's time on one rank: a class of kernels, gaps, communication or waiting.
 
     Attributes:
-        kind: a key of `KINDS`, or "waiting" for the wait for other pipeline stages.
+        kind: a key of `KINDS`, "host" for updates on the host, or "waiting" for the wait for other
+            pipeline stages.
         seconds: time of this part in the step.
         rates: the assumed rates as text, such as "530 TFLOP/s".
         flops, num_bytes, kernels: sums over the step, see `Work`; for "communication",
@@ -60,6 +61,10 @@ def budget(estimated: Estimate) -> list[Line]:
         sent -= pairs * clock.rank_durations()[rank.rank].hidden
     if sent:
         lines.append(Line("communication", sent, "links", num_bytes=total))
+    if rank.state.hosted:
+        from megatron_ext.planning.offload import update_seconds
+
+        lines.append(Line("host", update_seconds(network, rank), "weights that the host updates"))
     waiting = estimated.seconds - sum(line.seconds for line in lines)
     if waiting > 1e-6 * estimated.seconds:
         lines.append(Line("waiting", waiting, "for other pipeline stages"))

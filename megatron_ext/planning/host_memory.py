@@ -1,10 +1,11 @@
-"""The check, before a run on CPUs starts, that this host has the memory for its ranks."""
+"""The check, before a run starts, that this host has the memory that its ranks need there."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
 
+from megatron_ext.config.flags import changed_fields
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import ConfigError
@@ -14,18 +15,23 @@ from megatron_ext.planning.task_cost import TaskCost
 
 
 def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
-    """Check that a run on CPUs does not need more memory than this host has.
+    """Check that a run does not need more memory than this host has.
 
-    The check uses a lower bound for the ranks of this host: weights, one micro-batch's activations
+    For a run on GPUs it counts what the flags of offload move to the host. For a run on CPUs it
+    uses a lower bound for the ranks of this host: weights, one micro-batch's activations
     and, in training, gradients and optimizer state. Nothing is checked if the task describes no
     ``cost`` (None), or one that depends on data.
 
     Raises:
         ConfigError: the lower bound is above the host's memory.
     """
-    if config.device != "cpu" or cost is None or not cost.from_flags:
+    if cost is None or not cost.from_flags:
         return
     here = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size))
+    if config.device != "cpu":
+        if changed_fields(config.offload):
+            _check_offload(config, cost, here)
+        return
     needed = _host_memory(config, cost, here)
     available = this_host().memory
     if needed > available:
@@ -36,6 +42,23 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
             f"it has {size(available)}; make the model or the micro-batch smaller, use "
             "`--recompute-granularity full`, or take more machines (`--dry-run` prints the shares)"
             f"{_what_would_fit(config, cost, here, available)}."
+        )
+
+
+def _check_offload(config: RunConfig, cost: TaskCost, ranks: int) -> None:
+    """Raise a ConfigError if the host has no room for what ``ranks`` GPUs move to it."""
+    from megatron_ext.planning.memory import memory
+
+    found = [memory(case.network) for case in cost.cases(config)]
+    needed = ranks * max(rank.host for all_ranks in found for rank in all_ranks)
+    available = this_host().memory
+    if needed > available:
+        from megatron_ext.planning.hardware import size
+
+        raise ConfigError(
+            f"The flags of offload move {size(needed)} to this machine's memory for {ranks} "
+            f"rank(s), but it has {size(available)}; give a smaller `--optimizer-offload-fraction` "
+            "or fewer layers and modules, or take more machines."
         )
 
 
@@ -70,5 +93,6 @@ def _least_memory(network: Network) -> int:
     for rank in range(network.sizes.pp):
         weights = [network.weights(stage) for stage in network.stages_of(rank)]
         state = rank_state(network.config, network.sizes, rank, weights)
-        needed += state.parameters if network.config.training.skip_train else state.total
+        trained = state.total + state.host
+        needed += state.parameters if network.config.training.skip_train else trained
     return needed

@@ -43,6 +43,11 @@ class RankMemory:
         return [weight for weights in self.weights for weight in weights]
 
     @property
+    def host(self) -> int:
+        """Return the bytes of host memory that the rank needs for what it moves there."""
+        return self.state.host
+
+    @property
     def total(self) -> int:
         """Return the rank's peak memory in bytes: its state, 8-bit weights and activations."""
         return self.state.total + self.fp8_weights + self.activations + self.transient

@@ -35,7 +35,11 @@ class State(Summed):
             over the replicas.
         gathered: bytes of the rank's trained parameters, as they are gathered from the replicas.
         frozen: bytes of those ``parameters`` that are not trained.
-        updated: number of elements that the rank's optimizer updates.
+        updated: number of elements that the rank's optimizer updates on the device.
+        hosted: number of elements that it updates on the host.
+        host: bytes in host memory, which no number above counts: optimizer state, averages, and the
+            buffers through which an update copies gradients and weights.
+        host_optimizer: bytes of the optimizer state among them.
     """
 
     count: int = 0
@@ -47,10 +51,13 @@ class State(Summed):
     gathered: int = 0
     frozen: int = 0
     updated: int = 0
+    hosted: int = 0
+    host: int = 0
+    host_optimizer: int = 0
 
     @property
     def total(self) -> int:
-        """Return the bytes of parameters, gradients, optimizer state and averages together."""
+        """Return the device's bytes of parameters, gradients, optimizer state and averages."""
         return self.parameters + self.gradients + self.optimizer + self.average
 
 
@@ -139,6 +146,7 @@ def rank_state(
     total = State(count=frozen, parameters=frozen * ranks.width, frozen=frozen * ranks.width)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     size, filled, gathered = None, 0, 0
+    pieces: dict[bool, list[int]] = {False: [], True: []}
     if rank == 0 or shards:
         numel = sum(weight.numel for chunk in trained for weight in chunk)
         size = optimizer.bucket_size(numel, ranks.dp * ranks.cp)
@@ -156,7 +164,10 @@ def rank_state(
             if optimizer.shards_weights:
                 laid = _joined(laid, weights)
             parts = replicas if distributed else 1
-            updated = [_share(x, expert_replica if expert else replica, parts) for x in laid]
+            own = expert_replica if expert else replica
+            updated = [_share(x, own, parts) for x in laid]
+            if config.offload.optimizer_cpu_offload:
+                pieces[expert] += [piece for x in laid for piece in _pieces(x, own, parts)]
             elements, touched, in_matrices = map(sum, zip(*updated, strict=True))
             reduced = laid[-1].end * (FP32 if in_fp32 else ranks.width)
             whole = laid[-1].end * (1 if fp8 else ranks.width)
@@ -186,6 +197,9 @@ def rank_state(
         gathered = max(gathered, _at_once([(name, layers.get(name, 0)) for name in names]))
         if not shards:
             size = None  # only the first chunk has several buckets
+    if config.offload.optimizer_cpu_offload:
+        for weights_of_part in pieces.values():
+            total += _moved(config, ranks, weights_of_part)
     if config.parallel.overlap_moe_expert_parallel_comm:
         gathered *= 2  # a forward and a backward pass at a time
     return total + State(gradients=filled, parameters=gathered)
@@ -242,6 +256,34 @@ def _at_once(units: Sequence[tuple[str, int]]) -> int:
     return max([*pairs, *depths, *tied], default=0)
 
 
+def _moved(config: RunConfig, ranks: Ranks, pieces: Sequence[int]) -> State:
+    """Return what ``--optimizer-cpu-offload`` changes in the memory of a rank.
+
+    ``pieces`` are the numbers of elements of each weight that an optimizer of megatron-core updates
+    on the rank: it has one for experts, and one for all other weights.
+    """
+    from megatron_ext.optim.offload import host_share
+
+    flags = config.offload
+    pieces = [piece for piece in pieces if piece]
+    chosen = [pieces[index] for index in host_share(pieces, flags.optimizer_offload_fraction)]
+    count = sum(chosen)
+    state = _optimizer_bytes(config.optimizer, count, len(chosen), 0, half=ranks.half)
+    average = count * FP32 if config.ema.ema_decay and ranks.half else 0
+    # A gradient, and the weight: rounded, if there is a float32 weight beside it.
+    buffers = max(chosen, default=0) * (FP32 + ranks.width)
+    if flags.overlap_cpu_optimizer_d2h_h2d:
+        buffers *= 2
+    return State(
+        optimizer=-state,
+        average=-average,
+        updated=-count,
+        hosted=count,
+        host=state + average + buffers,
+        host_optimizer=state,
+    )
+
+
 def _filled(laid: Sequence[Bucket], count: int) -> int:
     """Return the peak number of elements in the buckets that a backward pass fills or reduces.
 
@@ -260,12 +302,17 @@ def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int, int]:
     They are its elements without padding, the parameters to which these belong, and those of the
     elements that are in matrices that Muon updates.
     """
-    share = (bucket.end - bucket.start) // replicas
-    low = bucket.start + (replica if replicas > 1 else 0) * share
-    parts = [min(end, low + share) - max(start, low) for start, end in bucket.spans]
+    parts = _pieces(bucket, replica, replicas)
     mine = [part for part in parts if part > 0]
     own = zip(parts, bucket.matrices, strict=True)
     return sum(mine), len(mine), sum(part for part, matrix in own if matrix and part > 0)
+
+
+def _pieces(bucket: Bucket, replica: int, replicas: int) -> list[int]:
+    """Return, for each parameter of a bucket, how many of its elements a replica updates."""
+    share = (bucket.end - bucket.start) // replicas
+    low = bucket.start + (replica if replicas > 1 else 0) * share
+    return [max(0, min(end, low + share) - max(start, low)) for start, end in bucket.spans]
 
 
 def _optimizer_bytes(

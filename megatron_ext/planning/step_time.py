@@ -242,6 +242,10 @@ class Clock:
         """
         volume = step_volume(self.network, rank, self.network.num_microbatches)
         work = sum(map(self.rates.seconds, self.update_work(rank)))
+        if rank.state.hosted:
+            from megatron_ext.planning.offload import update_seconds
+
+            work += update_seconds(self.network, rank)
         return work + self.update_exchange(rank) + self.replicas(volume)
 
     def update_exchange(self, rank: RankMemory) -> float:

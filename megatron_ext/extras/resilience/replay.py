@@ -41,7 +41,8 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
     """Return the digest of each tensor, int64 ``[n]``."""
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)
-    return torch.stack([digest(tensor) for tensor in tensors])
+    # Weights that the host updates, and their state, may lie on another device.
+    return torch.stack([digest(tensor).to(tensors[0].device) for tensor in tensors])
 
 
 class StepStart:
