@@ -286,6 +286,11 @@ ENGINE = (
         says="(nccl) is gloo on a CPU, which has no NCCL",
         holds=lambda values: values["device"] == "cpu" and values["distributed_backend"] == "nccl",
     ),
+    on_cpu(
+        "pin-cpu-grads pin-cpu-params overlap-cpu-optimizer-d2h-h2d "
+        "use-torch-optimizer-for-cpu-offload",
+        "memory and optimizer are the host's anyway",
+    ),
     on_cpu("muon-fp32-matmul-prec", "a CPU multiplies in float32"),
     on_cpu("empty-unused-memory-level", "a CPU keeps no memory cache"),
     without_engine("fp8-param-gather", "the torch layers keep and gather their weights in bf16"),
@@ -324,6 +329,10 @@ ENGINE = (
         "--optimizer-cpu-offload",
         "optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d "
         "use-torch-optimizer-for-cpu-offload pin-cpu-grads pin-cpu-params",
+    ),
+    without(
+        "--cpu-offloading-num-layers or --fine-grained-activation-offloading",
+        "min-offloaded-tensor-size",
     ),
     without("--lr-decay-style WSD", "lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples"),
     beside("--lr-decay-style constant", "min-lr decoupled-min-lr", "the rate never falls"),

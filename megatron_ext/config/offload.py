@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import SHARE, Changeable, flag
+from megatron_ext.config.flags import NATURAL, SHARE, Changeable, flag
 
 
 @dataclass(frozen=True)
@@ -29,3 +29,27 @@ class OffloadConfig(Changeable):
         True, "copy gradients to pinned host memory, which is faster but cannot be swapped out"
     )
     pin_cpu_params: bool = flag(True, "pin the weights that the host updates, for the same reason")
+    cpu_offloading_num_layers: int = flag(
+        0,
+        "first layers of each pipeline stage, or of each of its chunks, whose activations wait in "
+        "host memory for the backward pass",
+        NATURAL,
+        "layers",
+    )
+    fine_grained_activation_offloading: bool = flag(
+        False, "let the activations of --offload-modules wait in host memory, in all layers"
+    )
+    offload_modules: list[str] = flag(
+        [],
+        "parts of a layer for --fine-grained-activation-offloading",
+        choices="attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act",
+        nargs="+",
+    )
+    min_offloaded_tensor_size: int = flag(
+        1024 * 1024, "elements below which an activation stays on the GPU", NATURAL, "elements"
+    )
+
+    @property
+    def moves_activations(self) -> bool:
+        """Return whether activations wait in host memory."""
+        return self.cpu_offloading_num_layers > 0 or self.fine_grained_activation_offloading

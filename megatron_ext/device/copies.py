@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +35,27 @@ class Buffers:
         return whole[: like.numel()].view(like.shape)
 
 
+class Copy:
+    """A copy that has begun; without a GPU it is complete."""
+
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
+        self._device = device
+        self.arrived: Any = None
+        if stream is not None:
+            self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.arrived.record(stream)
+
+    def wait(self) -> None:
+        """Wait on the host until the copy is complete."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+
+    def precede(self) -> None:
+        """Let the device's current stream wait for the copy."""
+        if self.arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(self.arrived)
+
+
 class Copies:
     """A sequence of copies; without a GPU, each is complete at once.
 
@@ -50,39 +70,39 @@ class Copies:
         self._stream: Any = None
         if device.type == "cuda":
             own = torch.cuda.Stream if beside else torch.cuda.current_stream
-            self._stream = own(device)  # type: ignore[no-untyped-call]
+            self._stream = own(device)
 
     def begin(self) -> None:
         """Let later copies wait for what the current stream computes so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
+    def follow(self, copy: Copy) -> None:
+        """Let later copies wait for a copy of another sequence."""
+        if self._stream is not None:
+            self._stream.wait_event(copy.arrived)
+
     def end(self) -> None:
         """Let the current stream wait for the copies so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def to_host(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin to copy ``source`` from the device; return a function that waits for the copy."""
+    def to_host(self, target: Tensor, source: Tensor) -> Copy:
+        """Begin to copy ``source`` from the device to the host."""
         self._traffic.to_host += target.nbytes
-        return self._copy(target, source)
+        return self._copy(target, source, source)
 
-    def to_device(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin to copy ``source`` from the host; return a function that waits for the copy."""
+    def to_device(self, target: Tensor, source: Tensor) -> Copy:
+        """Begin to copy ``source`` from the host to the device."""
         self._traffic.to_device += source.nbytes
-        return self._copy(target, source)
+        return self._copy(target, source, target)
 
-    def _copy(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+    def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> Copy:
         if self._stream is None:
             target.copy_(source)
-            return _nothing
+            return Copy(self._device)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(self._stream)
-        done: Callable[[], None] = arrived.synchronize
-        return done
-
-
-def _nothing() -> None:
-    """Return at once, since the copy is complete."""
+        # The memory must not be given to others before the copy is complete.
+        on_device.record_stream(self._stream)
+        return Copy(self._device, self._stream)

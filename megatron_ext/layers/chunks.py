@@ -82,6 +82,11 @@ def build_chunks(
         minutes = parallel.distributed_timeout_minutes
         hops = expert_hops(context, ranks_per_node, timeout_minutes=minutes)
         use_two_hops(chunks, hops, context)
+    if config.offload.moves_activations:
+        from megatron_ext.layers.activation_offload import offload_activations
+
+        recomputes = config.model.recompute_granularity == "full"
+        offload_activations(chunks, config.offload, recomputes=recomputes)
     kept_tokens = getattr(transformer_config, "kept_tokens", None)
     for chunk in chunks:
         if kept_tokens is not None:

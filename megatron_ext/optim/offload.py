@@ -11,7 +11,7 @@ same copies are made, and an update gives the same bits as without offload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_ext.config.offload import OffloadConfig
-from megatron_ext.device.copies import Buffers, Copies, Traffic
+from megatron_ext.device.copies import Buffers, Copies, Copy, Traffic
 from megatron_ext.optim.adam import start_state
 from megatron_ext.optim.fused_adam import model_weights
 from megatron_ext.optim.update import parts_of
@@ -133,13 +133,13 @@ class HostUpdate:
         groups = self._inner.param_groups
         group_of = {main: group for group in groups for main in group["params"]}
         hosted = [x for x in self._hosted if x.main.grad is not None]
-        arrivals: list[Callable[[], None]] = []
-        sent: list[Callable[[], None]] = []
+        arrivals: list[Copy] = []
+        sent: list[Copy] = []
 
         def fetch() -> None:
             turn = len(arrivals)
             if turn >= self._count:
-                sent[turn - self._count]()  # its buffer is still being read
+                sent[turn - self._count].wait()  # its buffer is still being read
             arrivals.append(self._fetch(turn, hosted[turn]))
 
         self._down.begin()
@@ -153,7 +153,7 @@ class HostUpdate:
         for turn, each in enumerate(hosted):
             while len(arrivals) < min(turn + self._count, len(hosted)):
                 fetch()
-            arrivals[turn]()
+            arrivals[turn].wait()
             self._update_on_host(turn, each, group_of[each.main])
             sent.append(self._send(turn, each))
         self._up.end()
@@ -161,13 +161,15 @@ class HostUpdate:
     def _without_hosted(self, mains: Sequence[Tensor]) -> list[Tensor]:
         return [main for main in mains if main not in self._inner.on_host]
 
-    def _fetch(self, turn: int, each: Hosted) -> Callable[[], None]:
-        """Begin to copy what the update needs to the host; return a function that waits for it."""
+    def _fetch(self, turn: int, each: Hosted) -> Copy:
+        """Begin to copy what the update needs to the host; return the last copy."""
         assert each.main.grad is not None
-        wait = self._down.to_host(self._gradients.view(turn, each.main), each.main.grad)
+        copy = self._down.to_host(self._gradients.view(turn, each.main), each.main.grad)
         if not each.has_copy:
-            wait = self._down.to_host(self._weights[each.main.dtype].view(turn, each.main), each.main)
-        return wait
+            copy = self._down.to_host(
+                self._weights[each.main.dtype].view(turn, each.main), each.main
+            )
+        return copy
 
     def _update_on_host(self, turn: int, each: Hosted, group: dict[str, Any]) -> None:
         """Update a weight's state and its float32 value, both in host memory."""
@@ -183,8 +185,8 @@ class HostUpdate:
         inner.state[each.main] = inner.state.pop(weight)
         weight.grad = None
 
-    def _send(self, turn: int, each: Hosted) -> Callable[[], None]:
-        """Begin to copy an updated weight to the model; return a function that waits for it."""
+    def _send(self, turn: int, each: Hosted) -> Copy:
+        """Begin to copy an updated weight to the model."""
         source = self._weights[each.model.dtype].view(turn, each.model)
         if each.has_copy:
             source.copy_(each.main)

@@ -26,6 +26,7 @@ class RankMemory:
         transient: bytes allocated at the peak only within a forward or backward pass.
         in_flight: micro-batches held at the peak, summed over the rank's stages.
         fp8_weights: bytes of the 8-bit copies of weights, which exist during a step.
+        moved: bytes of activations in host memory at its own peak.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class RankMemory:
     transient: int
     in_flight: int
     fp8_weights: int
+    moved: int = 0
 
     @property
     def all_weights(self) -> list[Weight]:
@@ -45,7 +47,7 @@ class RankMemory:
     @property
     def host(self) -> int:
         """Return the bytes of host memory that the rank needs for what it moves there."""
-        return self.state.host
+        return self.state.host + self.moved
 
     @property
     def total(self) -> int:
@@ -73,11 +75,22 @@ def memory(network: Network, other: Sequence[RankMemory] | None = None) -> list[
     schedule = replace(schedule, num_microbatches=schedule.simulated)
     kept = _kept(network, stages) if other is None else other
     boundary = network.boundary
+    hosted = [0]
+    if network.config.offload.moves_activations:
+        hosted = network.of_stages(network.hosted, stages)
     for known in kept:
-        peak = peak_of(_moments(schedule, known.rank), costs, deferred=deferred, boundary=boundary)
+        found = _moments(schedule, known.rank)
+        peak = peak_of(found, costs, deferred=deferred, boundary=boundary)
         activations, transient, in_flight = peak
+        moved = peak_of(found, [LayerBytes(x, 0) for x in hosted])[0] if any(hosted) else 0
         ranks.append(
-            replace(known, activations=activations, transient=transient, in_flight=in_flight)
+            replace(
+                known,
+                activations=activations,
+                transient=transient,
+                in_flight=in_flight,
+                moved=moved,
+            )
         )
     return ranks
 

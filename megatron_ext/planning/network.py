@@ -263,6 +263,10 @@ class Network(ABC):
     def activations(self, stage: Stage) -> LayerBytes:
         """Return the bytes of activations of one micro-batch in a stage."""
 
+    def hosted(self, stage: Stage) -> int:
+        """Return the bytes of activations per micro-batch that wait in host memory."""
+        return 0
+
     def deferred(self, stage: Stage) -> int:
         """Return the bytes per micro-batch kept from the input- to the weight-gradient pass."""
         return 0

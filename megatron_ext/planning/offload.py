@@ -13,7 +13,7 @@ from megatron_ext.planning.hardware import PCIE, size
 from megatron_ext.planning.memory import RankMemory
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.sheet import Column, Sheet
-from megatron_ext.planning.stages import FP32
+from megatron_ext.planning.stages import FP32, Stage
 
 HOST_MEMORY = 25.0 * GB
 """Assumed bytes a second that the host reads and writes for one GPU; a guess, 200 GB/s for 8."""
@@ -41,6 +41,11 @@ def update_seconds(network: Network, rank: RankMemory) -> float:
     return down + up + computing
 
 
+def copy_seconds(network: Network, stage: Stage) -> float:
+    """Return the seconds in which a micro-batch's activations go to the host, or come back."""
+    return network.hosted(stage) / PCIE
+
+
 def offload_sheet(network: Network, ranks: Sequence[RankMemory], gpu: Gpu | None) -> Sheet:
     """Return a table of what a node's host keeps for its GPUs, and of the assumed rates."""
     columns = [Column("on the host", "what"), Column("", "value"), Column("meaning", "meaning")]
@@ -48,6 +53,7 @@ def offload_sheet(network: Network, ranks: Sequence[RankMemory], gpu: Gpu | None
     count = min(gpu.per_node if gpu is not None else 8, network.config.parallel.world_size)
     rows = [
         ("optimizer", size(most.state.host), "state, averages and buffers of a rank"),
+        ("activations", size(most.moved), "of the micro-batches that a rank holds at its peak"),
         ("a node", size(count * most.host), f"host memory for {count} such rank(s)"),
         *ASSUMED,
     ]

@@ -163,6 +163,13 @@ class Clock:
         forward = times[Phase.FORWARD] + sent
         inputs = times[Phase.INPUT] + sent
         weights = times[Phase.WEIGHT]
+        if network.config.offload.moves_activations:
+            from megatron_ext.planning.offload import copy_seconds
+
+            # Copies run beside the passes, which take no less time.
+            copied = copy_seconds(network, stage)
+            forward = max(forward, copied)
+            inputs = max(inputs, copied - weights)
         hidden = 0.0
         if network.schedule.pairs:
             from megatron_ext.schedules.pair_time import hidden_time

@@ -39,14 +39,14 @@ def test_the_host_takes_at_least_its_share_and_little_more() -> None:
     assert host_share([], 1.0) == set()
 
 
-class Apart(TorchDispatchMode):
+class Apart(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fails if an operation other than a copy takes tensors of the host and of the device.
 
     On a CPU both are in the same memory, so that torch itself does not.
     """
 
     def __init__(self, run: Run) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kinds: dict[int, tuple[str, Any]] = {}
         self.run = run
 

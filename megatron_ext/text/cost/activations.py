@@ -328,21 +328,16 @@ class Activations(GptRun):
 
     def activations(self, stage: Stage) -> LayerBytes:
         sizes = self.sizes
-        model = self.config.model
         parts = []
+        layers = self._layers(stage)
+        if self.config.offload.moves_activations:
+            from megatron_ext.text.cost.offload import with_moved
+
+            layers = with_moved(self, layers, stage)
         if stage.embedding:
-            dropped = self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
+            probability = self.config.model.hidden_dropout
+            dropped = self.dropout(sizes.residual_tokens * sizes.h, probability)
             parts.append(LayerBytes(dropped + sizes.tokens * INT64, self.table * sizes.width))
-        kinds = self.layer_kinds
-        counted = {kinds[x]: self.layer_bytes(x) for x, _ in self.unlike(stage.layers)}
-        layers = [counted[kinds[number]] for number in stage.layers]
-        if model.recompute_granularity == "full":
-            count = model.recompute_num_layers or 1
-            uniform = model.recompute_method == "uniform"
-            size, limit = (count, len(layers)) if uniform else (1, count)
-            tokens = self.kept_tokens
-            besides = [tokens if sizes.experts[number] else 0 for number in stage.layers]
-            layers = recomputed(layers, self.residual, size=size, limit=limit, besides=besides)
         parts += layers
         norm = self.norm(sizes.residual_tokens, sizes.h)
         if stage.final_norm:
@@ -353,6 +348,28 @@ class Activations(GptRun):
         parts += [depth] * stage.depths
         parts += [self.loss()] * stage.head
         return in_order(*parts)
+
+    def _layers(self, stage: Stage) -> list[LayerBytes]:
+        """Return the memory of a stage's layers, or of groups of them that are recomputed."""
+        model = self.config.model
+        kinds = self.layer_kinds
+        counted = {kinds[x]: self.layer_bytes(x) for x, _ in self.unlike(stage.layers)}
+        layers = [counted[kinds[number]] for number in stage.layers]
+        if model.recompute_granularity != "full":
+            return layers
+        count = model.recompute_num_layers or 1
+        uniform = model.recompute_method == "uniform"
+        size, limit = (count, len(layers)) if uniform else (1, count)
+        tokens = self.kept_tokens
+        besides = [tokens if self.sizes.experts[number] else 0 for number in stage.layers]
+        return recomputed(layers, self.residual, size=size, limit=limit, besides=besides)
+
+    def hosted(self, stage: Stage) -> int:
+        if not self.config.offload.moves_activations:
+            return 0
+        from megatron_ext.text.cost.offload import hosted
+
+        return hosted(self, self._layers(stage), stage)
 
     def deferred(self, stage: Stage) -> int:
         """Return the bytes that a stage's linear layers keep to compute weight gradients later.

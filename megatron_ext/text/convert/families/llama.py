@@ -129,11 +129,11 @@ def write_scaling(gpt: Gpt) -> dict[str, Any] | None:
     divisor = positions.rotary_seq_len_interpolation_factor
     if divisor:
         return {"rope_type": "linear", "factor": float(divisor)}
-    return (
-        None
-        if positions.rope_scaling is None
-        else dict(parse_json(positions.rope_scaling, "--rope-scaling"))
-    )
+    if positions.rope_scaling is None:
+        return None
+    scaling = parse_json(positions.rope_scaling, "--rope-scaling")
+    # Anything but a mapping is refused by the check of the flag itself.
+    return dict(scaling) if isinstance(scaling, dict) else None
 
 
 def read_window(settings: Settings) -> Fields:
