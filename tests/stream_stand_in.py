@@ -34,6 +34,8 @@ FACTORIES = ("empty", "zeros", "ones", "tensor", "arange", "full", "empty_like")
 
 COPYING = (
     "megatron_ext/device/streams.py",
+    "megatron_ext/layers/activation_offload.py",
+    "megatron_ext/optim/offload.py",
     "megatron_ext/losses/linear_cross_entropy.py",
     "megatron_ext/video/step.py",
 )

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ext.config.offload import OffloadConfig
 from megatron_ext.device.copies import Copies, Copy, Traffic
+from megatron_ext.errors import ConfigError
 
 EXPERT_PRODUCT = "linear_fc1"
 
@@ -47,7 +48,7 @@ class Stored:
     def fetch(self, up: Copies, device: torch.device) -> None:
         """Begin to copy the memory to the device, unless that was done before."""
         if self._here is None:
-            self._here = torch.empty_like(self._host, device=device)
+            self._here = torch.empty(len(self._host), dtype=torch.uint8, device=device)
             up.begin()
             up.follow(self._left)
             self._back = up.to_device(self._here, self._host)
@@ -228,7 +229,8 @@ class ActivationOffload:
         if key not in self._open:
             memory = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             on_gpu = self._device.type == "cuda"
-            host = torch.empty_like(memory, device="cpu", pin_memory=on_gpu)
+            like: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu", "pin_memory": on_gpu}
+            host = torch.empty(len(memory), **like)
             self._down.begin()
             left = self._down.to_host(host, memory)
             # While the storage is held, no other has its number.
@@ -328,9 +330,18 @@ def offload_activations(
 
     ``recomputes`` says that whole layers are recomputed. Each chunk gets an `ActivationOffload` as
     its attribute ``activation_offload``.
+
+    Raises:
+        ConfigError: a chunk has no ``decoder`` with ``layers``.
     """
     device = torch.empty(0, device=torch.cuda.current_device()).device
     for chunk in chunks:
+        if not _blocks(chunk):
+            raise ConfigError(
+                f"The model `{type(chunk).__name__}` has no `decoder` with `layers`, whose "
+                "activations could wait on the host; leave out `--cpu-offloading-num-layers` and "
+                "`--fine-grained-activation-offloading`."
+            )
         offload = ActivationOffload(chunk, flags, device, recomputes=recomputes)
         chunk.activation_offload = offload  # type: ignore[assignment]
 
@@ -338,7 +349,7 @@ def offload_activations(
 def _blocks(chunk: nn.Module) -> list[Any]:
     """Return the modules that run the layers of a chunk's decoder."""
     decoder = getattr(chunk, "decoder", None)
-    return [] if decoder is None else [decoder]
+    return [decoder] if hasattr(decoder, "layers") else []
 
 
 def _layers_of_a_layer(block: Any) -> int:

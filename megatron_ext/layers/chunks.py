@@ -82,7 +82,7 @@ def build_chunks(
         minutes = parallel.distributed_timeout_minutes
         hops = expert_hops(context, ranks_per_node, timeout_minutes=minutes)
         use_two_hops(chunks, hops, context)
-    if config.offload.moves_activations:
+    if config.offload.moves_activations and not config.training.skip_train:
         from megatron_ext.layers.activation_offload import offload_activations
 
         recomputes = config.model.recompute_granularity == "full"

@@ -75,9 +75,7 @@ def memory(network: Network, other: Sequence[RankMemory] | None = None) -> list[
     schedule = replace(schedule, num_microbatches=schedule.simulated)
     kept = _kept(network, stages) if other is None else other
     boundary = network.boundary
-    hosted = [0]
-    if network.config.offload.moves_activations:
-        hosted = network.of_stages(network.hosted, stages)
+    hosted = network.of_stages(network.hosted, stages)
     for known in kept:
         found = _moments(schedule, known.rank)
         peak = peak_of(found, costs, deferred=deferred, boundary=boundary)

@@ -242,6 +242,7 @@ LISTS = {
     "--cp-comm-type p2p a2a": ["p2p", "a2a"],
     "--hierarchical-context-parallel-sizes 2 4": [2, 4],
     "--recompute-modules core_attn mlp": ["core_attn", "mlp"],
+    "--offload-modules core_attn moe_act": ["core_attn", "moe_act"],
     "--moe-router-load-balancing-type aux_loss seq_aux_loss": ["aux_loss", "seq_aux_loss"],
     "--moe-aux-loss-coeff 1e-2 1e-3": [0.01, 0.001],
     "--data-path 0.3 a 0.7 b": ["0.3", "a", "0.7", "b"],

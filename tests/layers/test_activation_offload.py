@@ -79,7 +79,7 @@ LATENT = (
                 "all layers": ({}, "--attention-dropout 0.1 --bf16", f"{LAYERS} 4"),
                 "1F1B": ({"pp": 2}, f"{PP2} --mtp-num-layers 1", f"{LAYERS} 1"),
                 "interleaved": (
-                    {"pp": 2, "tp": 2},
+                    {"pp": 2, "tp": 2, "vpp": 2},
                     f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --sequence-parallel "
                     "--tensor-model-parallel-size 2",
                     f"{LAYERS} 1",

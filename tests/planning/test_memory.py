@@ -113,6 +113,7 @@ def test_the_memory_of_a_rank_is_that_of_all_its_chunks(monkeypatch: pytest.Monk
         deferred=lambda _: 0,
         parameters=lambda _: (),
         fp8_weights=lambda stage: eight[stage.index],
+        hosted=lambda _: 0,
     )
     (rank,) = memory(network)
     assert (rank.fp8_weights, rank.activations, rank.transient) == (16, 100, 1)
@@ -138,6 +139,7 @@ def test_the_memory_of_a_rank_has_what_waits_and_what_has_arrived(
             deferred=lambda _, each=deferred: each,
             parameters=lambda _: (),
             fp8_weights=lambda _: 0,
+            hosted=lambda _: 0,
         )
         assert [rank.activations for rank in memory(network)] == expected
 

@@ -41,7 +41,9 @@ def _state_errors(run: RunConfig) -> Iterator[FlagError]:
 
 RECOMPUTED_PARTS = {
     "core_attn": ("core_attn",),
+    "layernorm": ("attn_norm", "mlp_norm"),
     "moe": ("expert_fc1", "moe_act"),
+    "moe_act": ("moe_act",),
     "mla_up_proj": ("qkv_linear",),
 }
 """What each of ``--recompute-modules`` leaves nothing to move of, as ``--offload-modules`` say."""

@@ -92,6 +92,11 @@ UNUSED = (
         "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed",
         "a step is as large as its bucket says",
     ),
+    _unused(
+        "cpu-offloading-num-layers fine-grained-activation-offloading offload-modules "
+        "min-offloaded-tensor-size",
+        "activations wait on the host in a GPT's layers only",
+    ),
     _unused("train-samples", "steps differ in their number of clips; give --train-iters"),
     _unused("full-validation", "evaluation always goes through the whole validation data"),
     _unused("log-validation-ppl-to-tensorboard", "its loss has no perplexity"),
