@@ -150,13 +150,32 @@ class HostUpdate:
         ):
             self._update()
         self._up.begin()
-        for turn, each in enumerate(hosted):
-            while len(arrivals) < min(turn + self._count, len(hosted)):
-                fetch()
-            arrivals[turn].wait()
-            self._update_on_host(turn, each, group_of[each.main])
-            sent.append(self._send(turn, each))
+        with self._decision_on_host() as applies:
+            for turn, each in enumerate(hosted if applies else ()):
+                while len(arrivals) < min(turn + self._count, len(hosted)):
+                    fetch()
+                arrivals[turn].wait()
+                self._update_on_host(turn, each, group_of[each.main])
+                sent.append(self._send(turn, each))
         self._up.end()
+
+    @contextmanager
+    def _decision_on_host(self) -> Iterator[bool]:
+        """Inside the block, let the optimizer have on the host what a fused Adam reads.
+
+        These are the scale of the gradients, and whether to skip the update (see `optim.update`).
+        The result is False if it must be skipped.
+        """
+        inner = self._inner
+        names = ("found_inf", "grad_scale")
+        kept = {name: x for name in names if (x := getattr(inner, name, None)) is not None}
+        for name, value in kept.items():
+            setattr(inner, name, value.to(HOST))
+        try:
+            yield "found_inf" not in kept or not bool(inner.found_inf)
+        finally:
+            for name, value in kept.items():
+                setattr(inner, name, value)
 
     def _without_hosted(self, mains: Sequence[Tensor]) -> list[Tensor]:
         return [main for main in mains if main not in self._inner.on_host]

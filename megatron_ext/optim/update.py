@@ -146,7 +146,6 @@ def decides_on_device(optimizer: MegatronOptimizer) -> bool:
     return all(
         isinstance(part.optimizer, ADAMS)
         and not isinstance(part.optimizer, Custom)
-        and not getattr(part.optimizer, "on_host", None)
         and all(group["fused"] for group in part.optimizer.param_groups)
         for part in _with_parameters(optimizer)
     )

@@ -139,7 +139,10 @@ def _same_on(context: ParallelContext, *, flags: str, fraction: float, more: str
         traffic = inner.offload.traffic
         # NaN do not get through to gradients that are sharded.
         moved = elements * (3 if "optim_grads" in flags else 2)
-        assert (traffic.to_host, traffic.to_device) == (moved * down, moved * up)
+        assert traffic.to_device == moved * up
+        # The first gradient of a step is on its way when the step is skipped.
+        first = max((main.numel() for main in inner.on_host), default=0)
+        assert 0 <= traffic.to_host - moved * down <= first * down
     if context.dp_rank == 0:
         _check_plan(run)
 

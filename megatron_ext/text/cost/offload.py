@@ -22,7 +22,13 @@ def with_moved(run: Activations, layers: Sequence[LayerBytes], stage: Stage) -> 
         away = [_parts(run, run.sizes.experts[number])[0] for number in stage.layers]
         return _without(layers, away)
     count = _count(run, stage, len(layers))
-    away = [max(0, layer.kept - _stays(run, layer)) for layer in layers[:count]]
+    again = _recomputed(run, stage)
+    away = [
+        run.residual * _moves_inputs(run)
+        if index < again
+        else max(0, layer.kept - _stays(run, layer))
+        for index, layer in enumerate(layers[:count])
+    ]
     if count and not stage.embedding:
         # The schedule holds the message that is the first layer's input.
         away[0] = max(0, away[0] - run.residual)
@@ -34,7 +40,9 @@ def hosted(run: Activations, layers: Sequence[LayerBytes], stage: Stage) -> int:
     if run.config.offload.fine_grained_activation_offloading:
         numbers = [*stage.layers, *[-1] * stage.depths]
         return sum(_parts(run, run.sizes.experts[number])[1] for number in numbers)
-    return sum(layer.kept for layer in layers[: _count(run, stage, len(layers))])
+    again = _recomputed(run, stage)
+    moved = layers[: _count(run, stage, len(layers))]
+    return sum(run.residual if i < again else layer.kept for i, layer in enumerate(moved))
 
 
 def _without(layers: Sequence[LayerBytes], away: Sequence[int]) -> list[LayerBytes]:
@@ -61,12 +69,28 @@ def _count(run: Activations, stage: Stage, groups: int) -> int:
     return min(groups, count)
 
 
+def _recomputed(run: Activations, stage: Stage) -> int:
+    """Return how many layers, or groups of layers, of a stage are recomputed as wholes."""
+    model = run.config.model
+    if model.recompute_granularity != "full":
+        return 0
+    count = model.recompute_num_layers or 1
+    layers = len(stage.layers)
+    return -(-layers // count) if model.recompute_method == "uniform" else min(count, layers)
+
+
+def _moves_inputs(run: Activations) -> bool:
+    """Return whether the input of a layer is large enough to be moved."""
+    sizes = run.sizes
+    return sizes.residual_tokens * sizes.h >= run.config.offload.min_offloaded_tensor_size
+
+
 def _stays(run: Activations, layer: LayerBytes) -> int:
     """Return the bytes of a layer's tensors that are too small to be moved."""
     sizes = run.sizes
     minimum = run.config.offload.min_offloaded_tensor_size
     rows = sizes.residual_tokens
-    if rows * sizes.h < minimum:
+    if not _moves_inputs(run):
         return layer.kept
     small = [(rows, FP32), (rows, FP32)] * 4  # means and deviations of up to four norms
     small.append((sizes.tokens * sizes.n // sizes.tp, FP32))  # the log-sum-exp of attention
@@ -102,6 +126,6 @@ def _parts(run: Activations, experts: bool) -> tuple[int, int]:
     }
     chosen = [bounds[name] for name in names]
     least = sum(low for low, _ in chosen)
-    if sizes.residual_tokens * sizes.h < run.config.offload.min_offloaded_tensor_size:
+    if not _moves_inputs(run):
         least = 0
     return least, sum(high for _, high in chosen)
