@@ -78,7 +78,7 @@ class Saved:
 
 
 class Group:
-    """What one call of a layer has saved; it comes back together.
+    """The memory that one call of a layer has saved; it comes back together.
 
     Args:
         before: the group that a backward pass needs next.
@@ -236,8 +236,8 @@ class ActivationOffload:
             # While the storage is held, no other has its number.
             self._open[key] = self._group.add(host, left), storage
         stored = self._open[key][0]
-        place = tensor.size(), tensor.stride(), tensor.storage_offset()
-        return Saved(stored, tensor.dtype, *place)
+        offset = int(tensor.storage_offset())
+        return Saved(stored, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def _unpack(self, kept: Tensor | Saved) -> Tensor:
         """Return the saved tensor of which autograd has kept ``kept``."""
@@ -259,7 +259,7 @@ class ActivationOffload:
             self._replace(module, moved)
         for part in (layer, attention):
             if hasattr(part, "_fuses"):  # Fused functions do not call the parts.
-                part._fuses = lambda *_: False
+                part._fuses = lambda *_: False  # type: ignore[union-attr]
         experts = getattr(getattr(layer, "mlp", None), "experts", None)
         if experts is None or not names & {"expert_fc1", "moe_act"}:
             return

@@ -84,7 +84,8 @@ def test_activations_go_and_come_back_in_order(order: StreamOrder) -> None:
     for _ in range(2):
         for number in range(2):
             chunk(torch.ones(4, 8) + number).sum().backward()
-    assert all(torch.equal(x, p.grad) for x, p in zip(found, chunk.parameters(), strict=True))
+    truth = [p.grad for p in chunk.parameters() if p.grad is not None]
+    assert all(torch.equal(x, y) for x, y in zip(found, truth, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ RECOMPUTED_PARTS = {
     "moe_act": ("moe_act",),
     "mla_up_proj": ("qkv_linear",),
 }
-"""What each of ``--recompute-modules`` leaves nothing to move of, as ``--offload-modules`` say."""
+"""For each of ``--recompute-modules``, the ``--offload-modules`` that then keep nothing."""
 
 
 def _module_errors(run: RunConfig) -> Iterator[FlagError]:
