@@ -128,14 +128,12 @@ class ActivationOffload:
     def __init__(
         self, chunk: nn.Module, flags: OffloadConfig, device: torch.device, *, recomputes: bool
     ) -> None:
-        self._chunk = chunk
         self._device = device
         self._minimum = max(1, flags.min_offloaded_tensor_size)
         self.traffic = Traffic()
         self._down = Copies(device, self.traffic, beside=True)
         self._up = Copies(device, self.traffic, beside=True)
         self._kept: set[int] = set()
-        self._shared: set[int] = set()
         self._group: Group | None = None
         self._last: Group | None = None
         self._open: dict[tuple[int, int], tuple[Stored, Any]] = {}
@@ -146,11 +144,12 @@ class ActivationOffload:
             count = flags.cpu_offloading_num_layers * _layers_of_a_layer(block)
             for index, layer in enumerate(() if names else block.layers):
                 offloads = index < count
-                run = functools.partial(self._run_layer, offloads=offloads, after=index == count)
-                self._replace(layer, run)
+                how = {"layer": layer, "offloads": offloads, "after": index == count}
+                self._replace(layer, functools.partial(self._run_layer, **how))
             norm = getattr(block, "final_layernorm", None)
             if recomputes and isinstance(norm, nn.Module):
-                self._replace(norm, functools.partial(self._run_layer, offloads=False, after=False))
+                how = {"layer": norm, "offloads": False, "after": False}
+                self._replace(norm, functools.partial(self._run_layer, **how))
         for layer in _transformer_layers(chunk) if names else ():
             self._attach_parts(layer, names)
 
@@ -162,15 +161,19 @@ class ActivationOffload:
     def _run_block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the layers of a chunk in order, as the beginning of a pass through the chunk."""
         self._last = self._group = None
-        tensors = (*self._chunk.parameters(), *self._chunk.buffers())
-        self._kept = {x.untyped_storage()._cdata for x in tensors}
         if not (self._recomputes and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         with self._hooks():
             return forward(*args, **kwargs)
 
     def _run_layer(
-        self, forward: Callable[..., Any], *args: Any, offloads: bool, after: bool, **kwargs: Any
+        self,
+        forward: Callable[..., Any],
+        *args: Any,
+        layer: nn.Module,
+        offloads: bool,
+        after: bool,
+        **kwargs: Any,
     ) -> Any:
         """Run a layer, and move what is saved in it if it ``offloads``.
 
@@ -179,7 +182,7 @@ class ActivationOffload:
         """
         if _in_backward():
             return forward(*args, **kwargs)
-        with self._call(kwargs, offloads=offloads):
+        with self._call(layer, kwargs, offloads=offloads):
             if not (offloads and torch.is_grad_enabled()):
                 result = forward(*args, **kwargs)
             else:
@@ -192,21 +195,19 @@ class ActivationOffload:
         return result
 
     @contextmanager
-    def _call(self, kwargs: Mapping[str, Any], *, offloads: bool) -> Iterator[None]:
+    def _call(
+        self, layer: nn.Module, kwargs: Mapping[str, Any], *, offloads: bool
+    ) -> Iterator[None]:
         """Inside the block, let what is saved belong to a group of its own, if it is moved.
 
         A recomputed layer runs without gradients. Its input is saved after it, in its group.
         """
         self._open = {}
         self._group = None
-        self._shared = {
-            x.untyped_storage()._cdata
-            for name, value in kwargs.items()
-            if name != "hidden_states"
-            for x in tree_leaves(value)
-            if isinstance(x, Tensor)
-        }
         if offloads:
+            shared = [value for name, value in kwargs.items() if name != "hidden_states"]
+            tensors = (*tree_leaves(shared), *layer.parameters(), *layer.buffers())
+            self._kept = {x.untyped_storage()._cdata for x in tensors if isinstance(x, Tensor)}
             self._group = Group(self._up, self._device, self._last)
             if torch.is_grad_enabled() or self._recomputes:
                 self._last = self._group
@@ -222,9 +223,9 @@ class ActivationOffload:
         """Return what autograd keeps of a tensor that it saves."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
-        stays = self._kept | self._shared
-        small = tensor.numel() < self._minimum
-        if self._group is None or small or tensor.device != self._device or key[0] in stays:
+        small = storage.nbytes() < self._minimum * tensor.element_size()
+        stays = small or tensor.device != self._device or key[0] in self._kept
+        if self._group is None or stays:
             return tensor
         if key not in self._open:
             memory = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -245,7 +246,7 @@ class ActivationOffload:
 
     def _attach_parts(self, layer: Any, names: frozenset[str]) -> None:
         """Turn the hooks on in the named parts of a layer."""
-        self._replace(layer, functools.partial(self._run_layer_of_parts))
+        self._replace(layer, functools.partial(self._run_layer_of_parts, layer=layer))
         moved, still = self._run_part, self._run_still
         attention = getattr(layer, "self_attention", None)
         parts: dict[str, Sequence[Any]] = {
@@ -275,10 +276,12 @@ class ActivationOffload:
         if around is not None and hasattr(experts, "_product"):
             self._replace(experts, around)
 
-    def _run_layer_of_parts(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_layer_of_parts(
+        self, forward: Callable[..., Any], *args: Any, layer: nn.Module, **kwargs: Any
+    ) -> Any:
         if _in_backward() or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with self._call(kwargs, offloads=True):
+        with self._call(layer, kwargs, offloads=True):
             return forward(*args, **kwargs)
 
     def _run_part(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,8 @@ from tests.combinations.layouts import Layout
 from tests.combinations.options import Option, joined, options_of
 
 ENGINE = (
-    "precision fp8 cuda_graphs engine training optimizer offload ema checkpoint fault_tolerance logging "
-    "planning parallel"
+    "precision fp8 cuda_graphs engine training optimizer offload ema checkpoint fault_tolerance "
+    "logging planning parallel"
 ).split()
 """Sections that every program shares."""
 LAYERS = ("model", "positions", "attention", "latent_attention", "moe")

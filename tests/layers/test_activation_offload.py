@@ -29,7 +29,11 @@ def _steps(run: Run, count: int) -> list[Tensor]:
     norms = []
     for _ in range(count):
         one_step(run, metrics)
+        if run.config.optimizer.data_parallel_sharding_strategy != "no_shard":
+            continue  # Weights and gradients have no memory between steps.
         norms += [p.main_grad.norm() for chunk in run.chunks for p in chunk.parameters()]
+    if not norms:
+        return norms
     return [*norms, *(p.detach().clone() for chunk in run.chunks for p in chunk.parameters())]
 
 
@@ -108,6 +112,16 @@ LATENT = (
                 "pairs": (
                     {"dp": 2, "ep": 2},
                     f"{EXPERTS} --overlap-moe-expert-parallel-comm",
+                    f"{LAYERS} 2",
+                ),
+                "weights sharded": (
+                    {"dp": 2},
+                    "--data-parallel-sharding-strategy optim_grads_params --bf16",
+                    f"{LAYERS} 2",
+                ),
+                "tokens kept": (
+                    {"dp": 2, "ep": 2},
+                    f"{EXPERTS} {FULL} 1 --moe-keep-dispatched-tokens",
                     f"{LAYERS} 2",
                 ),
                 "latent": ({}, LATENT, f"{PARTS} {ALL}"),

@@ -198,6 +198,16 @@ def test_an_update_on_the_host_gives_the_same_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--bf16", ""])
+def test_state_of_sharded_weights_may_lie_on_the_host(flags: str, tmp_path: Path) -> None:
+    sharded = "--data-parallel-sharding-strategy optim_grads_params"
+    words = [*SMALL, *flags.split(), *sharded.split()]
+    both = f"{OFFLOAD} 0.6 {OVERLAP} --cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1"
+    truth = curve(words, tmp_path / "whole", 2)
+    assert curve([*words, *both.split()], tmp_path / "moved", 2) == truth
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["--bf16", "--fp16 --initial-loss-scale 64", ""])
 def test_a_checkpoint_goes_on_with_and_without_offload(flags: str, tmp_path: Path) -> None:
     words = [*SMALL, *flags.split(), "--save-interval", "2"]

@@ -74,7 +74,7 @@ def _recomputed(run: Activations, stage: Stage) -> int:
     model = run.config.model
     if model.recompute_granularity != "full":
         return 0
-    count = model.recompute_num_layers or 1
+    count: int = model.recompute_num_layers or 1
     layers = len(stage.layers)
     return -(-layers // count) if model.recompute_method == "uniform" else min(count, layers)
 
@@ -82,7 +82,8 @@ def _recomputed(run: Activations, stage: Stage) -> int:
 def _moves_inputs(run: Activations) -> bool:
     """Return whether the input of a layer is large enough to be moved."""
     sizes = run.sizes
-    return sizes.residual_tokens * sizes.h >= run.config.offload.min_offloaded_tensor_size
+    minimum: int = run.config.offload.min_offloaded_tensor_size
+    return bool(sizes.residual_tokens * sizes.h >= minimum)
 
 
 def _stays(run: Activations, layer: LayerBytes) -> int:
@@ -98,7 +99,8 @@ def _stays(run: Activations, layer: LayerBytes) -> int:
         count = run.moe.num_experts or 1
         small += [(rows * count, 2 * FP32), (rows * run.moe.moe_router_topk, INT64 + FP32)]
         small += [(run.routed, INT64 + FP32), (rows * sizes.ep * sizes.etp * count, FP32 + 1)]
-    return min(layer.kept, sum(number * width for number, width in small if number < minimum))
+    least: int = sum(number * width for number, width in small if number < minimum)
+    return min(layer.kept, least)
 
 
 def _parts(run: Activations, experts: bool) -> tuple[int, int]:
