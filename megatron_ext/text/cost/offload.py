@@ -61,8 +61,8 @@ def _without(layers: Sequence[LayerBytes], away: Sequence[int]) -> list[LayerByt
 def _count(run: Activations, stage: Stage, groups: int) -> int:
     """Return how many layers, or groups of recomputed layers, of a stage are moved."""
     model = run.config.model
-    count = run.config.offload.cpu_offloading_num_layers
-    size = model.recompute_num_layers or 1
+    count: int = run.config.offload.cpu_offloading_num_layers
+    size: int = model.recompute_num_layers or 1
     if model.recompute_granularity == "full" and model.recompute_method == "uniform" and size > 1:
         # A group is moved if its last layer is.
         return min(groups, groups if count >= len(stage.layers) else count // size)
