@@ -114,6 +114,9 @@ class _ParallelLinear:
         # If the input needed no gradient, no backward pass would collect the weight gradients.
         if not (weight.requires_grad and input.requires_grad):
             queue = None
+        # Beside an exchange nothing of the loss is computed, and autograd adds up all uses first.
+        if queue is not None and not self.alone and self.config.turns is not None:
+            queue = None
         in_place = weight.requires_grad and self.adds_in_place
         by_onednn = self.by_onednn and input.numel() > 0
         is_plain = queue is None and not in_place and self.fp8 is None

@@ -55,7 +55,8 @@ def hidden_time(
     if not layers:
         return 0.0
     one = exchange / (4 * layers + 2 * again)
-    outer, inner = ((1 - inside) * forward / layers, inside * forward / layers)
+    outer = (1 - inside) * forward / layers
+    inner = inside * forward / layers
     ahead = [(outer, one), (inner, one)] * layers
     # What the backward pass computes beyond the recomputation.
     gradients = backward - again / layers * forward
