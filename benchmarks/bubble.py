@@ -1,7 +1,9 @@
 """Measured step times of pipeline schedules beside the price of their plans and the theory.
 
 Each rank holds a stub stage that sleeps instead of computing, so the times of the actions are
-known, and the runtime, its messages and the waiting are all that is measured.
+known, and the runtime, its messages and the waiting are all that is measured. With ``--exchange``,
+each layer also waits for two exchanges of its experts' tokens in each pass, and the schedules run
+forward and backward passes in pairs that hide them.
 
 Example: python benchmarks/bubble.py --pipeline-sizes 4 8 --microbatches 8 16
 """
@@ -15,6 +17,8 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,44 +30,94 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.config.parallel import SPLIT_SCHEDULES, V_SHAPED
 from megatron_ext.device import select
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.parallel.turns import Turns
 from megatron_ext.schedules.orders import build_plan
+from megatron_ext.schedules.pair_time import Piece, pair_time
 from megatron_ext.schedules.plan import Durations, price
 from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import silence_known_warnings
 
 SHAPE = (4, 1, 8)
-CHUNKS = {"interleaved": 2, "zb-v": 2}
+CHUNKS = {"interleaved": 2, **dict.fromkeys(V_SHAPED, 2)}
+LAYERS = 4
+"""The layers of a rank that exchange tokens."""
+
+
+class Work:
+    """The times of one stage's passes, and of the exchanges of experts' tokens in each pass."""
+
+    def __init__(self, schedule: str, times: Sequence[float], exchange: float) -> None:
+        chunks = CHUNKS.get(schedule, 1)
+        self.computing = Durations(*(time / chunks for time in times))
+        self.exchange = exchange / chunks
+        self.splits = schedule in SPLIT_SCHEDULES
+        self.layers = LAYERS // chunks
+
+    @property
+    def durations(self) -> Durations:
+        """Return the times of passes alone, and the time that a pair of them takes less."""
+        forward, inputs, weights = astuple(self.computing)[:3]
+        alone = Durations(forward + self.exchange, inputs + self.exchange, weights)
+        if not self.exchange:
+            return alone
+        back = self.backward()
+        if self.splits:
+            back[-1] = (back[-1][0] + weights, 0.0)
+        return replace(alone, hidden=alone.passes - pair_time(back, self.forward()))
+
+    def forward(self) -> list[Piece]:
+        """Return half of each layer's computing before and half after its first exchange."""
+        piece = self.computing.forward / (2 * self.layers)
+        return [(piece, self.exchange / (2 * self.layers))] * (2 * self.layers)
+
+    def backward(self) -> list[Piece]:
+        """Return the pieces of a backward pass, which begins with an exchange."""
+        taken = self.computing.input_gradient
+        taken += 0.0 if self.splits else self.computing.weight_gradient
+        piece = taken / (2 * self.layers)
+        one = self.exchange / (2 * self.layers)
+        return [(0.0, one), *[(piece, one)] * (2 * self.layers - 1), (piece, 0.0)]
 
 
 class _Sleep(torch.autograd.Function):
     """Identity that takes time in both directions."""
 
     @staticmethod
-    def forward(ctx: Any, entering: Tensor, durations: Durations, queue: Any) -> Tensor:
-        ctx.durations, ctx.queue = durations, queue
-        time.sleep(durations.forward)
+    def forward(ctx: Any, entering: Tensor, stage: StubStage) -> Tensor:
+        ctx.stage = stage
+        stage.spend(stage.work.forward())
         return entering.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        time.sleep(ctx.durations.input_gradient)
-        ctx.queue.add(lambda: time.sleep(ctx.durations.weight_gradient))
-        return gradient.clone(), None, None
+        stage = ctx.stage
+        stage.spend(stage.work.backward())
+        if stage.work.splits:
+            stage.queue.add(lambda: time.sleep(stage.work.computing.weight_gradient))
+        return gradient.clone(), None
 
 
 class StubStage(torch.nn.Module):
-    """A model chunk that sleeps."""
+    """A model chunk that sleeps.
 
-    def __init__(self, durations: Durations, queue: DeferredWeightGradients) -> None:
+    Attributes:
+        network: the time at which the rank's last exchange of tokens has ended.
+    """
+
+    network = 0.0
+
+    def __init__(self, work: Work, queue: DeferredWeightGradients, turns: Turns) -> None:
         super().__init__()
-        self.durations = durations
+        self.work = work
         self.queue = queue
+        self.turns = turns
         self.entering: Tensor | None = None
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
@@ -73,8 +127,18 @@ class StubStage(torch.nn.Module):
         entering = self.entering
         if entering is None:
             entering = torch.ones(SHAPE, requires_grad=True)
-        result: Tensor = _Sleep.apply(entering, self.durations, self.queue)
+        result: Tensor = _Sleep.apply(entering, self)
         return result
+
+    def spend(self, pieces: list[Piece]) -> None:
+        """Sleep for each piece, and let the other pass of a pair go on during its exchange."""
+        for computing, exchange in pieces:
+            time.sleep(computing)
+            if exchange:
+                StubStage.network = max(StubStage.network, time.perf_counter()) + exchange
+                arrives = StubStage.network
+                self.turns.give_way()
+                time.sleep(max(0.0, arrives - time.perf_counter()))
 
 
 def forward_step(_batch: Any, model: torch.nn.Module, _counts: Any) -> tuple[Tensor, Any]:
@@ -84,13 +148,14 @@ def forward_step(_batch: Any, model: torch.nn.Module, _counts: Any) -> tuple[Ten
 
 def measure(
     schedule: str,
-    durations: Durations,
+    work: Work,
     num_microbatches: int,
     repeats: int,
     context: ParallelContext,
 ) -> float:
     """Return the shortest step of the slowest rank, in seconds."""
     queue = DeferredWeightGradients()
+    turns = Turns()
     config: TransformerConfig = StepTransformerConfig(
         num_layers=8,
         hidden_size=SHAPE[-1],
@@ -100,8 +165,9 @@ def measure(
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
         weight_gradients=queue,
+        turns=turns if work.exchange else None,
     )
-    chunks = [StubStage(durations, queue) for _ in range(context.placement.num_chunks)]
+    chunks = [StubStage(work, queue, turns) for _ in range(context.placement.num_chunks)]
     engine = PipelineEngine(schedule, chunks, config, context)
     best = float("inf")
     for _ in range(repeats):
@@ -115,7 +181,7 @@ def measure(
 
 
 def measure_on_ranks(
-    schedule: str, durations: Durations, size: int, num_microbatches: int, repeats: int
+    schedule: str, work: Work, size: int, num_microbatches: int, repeats: int
 ) -> float:
     """Fork the ranks of one pipeline and measure a schedule on them."""
     with tempfile.TemporaryDirectory() as name:
@@ -129,10 +195,10 @@ def measure_on_ranks(
                 world_size=size,
                 pipeline_model_parallel_size=size,
                 virtual_pipeline_model_parallel_size=CHUNKS.get(schedule),
-                v_shape=schedule == "zb-v",
+                v_shape=schedule in V_SHAPED,
             )
             context = init_groups(layout, device, init_method=f"file://{folder}/store")
-            taken = measure(schedule, durations, num_microbatches, repeats, context)
+            taken = measure(schedule, work, num_microbatches, repeats, context)
             if context.rank == 0:
                 (folder / "taken").write_text(str(taken))
             context.destroy()
@@ -158,11 +224,13 @@ def row(schedule: str, args: argparse.Namespace, size: int, num_microbatches: in
     """Return one line of the table."""
     chunks = CHUNKS.get(schedule, 1)
     whole = Durations(*args.times)
-    durations = Durations(*(time / chunks for time in args.times))
+    work = Work(schedule, args.times, args.exchange)
+    durations = work.durations
     shape = {"pipeline_size": size, "num_microbatches": num_microbatches}
-    cost = price(build_plan(schedule, num_chunks=chunks, **shape), durations)
+    plan = build_plan(schedule, num_chunks=chunks, pairs=bool(args.exchange), **shape)
+    cost = price(plan, durations)
     classic = price(build_plan("1f1b", **shape), whole)
-    taken = measure_on_ranks(schedule, durations, size, num_microbatches, args.repeats)
+    taken = measure_on_ranks(schedule, work, size, num_microbatches, args.repeats)
     return [
         str(size),
         str(num_microbatches),
@@ -171,7 +239,7 @@ def row(schedule: str, args: argparse.Namespace, size: int, num_microbatches: in
         f"{taken:.3f}",
         f"{taken / cost.makespan:.3f}",
         f"{cost.bubble:.3f}",
-        theory(schedule, whole, size),
+        "-" if args.exchange else theory(schedule, whole, size),
         f"{cost.bubble / classic.bubble:.2f}",
         f"{max(cost.peak_activations) / chunks:g}",
     ]
@@ -188,7 +256,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pipeline-sizes", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved", "zb-h1", "zb-v"])
+    parser.add_argument(
+        "--schedules", nargs="+", default=["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+    )
     parser.add_argument(
         "--times",
         type=float,
@@ -196,6 +266,12 @@ def main(argv: list[str]) -> int:
         default=[0.1, 0.1, 0.1],
         metavar=("F", "I", "W"),
         help="seconds of a rank's forward pass, input gradient and weight gradient",
+    )
+    parser.add_argument(
+        "--exchange",
+        type=float,
+        default=0.0,
+        help="seconds of all exchanges of tokens in a pass; the schedules then run in pairs",
     )
     parser.add_argument("--repeats", type=int, default=2, help="the shortest counts")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
