@@ -51,8 +51,12 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Return the rank's peak memory in bytes: its state, 8-bit weights and activations."""
-        return self.state.total + self.fp8_weights + self.activations + self.transient
+        """Return the rank's peak memory in bytes: its state, 8-bit weights and activations.
+
+        With sharded weights, set-up may take more than that.
+        """
+        step = self.state.total + self.fp8_weights + self.activations + self.transient
+        return max(step, self.state.setup)
 
 
 def memory(network: Network, other: Sequence[RankMemory] | None = None) -> list[RankMemory]:

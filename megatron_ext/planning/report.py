@@ -232,18 +232,21 @@ def memory_sheet(network: Network, ranks: list[RankMemory]) -> Sheet:
         Column("in flight", "microbatches_in_flight"),
         Column("activations", "activations_bytes", size),
         Column("transient", "transient_bytes", size),
+        Column("set-up", "setup_bytes", size, optional=True),
         Column("peak", "peak_bytes", size),
     ]
     rows = []
     for rank in ranks:
         state = rank.state
         parts = [state.parameters, state.gradients, state.optimizer, state.average]
-        moving = [rank.in_flight, rank.activations, rank.transient, rank.total]
+        moving = [rank.in_flight, rank.activations, rank.transient, state.setup, rank.total]
         rows.append([rank.rank, *parts, rank.fp8_weights, *moving])
     caption = (
         "in flight: micro-batches whose activations a rank holds at its peak; transient: memory "
         "that only the running pass needs"
     )
+    if any(rank.state.setup for rank in ranks):
+        caption += "; set-up: whole weights, and a chunk's buffers, before they are sharded"
     if (saving := _saving(network)) is not None:
         caption += f"\n{saving}"
     return Sheet("memory", "memory of a rank", columns, rows, caption, merges=True)

@@ -40,6 +40,8 @@ class State(Summed):
         host: bytes in host memory, which no number above counts: optimizer state, averages, and the
             buffers through which an update copies gradients and weights.
         host_optimizer: bytes of the optimizer state among them.
+        setup: bytes during set-up if weights are sharded, else 0. The weights of all chunks are
+            there, and each chunk in turn has a buffer of its weights and one of its gradients.
     """
 
     count: int = 0
@@ -54,6 +56,7 @@ class State(Summed):
     hosted: int = 0
     host: int = 0
     host_optimizer: int = 0
+    setup: int = 0
 
     @property
     def total(self) -> int:
@@ -145,7 +148,7 @@ def rank_state(
     frozen = sum(weight.numel for chunk in chunks for weight in chunk if weight.frozen)
     total = State(count=frozen, parameters=frozen * ranks.width, frozen=frozen * ranks.width)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    size, filled, gathered = None, 0, 0
+    size, filled, gathered, buffered = None, 0, 0, 0
     pieces: dict[bool, list[int]] = {False: [], True: []}
     if rank == 0 or shards:
         numel = sum(weight.numel for chunk in trained for weight in chunk)
@@ -153,6 +156,7 @@ def rank_state(
     for chunk in trained:
         filling = 0
         layers: dict[str, int] = {}
+        before = total.gathered + total.reduced
         # Core uses a separate buffer for each dtype of parameters, and for experts.
         buffers: dict[tuple[bool, bool], list[Weight]] = {}
         for weight in chunk:
@@ -193,6 +197,7 @@ def rank_state(
                 least = 1 if optimizer.shards_weights else 2
                 filling += width * _filled(laid, least + optimizer.overlap_grad_reduce)
         filled = max(filled, filling)
+        buffered = max(buffered, total.gathered + total.reduced - before)
         names = list(dict.fromkeys(unit_of(weight.name) for weight in chunk))
         gathered = max(gathered, _at_once([(name, layers.get(name, 0)) for name in names]))
         if not shards:
@@ -202,7 +207,8 @@ def rank_state(
             total += _moved(config, ranks, weights_of_part)
     if config.parallel.overlap_moe_expert_parallel_comm:
         gathered *= 2  # a forward and a backward pass at a time
-    return total + State(gradients=filled, parameters=gathered)
+    setup = total.count * ranks.width + buffered if optimizer.shards_weights else 0
+    return total + State(gradients=filled, parameters=gathered, setup=setup)
 
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)")

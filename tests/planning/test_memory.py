@@ -434,3 +434,5 @@ def test_the_buckets_of_sharded_weights_are_layers() -> None:
     # Experts without copies stay; two layers have memory at a time.
     assert state.parameters == 2 * (dense // 8 + expert + 2 * 256)
     assert state.gathered == 2 * (dense + expert)
+    # Before that, the weights, their buffer and the gradients'.
+    assert state.setup == 2 * 660 + 2 * (dense + expert) + 4 * (dense + expert)
