@@ -262,7 +262,7 @@ class CheckpointManager:
         if not config.no_save_rng:
             apart = run_config.get("training", {}).get("data_parallel_random_init", False)
             state["rng_state"] = run_state.random_state(self._context, every_replica=apart)
-        cut_weights(state, dict(zip(chunk_keys(model), model, strict=True)))
+        cut_weights(state, chunk_keys(model))
         return state
 
     def load(
@@ -344,7 +344,7 @@ class CheckpointManager:
             state |= goes_on.state_to_load(path, metadata, with_optimizer=with_optimizer)
         if recorded is not None:
             self._restore_base(path, recorded, model)
-        cut_weights(state, dict(zip(chunk_keys(model), model, strict=True)))
+        cut_weights(state, chunk_keys(model))
         strategy = strategy_of(self._config, self._context)
         loaded = storage.read_state(path, state, strategy, self._config, self._context, notes)
         if recorded is not None:
@@ -426,7 +426,6 @@ class CheckpointManager:
         if optimizer is not None and stored.get(run_state.SHARDING) == GATHERED:
             give_groups_on_host(optimizer, layout)
 
-        @run_state.shapes_only(model)
         def check() -> set[str]:
             bare = run_state.sharded_state(model, None, metadata=metadata, is_loading=True)
             if checkpoint.weights_only:

@@ -11,7 +11,7 @@ in boxes has the same tensors as a gathered one, so any reader of the format loa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -138,16 +138,14 @@ def in_boxes(
     return list(_cut(_shards(entry), f"{prefix}.", values.float(), start, 0))
 
 
-def cut_weights(state: dict[str, Any], model: dict[str, Any]) -> None:
+def cut_weights(state: dict[str, Any], chunks: Iterable[str]) -> None:
     """Replace sharded weights in a state by this rank's elements of them, cut into boxes.
 
     Args:
         state: the state to save or to load.
-        model: the chunks of the model, by the keys that their weights have in ``state``.
+        chunks: the keys in ``state`` of the weights of the model's chunks.
     """
-    for key, chunk in model.items():
-        if not hasattr(chunk, "shapes_only"):
-            continue
+    for key in chunks:
         weights = state.get(key, {})
         for name, entry in list(weights.items()):
             shard = getattr(getattr(entry, "data", None), "weight_shard", None)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -109,19 +108,6 @@ def chunk_keys(model: Chunks) -> list[str]:
     return ["model"] if len(model) == 1 else [f"model{index}" for index in range(len(model))]
 
 
-@contextmanager
-def shapes_only(model: Chunks) -> Iterator[None]:
-    """Inside the block, let weights that are sharded over replicas be read, with any values.
-
-    Outside of a pass they have no values, and cannot even be cut into views.
-    """
-    with ExitStack() as stack:
-        for chunk in model:
-            if hasattr(chunk, "shapes_only"):
-                stack.enter_context(chunk.shapes_only())
-        yield
-
-
 def sharded_state(
     model: Chunks,
     optimizer: MegatronOptimizer | None,
@@ -138,11 +124,10 @@ def sharded_state(
         metadata: the result of `sharding_of`, which decides the format of the optimizer's state.
         is_loading: whether the tensors will be filled from a checkpoint, rather than saved.
     """
-    with shapes_only(model):
-        state: dict[str, Any] = {
-            key: chunk.sharded_state_dict(metadata=metadata)
-            for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True)
-        }
+    state: dict[str, Any] = {
+        key: chunk.sharded_state_dict(metadata=metadata)
+        for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True)
+    }
     if optimizer is None:
         return state
     trains = not getattr(optimizer, "is_stub_optimizer", False)

@@ -5,10 +5,11 @@ either pass, its weights are gathered from all ranks; they are freed when the ne
 So that the next layer need not wait, its weights are gathered meanwhile. Gradients are sharded too
 (see `gradient_shards`), with one bucket for each layer.
 
-A parameter is a view of its layer's memory, which is given back and allocated again at need. So
-tensors that autograd saves for the backward pass stay valid, as long as the weights have been
-gathered again before they are read. Whatever needs weights outside of a pass, such as a checkpoint,
-uses the parameter's attribute ``weight_shard``.
+A gathered parameter is a view of its layer's memory, which is given back and allocated again at
+need. So tensors that autograd saves for the backward pass stay valid, as long as the weights have
+been gathered again before they are read. In the meantime a parameter is NaN: one number, which
+takes the place of all. Whatever needs weights outside of a pass, such as a checkpoint, uses the
+parameter's attribute ``weight_shard``.
 
 All ranks gather in the same order, since they run the same layers in the same order: a forward
 pass gathers ahead in the order of the pass before it, and a backward pass in the reverse of its
@@ -17,6 +18,7 @@ own forward pass.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -52,7 +54,7 @@ class WeightBucket:
     """The weights of a layer that are of one dtype and sharded over one group, n elements in all.
 
     Attributes:
-        params: the parameters, which are views of `whole`.
+        params: the parameters; they are views of `whole` while that has memory.
         whole: the weights of all ranks, ``[n]``; it has memory only from `start` to `free`.
         own: this rank's shard, ``[n / ranks]``.
     """
@@ -65,10 +67,12 @@ class WeightBucket:
         own.copy_(self._part)
         self._num_bytes = self.whole.untyped_storage().nbytes()
         self._gather: Any = None
+        self._views: list[Tensor] = []
+        self._nothing = self.whole.new_full((), math.nan)
         first = self.group.rank() * len(own)
         for parameter in self.params:
             start, end = (x - bucket.offset for x in buffer.param_index_map[parameter][:2])
-            parameter.data = self.whole[start:end].view(parameter.shape)
+            self._views.append(self.whole[start:end].view(parameter.shape))
             low, high = (min(max(x - first, 0), len(own)) for x in (start, end))
             parameter.weight_shard = WeightShard(own[low:high], max(0, first - start), self.group)
         self.free()
@@ -86,6 +90,8 @@ class WeightBucket:
     def start(self) -> None:
         """Start to gather the weights; `wait` completes it."""
         self.whole.untyped_storage().resize_(self._num_bytes)
+        for parameter, view in zip(self.params, self._views, strict=True):
+            parameter.data = view
         self._gather = torch.distributed.all_gather_into_tensor(
             self.whole, self.own, group=self.group, async_op=True
         )
@@ -100,8 +106,10 @@ class WeightBucket:
         self.own.copy_(self._part)
 
     def free(self) -> None:
-        """Free the whole weights; the parameters must not be used until the next `start`."""
+        """Free the whole weights; until the next `start`, the parameters are NaN."""
         self.wait()
+        for parameter in self.params:
+            parameter.data = self._nothing.expand(parameter.shape)
         self.whole.untyped_storage().resize_(0)
 
 
@@ -355,22 +363,6 @@ class ShardedWeights(ShardedGradients):
         """Gather the weights of a call before its backward pass, and start with the next ones."""
         if not self._bypassed:
             current.hold(current.calls[index].all_units, current.before(index))
-
-    @contextmanager
-    def shapes_only(self) -> Iterator[None]:
-        """Inside the block, let parameters have any values, but be readable without being gathered.
-
-        So they can be described, for example to a checkpoint.
-        """
-        sharded = [p for unit in self.units for bucket in unit.buckets for p in bucket.params]
-        views = [parameter.data for parameter in sharded]
-        for parameter in sharded:
-            parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
-        try:
-            yield
-        finally:
-            for parameter, view in zip(sharded, views, strict=True):
-                parameter.data = view
 
     @contextmanager
     def whole_weights(self, *, writes: bool = False) -> Iterator[None]:

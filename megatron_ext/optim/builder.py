@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,16 +55,13 @@ def build_optimizer(
         if "max_lr" in override:
             # megatron-core matches the groups of a checkpoint by this mark, but does not set it.
             override["is_decoupled_lr"] = True
-    make = partial(
-        core.get_megatron_optimizer,
-        core_config, chunks, config_overrides=overrides, use_gloo_process_groups=False,
-    )  # fmt: skip
+    optimizer = core.get_megatron_optimizer(
+        core_config, chunks, config_overrides=overrides, use_gloo_process_groups=False
+    )
     if config.optimizer.shards_weights:
-        from megatron_ext.optim.shards import with_sharded_weights
+        from megatron_ext.optim.shards import take_sharded_weights
 
-        optimizer = with_sharded_weights(make, chunks)
-    else:
-        optimizer = make()
+        take_sharded_weights(optimizer)
     if name == "custom":
         from megatron_ext.optim.custom import take_custom
 

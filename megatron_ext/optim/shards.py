@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,24 +85,17 @@ def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
             part._copy_model_grads_to_main_grads = partial(take, part)
 
 
-def with_sharded_weights(
-    make: Callable[[], MegatronOptimizer], chunks: Sequence[Any]
-) -> MegatronOptimizer:
-    """Return the optimizer that ``make`` builds of chunks whose weights are sharded.
+def take_sharded_weights(optimizer: MegatronOptimizer) -> None:
+    """Make distributed optimizers read and write this rank's shards instead of whole parameters.
 
-    Its distributed optimizers take weights from, and write them to, this rank's shards (see
-    `layers.weight_shards`), and not whole parameters.
+    Call this before the first update, if weights are sharded (see `layers.weight_shards`).
     """
-    with ExitStack() as stack:
-        for chunk in chunks:
-            stack.enter_context(chunk.shapes_only())
-        optimizer = make()
 
     def write(part: Any) -> None:
         for model, main in _pairs(part.shard_float16_groups, part.shard_fp32_from_float16_groups):
             model.copy_(main)
 
-    def read(part: Any, _state_dict: object = None) -> None:
+    def read(part: Any, **_unused: object) -> None:
         for model, main in _pairs(part.shard_float16_groups, part.shard_fp32_from_float16_groups):
             main.data.copy_(model)
 
@@ -113,7 +105,6 @@ def with_sharded_weights(
             part._copy_main_params_to_model_params = partial(write, part)
             part._copy_model_params_to_main_params = partial(read, part)
             read(part)
-    return optimizer
 
 
 def _point_to_shards(part: Any) -> None:

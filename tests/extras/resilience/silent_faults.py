@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_ext.disk.events import read_events
+from megatron_ext.layers.chunks import own_elements
 from megatron_ext.optim.update import parts_of
 from megatron_ext.text.task import GPT
 from megatron_ext.train.callbacks.callback import Callback
@@ -32,7 +33,7 @@ class FinalState(Callback):
     """Writes the bits of weights, optimizer and averages to ``state_<rank>.json`` at the end."""
 
     def on_train_end(self) -> None:
-        tensors = [p.detach() for chunk in self.run.chunks for p in chunk.parameters()]
+        tensors = [own_elements(p) for chunk in self.run.chunks for p in chunk.parameters()]
         for part in parts_of(self.run.optimizer):
             if not getattr(part, "is_stub_optimizer", False):
                 states = part.optimizer.state.values()

@@ -50,6 +50,11 @@ CASES = {
         "--data-parallel-sharding-strategy optim_grads --use-precision-aware-optimizer "
         "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
     ),
+    "DP2, bf16, sharded weights": (
+        2,
+        "--use-distributed-optimizer --bf16 --ema-decay 0.9 --check-invariants 1 "
+        "--data-parallel-sharding-strategy optim_grads_params",
+    ),
     "TP2, PP2, fp16, SGD, dropout": (
         4,
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "

@@ -57,7 +57,10 @@ LAYOUTS = {
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     ),
     "cp2": (2, "--context-parallel-size 2"),
-    "dp2": (2, "--use-distributed-optimizer"),
+    "dp2": (
+        2,
+        "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params",
+    ),
 }
 
 

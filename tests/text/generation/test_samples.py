@@ -18,7 +18,13 @@ TINY = (
 ).split()
 
 
-@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2"])
+WEIGHTS = "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["", "--pipeline-model-parallel-size 2", pytest.param(WEIGHTS, marks=pytest.mark.slow)],
+)
 def test_texts_are_written_and_losses_stay(layout: str, tmp_path: Path) -> None:
     words = [*TINY, *layout.split()]
     flags = "--sample-interval 2 --sample-new-tokens 5 --sample-texts once then,".split()
