@@ -177,7 +177,7 @@ class World:
                 stack.enter_context(mock.patch.multiple(module, **by_name))
             # What this rank holds is not whole without the others.
             stack.enter_context(mock.patch.object(storage, "sum_of_all_ranks", return_value=0))
-            for module in (manager, publish, resume, state, unpickling):
+            for module in (manager, publish, resume, state, storage, unpickling):
                 stack.enter_context(mock.patch.object(module, "on_first_rank", self.on_first_rank))
             yield
 
