@@ -74,23 +74,29 @@ def build_chunks(
             chunks, config.fp8, context.pgs, num_layers=config.model.num_layers,
             on_gpu=config.device == "cuda", varies=config.model.blocks_dealt_by_cost,
         )  # fmt: skip
+    keeps = getattr(transformer_config, "kept_tokens", None) is not None
     ranks_per_node = getattr(transformer_config, "moe_ranks_per_node", None)
     if ranks_per_node is not None and context.layout.expert_model_parallel_size > 1:
-        from megatron_ext.layers.two_hop_dispatcher import use_two_hops
+        from megatron_ext.layers.keeping_dispatcher import KeepingTwoHopDispatcher
+        from megatron_ext.layers.two_hop_dispatcher import TwoHopDispatcher, use_two_hops
         from megatron_ext.parallel.expert_hops import expert_hops
 
         minutes = parallel.distributed_timeout_minutes
         hops = expert_hops(context, ranks_per_node, timeout_minutes=minutes)
-        use_two_hops(chunks, hops, context)
+        use_two_hops(chunks, hops, context, KeepingTwoHopDispatcher if keeps else TwoHopDispatcher)
     if config.offload.moves_activations and not config.training.skip_train:
         from megatron_ext.layers.activation_offload import offload_activations
 
         recomputes = config.model.recompute_granularity == "full"
         offload_activations(chunks, config.offload, recomputes=recomputes)
-    kept_tokens = getattr(transformer_config, "kept_tokens", None)
+    if keeps:
+        from megatron_ext.layers.keeping_dispatcher import drop_unread_outputs
+        from megatron_ext.layers.transformer_layer import TransformerLayer
+
+        for chunk in chunks:
+            transformer_config.kept_tokens.follow(chunk)
+            drop_unread_outputs(chunk, TransformerLayer)
     for chunk in chunks:
-        if kept_tokens is not None:
-            kept_tokens.follow(chunk)
         mark_experts(chunk, context.pgs)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

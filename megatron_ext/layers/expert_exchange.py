@@ -23,12 +23,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.layers.fp8.rows import RowFormat
 from megatron_ext.layers.moe import AlltoAllDispatcher
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.turns import Turns
 
 Splits = Sequence[int] | None
 """Numbers of rows for each rank of a group, or None for equal numbers."""
+
+Formats = tuple[RowFormat | None, RowFormat | None]
+"""The 8-bit formats of rows that are sent, and of their gradients; None for no format."""
 
 
 def exchange(
@@ -38,6 +42,7 @@ def exchange(
     output_splits: Splits,
     input_splits: Splits,
     deferred: DeferredWeightGradients | None = None,
+    formats: Formats = (None, None),
 ) -> tuple[Tensor, ...]:
     """Send parts of each tensor to the ranks of a group, and return the parts received from them.
 
@@ -50,11 +55,13 @@ def exchange(
         input_splits: numbers of rows to send to each rank.
         deferred: queues of weight gradients. Those that the backward pass has queued so far are
             computed while the parts of the gradient are under way.
+        formats: the 8-bit formats in which the rows of the first tensor are sent, and those of its
+            gradient. The gradient is that of rows that are sent as they are.
     """
     if group.size() == 1:
         return tuple(tensors)
     received: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
-        turns, group, output_splits, input_splits, deferred, *tensors
+        turns, group, output_splits, input_splits, deferred, formats, *tensors
     )
     return received
 
@@ -68,19 +75,35 @@ class _Exchange(torch.autograd.Function):
         output_splits: Splits,
         input_splits: Splits,
         deferred: DeferredWeightGradients | None,
+        formats: Formats,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.call = turns, group, input_splits, output_splits, deferred
-        return exchanged(turns, group, output_splits, input_splits, tensors)
+        there, back = formats
+        ctx.call = turns, group, input_splits, output_splits, deferred, back
+        return exchanged(turns, group, output_splits, input_splits, tensors, rows_as=there)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        turns, group, output_splits, input_splits, deferred = ctx.call
-        # Probabilities come along only on the way to the experts, the last of a backward pass.
-        early = turns is not None and turns.releases_early and len(gradients) > 1
-        splits = output_splits, input_splits
-        sent = exchanged(turns, group, *splits, gradients, deferred, later=early)
-        return None, None, None, None, None, *sent
+        return None, None, None, None, None, None, *exchanged_back(*ctx.call, gradients)
+
+
+def exchanged_back(
+    turns: Turns | None,
+    group: ProcessGroup,
+    output_splits: Splits,
+    input_splits: Splits,
+    deferred: DeferredWeightGradients | None,
+    rows_as: RowFormat | None,
+    gradients: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Send the gradients of what an exchange has brought to where the parts came from.
+
+    The arguments are those of `exchanged`.
+    """
+    # Probabilities come along only on the way to the experts, the last of a backward pass.
+    early = turns is not None and turns.releases_early and len(gradients) > 1
+    splits = output_splits, input_splits
+    return exchanged(turns, group, *splits, gradients, deferred, later=early, rows_as=rows_as)
 
 
 def exchanged(
@@ -92,16 +115,23 @@ def exchanged(
     deferred: DeferredWeightGradients | None = None,
     *,
     later: bool = False,
+    rows_as: RowFormat | None = None,
 ) -> tuple[Tensor, ...]:
     """Return what `exchange` returns, without a backward pass.
 
-    If ``deferred`` is given, its weight gradients are computed meanwhile. With ``later``, the other
-    pass goes on only before the next exchange of this one.
+    Args:
+        deferred: queues of weight gradients, which are computed meanwhile.
+        later: whether the other pass goes on only before the next exchange of this one.
+        rows_as: the 8-bit format in which the rows of the first tensor are sent; None sends them as
+            they are.
     """
     if turns is not None:
         turns.give_way_if_owed()
     received = []
     works = []
+    dtype = tensors[0].dtype
+    if rows_as is not None:
+        tensors = [rows_as.encode(tensors[0]), *tensors[1:]]
     for tensor in tensors:
         sent = tensor.contiguous()
         rows = len(sent) if output_splits is None else int(sum(output_splits))
@@ -122,6 +152,8 @@ def exchanged(
         (turns.give_way_later if later else turns.give_way)()
     for work, _ in works:
         work.wait()
+    if rows_as is not None:
+        received[0] = rows_as.decode(received[0], dtype)
     return tuple(received)
 
 
@@ -145,10 +177,19 @@ class _OneRank:
 
 
 class OverlappedDispatcher(AlltoAllDispatcher):
-    """Dispatcher whose all-to-alls are under way while another micro-batch computes."""
+    """Dispatcher whose all-to-alls let another micro-batch compute, or send rows in 8 bits.
+
+    It does what the configuration asks for: ``turns``, ``moe_dispatch_fwd_dtype`` and
+    ``moe_combine_bwd_dtype``.
+    """
 
     ep_group: Any
     tokens_per_expert: Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._there = RowFormat.of(self.config.moe_dispatch_fwd_dtype), None
+        self._back = None, RowFormat.of(self.config.moe_combine_bwd_dtype)
 
     def token_dispatch(
         self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor
@@ -193,8 +234,16 @@ class OverlappedDispatcher(AlltoAllDispatcher):
         config = self.config
         turns = config.turns if gives_way else None
         deferred = config.weight_gradients if gives_way else None
+        formats = self._formats(reads)
         with own_state(self):
-            return exchange(turns, group, tensors, output_splits, input_splits, deferred)
+            return exchange(turns, group, tensors, output_splits, input_splits, deferred, formats)
+
+    def _formats(self, reads: Sequence[bool]) -> Formats:
+        """Return the formats of rows on their way to experts, or of outputs on their way back.
+
+        The latter bring one tensor, whose gradient goes to the experts.
+        """
+        return self._there if len(reads) > 1 else self._back
 
     @contextmanager
     def _sent_already(self) -> Iterator[None]:

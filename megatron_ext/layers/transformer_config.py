@@ -108,6 +108,8 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         moe_ranks_per_node: number of ranks on each node, to which tokens are sent once; None sends
             them as ``moe_token_dispatcher_type`` says.
         moe_keep_dispatched_tokens: whether there are ``kept_tokens``.
+        moe_dispatch_fwd_dtype, moe_combine_bwd_dtype: how rows are sent to experts on other ranks,
+            tokens and gradients of outputs: fp8 or mxfp8; bf16 sends them in their own dtype.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
@@ -131,6 +133,8 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     moe_router_group_scores: int | None = None
     moe_ranks_per_node: int | None = None
     moe_keep_dispatched_tokens: bool = False
+    moe_dispatch_fwd_dtype: str = "bf16"
+    moe_combine_bwd_dtype: str = "bf16"
 
 
 @dataclass

@@ -231,10 +231,11 @@ def _after_norm(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[...,
 
 def _dispatcher_class(config: TransformerConfig) -> type[MoEAlltoAllTokenDispatcher]:
     if getattr(config, "kept_tokens", None) is not None:
-        from megatron_ext.layers.kept_tokens import KeepingDispatcher
+        from megatron_ext.layers.keeping_dispatcher import KeepingDispatcher
 
         return KeepingDispatcher
-    if getattr(config, "turns", None) is not None:
+    formats = {getattr(config, f"moe_{x}_dtype", "bf16") for x in ("dispatch_fwd", "combine_bwd")}
+    if getattr(config, "turns", None) is not None or formats != {"bf16"}:
         from megatron_ext.layers.expert_exchange import OverlappedDispatcher
 
         return OverlappedDispatcher

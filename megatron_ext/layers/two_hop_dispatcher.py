@@ -263,14 +263,15 @@ class TwoHopDispatcher(OverlappedDispatcher):
 
 
 def use_two_hops(
-    chunks: Iterable[torch.nn.Module], hops: ExpertHops, context: ParallelContext
+    chunks: Iterable[torch.nn.Module],
+    hops: ExpertHops,
+    context: ParallelContext,
+    kind: type[TwoHopDispatcher] = TwoHopDispatcher,
 ) -> None:
-    """Make all MoE layers of model chunks that use an all-to-all send their tokens in two hops."""
-    kind = TwoHopDispatcher
-    if getattr(next(iter(chunks)).config, "kept_tokens", None) is not None:
-        from megatron_ext.layers.kept_tokens import KeepingTwoHopDispatcher
+    """Make all MoE layers of model chunks that use an all-to-all send their tokens in two hops.
 
-        kind = KeepingTwoHopDispatcher
+    ``kind`` is the class of their dispatchers.
+    """
     layers = (x for chunk in chunks for x in chunk.modules() if isinstance(x, BaseMoELayer))
     for layer in layers:
         old = layer.token_dispatcher

@@ -13,8 +13,14 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_ext.layers.kept_tokens import KeepingDispatcher, KeepingTwoHopDispatcher, KeptTokens
-from megatron_ext.layers.two_hop_dispatcher import use_two_hops
+from megatron_ext.layers.keeping_dispatcher import (
+    KeepingDispatcher,
+    KeepingTwoHopDispatcher,
+    drop_unread_outputs,
+)
+from megatron_ext.layers.kept_tokens import KeptTokens
+from megatron_ext.layers.transformer_layer import TransformerLayer
+from megatron_ext.layers.two_hop_dispatcher import TwoHopDispatcher, use_two_hops
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.expert_hops import ExpertHops, expert_hops
 from tests.layers import plain
@@ -51,9 +57,10 @@ def build(
     block = torch_block(transformer_config, context)
     plain.fill(block, context, E)
     if hops is not None:
-        use_two_hops([block], hops, context)
+        use_two_hops([block], hops, context, KeepingTwoHopDispatcher if keeps else TwoHopDispatcher)
     if tokens is not None:
         tokens.follow(block)
+        drop_unread_outputs(block, TransformerLayer)
         wanted = KeepingDispatcher if hops is None else KeepingTwoHopDispatcher
         assert {type(layer.mlp.token_dispatcher) for layer in block.layers} == {wanted}
     return block

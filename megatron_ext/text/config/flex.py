@@ -11,17 +11,13 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from megatron_ext.config.inapplicable import Values
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.run import RunConfig
+from megatron_ext.config.run import LayerSection, RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import FlagError
-
-if TYPE_CHECKING:
-    from megatron_ext.text.config.moe import MoEConfig
 
 
 def has_flex_backend(name: str) -> bool:
@@ -52,23 +48,23 @@ def _takes(name: str, ranks: int) -> bool:
     return True
 
 
-def flex_fields(moe: MoEConfig, config: RunConfig) -> dict[str, object]:
+def flex_fields(values: Values, parallel: ParallelConfig) -> dict[str, object]:
     """Return the fields of `StepTransformerConfig` that say how tokens reach their experts.
 
     Without a GPU and the library these are the all-to-all's, whose tokens make two hops.
     """
-    if uses_library(values_of(moe, config)):
+    if uses_library(values):
         return {}
     return {
         "moe_token_dispatcher_type": "alltoall",
-        "moe_ranks_per_node": ranks_per_node(moe.moe_ranks_per_node, config.parallel),
+        "moe_ranks_per_node": ranks_per_node(values["moe_ranks_per_node"], parallel),
         # The fused kernels of Transformer Engine make copies for experts, not for nodes.
         "moe_permute_fusion": False,
     }
 
 
-def values_of(moe: MoEConfig, config: RunConfig) -> Values:
-    """Return the values that the functions below read of a run."""
+def values_of(moe: LayerSection, config: RunConfig) -> Values:
+    """Return the values of a run that functions of this file read; ``moe`` is its `MoEConfig`."""
     sections = config.model, config.parallel, config.precision, moe
     values = {name: value for section in sections for name, value in vars(section).items()}
     return {**values, "device": config.device}
@@ -88,7 +84,11 @@ def uses_library(values: Values) -> bool:
         and not (values["moe_pad_expert_input_to_capacity"] and backend == "deepep")
         # Its kernels do not let another micro-batch compute meanwhile.
         and not values["overlap_moe_expert_parallel_comm"]
+        # Nor do they take turns with the shared expert.
+        and not values["moe_shared_expert_overlap"]
         and not keeps_tokens(values)
+        # megatron-core gives them no rows in 8 bits.
+        and {values["moe_dispatch_fwd_dtype"], values["moe_combine_bwd_dtype"]} == {"bf16"}
         and has_flex_backend(backend)
         and _takes(backend, ranks)
     )
@@ -149,6 +149,36 @@ def overlap_errors(
             "expert as a whole",
             "leave one out",
         )
+
+
+def format_errors(values: Values) -> Iterator[FlagError]:
+    """Yield an error for each option that does not go with rows in 8 bits."""
+    from megatron_ext.layers.fp8.rows import BLOCKS
+
+    for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
+        given = values[name]
+        block = BLOCKS.get(given)
+        if block is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if values["moe_token_dispatcher_type"] == "allgather":
+            yield FlagError(
+                flag,
+                given,
+                "does not go with `--moe-token-dispatcher-type` (allgather)",
+                "use alltoall or flex",
+            )
+        if values["fp16"]:
+            yield FlagError(flag, given, "does not go with `--fp16`", "use `--bf16`")
+        hidden = values["hidden_size"] or 0
+        if hidden % block:
+            yield FlagError(
+                flag,
+                given,
+                f"needs a `--hidden-size` ({hidden}) that is divisible by {block}, the values with "
+                "one scale",
+                f"use {(hidden // block + 1) * block}, or bf16 here",
+            )
 
 
 def node_errors(node: int, parallel: ParallelConfig) -> Iterator[FlagError]:

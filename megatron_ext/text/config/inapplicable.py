@@ -192,14 +192,16 @@ TEXT_FLAGS = (
         "moe-router-bias-update-rate moe-router-force-load-balancing moe-token-dispatcher-type "
         "moe-flex-dispatcher-backend moe-ranks-per-node "
         "moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy "
-        "moe-layer-recompute moe-keep-dispatched-tokens moe-apply-probs-on-input",
+        "moe-layer-recompute moe-keep-dispatched-tokens moe-dispatch-fwd-dtype "
+        "moe-combine-bwd-dtype moe-apply-probs-on-input",
     ),
     without("--moe-router-group-topk", "moe-router-num-groups"),
     without("--moe-router-enable-expert-bias", "moe-router-bias-update-rate"),
     without("--moe-token-dispatcher-type flex", "moe-flex-dispatcher-backend moe-ranks-per-node"),
     without(
         "--expert-model-parallel-size above 1",
-        "moe-flex-dispatcher-backend moe-ranks-per-node moe-keep-dispatched-tokens",
+        "moe-flex-dispatcher-backend moe-ranks-per-node moe-keep-dispatched-tokens "
+        "moe-dispatch-fwd-dtype moe-combine-bwd-dtype",
     ),
     Inapplicable(
         "moe-keep-dispatched-tokens",

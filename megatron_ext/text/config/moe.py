@@ -111,6 +111,18 @@ class MoEConfig(LayerSection):
         SIZE,
         "ranks",
     )
+    moe_dispatch_fwd_dtype: str = said_flag(
+        "bf16",
+        "format in which tokens go to experts on other ranks: fp8 with a scale for 128 values, or "
+        "mxfp8 with one for 32; bf16 leaves them as they are",
+        choices="bf16 fp8 mxfp8",
+    )
+    moe_combine_bwd_dtype: str = said_flag(
+        "bf16",
+        "format in which the gradients of outputs go to experts on other ranks, like "
+        "--moe-dispatch-fwd-dtype",
+        choices="bf16 fp8 mxfp8",
+    )
     moe_expert_capacity_factor: float | None = said_flag(
         None,
         "capacity of an expert over an even share of the tokens; tokens beyond it are dropped",
@@ -178,9 +190,9 @@ class MoEConfig(LayerSection):
 
             fields["moe_keep_dispatched_tokens"] = keeps_tokens(values_of(self, config))
         if self.moe_token_dispatcher_type == "flex":
-            from megatron_ext.text.config.flex import flex_fields
+            from megatron_ext.text.config.flex import flex_fields, values_of
 
-            fields |= flex_fields(self, config)
+            fields |= flex_fields(values_of(self, config), config.parallel)
         if config.model.add_bias_linear or not config.model.swiglu:
             # megatron-core's experts have no fused form of other activations and of biases.
             fields["bias_activation_fusion"] = False

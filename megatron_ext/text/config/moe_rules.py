@@ -46,6 +46,10 @@ def expert_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
         yield from _dispatch_errors(moe, config.parallel, config.training, model)
     yield from _adapter_errors(moe, config)
     yield from _fp8_errors(moe, config)
+    if {moe.moe_dispatch_fwd_dtype, moe.moe_combine_bwd_dtype} != {"bf16"}:
+        from megatron_ext.text.config.flex import format_errors, values_of
+
+        yield from format_errors(values_of(moe, config))
     if config.cuda_graphs.cuda_graph_impl == "local":
         yield FlagError(
             "--cuda-graph-impl local",

@@ -18,18 +18,34 @@ if TYPE_CHECKING:
     from megatron_ext.text.cost.flops import GptRun
 
 
-def dispatched(run: GptRun) -> Volume:
-    """Return the bytes of one layer's forward pass: tokens that go to experts, and outputs back."""
+def dispatched(run: GptRun, *, backward: bool = False) -> Volume:
+    """Return the bytes of one layer's forward pass: tokens that go to experts, and outputs back.
+
+    With ``backward`` return those of the gradients, which go the same ways. Rows on their way to
+    experts may take 8 bits for a value.
+    """
     x = run.sizes
     moe = run.moe
     tokens = x.residual_tokens * x.h * x.width
     if moe.moe_token_dispatcher_type == "allgather":
         return Volume(expert=2 * (x.ep * x.etp - 1) * tokens)
-    copies = tokens * moe.moe_router_topk
+    copies = x.residual_tokens * moe.moe_router_topk
+    row = x.h * x.width
+    there = _sent_row(run, moe.moe_combine_bwd_dtype if backward else moe.moe_dispatch_fwd_dtype)
+    gathered = 2 * (x.etp - 1) * copies * row
     if moe.moe_token_dispatcher_type == "flex":
-        hops = _Hops.of(run)
-        return hops.sent() + Volume(expert_in_node=2 * (x.etp - 1) * copies)
-    return Volume(expert=2 * (ring(x.ep) + x.etp - 1) * copies)
+        return _Hops.of(run).sent(there + row) + Volume(expert_in_node=gathered)
+    return Volume(expert=ring(x.ep) * copies * (there + row) + gathered)
+
+
+def _sent_row(run: GptRun, name: str) -> float:
+    """Return the bytes of a row that is sent in the format of a ``--moe-dispatch-fwd-dtype``."""
+    x = run.sizes
+    if name == "bf16":
+        return x.h * x.width
+    from megatron_ext.layers.fp8.rows import BLOCKS
+
+    return x.h * (1 + 1 / BLOCKS[name])
 
 
 def dispatched_again(run: GptRun) -> Volume:
@@ -56,10 +72,11 @@ def kept_tokens(run: GptRun) -> int:
         return 0
     x = run.sizes
     moe = run.moe
+    row = _sent_row(run, moe.moe_dispatch_fwd_dtype)
     if moe.moe_token_dispatcher_type == "flex":
-        kept = _Hops.of(run).kept()
+        kept = _Hops.of(run).kept(row)
     else:
-        kept = x.residual_tokens * moe.moe_router_topk * (x.h * x.width + _probability(run))
+        kept = x.residual_tokens * moe.moe_router_topk * (row + _probability(run))
     model = run.config.model
     whole = model.recompute_granularity == "full"
     together = model.recompute_method == "uniform" and model.recompute_num_layers != 1
@@ -96,7 +113,6 @@ class _Hops:
         node_scores, rank_scores: the bytes of the probabilities that a token takes along.
     """
 
-    run: GptRun
     nodes: int
     in_node: int
     to_node: float
@@ -119,21 +135,23 @@ class _Hops:
         to_node = x.residual_tokens * share_with(moe, of_node)
         to_rank = x.residual_tokens * nodes * share_with(moe, of_rank)
         width = _probability(run)
-        return cls(run, nodes, in_node, to_node, to_rank, of_node * width, of_rank * width)
+        return cls(nodes, in_node, to_node, to_rank, of_node * width, of_rank * width)
 
-    @property
-    def _row(self) -> int:
-        return self.run.sizes.h * self.run.sizes.width
+    def sent(self, rows: float) -> Volume:
+        """Return the bytes of the hops between nodes and inside nodes, both there and back.
 
-    def sent(self) -> Volume:
-        """Return the bytes of the hops between nodes and inside nodes, both there and back."""
-        between = (self.nodes - 1) * self.to_node * (2 * self._row + self.node_scores)
-        inside = (self.in_node - 1) * self.to_rank * (2 * self._row + self.rank_scores)
+        ``rows`` are the bytes of a token on its way there, and of an output on its way back.
+        """
+        between = (self.nodes - 1) * self.to_node * (rows + self.node_scores)
+        inside = (self.in_node - 1) * self.to_rank * (rows + self.rank_scores)
         return Volume(expert=between, expert_in_node=inside)
 
-    def kept(self) -> float:
-        """Return the bytes that have arrived by the last hop, with the scores of both hops."""
-        rows = self.in_node * self.to_rank * (self._row + self.rank_scores)
+    def kept(self, row: float) -> float:
+        """Return the bytes that have arrived by the last hop, with the scores of both hops.
+
+        ``row`` are the bytes of a token.
+        """
+        rows = self.in_node * self.to_rank * (row + self.rank_scores)
         two = self.nodes > 1 and self.in_node > 1
         return rows + (self.nodes * self.to_node * self.node_scores if two else 0)
 

@@ -335,7 +335,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
         if experts:
             from megatron_ext.text.cost.dispatch import dispatched, dispatched_again
 
-            total += dispatched(self) * 2
+            total += dispatched(self) + dispatched(self, backward=True)
             if full or self.recomputes("moe"):
                 total += dispatched_again(self)
         return total

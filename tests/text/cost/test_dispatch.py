@@ -106,3 +106,38 @@ def test_layers_beyond_the_recomputed_block_exchange_nothing_again() -> None:
     (stage,) = plain.stages()
     once, found = (network.traffic(stage).expert for network in (plain, some))
     assert found == pytest.approx(once * (1 + 8 / 32 / 2))
+
+
+@pytest.mark.parametrize(("name", "block"), [("fp8", 128), ("mxfp8", 32)])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "flex --moe-ranks-per-node 2"])
+def test_rows_in_8_bits_take_half_the_way_to_their_experts(
+    dispatcher: str, name: str, block: int
+) -> None:
+    flags = (
+        f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --expert-model-parallel-size 4 "
+        f"--moe-layer-recompute --moe-keep-dispatched-tokens --moe-token-dispatcher-type "
+    )
+    plain, there, both = (
+        llama_network(f"{flags}{dispatcher} {more}")
+        for more in (
+            "",
+            f"--moe-dispatch-fwd-dtype {name}",
+            f"--moe-dispatch-fwd-dtype {name} --moe-combine-bwd-dtype {name}",
+        )
+    )
+    x = plain.sizes
+    saved = x.h * (x.width - 1 - 1 / block)
+    copies = {"expert": 3 / 4 * TOPK, "expert_in_node": 0.0}
+    kept = float(TOPK)
+    if dispatcher.startswith("flex"):
+        copies = {"expert": enumerated(4, 1, 1), "expert_in_node": 2 * enumerated(2, 1, 1)}
+        kept = 4 * enumerated(2, 1, 1)
+    for network, times in ((there, 1), (both, 2)):
+        for kind, count in copies.items():
+            less = getattr(plain.layer_traffic(experts=True), kind)
+            less -= getattr(network.layer_traffic(experts=True), kind)
+            assert less == pytest.approx(times * count * x.tokens * saved)
+        less = kept_tokens(plain) - kept_tokens(network)
+        assert less == pytest.approx(kept * x.tokens * saved, rel=1e-6)
+    assert dispatched(both, backward=True) == dispatched(both)
+    assert dispatched(there, backward=True) == dispatched(plain)
