@@ -84,21 +84,21 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, None, None, None, None, *exchanged_back(*ctx.call, gradients)
+        return None, None, None, None, None, None, *exchanged_back(gradients, *ctx.call)
 
 
 def exchanged_back(
+    gradients: Sequence[Tensor],
     turns: Turns | None,
     group: ProcessGroup,
     output_splits: Splits,
     input_splits: Splits,
     deferred: DeferredWeightGradients | None,
     rows_as: RowFormat | None,
-    gradients: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     """Send the gradients of what an exchange has brought to where the parts came from.
 
-    The arguments are those of `exchanged`.
+    The other arguments are those of `exchanged`.
     """
     # Probabilities come along only on the way to the experts, the last of a backward pass.
     early = turns is not None and turns.releases_early and len(gradients) > 1

@@ -121,7 +121,7 @@ class KeepingDispatcher(OverlappedDispatcher):
 
         def send(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
             splits = input_splits, output_splits
-            return exchanged_back(turns, group, *splits, deferred, back, gradients)
+            return exchanged_back(gradients, turns, group, *splits, deferred, back)
 
         values = kept["received"].pop(0)
         if there is not None and values[0] is not None:
