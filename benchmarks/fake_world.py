@@ -102,8 +102,11 @@ LAYOUTS = {
         1,
         EXPERTS,
     ),
-    "shards": Case(
+    "gradient shards": Case(
         "--data-parallel-sharding-strategy optim_grads --tensor-model-parallel-size 2", 2
+    ),
+    "weight shards": Case(
+        "--data-parallel-sharding-strategy optim_grads_params --tensor-model-parallel-size 2", 2
     ),
 }
 

@@ -37,7 +37,7 @@ def _measured(*words: str) -> dict[tuple[str, str, int], list[float]]:
 def test_what_a_rank_exchanges_does_not_grow_with_the_world() -> None:
     rows = _measured("--worlds", "64", "1024")
     layouts = {layout for layout, _, _ in rows}
-    assert layouts == {"tensor", "pipeline", "experts", "pairs", "shards"}
+    assert layouts == {"tensor", "pipeline", "experts", "pairs", "gradient shards", "weight shards"}
     assert len(rows) == len(layouts) * len(PARTS) * 2
     for layout in layouts:
         for part in PARTS:
@@ -46,7 +46,8 @@ def test_what_a_rank_exchanges_does_not_grow_with_the_world() -> None:
             # Every rank calls `new_group` for the groups of all ranks.
             creates = part == "groups" or (layout, part) == ("pairs", "model, data")
             assert many[1] <= 16 * few[1] if creates else many[1] == 0
-            assert many[2] == few[2]
+            # A step of messages that never came may not be finite, which is told in one exchange.
+            assert abs(many[2] - few[2]) <= (part == "first step")
             # megatron-core's optimizer exchanges 46 bytes of each rank, twice.
             assert many[3] < 110 if part == "model, data" else many[3] <= few[3] + 1
 
