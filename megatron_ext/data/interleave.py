@@ -15,10 +15,12 @@ scheduled, and it either is, too, or is pending. The number of pending samples i
 Before place s it is sum_i ceil(s * w_i) - s, in whichever order samples are scheduled. Hence, of
 the samples that are pending at n, at most as many as the backlog before s were released before s.
 As the earliest deadlines go first, the pending samples at n are those with the latest deadlines
-that all these limits allow. A limit matters only if it is lower than that of every later s. `_lows`
-finds these places by adding up the releases at each place, which numpy does in nanoseconds, and
-skips ranges in which the backlog cannot be lower. It needs to go back to the earliest release of
-the samples in question, at most 1 / w places with w the smallest share.
+that all these limits allow. A limit matters only if it is lower than that of every later s, and
+lower than the number of samples in question that are released before s. `_lows` finds these places
+by adding up the releases at each place, which numpy does in nanoseconds, and skips ranges in which
+the backlog cannot be so low. Within a period the backlog is at least 1, so where a single sample is
+in question, however long ago it was released, nothing is searched. Otherwise the search goes back
+to the second earliest release, at most 1 / w places with w the second smallest share.
 """
 
 from __future__ import annotations
@@ -172,7 +174,9 @@ class Interleave:
     def _lows(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the places from ``start`` to ``stop`` with a lower backlog than all later ones.
 
-        They come with their backlogs, in descending order; the first is ``stop``.
+        They come with their backlogs, in descending order; the first is ``stop``. Places may be
+        left out if their backlog is not lower than the number of samples that may be pending at
+        ``stop`` and are released before the place.
         """
         period = self.period
         last = sorted(
@@ -192,7 +196,7 @@ class Interleave:
             # contribute 0 at least.
             passed = bisect.bisect_left(releases, stop - 1)
             bound = -(-(counts[passed] * period - (stop - 1) * shares[passed]) // period)
-            if least <= max(bound, 1):
+            if min(least, passed) <= max(bound, 1):
                 stop = releases[passed - 1] + 1 if passed else start
                 continue
             begin = max(start, stop - size)

@@ -125,6 +125,26 @@ def test_a_far_place_is_found_without_scheduling_those_before(
     assert spans == [1024]
 
 
+@pytest.mark.parametrize("digits", [9, 15])
+def test_the_time_for_a_place_does_not_grow_with_the_smallest_share(
+    digits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examined = []
+    backlogs = Interleave._backlogs
+
+    def spied(self: Interleave, start: int, stop: int) -> Any:
+        examined.append(stop - start)
+        return backlogs(self, start, stop)
+
+    monkeypatch.setattr(Interleave, "_backlogs", spied)
+    weights = _weights("skewed", 60, 4)
+    mixture = Interleave([*weights, sum(weights) / 10**digits])
+    place = 10 ** (digits + 2) + 10**digits // 2 + 5
+    counts = mixture.counts(place)
+    assert sum(counts) == place and abs(counts[-1] - 100) <= 1
+    assert sum(examined) < 10**6
+
+
 def test_more_sources_than_16_bits_number_are_interleaved() -> None:
     count = (1 << 16) + 500
     sources, numbers = Interleave([Fraction(1)] * count).places(count - 300, count + 200)
