@@ -247,7 +247,6 @@ class ActivationOffload:
     def _attach_parts(self, layer: Any, names: frozenset[str]) -> None:
         """Turn the hooks on in the named parts of a layer."""
         self._replace(layer, functools.partial(self._run_layer_of_parts, layer=layer))
-        moved, still = self._run_part, self._run_still
         attention = getattr(layer, "self_attention", None)
         parts: dict[str, Sequence[Any]] = {
             "attn_norm": [getattr(layer, "input_layernorm", None)],
@@ -257,20 +256,22 @@ class ActivationOffload:
             "mlp_norm": [getattr(layer, "pre_mlp_layernorm", None)],
         }
         for module in (x for name in names for x in parts.get(name, ()) if x is not None):
-            self._replace(module, moved)
+            self._replace(module, self._run_part)
         for part in (layer, attention):
             if hasattr(part, "_fuses"):  # Fused functions do not call the parts.
                 part._fuses = lambda *_: False  # type: ignore[union-attr]
         experts = getattr(getattr(layer, "mlp", None), "experts", None)
         if experts is None or not names & {"expert_fc1", "moe_act"}:
             return
-        first = moved if "expert_fc1" in names else still
-        around = moved if "moe_act" in names else None
+        first = self._run_part if "expert_fc1" in names else self._run_still
+        around = self._run_part if "moe_act" in names else None
         if hasattr(experts, "_product"):
-            self._replace(experts, functools.partial(self._run_product, first, still), "_product")
+            self._replace(
+                experts, functools.partial(self._run_product, first, self._run_still), "_product"
+            )
         for expert in getattr(experts, "local_experts", ()):
             self._replace(expert.linear_fc1, first)
-            self._replace(expert.linear_fc2, still)
+            self._replace(expert.linear_fc2, self._run_still)
             if around is not None and not hasattr(experts, "_product"):
                 self._replace(expert, around)
         if around is not None and hasattr(experts, "_product"):

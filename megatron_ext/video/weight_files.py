@@ -65,7 +65,8 @@ def open_weights(source: Path, entry: str | None, stem: str) -> Iterator[PlainTe
         )
     folder = source
     if source.is_file():
-        folder, stem = source.parent, source.name.removesuffix(SAFETENSORS)
+        folder = source.parent
+        stem = source.name.removesuffix(SAFETENSORS)
     with TensorFolder(folder, stem) as tensors:
         yield PlainTensors(tensors, source)
 
