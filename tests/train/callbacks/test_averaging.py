@@ -116,8 +116,8 @@ def _compare_copies(run: Run) -> None:
     ema = run.ema
     update = ema.update
 
-    def checked(step: int, **options: Any) -> None:
-        update(step, **options)
+    def checked(step: int, *flag: torch.Tensor, **options: Any) -> None:
+        update(step, *flag, **options)
         gathered = list(ema.gathered())
         copies = [average for p, average in gathered if getattr(p, "shared_embedding", False)]
         group = run.context.pgs.embd
