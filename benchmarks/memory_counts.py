@@ -66,6 +66,8 @@ SHARDING = {
     "none": "",
     "ZeRO-1 (distributed optimizer)": "--use-distributed-optimizer",
     "optim_grads": "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads",
+    "optim_grads_params": "--use-distributed-optimizer "
+    "--data-parallel-sharding-strategy optim_grads_params",
 }
 GPU = "H100"
 

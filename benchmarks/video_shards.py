@@ -1,8 +1,9 @@
 """Plan the memory of an 11B video model on 16 GPUs, by how much of its state the GPUs share.
 
 Every number is planned by the code behind ``--dry-run``; no GPU and no data are needed. A line is
-one way to share: nothing, the optimizer (ZeRO-1), or the gradients too (ZeRO-2). ``state`` is what
-a GPU holds between steps; it does not depend on the clips.
+one way to share: nothing, the optimizer (ZeRO-1), gradients (ZeRO-2) or weights too (ZeRO-3).
+``state`` is what a GPU holds between steps; it does not depend on the clips. With shared weights,
+the peak may be that of set-up, before they are cut.
 
     python benchmarks/video_shards.py [--shape 768x768x129] [--gpus 16] [--save]
 """
@@ -35,6 +36,8 @@ WAYS = {
     "nothing": "",
     "optimizer and average": "--use-distributed-optimizer",
     "gradients too": "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads",
+    "weights too": "--use-distributed-optimizer "
+    "--data-parallel-sharding-strategy optim_grads_params",
 }
 HEAD = "| shared | weights | gradients | optimizer | state | average | activations | peak |"
 
