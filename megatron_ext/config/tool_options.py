@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megatron_ext.config.sections import help_question
 from megatron_ext.errors import FlagError, did_you_mean, tell_errors
 
 
@@ -13,9 +14,12 @@ def own_options(
 ) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of the tool before ``--`` in ``argv``, and the words behind it.
 
-    The program exits with code 2 after an error, which has been printed.
+    The program exits with code 2 after an error, which has been printed, and with code 0 after an
+    answer to ``--help WORD``.
     """
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
+    if question := help_question(own):
+        raise SystemExit(_answer(parser, question))
     options, unknown = parser.parse_known_args(own)
     words = list(argv[len(own) + 1 :])
     if unknown and "--" not in argv and unknown[0].startswith("--"):
@@ -27,3 +31,23 @@ def own_options(
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return options, words
+
+
+def _answer(parser: argparse.ArgumentParser, question: str) -> int:
+    """Print the tool's options with some words in name or text; return 2 if there are none."""
+    formatter = parser._get_formatter()
+    words = question.lower().split()
+    matching = [
+        action
+        for action in parser._actions
+        if all(word in f"{action.option_strings} {action.help}".lower() for word in words)
+    ]
+    if not matching:
+        others = "flags of a run are those of pretrain_gpt.py and pretrain_video.py"
+        remedy = f"{others}: ask `python pretrain_gpt.py --help {question}`"
+        rule = f"is in no option of {parser.prog}"
+        tell_errors([FlagError("--help", question, rule, remedy)])
+        return 2
+    formatter.add_arguments(matching)
+    print(formatter.format_help().rstrip())
+    return 0

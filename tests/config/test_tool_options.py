@@ -35,3 +35,18 @@ def test_another_word_before_the_dashes_is_refused(
         own_options(parser(), words.split())
     assert end.value.code == 2
     assert capsys.readouterr().err.endswith(sentence)
+
+
+def test_help_with_a_word_shows_the_options_about_it(capsys: pytest.CaptureFixture[str]) -> None:
+    own = parser()
+    own.add_argument("--count", help="layouts to list")
+    for words, code, out, err in (
+        ("--help layouts --", 0, "--count COUNT  layouts to list\n", ""),
+        ("--help --search", 0, "--search\n", ""),
+        ("--help recompute", 2, "", "error: `--help` (recompute) is in no option of plan.py; "
+         "flags of a run are those of pretrain_gpt.py and pretrain_video.py: ask `python "
+         "pretrain_gpt.py --help recompute`.\n"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as end:
+            own_options(own, words.split())
+        assert (end.value.code, *capsys.readouterr()) == (code, out, err)
