@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config.batch_size import number_of_iterations
 from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.config.rules.optimizer import sharding_errors
 from megatron_ext.config.run import RunConfig
@@ -77,12 +78,23 @@ def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Repo
     line, values = schedule_line(network.schedule)
     lines = [headline(network, ranks), line]
     values = {**run_values(network, ranks), **values, "peak_bytes": fullest(ranks).total}
+    if steps := num_steps(network.config):
+        lines.append(f"the run has {steps:,} steps")
+        values["steps"] = steps
     if gpu is None:
         return Report(True, lines, values, sheets)
     estimated = estimate(network, gpu, ranks=ranks)
     sheets += [budget_sheet(estimated), reserve_sheet(estimated), assumption_sheet(gpu)]
     values |= estimate_values(estimated)
     return Report(estimated.fits, [*time_lines(estimated, cost), *lines], values, sheets)
+
+
+def num_steps(config: RunConfig) -> int:
+    """Return the number of steps of a run; 0 if it follows from data that has not been opened."""
+    parallel = config.parallel
+    return number_of_iterations(
+        config.training, config.model.seq_length, parallel.data_parallel_size
+    )
 
 
 def run_values(network: Network, ranks: list[RankMemory]) -> dict[str, Any]:

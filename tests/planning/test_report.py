@@ -243,7 +243,7 @@ def test_the_parts_of_a_report_are_in_order() -> None:
         return [*(line.split()[0] for line in report.lines), *(x.title for x in report.sheets)]
 
     network = llama_network(SHARED)
-    lines = ["plan:", "schedule"]
+    lines = ["plan:", "schedule", "the"]
     plan = ["stages of the pipeline", "memory of a rank", "activations by recomputation"]
     plan += ["bytes that a rank sends in a step"]
     assert titles([Case(network)], None) == lines + plan

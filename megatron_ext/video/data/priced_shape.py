@@ -41,8 +41,8 @@ def prepare_shape(config: RunConfig) -> RunConfig:
     clip = clip_of_shape(config)
     length = clip.num_text + clip.num_image
     model = dataclasses.replace(config.model, seq_length=length, padded_vocab_size=None)
-    # The number of steps does not matter here, and epochs are undefined without data.
-    training = dataclasses.replace(config.training.in_steps(1), eval_iters=0)
+    # Without data nobody knows how many steps an epoch has.
+    training = dataclasses.replace(config.training, train_epochs=None, eval_iters=0)
     return dataclasses.replace(config, model=model, training=training)
 
 

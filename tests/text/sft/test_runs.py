@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import DataError, MegatronExtError
+from megatron_ext.planning.report import num_steps
 from megatron_ext.programs.parity import main as compare
 from megatron_ext.text.generation.tool import GENERATION, _stored_model
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
@@ -207,6 +208,7 @@ def test_epochs_become_steps_and_validation_is_whole(data: list[str]) -> None:
     words = [*MODEL, *data, *"--global-batch-size 5 --sft-batching padded".split()]
     config, tokenizer = preflight(config_of([*words, "--train-epochs", "2"], ranks=0), prepare_sft)
     assert (config.training.train_iters, config.training.train_epochs) == (6, None)
+    assert num_steps(config) == 6
     assert config.training.full_validation
     off = config_of([*words, "--train-iters", "2", "--eval-iters", "0"], ranks=0)
     assert not preflight(off, prepare_sft)[0].training.full_validation
