@@ -66,6 +66,7 @@ ASSUMED = (
 
 
 SHARDED = "--data-parallel-sharding-strategy optim_grads"
+GATHERED_AGAIN = "--recompute-granularity selective --recompute-modules core_attn"
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class Published:
             time instead.
         seconds: time of a step, if the report gives no operations.
         whole_scores: whether the report counts attention as if queries saw all keys.
-        sharded: whether the report shards gradients, but reduces them once a step. Memory is then
-            planned with `SHARDED`, and time without it, since this project's sharded gradients are
+        for_memory: flags with which memory is planned, but not time. `SHARDED` is for reports that
+            shard gradients but reduce them once a step, where this project's sharded gradients are
             reduced for each micro-batch.
         source: where the figures are from.
         assumed: what the report leaves open.
@@ -94,10 +95,12 @@ class Published:
     seconds: float | None = None
     whole_scores: bool = False
     gpu: Gpu = GPUS["H100"]
-    sharded: bool = False
+    for_memory: str = ""
 
 
-def llama(gpus: int, tflops: float, length: str, flags: str, *assumed: str) -> Published:
+def llama(
+    gpus: int, tflops: float, length: str, flags: str, *assumed: str, for_memory: str = SHARDED
+) -> Published:
     """Return a run of Llama 3 405B."""
     return Published(
         f"Llama 3 405B, {length}",
@@ -112,7 +115,7 @@ def llama(gpus: int, tflops: float, length: str, flags: str, *assumed: str) -> P
             *assumed,
         ),
         tflops,
-        sharded=True,
+        for_memory=for_memory,
     )
 
 
@@ -133,11 +136,9 @@ def gpt(
         "the loss holds all logits of a micro-batch, as that release does",
     ]
     if pp > 1:
-        chunks = max(x for x in range(1, 9) if layers % (pp * x) == 0)
-        flags += f" --num-virtual-stages-per-pipeline-rank {chunks}"
-        layers_of_chunk = layers // pp // chunks
         assumed.append(
-            f"as many virtual chunks as divide the layers, at most 8: {chunks} of {layers_of_chunk}"
+            "no virtual chunks: the table names none, and its 92 layers on 4 stages could have "
+            "them of one layer only"
         )
     source = "NVIDIA/Megatron-LM, README.md, images/model_table.png (Megatron-Core 0.8)"
     return Published(
@@ -145,20 +146,20 @@ def gpt(
     )
 
 
+EVERY_LAYER = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DEEPSEEK = (
     (
-        "pairs",
-        "--overlap-moe-expert-parallel-comm",
-        "pairs of passes hide the experts' exchange, where the report has DualPipe",
-        "a token is sent to each of its experts, where the report sends it to a node once",
+        "bf16",
+        "",
+        "products in bf16, where the report's are in FP8, so that a plan is slower",
     ),
     (
-        "two hops",
-        "--moe-token-dispatcher-type flex",
-        "a token is sent to a node once, but no exchange is hidden",
+        "FP8",
+        "--fp8-format e4m3 --fp8-recipe blockwise --transformer-impl transformer_engine",
+        "products in FP8, but tokens travel in bf16, where the report sends them out in FP8",
     ),
 )
-"""Plans of DeepSeek-V3: the two ways of this project to exchange less in sight do not combine."""
+"""Plans of DeepSeek-V3 by the format of matrix products."""
 
 
 def deepseek(name: str, flags: str, *assumed: str) -> Published:
@@ -168,13 +169,16 @@ def deepseek(name: str, flags: str, *assumed: str) -> Published:
         2048,
         "--config recipes/deepseek_v3.yaml --layout none --pipeline-model-parallel-size 16 "
         "--pipeline-model-parallel-layout Et*4|(t*4|)*14,tmL --expert-model-parallel-size 64 "
-        "--expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform "
-        f"--recompute-num-layers 1 --nproc-per-node 8 {flags}",
+        "--expert-tensor-parallel-size 1 --nproc-per-node 8 --moe-token-dispatcher-type flex "
+        f"--overlap-moe-expert-parallel-comm --moe-keep-dispatched-tokens {EVERY_LAYER} {flags}",
         "arXiv:2412.19437, sections 1 and 3.2: 180,000 GPU hours per 10^12 tokens",
         (
             *assumed,
-            "products in bf16, where the report's are in FP8, so that a plan is slower",
-            "every layer is recomputed, where the report recomputes norms and up-projections",
+            "a token is sent to a node once; pairs of passes hide the exchange between nodes, but "
+            "not the one inside, where DualPipe hides both",
+            "every layer is recomputed, with the tokens of its experts kept, where the report "
+            "recomputes norms and up-projections: 1F1B with pairs holds twice as many "
+            "micro-batches as DualPipe, so that more does not fit",
         ),
         seconds=15360 * 4096 * 180_000 * 3600 / 1e12 / 2048,
         gpu=H800,
@@ -192,6 +196,9 @@ RUNS = (
         "--context-parallel-size 16 --cp-comm-type all_gather "
         "--pipeline-model-parallel-layout E|(t|)*126,L",
         "attention is causal over the whole sequence, documents are not masked",
+        "memory: the backward pass gathers keys and values again, as context parallelism with "
+        "all-gather does in Transformer Engine, where this project keeps the gathered ones",
+        for_memory=f"{SHARDED} {GATHERED_AGAIN}",
     ),
     *(deepseek(name, flags, *assumed) for name, flags, *assumed in DEEPSEEK),
     gpt("1.7B", 16, 2048, 24, 1, 1, 192, 408.8),
@@ -245,7 +252,7 @@ def planned(run: Published, more: str = "") -> Estimate:
 def compared(run: Published) -> Compared:
     """Plan a published run."""
     plan = planned(run)
-    fitting = planned(run, SHARDED) if run.sharded else plan
+    fitting = planned(run, run.for_memory) if run.for_memory else plan
     network = plan.network
     flops = plan.flops
     if run.whole_scores:
@@ -271,6 +278,7 @@ COLUMNS: dict[str, Callable[[Compared], str]] = {
     "bubble": lambda x: f"{x.plan.price.bubble_share:.1%}",
     "planned peak (GB)": lambda x: f"{x.fitting.peak / GB:.1f}",
     "with reserve": lambda x: f"{x.fitting.needed / GB:.1f}",
+    "of the GPU's memory": lambda x: f"{x.fitting.needed / x.run.gpu.memory:.0%}",
 }
 
 

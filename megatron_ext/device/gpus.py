@@ -1,9 +1,11 @@
 """Kinds of GPUs: rates, memory and links by NVIDIA's datasheets, and what they can compute.
 
-Rates are dense (datasheets quote twice as much with sparsity). Link rates are bytes a second in one
-direction: NVLink's figure in the datasheet counts both directions and is halved here. Between nodes
-the table assumes one InfiniBand port for each GPU, 400 Gbit/s with Hopper and Blackwell (DGX
-H100/H200/B200), 200 Gbit/s with Ampere (DGX A100).
+Memory is the least that torch reports ("GPU 0 has a total capacity of 79.10 GiB" on H100): more
+than a datasheet's GB, which are GiB, of which the driver keeps some. Rates are dense (datasheets
+quote twice as much with sparsity). Link rates are bytes a second in one direction: NVLink's figure
+in the datasheet counts both directions and is halved here. Between nodes the table assumes one
+InfiniBand port for each GPU, 400 Gbit/s with Hopper and Blackwell (DGX H100/H200/B200), 200 Gbit/s
+with Ampere (DGX A100).
 
 Sources: NVIDIA A100 Tensor Core GPU Datasheet (nvidia-a100-datasheet-nvidia-us-2188504), NVIDIA
 H100 Tensor Core GPU Datasheet, NVIDIA H200 Tensor Core GPU Datasheet, NVIDIA HGX and DGX B200
@@ -79,26 +81,26 @@ class Gpu:
         return rate
 
 
-def _gpu(name: str, bf16: float, fp8: float | None, fp32: float, memory: int, *rates: float) -> Gpu:
-    """Return a `Gpu` from figures in the units of datasheets: TFLOP/s for rates, GB for memory.
+def _gpu(name: str, bf16: float, fp8: float | None, fp32: float, gb: float, *rates: float) -> Gpu:
+    """Return a `Gpu` from figures in TFLOP/s for rates, and in GB (10^9) for memory.
 
     ``rates`` are memory bandwidth, link and network, in GB/s.
     """
     eight = None if fp8 is None else fp8 * TFLOPS
     bandwidth, link, network = (rate * GB for rate in rates)
-    numbers = (bf16 * TFLOPS, eight, fp32 * TFLOPS, memory * GB, bandwidth, link, network)
+    numbers = (bf16 * TFLOPS, eight, fp32 * TFLOPS, round(gb * GB), bandwidth, link, network)
     return Gpu(name, *numbers, hopper=name in ("H100", "H200", "B200"))
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("A100-40GB", 312, None, 19.5, 40, 1555, 300, 25),
-        _gpu("A100", 312, None, 19.5, 80, 2039, 300, 25),
-        _gpu("L40S", 362, 733, 91.6, 48, 864, 32, 25),
-        _gpu("H100", 989, 1979, 67, 80, 3350, 450, 50),
-        _gpu("H200", 989, 1979, 67, 141, 4800, 450, 50),
-        _gpu("B200", 2250, 4500, 80, 180, 8000, 900, 50),
+        _gpu("A100-40GB", 312, None, 19.5, 42.2, 1555, 300, 25),
+        _gpu("A100", 312, None, 19.5, 84.9, 2039, 300, 25),
+        _gpu("L40S", 362, 733, 91.6, 47.6, 864, 32, 25),
+        _gpu("H100", 989, 1979, 67, 84.9, 3350, 450, 50),
+        _gpu("H200", 989, 1979, 67, 150.0, 4800, 450, 50),
+        _gpu("B200", 2250, 4500, 80, 191.5, 8000, 900, 50),
     )
 }
 """Name -> `Gpu`, for each kind that a run can be planned for (`config.output.GPU_NAMES`)."""

@@ -110,17 +110,17 @@ def test_peaks_are_those_of_the_width_of_a_number() -> None:
 
 
 FIGURES = {
-    "A100-40GB": (312, None, 19.5, 40, 1555, 300, 25),
-    "A100": (312, None, 19.5, 80, 2039, 300, 25),
-    "L40S": (362, 733, 91.6, 48, 864, 32, 25),
-    "H100": (989, 1979, 67, 80, 3350, 450, 50),
-    "H200": (989, 1979, 67, 141, 4800, 450, 50),
-    "B200": (2250, 4500, 80, 180, 8000, 900, 50),
+    "A100-40GB": (312, None, 19.5, 42.2, 1555, 300, 25),
+    "A100": (312, None, 19.5, 84.9, 2039, 300, 25),
+    "L40S": (362, 733, 91.6, 47.6, 864, 32, 25),
+    "H100": (989, 1979, 67, 84.9, 3350, 450, 50),
+    "H200": (989, 1979, 67, 150, 4800, 450, 50),
+    "B200": (2250, 4500, 80, 191.5, 8000, 900, 50),
 }
-"""Dense TFLOP/s in bf16, fp8 and fp32, GB, and GB/s of memory, link (one way) and network."""
+"""Dense TFLOP/s in bf16, fp8 and fp32, GB that torch reports, GB/s of memory, link and network."""
 
 
-def test_figures_are_those_of_the_datasheets() -> None:
+def test_figures_are_those_of_the_datasheets_and_of_torch() -> None:
     assert FIGURES.keys() == gpus.GPUS.keys()
     for name, gpu in gpus.GPUS.items():
         rates = (gpu.bf16, gpu.fp8, gpu.fp32)
