@@ -23,6 +23,7 @@ from megatron_ext.config.rules.model import model_errors
 from megatron_ext.config.run import RunConfig, TaskFlags, engine_sections
 from megatron_ext.errors import ConfigError, FlagError, exclusive, flags_of
 
+_version_of = lru_cache(importlib.metadata.version)
 TESTED_CORES = ">=0.16.1,<0.20"
 """The releases of megatron-core that the tests run with, as in pyproject.toml."""
 
@@ -141,7 +142,7 @@ def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningC
 
 def _core_errors() -> Iterator[FlagError]:
     """Yield an error if the installed megatron-core is not among the tested releases."""
-    installed = importlib.metadata.version("megatron-core")
+    installed = _version_of("megatron-core")
     if not _tested(installed):
         yield FlagError(
             "megatron-core",

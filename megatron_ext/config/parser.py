@@ -75,21 +75,8 @@ class Completion:
         Raises:
             ConfigError: with a sentence for each error.
         """
-        own: list[Any] = []
-        changed: dict[str, Any] = {}
-        for name, section in self.bare.by_name().items():
-            mine = {key: value for key, value in values.items() if key in _fields(section)}
-            if mine and name in engine_sections():
-                changed[name] = dataclasses.replace(section, **mine)
-            elif mine:
-                own.append(dataclasses.replace(section, **mine))
-        given = dataclasses.replace(self.bare, **changed).with_section(*own)
+        given = self.bare.with_values(values)
         return finalize(given, self.task, world_size, self.device, self.refusals, self.bare)
-
-
-def _fields(section: Any) -> Mapping[str, Any]:
-    fields: Mapping[str, Any] = type(section).__dataclass_fields__
-    return fields
 
 
 def parse_args(

@@ -89,6 +89,15 @@ class RunConfig:
         by_kind.update({type(section): section for section in changed})
         return dataclasses.replace(self, sections=tuple(by_kind.values()))
 
+    def with_values(self, values: Mapping[str, Any]) -> RunConfig:
+        """Return a copy with the given values of fields, whichever sections have these fields."""
+        changed: dict[str, Any] = {}
+        for name, section in self.by_name().items():
+            mine = {key: value for key, value in values.items() if key in vars(section)}
+            changed[name] = dataclasses.replace(section, **mine) if mine else section
+        engine = {name: changed.pop(name) for name in engine_sections()}
+        return dataclasses.replace(self, **engine, sections=tuple(changed.values()))
+
     @property
     def layer_sections(self) -> list[LayerSection]:
         """Return the task's sections that say what its transformer layers compute."""

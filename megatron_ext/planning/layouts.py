@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, product
+from itertools import combinations, groupby, product
 from typing import Any
 
 from megatron_ext.config import sections
@@ -33,7 +33,8 @@ PARALLEL = (
     "num_virtual_stages_per_pipeline_rank pipeline_schedule pipeline_model_parallel_layout "
     "microbatch_group_size_per_vp_stage sequence_parallel decoder_first_pipeline_num_layers "
     "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
-    "account_for_loss_in_pipeline_split distribute_saved_activations"
+    "account_for_loss_in_pipeline_split distribute_saved_activations "
+    "overlap_moe_expert_parallel_comm delay_wgrad_compute"
 ).split()
 """Fields whose flags a search decides itself, beside those of recomputation."""
 
@@ -86,6 +87,46 @@ def one_rank(program: Program) -> list[str]:
 
 
 @dataclass(frozen=True)
+class Switch:
+    """A way to run a layout that a search tries with and without.
+
+    Attributes:
+        name: its name in tables.
+        values: the values of fields that it sets.
+        applies: takes a layout and the kind of GPU; returns whether it can make a difference. A
+            layout that the rules of the flags refuse with it is tried without it alone.
+        saves: whether it takes time to save memory.
+        changes_memory: whether a run with it needs other memory than without.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    applies: Callable[[Candidate, Gpu], bool]
+    saves: bool = False
+    changes_memory: bool = True
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+SHARDED_GRADIENTS = Switch(
+    "sharded gradients",
+    {"data_parallel_sharding_strategy": "optim_grads"},
+    applies=lambda layout, _: True,
+    saves=True,
+)
+"""Each replica keeps a share of the summed gradients."""
+
+SHARDED_WEIGHTS = Switch(
+    "weights",
+    {"data_parallel_sharding_strategy": "optim_grads_params"},
+    applies=lambda layout, _: SHARDED_GRADIENTS in layout.switches,
+    saves=True,
+)
+"""Each replica keeps a share of the weights, too, and gathers a layer's before it runs."""
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A layout to try: parallel sizes, virtual chunks, micro-batch size and recomputation mode.
 
@@ -93,6 +134,7 @@ class Candidate:
         chunks: virtual chunks of a pipeline rank.
         recompute: one of `TaskCost.modes`.
         stages: the value of ``--pipeline-model-parallel-layout``; None to cut the layers evenly.
+        switches: what the layout uses besides.
     """
 
     tp: int
@@ -103,6 +145,7 @@ class Candidate:
     micro_batch: int
     recompute: str
     stages: str | None = None
+    switches: tuple[Switch, ...] = ()
 
     def __str__(self) -> str:
         sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.chunks, "cp": self.cp, "ep": self.ep}
@@ -154,7 +197,7 @@ class LayoutFlags:
             "context_parallel_size": candidate.cp,
             "sequence_parallel": candidate.tp > 1,
             "micro_batch_size": candidate.micro_batch,
-            **self._recomputation[candidate.recompute],
+            **self.variant_values(candidate),
         }
         if self.cost.num_experts(self.base):
             values["expert_model_parallel_size"] = candidate.ep
@@ -167,11 +210,60 @@ class LayoutFlags:
             values["use_distributed_optimizer"] = True
         return values
 
+    def variant_values(self, candidate: Candidate) -> dict[str, Any]:
+        """Return the values that differ between the variants of a layout."""
+        values = dict(self._recomputation[candidate.recompute])
+        for switch in candidate.switches:
+            values.update(switch.values)
+        return values
+
     def words(self, candidate: Candidate) -> list[list[str]]:
         """Return the words of each flag that a layout needs."""
         values = self.values(candidate)
         entries = [words_of(self._flags[name], value) for name, value in values.items()]
         return [words for words in entries if words]
+
+    @cached_property
+    def switches(self) -> tuple[Switch, ...]:
+        """Return what a search tries with and without; what the run uses anyway is left out."""
+        saving = [SHARDED_GRADIENTS, SHARDED_WEIGHTS] if self._shards else []
+        tried = [*saving, *self.cost.switches(self.base)]
+        return tuple(x for x in tried if self.base.with_values(x.values) != self.base)
+
+    def variants(self, layout: Candidate, gpu: Gpu) -> Iterator[Candidate]:
+        """Yield a layout with each set of those `switches` that save no memory."""
+        usable = [x for x in self.switches if not x.saves and x.applies(layout, gpu)]
+        for count in range(len(usable) + 1):
+            for chosen in combinations(usable, count):
+                yield replace(layout, switches=chosen)
+
+    def leaner(self, layout: Candidate, gpu: Gpu) -> Iterator[Candidate]:
+        """Yield the variants to try where one does not fit: they save memory by one more way.
+
+        A way is the next mode of recomputation, or a switch that saves memory.
+        """
+        after = self.modes.index(layout.recompute) + 1
+        saving = tuple(switch for switch in layout.switches if switch.saves)
+        if after < len(self.modes):
+            changed = replace(layout, recompute=self.modes[after], switches=())
+            for variant in self.variants(changed, gpu):
+                yield replace(variant, switches=(*saving, *variant.switches))
+        for switch in self.switches:
+            if switch.saves and switch not in saving and switch.applies(layout, gpu):
+                yield replace(layout, switches=(switch, *layout.switches))
+
+    def leanest(self, layout: Candidate, gpu: Gpu) -> Candidate:
+        """Return the variant of a layout that needs the least memory."""
+        leanest = replace(layout, recompute=self.modes[-1])
+        for switch in self.switches:
+            if switch.saves and switch.applies(leanest, gpu):
+                leanest = replace(leanest, switches=(*leanest.switches, switch))
+        return leanest
+
+    @cached_property
+    def modes(self) -> tuple[str, ...]:
+        """Return the modes of recomputation that the run can use."""
+        return self.cost.modes_with(self.base.cuda_graphs)
 
 
 def recomputation(config: RunConfig, cost: TaskCost, mode: str) -> dict[str, Any]:
@@ -226,7 +318,7 @@ def fixed_errors(
 def candidates(
     config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost, network: Network | None = None
 ) -> Iterator[Candidate]:
-    """Yield the layouts to try, each with every mode of recomputation that the run can use.
+    """Yield the layouts to try, each with the first mode of recomputation and without switches.
 
     Tensor parallelism stays within a node of ``gpu``, and so does context parallelism whose ranks
     would have fewer than `LEAST_SLICE` tokens of a sequence. Micro-batch sizes are the run's, its
@@ -243,7 +335,6 @@ def candidates(
     experts = [size for size in sizes if num_experts % size == 0]
     micro = config.training.micro_batch_size or 1
     batches = sorted({max(1, micro >> shift) for shift in range(micro.bit_length())})
-    modes = cost.modes_with(config.cuda_graphs)
     anyhow = config.model.blocks_dealt_by_cost
     for pp, chunks in product(cuts, range(1, MOST_CHUNKS + 1)):
         if chunks > 1 and pp == 1:
@@ -258,8 +349,8 @@ def candidates(
         for tp, cp, ep in product(in_node, slices, experts):
             if world_size % (tp * pp * cp) or world_size % (ep * pp):
                 continue
-            for batch, mode in product(batches, modes):
-                yield Candidate(tp, pp, cp, ep, chunks, batch, mode, stages)
+            for batch in batches:
+                yield Candidate(tp, pp, cp, ep, chunks, batch, cost.modes[0], stages)
 
 
 def refuse_misfits(config: RunConfig, candidate: Candidate, world_size: int) -> None:
@@ -359,4 +450,5 @@ def size_fields(candidate: Candidate) -> Mapping[str, Any]:
         "chunks": "virtual_chunks", "micro_batch": "micro_batch_size",
         "recompute": "recomputation", "stages": "pipeline_layout",
     }  # fmt: skip
-    return {names[x.name]: getattr(candidate, x.name) for x in fields(candidate)}
+    sizes = {name: getattr(candidate, field) for field, name in names.items()}
+    return {**sizes, "switches": [switch.name for switch in candidate.switches]}

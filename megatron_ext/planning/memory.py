@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,7 +12,7 @@ from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes, Stage
 from megatron_ext.planning.state import State, rank_state
 from megatron_ext.planning.weights import Weight
-from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind, Plan, recomputed_whole
+from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Action, Kind, Plan, recomputed_whole
 
 
 @dataclass(frozen=True)
@@ -59,59 +59,71 @@ class RankMemory:
         return max(step, self.state.setup)
 
 
-def memory(network: Network, other: Sequence[RankMemory] | None = None) -> list[RankMemory]:
-    """Return the memory of each pipeline rank.
+def memory(network: Network) -> list[RankMemory]:
+    """Return the memory of each pipeline rank."""
+    return list(rank_memories(network))
 
-    ``other`` is the memory of the same run with another recomputation, which has the same weights
-    and the same state; None to count these too.
+
+def rank_memories(network: Network, *, messages: bool = True) -> Iterator[RankMemory]:
+    """Yield the memory of one pipeline rank after the other.
+
+    Without ``messages`` it is somewhat too low, and found faster: received messages that wait for a
+    computation are left out.
     """
-    stages = network.stages()
-    costs = network.of_stages(network.activations, stages)
-    deferred = network.of_stages(network.deferred, stages)
-    if network.schedule.partly is not None:
-        # Micro-batches whose layers are all recomputed count as held by further stages.
-        whole = network.recomputing_all
-        costs = [*costs, *whole.of_stages(whole.activations, stages)]
-        deferred = [*deferred, *deferred]
-    ranks = []
     schedule = network.schedule
     # A shorter step has the same moments; layouts with other numbers of replicas share it.
     schedule = replace(schedule, num_microbatches=schedule.simulated)
-    kept = _kept(network, stages) if other is None else other
     boundary = network.boundary
-    hosted = network.of_stages(network.hosted, stages)
-    for known in kept:
-        found = _moments(schedule, known.rank)
+    find = _moments if messages else _moments_of_passes
+    counted: dict[Hashable, tuple[LayerBytes, int]] = {}
+    whole = network if schedule.partly is None else network.recomputing_all
+    for known in stored(network):
+        costs: dict[int, LayerBytes] = {}
+        deferred: dict[int, int] = {}
+        for stage in known.stages:
+            kind = network.kind(stage)
+            if kind not in counted:
+                counted[kind] = network.activations(stage), network.deferred(stage)
+            costs[stage.index], deferred[stage.index] = counted[kind]
+            if schedule.partly is not None:
+                # Micro-batches whose layers are all recomputed count as held by further stages.
+                further = stage.index + schedule.pipeline_size * schedule.num_chunks
+                costs[further] = whole.activations(stage)
+                deferred[further] = deferred[stage.index]
+        found = find(schedule, known.rank)
         peak = peak_of(found, costs, deferred=deferred, boundary=boundary)
         activations, transient, in_flight = peak
-        moved = peak_of(found, [LayerBytes(x, 0) for x in hosted])[0] if any(hosted) else 0
-        ranks.append(
-            replace(
-                known,
-                activations=activations,
-                transient=transient,
-                in_flight=in_flight,
-                moved=moved,
-            )
+        hosted = {stage.index: LayerBytes(network.hosted(stage), 0) for stage in known.stages}
+        moved = peak_of(found, hosted)[0] if any(x.kept for x in hosted.values()) else 0
+        yield replace(
+            known,
+            activations=activations,
+            transient=transient,
+            in_flight=in_flight,
+            moved=moved,
         )
-    return ranks
 
 
-def _kept(network: Network, stages: Sequence[Stage]) -> list[RankMemory]:
-    """Return the memory of each pipeline rank without activations."""
-    ranks = []
-    states: dict[Hashable, State] = {}
-    eight = network.of_stages(network.fp8_weights, stages)
-    for rank in range(network.sizes.pp):
-        mine = sorted((x for x in stages if x.rank == rank), key=lambda x: x.chunk)
+def stored(network: Network) -> Iterator[RankMemory]:
+    """Yield the memory of each pipeline rank without activations."""
+    ranks: list[list[Stage]] = [[] for _ in range(network.sizes.pp)]
+    for stage in network.stages():
+        ranks[stage.rank].append(stage)
+    eight: dict[Hashable, int] = {}
+    for rank, stages in enumerate(ranks):
+        mine = sorted(stages, key=lambda stage: stage.chunk)
         weights = tuple(network.parameters(stage) for stage in mine)
+        kinds = [network.kind(stage) for stage in mine]
+        for kind, stage in zip(kinds, mine, strict=True):
+            if kind not in eight:
+                eight[kind] = network.fp8_weights(stage)
         # The first rank's gradients are reduced in buckets of another size.
-        key = rank == 0, *map(network.kind, mine)
-        if key not in states:
-            states[key] = rank_state(network.config, network.sizes, rank, weights)
-        fp8_weights = sum(eight[stage.index] for stage in mine)
-        ranks.append(RankMemory(rank, tuple(mine), weights, states[key], 0, 0, 0, fp8_weights))
-    return ranks
+        key = rank == 0, *kinds
+        if key not in network.states:
+            network.states[key] = rank_state(network.config, network.sizes, rank, weights)
+        fp8_weights = sum(eight[kind] for kind in kinds)
+        state = network.states[key]
+        yield RankMemory(rank, tuple(mine), weights, state, 0, 0, 0, fp8_weights)
 
 
 def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
@@ -159,20 +171,36 @@ def _moments(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     return moments(schedule.plan(), rank, schedule.partly)
 
 
+@lru_cache(maxsize=1 << 14)
+def _moments_of_passes(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
+    """Return the `moments` of a schedule's step without its messages."""
+    num_stages = schedule.pipeline_size * schedule.num_chunks
+    return _followed(_short_orders(schedule)[rank], num_stages, schedule.partly)
+
+
+@lru_cache(maxsize=8)
+def _short_orders(schedule: Schedule) -> Sequence[Sequence[Action]]:
+    return schedule.short_orders()
+
+
 def moments(plan: Plan, rank: int, partly: int | None = None) -> tuple[Moment, ...]:
     """Follow a pipeline rank's actions through a plan; return the unlike moments, in order.
 
     With ``partly``, the stage of a micro-batch whose layers are all recomputed is counted on after
     the last stage (see `recomputed_whole`).
     """
-    whole = frozenset() if partly is None else recomputed_whole(plan.ranks[rank], partly)
-    more = plan.placement.num_stages
+    return _followed(plan.ranks[rank], plan.placement.num_stages, partly)
+
+
+def _followed(actions: Sequence[Action], more: int, partly: int | None) -> tuple[Moment, ...]:
+    """Return the `moments` of a rank's actions; ``more`` is the number of stages of the model."""
+    whole = frozenset() if partly is None else recomputed_whole(actions, partly)
     held: Counter[int] = Counter()
     deferred: Counter[int] = Counter()
     count = 0
     waiting = set[tuple[Kind | None, int, int]]()
     found: dict[Moment, None] = {}
-    for action in plan.ranks[rank]:
+    for action in actions:
         if action.kind not in COMPUTE:
             if action.kind in RECEIVES:
                 waiting.add((action.kind, action.microbatch, action.stage))
@@ -208,15 +236,15 @@ def moments(plan: Plan, rank: int, partly: int | None = None) -> tuple[Moment, .
 
 def peak_of(
     found: Iterable[Moment],
-    costs: Sequence[LayerBytes],
+    costs: Sequence[LayerBytes] | Mapping[int, LayerBytes],
     *,
-    deferred: Sequence[int] = (),
+    deferred: Sequence[int] | Mapping[int, int] = (),
     boundary: int = 0,
 ) -> tuple[int, int, int]:
     """Return the memory peak of a pipeline rank among its moments.
 
     Args:
-        costs: bytes of one micro-batch in each stage of the model.
+        costs: bytes of one micro-batch in each stage of the model, or in those of the rank.
         deferred: for each stage, the bytes of one micro-batch that it keeps between its
             input-gradient pass and its weight-gradient pass.
         boundary: bytes of a message between stages. Its buffer exists from the receive until the

@@ -21,6 +21,7 @@ from megatron_ext.planning.weights import Weight, is_linear
 if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work
     from megatron_ext.planning.pipeline import Schedule
+    from megatron_ext.planning.state import State
 
 Counted = TypeVar("Counted")
 
@@ -218,11 +219,11 @@ class Network(ABC):
     ) -> list[Counted]:
         """Return ``count`` of each stage, computed once for all stages of its `kind`."""
         counted: dict[Hashable, Counted] = {}
-        for stage in stages:
-            key = self.kind(stage)
+        keys = [self.kind(stage) for stage in stages]
+        for key, stage in zip(keys, stages, strict=True):
             if key not in counted:
                 counted[key] = count(stage)
-        return [counted[self.kind(stage)] for stage in stages]
+        return [counted[key] for key in keys]
 
     def parameters(self, stage: Stage) -> tuple[Weight, ...]:
         """Return the `weights` of a stage, listed once for all stages of its `kind`."""
@@ -231,11 +232,29 @@ class Network(ABC):
             self._parameters[key] = tuple(self.weights(stage))
         return self._parameters[key]
 
+    def unlike(self, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return one layer of each kind among ``layers``, and how many of them are of its kind.
+
+        By default, every layer is a kind of its own.
+        """
+        return [(number, 1) for number in layers]
+
     def elements(self, stage: Stage) -> Elements:
-        """Return the numbers of a stage's parameters, counted once for all stages of its `kind`."""
+        """Return the numbers of a stage's parameters: those of its ends, and of each layer."""
         key = self.kind(stage)
         if key not in self._elements:
-            self._elements[key] = Elements.of(self.parameters(stage))
+            ends = dataclasses.replace(stage, layers=())
+            bare = dataclasses.replace(
+                ends, depths=0, embedding=False, final_norm=False, head=False
+            )
+            total = Elements.of(self.weights(ends))
+            for number, count in self.unlike(stage.layers):
+                layer = dataclasses.replace(bare, layers=(number,))
+                kind = self.kind(layer)
+                if kind not in self._elements:
+                    self._elements[kind] = Elements.of(self.weights(layer))
+                total += self._elements[kind] * count
+            self._elements[key] = total
         return self._elements[key]
 
     @cached_property
@@ -246,14 +265,19 @@ class Network(ABC):
     def _elements(self) -> dict[Hashable, Elements]:
         return {}
 
-    def with_recomputation(self, config: RunConfig) -> Network:
-        """Return a copy for ``config``, which differs only in recomputation.
+    @cached_property
+    def states(self) -> dict[Hashable, State]:
+        """Return the state of ranks by their stages, as far as it has been counted."""
+        return {}
 
-        The copy has the same parameters, and does not list them again.
+    def share(self, other: Network, *, states: bool) -> None:
+        """Count nothing again that ``other``, whose ranks hold the same weights, has counted.
+
+        ``states`` says whether they keep the same state between steps, too.
         """
-        other = self.with_config(config)
-        vars(other).update(_parameters=self._parameters, _elements=self._elements)
-        return other
+        vars(self).update(_parameters=other._parameters, _elements=other._elements)
+        if states:
+            vars(self)["states"] = other.states
 
     @abstractmethod
     def weights(self, stage: Stage) -> list[Weight]:

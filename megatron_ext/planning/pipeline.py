@@ -7,13 +7,17 @@ memory not at all. A step of thousands of micro-batches need not be simulated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.training import TrainingConfig
-from megatron_ext.schedules.orders import build_plan
+from megatron_ext.parallel.grid import Placement
+from megatron_ext.schedules.orders import build_plan, interleaved, one_f_one_b
 from megatron_ext.schedules.plan import (
     EVEN,
+    Action,
     Durations,
     Kind,
     Plan,
@@ -97,6 +101,19 @@ class Schedule:
             pairs=self.pairs,
         )
 
+    def short_orders(self) -> Sequence[Sequence[Action]]:
+        """Return the computations of each rank in `short`.
+
+        Those of 1F1B and of interleaved 1F1B come without messages, which take longer to find.
+        """
+        placement = Placement(self.pipeline_size, self.num_chunks)
+        if self.name == "interleaved":
+            group = self.group or self.pipeline_size
+            return interleaved(placement, self.simulated, group, pairs=self.pairs)
+        if self.name in ("no-pipelining", "1f1b"):
+            return one_f_one_b(placement, self.simulated, pairs=self.pairs)
+        return self.short().ranks
+
     @property
     def period(self) -> int:
         """Return after how many micro-batches the steady phase repeats itself.
@@ -135,7 +152,7 @@ class Schedule:
         """Return how many pairs of passes a pipeline rank runs in a step."""
         if not self.pairs:
             return 0
-        count = sum(action.kind is Kind.PAIR for action in self.short().ranks[rank])
+        count = _pairs(replace(self, num_microbatches=self.simulated))[rank]
         return count + (self.num_microbatches - self.simulated) * self.num_chunks
 
     def whole_share(self, rank: int) -> float:
@@ -158,3 +175,11 @@ class Schedule:
             cost.makespan + left * (cost.makespan - before.makespan),
             cost.bubble + left * (cost.bubble - before.bubble),
         )
+
+
+@lru_cache(maxsize=256)
+def _pairs(short: Schedule) -> tuple[int, ...]:
+    """Return the number of pairs of passes on each rank in a step that is simulated whole."""
+    return tuple(
+        sum(action.kind is Kind.PAIR for action in order) for order in short.short_orders()
+    )

@@ -21,10 +21,11 @@ REASONS = 5
 COLUMNS = (
     Column("layout", "layout"),
     Column("dp", "data_parallel_size"),
-    Column("micro-batch", "micro_batch_size"),
+    Column("batch", "micro_batch_size"),
     Column("recompute", "recomputation"),
+    Column("with", "with", optional=True),
     Column("step (s)", "step_seconds", "{:.3g}".format),
-    Column("tokens/s", "tokens_per_second", "{:,.0f}".format),
+    Column("tokens/s", "tokens_per_second", printed=False),
     Column("MFU", "model_flops_utilization", "{:.1%}".format),
     Column("bubble", "bubble_share", "{:.1%}".format),
     Column("peak", "peak_bytes", size),
@@ -39,12 +40,17 @@ def proposal(result: SearchResult, world_size: int, gpu: Gpu, given: Estimate | 
     that can run.
     """
     lines = [*_verdict(result, gpu), *_comparison(result, given)]
-    lines.append(f"{result.fitting:,} of {result.tried:,} layouts of {world_size:,} GPUs fit")
+    lines.append(f"{result.tried:,} layouts of {world_size:,} GPUs can run")
+    lines.append(
+        f"{result.fitting:,} layouts fit of {result.checked:,} whose memory was computed; the "
+        "others are slower than those below, or their weights alone are too large"
+    )
     values: dict[str, Any] = {
         "gpu": gpu.name,
         "gpu_memory_bytes": gpu.memory,
         "ranks": world_size,
         "tried": result.tried,
+        "checked": result.checked,
         "fitting": result.fitting,
         "refused": [{"layouts": count, "reason": text} for text, count in result.refused],
         "layouts": [
@@ -117,11 +123,12 @@ def best_sheet(result: SearchResult) -> Sheet:
         cost = layout.cost
         candidate = layout.candidate
         sizes = [str(candidate), cost.network.sizes.dp, candidate.micro_batch, candidate.recompute]
+        sizes.append(", ".join(switch.name for switch in candidate.switches))
         figures = [cost.seconds, cost.tokens_per_second, cost.mfu, cost.price.bubble_share]
         rows.append([*sizes, *figures, cost.peak, layout.variants])
     caption = (
-        "vpp: virtual chunks of a pipeline rank; variants: layouts with these sizes that fit, of "
-        "which the fastest is shown"
+        "vpp: virtual chunks of a pipeline rank; batch: micro-batch size; variants: layouts with "
+        "these sizes, of which the fastest that fits is shown"
     )
     return Sheet("best", "the fastest layouts that fit", COLUMNS, rows, caption)
 

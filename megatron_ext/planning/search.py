@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import ConfigError, FlagError
-from megatron_ext.planning.layouts import Candidate, LayoutFlags, candidates, refuse_misfits
-from megatron_ext.planning.memory import RankMemory, fullest, memory
-from megatron_ext.planning.network import Network
+from megatron_ext.planning.hardware import DEFAULT, Rates, reserve_on
+from megatron_ext.planning.layouts import (
+    SHARDED_GRADIENTS,
+    SHARDED_WEIGHTS,
+    Candidate,
+    LayoutFlags,
+    candidates,
+    refuse_misfits,
+)
+from megatron_ext.planning.memory import rank_memories, worst_case
+from megatron_ext.planning.network import Case, Network
 from megatron_ext.planning.state import rank_state
-from megatron_ext.planning.step_time import Estimate, estimate, least_seconds, needed_on
-from megatron_ext.planning.task_cost import TaskCost
+from megatron_ext.planning.step_time import (
+    Clock,
+    Estimate,
+    estimate,
+    gradient_volume,
+    least_seconds,
+    needed_on,
+)
 from megatron_ext.planning.weights import ROUTED
 
 Complete = Callable[[Mapping[str, Any]], RunConfig]
@@ -32,7 +48,8 @@ class Layout:
 
     Attributes:
         words: the words of each of its flags.
-        variants: number of layouts with the same parallel sizes that fit; this one is the fastest.
+        variants: number of layouts with the same parallel sizes that were considered; this one is
+            the fastest.
     """
 
     candidate: Candidate
@@ -47,8 +64,11 @@ class SearchResult:
 
     Attributes:
         best: the fastest layout for each choice of parallel sizes, the fastest first.
-        tried: number of layouts that were priced, whether or not they fit.
-        fitting: number of layouts that fit, each with the first mode that makes it fit.
+        tried: number of layouts that were considered. A layout counts once, however it recomputes
+            and whatever switches it uses.
+        checked: number of them whose memory was computed. Others cannot be faster than ``best``, or
+            do not fit by `StateBound`.
+        fitting: number of checked layouts that fit.
         closest: without a layout that fits, the bytes of the one that needs least, and this layout.
         refused: sentences on layouts that cannot run, each with their number, the most frequent
             first.
@@ -56,6 +76,7 @@ class SearchResult:
 
     best: list[Layout]
     tried: int
+    checked: int
     fitting: int
     closest: tuple[float, Candidate] | None = None
     refused: tuple[tuple[str, int], ...] = ()
@@ -72,9 +93,9 @@ def search(
 ) -> SearchResult:
     """Return the fastest layouts of a run that fit on ``world_size`` GPUs.
 
-    Each layout uses the first mode of recomputation of `TaskCost.modes` that fits, the distributed
-    optimizer unless the optimizer is SGD, and sequence parallelism with tensor parallelism. Other
-    flags remain.
+    Each layout uses the distributed optimizer unless the optimizer is SGD, and sequence parallelism
+    with tensor parallelism. It recomputes, and uses `LayoutFlags.switches`, as is fastest among the
+    ways that fit. Other flags remain.
 
     Args:
         base: the configuration without flags of a layout, for one rank.
@@ -85,114 +106,274 @@ def search(
     Raises:
         ConfigError: no layout can run, whatever the memory; the message has up to 5 reasons.
     """
-    found: list[_Fitting] = []
-    refusals = _Refusals()
-    tried = 0
-    closest: tuple[float, Candidate] | None = None
-    (first, *_) = flags.cost.cases(base)
-    bound = StateBound.of(first.network, world_size)
-    every = candidates(base, world_size, gpu, flags.cost, first.network)
-    for _, modes in groupby(every, key=lambda candidate: replace(candidate, recompute="")):
-        layout = list(modes)
-        try:
-            refuse_misfits(base, layout[0], world_size)
-            needed = bound.bytes_of(layout[0])
-            least = layout[0]
-            if needed <= gpu.memory:
-                config = complete(flags.values(layout[0]))
-                fitting, needed, least = _first_that_fits(layout, flags.cost, config, gpu)
-                found += fitting
-        except ConfigError as error:
-            refusals.add(error.messages[0])
-            continue
-        tried += 1
-        if closest is None or needed < closest[0]:
-            closest = needed, least
-    if not tried:
+    searching = _Search(base, flags, complete, world_size, gpu)
+    best = searching.run(count)
+    refused = searching.refusals.counted()
+    if not searching.tried:
         none = f"No layout of {world_size} ranks can run this model."
-        raise ConfigError([none, *[text for text, _ in refusals.counted()[:5]]])
-    best = _fastest(found, flags, complete, gpu, count)
-    return SearchResult(best, tried, len(found), None if best else closest, refusals.counted())
+        raise ConfigError([none, *[text for text, _ in refused[:5]]])
+    closest = None if best else searching.closest
+    counts = searching.tried, searching.checked, searching.fitting
+    return SearchResult(best, *counts, closest, refused)
+
+
+@dataclass(order=True)
+class _Step:
+    """A step of the search that is still to do.
+
+    Attributes:
+        seconds: a time that no layout can beat to which the step leads.
+        number: breaks ties: the step that was found first.
+        sizes: the parallel sizes of these layouts.
+        run: does the step; returns a layout if its time is known.
+    """
+
+    seconds: float
+    number: int
+    sizes: tuple[int, ...] = field(compare=False)
+    run: Callable[[], Layout | None] = field(compare=False)
+
+
+class _Search:
+    """Follows the layouts whose lower bound of a step's time is least, one step after the other.
+
+    Each step makes the bound tighter: without a layout's own configuration, with it, with the
+    memory of its ranks, and last by simulating its schedule. So a layout whose own time is the next
+    is the fastest of those that are left, and slow layouts cost next to nothing.
+    """
+
+    def __init__(
+        self,
+        base: RunConfig,
+        flags: LayoutFlags,
+        complete: Complete,
+        world_size: int,
+        gpu: Gpu,
+    ) -> None:
+        self.base = base
+        self.flags = flags
+        self.complete = complete
+        self.world_size = world_size
+        self.gpu = gpu
+        self.refusals = _Refusals()
+        self.tried = 0
+        self.checked = 0
+        self.fitting = 0
+        self.closest: tuple[float, Candidate] | None = None
+        self.variants: Counter[tuple[int, ...]] = Counter()
+        self.least = LeastTimes(flags, world_size, gpu)
+        self._steps: list[_Step] = []
+        self._seen: set[Candidate] = set()
+        self._configs: dict[Candidate, RunConfig] = {}
+        self._networks: dict[Hashable, Network] = {}
+        self._needed: dict[Candidate, float] = {}
+        self._number = itertools.count()
+
+    def run(self, count: int) -> list[Layout]:
+        """Return the ``count`` fastest layouts that fit."""
+        (first, *_) = self.flags.cost.cases(self.base)
+        bound = StateBound.of(first.network, self.world_size)
+        for layout in candidates(
+            self.base, self.world_size, self.gpu, self.flags.cost, first.network
+        ):
+            self._begin(layout, bound)
+        best: dict[tuple[int, ...], Layout] = {}
+        while self._steps and len(best) < count:
+            step = heapq.heappop(self._steps)
+            if step.sizes not in best and (found := step.run()) is not None:
+                best[step.sizes] = replace(found, variants=self.variants[step.sizes])
+        return list(best.values())
+
+    def _then(self, seconds: float, layout: Candidate, run: Callable[[], Layout | None]) -> None:
+        heapq.heappush(self._steps, _Step(seconds, next(self._number), layout.sizes, run))
+
+    def _begin(self, layout: Candidate, bound: StateBound) -> None:
+        """Add the first step of a layout, unless it cannot run or surely does not fit."""
+        try:
+            refuse_misfits(self.base, layout, self.world_size)
+        except ConfigError as error:
+            self.refusals.add(error.messages[0])
+            return
+        self.tried += 1
+        self.variants[layout.sizes] += 1
+        leanest = self.flags.leanest(layout, self.gpu)
+        needed = bound.bytes_of(leanest)
+        if needed > self.gpu.memory:
+            if self.closest is None or needed < self.closest[0]:
+                self.closest = needed, leanest
+        else:
+            self._then(self.least.of_layout(layout), layout, partial(self._open, layout))
+
+    def _open(self, layout: Candidate) -> None:
+        """Check that a layout can run, and fits with the variant that needs least memory."""
+        try:
+            self._configs[layout] = self.complete(self.flags.values(layout))
+        except ConfigError as error:
+            self.refusals.add(error.messages[0])
+            self.tried -= 1
+            self.variants[layout.sizes] -= 1
+            return
+        self.checked += 1
+        leanest = self.flags.leanest(layout, self.gpu)
+        if any(map(self._fits, (leanest, replace(leanest, switches=())))):
+            self.fitting += 1
+            for variant in self.flags.variants(layout, self.gpu):
+                self._follow(variant)
+
+    def _follow(self, variant: Candidate) -> None:
+        if variant not in self._seen:
+            self._seen.add(variant)
+            run = partial(self._check, variant)
+            self._then(self.least.of_variant(variant), variant, run)
+
+    def _check(self, variant: Candidate) -> None:
+        """Find out whether a variant fits; if it does not, follow leaner ones."""
+        if self._fits(variant):
+            seconds = min(least_seconds(case.network, self.gpu) for case in self._cases(variant))
+            self._then(seconds, variant, partial(self._simulate, variant))
+        else:
+            self._follow_leaner(variant)
+
+    def _follow_leaner(self, variant: Candidate) -> None:
+        for leaner in self.flags.leaner(variant, self.gpu):
+            self._follow(leaner)
+
+    def _cases(self, variant: Candidate) -> Sequence[Case]:
+        """Return the cases of a variant, whose configuration is not checked."""
+        plain = replace(variant, recompute=self.flags.modes[0], switches=())
+        config = self._configs[plain].with_values(self.flags.variant_values(variant))
+        cases = self.flags.cost.cases(config)
+        sharing = variant.switches
+        if SHARDED_WEIGHTS not in sharing:
+            # Only the weights that are gathered at a time depend on whether passes run in pairs.
+            sharing = tuple(switch for switch in sharing if switch.saves)
+        for case in cases:
+            weights = variant.tp, variant.ep, variant.pp, case.name
+            first = self._networks.setdefault((*weights, sharing), case.network)
+            case.network.share(first, states=True)
+        return cases
+
+    def _fits(self, variant: Candidate) -> bool:
+        """Return whether a variant fits the GPU's memory."""
+        changing = tuple(switch for switch in variant.switches if switch.changes_memory)
+        alike = replace(variant, switches=changing)
+        if alike not in self._needed:
+            self._needed[alike] = needed = self._least_needed(alike)
+            if self.closest is None or needed < self.closest[0]:
+                self.closest = needed, alike
+        return self._needed[alike] <= self.gpu.memory
+
+    def _least_needed(self, variant: Candidate) -> float:
+        """Return the bytes that the fullest rank of a variant needs.
+
+        If that is too much, return the bytes of the first rank that does not fit.
+        """
+        worst = 0.0
+        for case in self._cases(variant):
+            network = case.network
+            ranks = []
+            for rank in rank_memories(network, messages=False):
+                needed = rank.total + sum(reserve_on(self.gpu, network.sizes, 0).values())
+                if needed > self.gpu.memory:
+                    return needed
+                ranks.append(rank)
+            worst = max(worst, needed_on(self.gpu, network, ranks))
+        return worst
+
+    def _simulate(self, variant: Candidate) -> None:
+        """Check the rules of all flags of a variant, and simulate its schedule."""
+        try:
+            config = self.complete(self.flags.values(variant))
+        except ConfigError:
+            return
+        network, ranks = worst_case(self.flags.cost.cases(config))
+        if needed_on(self.gpu, network, ranks) > self.gpu.memory:
+            self._follow_leaner(variant)
+            return
+        cost = estimate(network, self.gpu, ranks=ranks)
+        words = tuple(tuple(entry) for entry in self.flags.words(variant))
+        self._then(cost.seconds, variant, partial(Layout, variant, words, cost))
+
+
+class LeastTimes:
+    """Computes lower bounds of a step's time, without the configuration of a layout.
+
+    The passes through the stages of a pipeline together take as long as those through the whole
+    model on as many ranks as a stage has. A rank has at least its share of them to do. It waits for
+    the first micro-batch to reach it and, after its last pass, for that to reach the first rank.
+    """
+
+    def __init__(self, flags: LayoutFlags, world_size: int, gpu: Gpu) -> None:
+        self.flags = flags
+        self.world_size = world_size
+        self.gpu = gpu
+        self._found: dict[Candidate, tuple[Whole, ...]] = {}
+        self._networks: dict[tuple[int, int, int], Network] = {}
+
+    def of_layout(self, layout: Candidate) -> float:
+        """Return a bound for all variants of a layout, of which leaner ones are slower."""
+        return min(map(self.of_variant, self.flags.variants(layout, self.gpu)))
+
+    def of_variant(self, variant: Candidate) -> float:
+        """Return a bound for a layout with its recomputation and its switches."""
+        return min(whole.seconds(variant) for whole in self._wholes(variant))
+
+    def _wholes(self, layout: Candidate) -> tuple[Whole, ...]:
+        """Return the passes through the whole model, for each kind of batch."""
+        stage_ranks = self.world_size // layout.pp
+        one = replace(layout, pp=1, chunks=1, stages=None)
+        key = replace(one, pp=stage_ranks)
+        if key not in self._found:
+            base = self.flags.base.with_values(
+                {
+                    **self.flags.values(one),
+                    "world_size": stage_ranks,
+                    "data_parallel_size": stage_ranks // (layout.tp * layout.cp),
+                }
+            )
+            networks = [case.network for case in self.flags.cost.cases(base)]
+            for index, network in enumerate(networks):
+                first = self._networks.setdefault((layout.tp, layout.ep, index), network)
+                network.share(first, states=False)
+            self._found[key] = tuple(Whole.of(network, self.gpu) for network in networks)
+        return self._found[key]
 
 
 @dataclass(frozen=True)
-class _Fitting:
-    """A layout that fits.
+class Whole:
+    """The time of a micro-batch's passes through a whole model.
 
     Attributes:
-        seconds: the least time that a step can take, if no rank ever waits for another.
+        passes: seconds of forward and backward pass.
+        hidden: the most seconds that pairs of passes can hide.
+        num_microbatches: micro-batches of a step.
+        replicas: seconds of a step in which replicas reduce gradients, without padding.
     """
 
-    candidate: Candidate
-    network: Network
-    ranks: list[RankMemory]
-    seconds: float
+    passes: float
+    hidden: float
+    num_microbatches: int
+    replicas: float
 
-
-def _first_that_fits(
-    modes: Sequence[Candidate], cost: TaskCost, config: RunConfig, gpu: Gpu
-) -> tuple[list[_Fitting], int, Candidate]:
-    """Return the first mode of recomputation with which a layout fits, in a list.
-
-    The list is empty if none fits. Return the bytes too that the mode needs which needs least, and
-    this mode.
-
-    Args:
-        modes: the layout with each mode.
-        config: the configuration of the first mode.
-    """
-    cases = cost.cases(config)
-    known: list[list[RankMemory]] = [memory(case.network) for case in cases]
-    closest: tuple[int, Candidate] | None = None
-    for candidate in modes:
-        if candidate is not modes[0]:
-            # Recomputation changes only activations.
-            changed = cost.recompute(config, candidate.recompute)
-            cases = [
-                replace(case, network=case.network.with_recomputation(changed)) for case in cases
-            ]
-            known = [memory(case.network, kept) for case, kept in zip(cases, known, strict=True)]
-        network, ranks = max(
-            ((case.network, ranks) for case, ranks in zip(cases, known, strict=True)),
-            key=lambda entry: fullest(entry[1]).total,
+    @classmethod
+    def of(cls, network: Network, gpu: Gpu) -> Whole:
+        """Return the times of a model whose ``network`` has one stage."""
+        (stage,) = network.stages()
+        clock = Clock(network, Rates(gpu, DEFAULT))
+        hidden = 0.0
+        if network.schedule.pairs:
+            hidden = clock.hideable_exchange(network.traffic(stage)) * DEFAULT.hidden
+        return cls(
+            clock.durations(stage).passes,
+            hidden,
+            network.num_microbatches,
+            clock.replicas(gradient_volume(network, [stage])),
         )
-        needed = needed_on(gpu, network, ranks)
-        if closest is None or needed < closest[0]:
-            closest = needed, candidate
-        if needed <= gpu.memory:
-            seconds = least_seconds(network, gpu, ranks)
-            return [_Fitting(candidate, network, ranks, seconds)], needed, candidate
-    assert closest is not None
-    return [], *closest
 
-
-def _fastest(
-    found: Sequence[_Fitting], flags: LayoutFlags, complete: Complete, gpu: Gpu, count: int
-) -> list[Layout]:
-    """Return the fastest layout for each choice of parallel sizes: the ``count`` fastest of them.
-
-    The pipeline schedule, whose simulation takes long, is simulated only for layouts that could be
-    among them by their least times.
-    """
-    variants = Counter(layout.candidate.sizes for layout in found)
-    best: dict[tuple[int, ...], Layout] = {}
-    for layout in sorted(found, key=lambda layout: layout.seconds):
-        listed = sorted(x.cost.seconds for x in best.values())
-        if len(listed) >= count and layout.seconds > listed[count - 1]:
-            break
-        sizes = layout.candidate.sizes
-        if sizes in best and layout.seconds > best[sizes].cost.seconds:
-            continue
-        try:
-            # Only the first mode of recomputation has been checked.
-            complete(flags.values(layout.candidate))
-        except ConfigError:
-            continue
-        cost = estimate(layout.network, gpu, ranks=layout.ranks)
-        if sizes not in best or cost.seconds < best[sizes].cost.seconds:
-            words = tuple(tuple(entry) for entry in flags.words(layout.candidate))
-            best[sizes] = Layout(layout.candidate, words, cost, variants[sizes])
-    return sorted(best.values(), key=lambda layout: layout.cost.seconds)[:count]
+    def seconds(self, layout: Candidate) -> float:
+        """Return a lower bound of a step's time in a layout."""
+        busy = self.num_microbatches * (self.passes - self.hidden) + self.replicas
+        return busy / layout.pp + (layout.pp - 1) * self.passes / (layout.pp * layout.chunks)
 
 
 class _Refusals:
@@ -219,15 +400,19 @@ class StateBound:
     It is quick to compute, and tells most layouts that do not fit from those that may.
 
     Attributes:
-        dense, routed: bytes of the weights and gradients of the whole model without its routed
-            experts, and of these.
-        shared: bytes of optimizer, averages and sharded weights, which may be spread evenly over
-            all ranks.
+        parameters, gradients: bytes of the whole model's weights, and of their gradients.
+        routed: share of the routed experts in them.
+        optimizer: bytes of optimizer and averages, which may be spread evenly over all ranks.
+        shards_gradients, shards_weights: whether all layouts spread these, too.
     """
 
-    dense: float
+    parameters: float
+    gradients: float
     routed: float
-    shared: float
+    optimizer: float
+    world_size: int
+    shards_gradients: bool
+    shards_weights: bool
 
     @classmethod
     def of(cls, network: Network, world_size: int) -> StateBound:
@@ -235,20 +420,29 @@ class StateBound:
         weights = [network.weights(stage) for stage in network.stages()]
         listed = [weight for stage in weights for weight in stage]
         if any(weight.frozen for weight in listed):
-            return cls(0.0, 0.0, 0.0)
+            return cls(0.0, 0.0, 0.0, 0.0, world_size, False, False)
         state = rank_state(network.config, network.sizes, 0, weights)
         routed = sum(weight.numel for weight in listed if ROUTED in weight.name)
-        share = routed / sum(weight.numel for weight in listed)
         flags = network.config.optimizer
-        spread = state.optimizer + state.average
-        unsharded = 0 if flags.shards_gradients else state.gradients
-        if flags.shards_weights:
-            spread += state.parameters
-        else:
-            unsharded += state.parameters
-        return cls(unsharded * (1 - share), unsharded * share, spread / world_size)
+        return cls(
+            state.parameters,
+            state.gradients,
+            routed / sum(weight.numel for weight in listed),
+            state.optimizer + state.average,
+            world_size,
+            flags.shards_gradients,
+            flags.shards_weights,
+        )
 
     def bytes_of(self, candidate: Candidate) -> float:
         """Return the bound of a layout."""
-        cut = self.dense / candidate.tp + self.routed / candidate.ep
-        return cut / candidate.pp + self.shared
+        cut = 0.0
+        spread = self.optimizer
+        if self.shards_weights or SHARDED_WEIGHTS in candidate.switches:
+            spread += self.parameters
+        else:
+            cut += self.parameters
+        if not self.shards_gradients and SHARDED_GRADIENTS not in candidate.switches:
+            cut += self.gradients
+        cut *= (1 - self.routed) / candidate.tp + self.routed / candidate.ep
+        return cut / candidate.pp + spread / self.world_size

@@ -24,12 +24,14 @@ class Column:
         key: the name of its values in JSON, with their unit, such as "peak_bytes".
         show: returns the text of a value in the printed table.
         optional: whether the printed table leaves out the column if all its values are 0 or empty.
+        printed: whether the printed table has the column; JSON has it anyway.
     """
 
     heading: str
     key: str
     show: Callable[[Any], str] = str
     optional: bool = False
+    printed: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Sheet:
         shown = [
             index
             for index, column in enumerate(self.columns)
-            if not column.optional or any(row[index] for row in self.rows)
+            if column.printed and (not column.optional or any(row[index] for row in self.rows))
         ]
         headings = [self.columns[index].heading for index in shown]
         table = Table(title=self.title, caption=self.caption or None, box=SIMPLE_HEAD)

@@ -6,18 +6,19 @@ It compares layouts of one model on one kind of GPU well, but its seconds are ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.planning.hardware import DEFAULT, Efficiency, Rates, reserve_on, size
 from megatron_ext.planning.kernels import Phase, Work, update_work
-from megatron_ext.planning.memory import RankMemory, fullest, memory
+from megatron_ext.planning.memory import RankMemory, fullest, memory, stored
 from megatron_ext.planning.muon import muon_volume, muon_work
 from megatron_ext.planning.network import Elements, Network, Volume, ring
 from megatron_ext.planning.pipeline import PipelineTime
 from megatron_ext.planning.stages import FP32, Stage
+from megatron_ext.planning.state import State
 from megatron_ext.schedules.plan import Durations, Kind
 
 TIGHT = 0.05
@@ -284,7 +285,7 @@ class Clock:
         across = self.rates.link(x.tp * x.dp * x.cp * x.pp)
         return seconds * shown + volume.embedding / across
 
-    def longest_end(self, ranks: Sequence[RankMemory]) -> float:
+    def longest_end(self, ranks: Iterable[RankMemory]) -> float:
         """Return the longest time from a rank's last backward pass to the end of the step."""
         unlike = {(rank.state, *map(self.network.kind, rank.stages)): rank for rank in ranks}
         return max(map(self.after, unlike.values()))
@@ -334,16 +335,24 @@ def estimate(
     return Estimate(network, rates, ranks, cost, seconds, network.step_flops())
 
 
-def least_seconds(network: Network, gpu: Gpu, ranks: list[RankMemory]) -> float:
-    """Return the time of a step in which no rank waits for another; `estimate` is no lower.
+FILLED = "1f1b", "interleaved"
+"""Schedules in which the last rank starts after a pass on each other rank, and ends before one."""
 
-    ``ranks`` is the memory of the pipeline ranks.
+
+def least_seconds(network: Network, gpu: Gpu) -> float:
+    """Return a lower bound of what `estimate` returns, without simulating the schedule.
+
+    A rank is only idle until its first micro-batch arrives, and after its last one.
     """
     clock = Clock(network, Rates(gpu, DEFAULT))
-    slowest = max(map(clock.steady, clock.rank_durations()))
+    slowest = max(clock.rank_durations(), key=clock.steady)
     schedule = network.schedule
-    busy: float = slowest * schedule.num_microbatches * schedule.num_chunks
-    return busy + clock.longest_end(ranks)
+    passes = slowest.passes * schedule.num_microbatches * schedule.num_chunks
+    # The way from the first rank and back, for one micro-batch.
+    step = slowest.passes + 2 * clock.latency()
+    ranks = (0, schedule.pipeline_size - 1) if schedule.name in FILLED else (0,)
+    busy = max(step * rank - slowest.hidden * schedule.num_pairs(rank) for rank in ranks)
+    return passes + busy + clock.longest_end(stored(network))
 
 
 def _uses_muon(flags: OptimizerConfig) -> bool:
@@ -368,10 +377,26 @@ def step_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Vo
     total = Volume()
     for stage in rank.stages:
         total += network.traffic(stage) * num_microbatches
+    return total + replica_volume(network, rank.stages, rank.state, num_microbatches)
+
+
+def gradient_volume(network: Network, stages: Sequence[Stage]) -> Volume:
+    """Return the bytes of `replica_volume` if no buffer of gradients had any padding."""
+    trained = sum(network.elements(stage).trained for stage in stages)
+    in_fp32 = network.config.precision.accumulate_allreduce_grads_in_fp32
+    width = network.sizes.width
+    gathered = 1 if network.config.fp8.fp8_param_gather else width
+    state = State(reduced=trained * (FP32 if in_fp32 else width), gathered=trained * gathered)
+    return replica_volume(network, stages, state, network.num_microbatches)
+
+
+def replica_volume(
+    network: Network, stages: Sequence[Stage], state: State, num_microbatches: int
+) -> Volume:
+    """Return the bytes that a rank with these stages and state sends to its replicas in a step."""
     config = network.config
     x = network.sizes
-    state = rank.state
-    elements = sum((network.elements(stage) for stage in rank.stages), Elements())
+    elements = sum((network.elements(stage) for stage in stages), Elements())
     experts = elements.expert / max(1, elements.trained)
     moved = 2 * state.reduced
     if config.optimizer.use_distributed_optimizer:
@@ -384,4 +409,4 @@ def step_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Vo
     copied = elements.shared
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     embedding = float(copied * (FP32 if in_fp32 else x.width))
-    return total + Volume(data=data, expert_data=expert_data, embedding=embedding)
+    return Volume(data=data, expert_data=expert_data, embedding=embedding)

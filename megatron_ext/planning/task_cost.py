@@ -17,6 +17,7 @@ from megatron_ext.device.host import this_host
 
 if TYPE_CHECKING:
     from megatron_ext.device.gpus import Gpu
+    from megatron_ext.planning.layouts import Switch
     from megatron_ext.planning.network import Case
     from megatron_ext.planning.sheet import Report
 
@@ -39,6 +40,7 @@ class TaskCost:
             with the whole model would need, by which a small run is known to fit its host.
         num_experts: takes a configuration; returns the number of experts in a layer that expert
             parallelism can divide, or 0 without experts.
+        switches: takes a configuration; returns what a search tries with and without.
     """
 
     cases: Callable[[RunConfig], Sequence[Case]] = lambda _: ()
@@ -48,6 +50,7 @@ class TaskCost:
     report: Callable[[RunConfig, Gpu | None], Report] | None = None
     most_memory: Callable[[RunConfig], float] = lambda _: math.inf
     num_experts: Callable[[RunConfig], int] = lambda _: 0
+    switches: Callable[[RunConfig], Sequence[Switch]] = lambda _: ()
 
     def surely_fits(self, config: RunConfig) -> bool:
         """Return whether a run on CPUs needs less memory than this host has, whatever its layout.

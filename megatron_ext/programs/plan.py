@@ -11,8 +11,9 @@ assumed rates.
 
 ``--gpu`` also takes a file that ``tools/doctor.py --json`` has written, whose measured rates then
 replace the assumed ones. ``--search`` tries tensor, pipeline, virtual, context and expert sizes,
-micro-batches and recomputation in place of those that the flags give, and lists the fastest layouts
-that fit; ``--flags N`` prints the whole commands of the first N. ``--json`` prints all figures as
+micro-batches and recomputation in place of those that the flags give, with and without sharded
+gradients and weights, pairs of passes, two hops and kept tokens, and lists the fastest layouts that
+fit; ``--flags N`` prints the whole commands of the first N. ``--json`` prints all figures as
 JSON. The vocabulary size comes from the tokenizer, or from ``--padded-vocab-size``; the lengths of
 videos come from their data or ``--dry-run-shape``, which a search needs.
 Exit code 0: the run fits; 1: it does not; 2: the flags have errors.

@@ -110,7 +110,7 @@ def test_a_plan_may_ask_for_layers_that_this_machine_lacks(tool: Tool) -> None:
 
 
 def test_the_tool_searches_and_reports_errors(tool: Tool) -> None:
-    assert "layouts of 4 GPUs fit" in tool("--world-size 4 --search --count 3", "--bf16")
+    assert "layouts of 4 GPUs can run" in tool("--world-size 4 --search --count 3", "--bf16")
     shown = tool("--world-size 3", "--tensor-model-parallel-size 2", code=2)
     assert "error: The number of ranks (3)" in shown
 

@@ -105,6 +105,7 @@ def test_the_memory_of_a_rank_is_that_of_all_its_chunks(monkeypatch: pytest.Monk
     eight = {0: 5, 1: 11}
     network: Any = Fake(
         config=None,
+        states={},
         sizes=SimpleNamespace(pp=1),
         schedule=Schedule("interleaved", 1, 1, 2, None),
         boundary=0,
@@ -131,6 +132,7 @@ def test_the_memory_of_a_rank_has_what_waits_and_what_has_arrived(
     for (deferred, boundary), expected in peaks.items():
         network: Any = Fake(
             config=None,
+            states={},
             sizes=SimpleNamespace(pp=2),
             schedule=schedule,
             boundary=boundary,

@@ -17,6 +17,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.planning import search as searching
 from megatron_ext.planning.layouts import (
     PARALLEL,
+    SHARDED_GRADIENTS,
     Candidate,
     LayoutFlags,
     balanced,
@@ -26,10 +27,11 @@ from megatron_ext.planning.layouts import (
 )
 from megatron_ext.planning.memory import worst_case
 from megatron_ext.planning.proposal import command, proposal
-from megatron_ext.planning.search import SearchResult, StateBound, search
+from megatron_ext.planning.search import LeastTimes, SearchResult, StateBound, search
 from megatron_ext.planning.stages import Ranks
 from megatron_ext.planning.step_time import estimate, least_seconds, needed_on
 from megatron_ext.text.cost.network import GptNetwork
+from megatron_ext.text.cost.switches import KEPT_TOKENS, PAIRS, TWO_HOPS
 from megatron_ext.text.cost.task_cost import GPT_COST
 from megatron_ext.text.task import TEXT
 from tests.text.cost.layouts import LLAMA_8B, llama
@@ -37,6 +39,11 @@ from tests.training_runs import ROOT, config_of
 
 H100 = GPUS["H100"]
 MOE = "--num-experts 6 --moe-ffn-hidden-size 512"
+A2A = f"{MOE} --moe-token-dispatcher-type alltoall"
+EXPERTS = (
+    "--num-experts 32 --moe-ffn-hidden-size 4096 --moe-router-topk 4 --num-layers 8 "
+    "--moe-token-dispatcher-type alltoall"
+)
 
 
 def of(layout: Candidate, more: str = "", world: int = 8) -> RunConfig:
@@ -61,7 +68,7 @@ def searched(more: str = "", world: int = 8, gpu: str = "H100", count: int = 10)
 def test_candidates_have_every_size_that_divides_ranks_layers_and_experts() -> None:
     config = llama("--num-layers 12 --micro-batch-size 4")
     found = [*candidates(config, 4, H100, GPT_COST)]
-    assert {x.recompute for x in found} == {*GPT_COST.modes}
+    assert {(x.recompute, x.switches) for x in found} == {("none", ())}
     assert {x.micro_batch for x in found} == {1, 2, 4}
     assert {(x.tp, x.pp, x.cp) for x in found} == {
         (tp, pp, cp)
@@ -109,6 +116,8 @@ def test_a_candidate_is_a_run_with_its_flags() -> None:
         ("--num-layers 5", Candidate(1, 2, 1, 1, 1, 1, "none", "Ett|tttL")),
         (MOE, Candidate(2, 2, 1, 2, 1, 2, "none")),
         ("--optimizer sgd", Candidate(4, 1, 1, 1, 1, 1, "none")),
+        (A2A, Candidate(1, 1, 1, 2, 1, 1, "full", None, (SHARDED_GRADIENTS, PAIRS, KEPT_TOKENS))),
+        (A2A, Candidate(1, 1, 1, 2, 1, 1, "none", None, (TWO_HOPS,))),
     ],
 )
 def test_values_of_a_layout_are_the_run_of_its_words(more: str, layout: Candidate) -> None:
@@ -198,18 +207,16 @@ def test_search_finds_layouts_that_fit_and_sorts_them_or_says_why_not() -> None:
     assert 1 < len(caught.value.messages) == len(set(caught.value.messages)) <= 6
 
 
-def test_a_search_takes_the_first_mode_that_fits_and_counts_layouts_once(
+def test_a_search_takes_the_fastest_mode_that_fits_and_counts_layouts_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def tried(sizes: Sequence[tuple[int, int]]) -> Callable[..., list[Candidate]]:
-        return lambda *_: [
-            Candidate(tp, 1, 1, 1, 1, batch, mode) for tp, batch in sizes for mode in GPT_COST.modes
-        ]
+        return lambda *_: [Candidate(tp, 1, 1, 1, 1, batch, "none") for tp, batch in sizes]
 
     monkeypatch.setattr(searching, "candidates", tried([(8, 1), (7, 1), (4, 1), (1, 16)]))
     found = searched()
     # 7 ranks are impossible; a micro-batch of 16 fits in no mode.
-    assert (found.tried, found.fitting, len(found.best)) == (3, 2, 2)
+    assert (found.tried, found.checked, found.fitting, len(found.best)) == (3, 3, 2, 2)
     assert [layout.candidate.recompute for layout in found.best] == ["none"] * 2
     assert sum(count for _, count in found.refused) == 1
     monkeypatch.setattr(searching, "candidates", tried([(1, 16)]))
@@ -219,6 +226,54 @@ def test_a_search_takes_the_first_mode_that_fits_and_counts_layouts_once(
     assert closest.recompute == "full" and needed > H100.memory
     report = proposal(found, 8, H100, None)
     assert not report.fits and report.lines[0].startswith("no layout fits: the closest, dp with")
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes"),
+    [
+        (
+            "--num-layers 8 --hidden-size 6144 --num-attention-heads 48",
+            [(1, 1, 1, 1), (2, 1, 1, 1), (1, 4, 1, 1), (1, 4, 1, 2), (2, 4, 2, 1)],
+        ),
+        (
+            EXPERTS,
+            [(1, 1, 16, 1), (2, 1, 16, 1), (1, 4, 4, 1), (1, 4, 4, 2), (2, 4, 2, 2)],
+        ),
+    ],
+)
+def test_a_search_finds_what_trying_every_variant_finds(
+    more: str, sizes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its bounds nor counts that networks share lose a layout."""
+    experts = "experts" in more
+    listed = [
+        Candidate(tp, pp, 1 if experts else x, x if experts else 1, chunks, 1, "none")
+        for tp, pp, x, chunks in sizes
+    ]
+    monkeypatch.setattr(searching, "candidates", lambda *_: listed)
+    base = llama(more, 1)
+    flags = LayoutFlags(TEXT, GPT_COST, base)
+    kept = without(f"{LLAMA_8B} {more}".split(), TEXT, decided_fields(base, GPT_COST))
+    complete = parse_args(kept, TEXT, world_size=1, device="cuda").with_values
+    assert complete is not None
+    gpu = GPUS["A100-40GB"]
+    least = LeastTimes(flags, 16, gpu)
+    best: dict[tuple[int, ...], float] = {}
+    variants = [each for layout in listed for each in flags.variants(layout, gpu)]
+    for variant in variants:
+        variants += [each for each in flags.leaner(variant, gpu) if each not in variants]
+        try:
+            network, ranks = worst_case(GPT_COST.cases(complete(flags.values(variant), 16)))
+        except ConfigError:
+            continue
+        seconds = estimate(network, gpu, ranks=ranks).seconds
+        assert least.of_variant(variant) <= seconds * (1 + 1e-9)
+        assert least_seconds(network, gpu) <= seconds * (1 + 1e-9)
+        if needed_on(gpu, network, ranks) <= gpu.memory:
+            best[variant.sizes] = min(seconds, best.get(variant.sizes, seconds))
+    found = searched(more, 16, gpu.name).best
+    assert len(best) > 1 and len(variants) > 3 * len(listed)
+    assert {x.candidate.sizes: x.cost.seconds for x in found} == pytest.approx(best)
 
 
 @pytest.mark.parametrize("more", ["", MOE, "--grad-reduce-in-bf16", "--lora-rank 8",
@@ -262,9 +317,8 @@ def test_stages_of_a_kind_cost_the_same() -> None:
         assert network.of_stages(count, stages) == [count(stage) for stage in stages]
 
 
-def test_least_seconds_are_reached_without_a_bubble() -> None:
+def test_least_seconds_are_those_of_a_schedule_whose_messages_take_no_time() -> None:
     for flags in ("", "--pipeline-model-parallel-size 4", "--tensor-model-parallel-size 2"):
         network = GptNetwork.of(llama(flags, 8))
-        found = estimate(network, H100)
-        least = least_seconds(network, H100, found.ranks)
-        assert least == pytest.approx(found.seconds - found.price.bubble, rel=1e-6)
+        found = estimate(network, H100).seconds
+        assert found * 0.998 < least_seconds(network, H100) <= found

@@ -87,4 +87,5 @@ GPT_COST = TaskCost(
     from_flags=True,
     most_memory=most_memory,
     num_experts=num_experts,
+    switches=later("megatron_ext.text.cost.switches:switches"),
 )

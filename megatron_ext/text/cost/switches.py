@@ -1,0 +1,51 @@
+"""Ways to exchange the tokens of experts faster, which a search of layouts tries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.planning.layouts import Switch
+from megatron_ext.text.config.moe import MoEConfig
+
+DISPATCHER = "moe_token_dispatcher_type"
+
+ALL_TO_ALL = Switch("all-to-all", {DISPATCHER: "alltoall"}, applies=lambda layout, _: layout.ep > 1)
+"""A token goes to the ranks of its experts alone."""
+
+PAIRS = Switch(
+    "pairs",
+    {"overlap_moe_expert_parallel_comm": True},
+    applies=lambda layout, _: layout.ep > 1,
+)
+"""Forward and backward passes run in pairs, each of which hides the other's exchange."""
+
+KEPT_TOKENS = Switch(
+    "kept tokens",
+    {"moe_keep_dispatched_tokens": True},
+    applies=lambda layout, _: layout.ep > 1 and layout.recompute == "full",
+)
+"""Recomputed layers keep the tokens that their experts have got, and exchange them once."""
+
+TWO_HOPS = Switch(
+    "two hops",
+    {DISPATCHER: "flex"},
+    applies=lambda layout, gpu: layout.ep > gpu.per_node,
+    changes_memory=False,
+)
+"""A token goes to each node once, and then to its experts on the node."""
+
+
+def switches(config: RunConfig) -> Sequence[Switch]:
+    """Return the ways that a run can use, each with the dispatcher that it needs."""
+    moe = config.section(MoEConfig)
+    if not moe.num_experts:
+        return ()
+    if moe.moe_token_dispatcher_type == "flex":
+        return PAIRS, KEPT_TOKENS
+    if moe.moe_token_dispatcher_type == "alltoall":
+        return PAIRS, KEPT_TOKENS, TWO_HOPS
+    others = (replace(x, values={**ALL_TO_ALL.values, **x.values}) for x in (PAIRS, KEPT_TOKENS))
+    # The last switch decides on the dispatcher.
+    return ALL_TO_ALL, *others, replace(TWO_HOPS, changes_memory=True)
