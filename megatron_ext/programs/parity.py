@@ -6,9 +6,9 @@ relative difference of every loss, of the gradient norm, and of each parameter's
     python tools/parity.py --layouts tp2,pp2,cp2,tp2pp2 -- <flags of pretrain_gpt.py>
 
 A layout is a sequence of words: tpN ppN vppN cpN dpN epN etpN mbsN, sp (sequence parallel), ag or
-a2a (kind of context parallelism), zbh1 or zbv (zero-bubble schedules), core1f1b or coreint
-(megatron-core's own schedules), do (distributed optimizer). Further flags may follow in brackets,
-such as pp2[--bf16].
+a2a (kind of context parallelism), zbh1, zbv or dpv (zero-bubble schedules and DualPipe-V), core1f1b
+or coreint (megatron-core's own schedules), do (distributed optimizer). Further flags may follow in
+brackets, such as pp2[--bf16].
 
     python tools/parity.py --cores 0.16.1,0.19.2 --layouts tp2,pp2 -- <flags of pretrain_gpt.py>
 

@@ -59,9 +59,8 @@ def test_a_chunk_recomputes_all_layers_inside_the_block_alone() -> None:
 VPP = "--num-virtual-stages-per-pipeline-rank 2"
 
 
-@pytest.mark.parametrize(
-    "words", ["", pytest.param(f"--mtp-num-layers 1 --num-layers 8 {VPP}", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", f"--mtp-num-layers 1 --num-layers 8 {VPP}"])
 def test_no_loss_and_no_gradient_changes(words: str, tmp_path: Path) -> None:
     flags = [*SAME_WEIGHTS, *mock_data(), *f"--train-iters 2 --num-layers 4 {words}".split()]
     flags += "--pipeline-model-parallel-size 2 --hidden-dropout 0.1".split()
