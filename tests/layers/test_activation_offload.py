@@ -1,10 +1,13 @@
 """Activations that wait on the host, against runs that keep them: the bits must be the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_ext.config.offload import OffloadConfig
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.train.loop import IntervalMetrics
@@ -55,6 +58,10 @@ def _same_on(context: ParallelContext, *, flags: str, offload: str) -> None:
         everything = LAYERS in offload
         # The plan counts no scalars, and as many tokens for each expert.
         assert 0.9 * everything * planned <= counted <= 1.03 * planned, (counted, planned)
+        # The plan takes no more from the device than has gone, if experts have equal shares.
+        kept = network.with_config(replace(run.config, offload=OffloadConfig())).activations(stage)
+        gone = kept.kept - network.activations(stage).kept
+        assert gone <= 1.01 * counted or EXPERTS in flags
         assert counted or not planned
 
 
