@@ -12,9 +12,9 @@ from megatron_ext.planning import host_memory, offload
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.offload import offload_sheet, update_seconds
 from megatron_ext.planning.step_time import estimate
-from megatron_ext.text.task import TEXT
-from tests import layouts
-from tests.layouts import llama_network
+from megatron_ext.text.task import GPT
+from tests.text.cost import layouts
+from tests.text.cost.layouts import llama_network
 
 SHARED = "--use-distributed-optimizer"
 
@@ -57,4 +57,4 @@ def test_a_host_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "this_host", lambda: SimpleNamespace(memory=10**9))
     config = replace(layouts.llama(f"{SHARED} --optimizer-cpu-offload"), device="cuda")
     with pytest.raises(ConfigError, match=r"The flags of offload move [\d.,]+ GB to this machine"):
-        host_memory.check_host_memory(config, TEXT.loaded().cost)
+        host_memory.check_host_memory(config, GPT.loaded().cost)
