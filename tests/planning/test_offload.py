@@ -8,9 +8,10 @@ import pytest
 
 from megatron_ext.device.gpus import GPUS
 from megatron_ext.errors import ConfigError
-from megatron_ext.planning import host_memory, offload
+from megatron_ext.planning import host_memory
+from megatron_ext.planning.hardware import PCIE
 from megatron_ext.planning.memory import memory
-from megatron_ext.planning.offload import offload_sheet, update_seconds
+from megatron_ext.planning.offload import HOST_MEMORY, offload_sheet, update_seconds
 from megatron_ext.planning.step_time import estimate
 from megatron_ext.text.task import GPT
 from tests.text.cost import layouts
@@ -46,8 +47,8 @@ def test_copies_and_updates_of_the_host_take_time() -> None:
     assert whole.seconds < beside.seconds < apart.seconds
     rank = apart.ranks[0]
     elements = rank.state.hosted
-    copies = elements * (4 + 2) / offload.PCIE
-    work = (2 * rank.state.host_optimizer + elements * (4 + 4 + 2 * 2)) / offload.HOST_MEMORY
+    copies = elements * (4 + 2) / PCIE
+    work = (2 * rank.state.host_optimizer + elements * (4 + 4 + 2 * 2)) / HOST_MEMORY
     assert update_seconds(apart.network, rank) == pytest.approx(copies + work)
     sheet = offload_sheet(apart.network, apart.ranks, GPUS["H100"])
     assert [row[0] for row in sheet.rows][-2:] == ["copies", "host memory"]
