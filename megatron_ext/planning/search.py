@@ -249,6 +249,7 @@ class _Search:
             sharing = tuple(switch for switch in sharing if switch.saves)
         for case in cases:
             weights = variant.tp, variant.ep, variant.pp, case.name
+            case.network.share(self._networks.setdefault(weights, case.network), states=False)
             first = self._networks.setdefault((*weights, sharing), case.network)
             case.network.share(first, states=True)
         return cases
