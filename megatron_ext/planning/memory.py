@@ -165,13 +165,13 @@ class Moment:
     beside: int | None = None
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1 << 14)
 def _moments(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     """Return the `moments` of a schedule's step, found once for all layouts that have it."""
     return moments(schedule.plan(), rank, schedule.partly)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1 << 14)
 def _moments_of_passes(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     """Return the `moments` of a schedule's step without its messages."""
     num_stages = schedule.pipeline_size * schedule.num_chunks
