@@ -18,7 +18,11 @@ def own_options(
     answer to ``--help WORD``.
     """
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
-    if question := help_question(own):
+    question = help_question(own)
+    if question == "all":
+        parser.print_help()
+        raise SystemExit(0)
+    if question:
         raise SystemExit(_answer(parser, question))
     options, unknown = parser.parse_known_args(own)
     words = list(argv[len(own) + 1 :])
@@ -43,8 +47,7 @@ def _answer(parser: argparse.ArgumentParser, question: str) -> int:
         if all(word in f"{action.option_strings} {action.help}".lower() for word in words)
     ]
     if not matching:
-        others = "flags of a run are those of pretrain_gpt.py and pretrain_video.py"
-        remedy = f"{others}: ask `python pretrain_gpt.py --help {question}`"
+        remedy = f"ask the program that trains about flags of a run, by `--help {question}`"
         rule = f"is in no option of {parser.prog}"
         tell_errors([FlagError("--help", question, rule, remedy)])
         return 2

@@ -14,6 +14,7 @@ Each module imports only modules above it:
 - memory.py: peak memory of each pipeline rank
 - muon.py: operations and messages of the Muon optimizer
 - step_time.py: time of a step
+- switch.py: `Switch`, a choice that a search makes besides the layout
 - layouts.py: the layouts that a search tries, and the flags of each
 - search.py: the search for the fastest layouts
 - sheet.py: tables and reports, which are printed or written as JSON

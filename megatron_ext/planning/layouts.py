@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, groupby, product
@@ -19,6 +19,7 @@ from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.planning.network import Network
+from megatron_ext.planning.switch import Switch
 from megatron_ext.planning.task_cost import TaskCost
 
 MOST_CHUNKS = 8
@@ -84,29 +85,6 @@ def one_rank(program: Program) -> list[str]:
     """Return the flags of a run without parallelism; they replace sizes of a ``--config`` file."""
     flags = {flag.field: flag for flag in sections.all_flags(program)}
     return [word for name in SIZES if name in flags for word in words_of(flags[name], 1)]
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A way to run a layout that a search tries with and without.
-
-    Attributes:
-        name: its name in tables.
-        values: the values of fields that it sets.
-        applies: takes a layout and the kind of GPU; returns whether it can make a difference. A
-            layout that the rules of the flags refuse with it is tried without it alone.
-        saves: whether it takes time to save memory.
-        changes_memory: whether a run with it needs other memory than without.
-    """
-
-    name: str
-    values: Mapping[str, Any]
-    applies: Callable[[Candidate, Gpu], bool]
-    saves: bool = False
-    changes_memory: bool = True
-
-    def __hash__(self) -> int:
-        return hash(self.name)
 
 
 SHARDED_GRADIENTS = Switch(

@@ -17,9 +17,9 @@ from megatron_ext.device.host import this_host
 
 if TYPE_CHECKING:
     from megatron_ext.device.gpus import Gpu
-    from megatron_ext.planning.layouts import Switch
     from megatron_ext.planning.network import Case
     from megatron_ext.planning.sheet import Report
+    from megatron_ext.planning.switch import Switch
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,7 @@ def test_help_with_a_word_shows_the_options_about_it(capsys: pytest.CaptureFixtu
         ("--help layouts --", 0, "--count COUNT  layouts to list\n", ""),
         ("--help --search", 0, "--search\n", ""),
         ("--help recompute", 2, "", "error: `--help` (recompute) is in no option of plan.py; "
-         "flags of a run are those of pretrain_gpt.py and pretrain_video.py: ask `python "
-         "pretrain_gpt.py --help recompute`.\n"),
+         "ask the program that trains about flags of a run, by `--help recompute`.\n"),
     ):  # fmt: skip
         with pytest.raises(SystemExit) as end:
             own_options(own, words.split())

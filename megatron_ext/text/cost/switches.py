@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.planning.layouts import Switch
+from megatron_ext.planning.switch import Switch
 from megatron_ext.text.config.moe import MoEConfig
 
 DISPATCHER = "moe_token_dispatcher_type"
