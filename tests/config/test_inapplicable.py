@@ -148,6 +148,26 @@ IDLE = [
     ),
     ("--eval-iters 0", "--eval-interval 3", ": nothing is evaluated, as `--eval-iters` is 0"),
     ("", "--apply-wd-to-qk-layernorm", "without `--qk-layernorm`"),
+    (
+        "--recompute-granularity selective",
+        "--recompute-modules core_attn moe",
+        "on moe or moe_act or shared_experts without `--num-experts`",
+    ),
+    (
+        f"{EXPERTS} --recompute-granularity selective",
+        "--recompute-modules moe shared_experts",
+        "on shared_experts without `--moe-shared-expert-intermediate-size`",
+    ),
+    (
+        f"{EXPERTS} --recompute-granularity selective",
+        "--recompute-modules mlp",
+        "on mlp, since each layer has experts in its place",
+    ),
+    (
+        "--fine-grained-activation-offloading --offload-modules core_attn",
+        "--offload-modules core_attn expert_fc1",
+        "on expert_fc1 or moe_act without `--num-experts`",
+    ),
     ("", "--no-mmap-bin-files --num-dataset-builder-threads 3", "with `--mock-data`: made-up"),
     ("", "--trust-remote-code", "without `--tokenizer-type HuggingFaceTokenizer`"),
     ("", "--tokenizer-special-tokens <x>", "with `--tokenizer-type NullTokenizer`"),

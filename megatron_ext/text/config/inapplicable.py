@@ -69,6 +69,35 @@ def _recomputes_no_experts(values: Values) -> bool:
     return not recomputes_experts(values)
 
 
+def _on(parts: str, flag: str, needed: str) -> Inapplicable:
+    """Return an entry that says that ``flag`` has no effect on ``parts`` without ``needed``."""
+    names = parts.split()
+    field = flag.replace("-", "_")
+    lacks = needed.replace("-", "_")
+    return Inapplicable(
+        flag,
+        says=f"has no effect on {' or '.join(names)} without `--{needed}`",
+        holds=lambda values: values[lacks] is None and any(x in names for x in values[field] or ()),
+    )
+
+
+PARTS_OF_LAYERS = (
+    _on("moe moe_act shared_experts", "recompute-modules", "num-experts"),
+    _on("shared_experts", "recompute-modules", "moe-shared-expert-intermediate-size"),
+    _on("expert_fc1 moe_act", "offload-modules", "num-experts"),
+    Inapplicable(
+        "recompute-modules",
+        says="has no effect on mlp, since each layer has experts in its place",
+        holds=lambda values: (
+            "mlp" in (values["recompute_modules"] or ())
+            and values["num_experts"] is not None
+            and values["moe_layer_freq"] == "1"
+            and values["hybrid_layer_pattern"] is None
+        ),
+    ),
+)
+"""Notes on flags that name parts of a layer that no layer of the model has."""
+
 NO_VALIDATION = Inapplicable(
     "eval-interval eval-iters full-validation",
     "`--split` leaves no documents to the validation split",
@@ -96,6 +125,7 @@ _with_direct = partial(
 
 TEXT_FLAGS = (
     NO_VALIDATION,
+    *PARTS_OF_LAYERS,
     without("--sample-interval", "sample-new-tokens"),
     longer_than_run("sample-interval"),
     WITHOUT_SFT,
