@@ -59,11 +59,13 @@ class Block:
         entries: the entries of flags that the program accepts, by field.
         settled: the entries of flags that the program always refuses; `settled_errors` checks them.
         notes: sentences about entries without effect.
+        unread: the flags whose values could not be read.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     settled: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unread: list[Flag] = field(default_factory=list)
 
 
 @dataclass
@@ -197,6 +199,19 @@ class ConfigFiles:
         """Return the entries that count, by field."""
         return {name: entry for block in self.chosen for name, entry in block.entries.items()}
 
+    def unread(self, given: Values) -> set[str]:
+        """Return the main spellings of the flags that have no value, as the last one is wrong.
+
+        ``given`` are the values on the command line, which stand above those of files.
+        """
+        last: dict[str, str] = {}
+        for block in self.chosen:
+            for name in block.entries:
+                last.pop(name, None)
+            last |= {flag.field: flag.positive[0] for flag in block.unread}
+        said = {name for section in given.values() for name in section}
+        return {spelling for name, spelling in last.items() if name not in said}
+
     def all_notes(self) -> list[str]:
         """Return the notes about the files and about the entries that count."""
         return [*self.notes, *(note for block in self.chosen for note in block.notes)]
@@ -273,6 +288,7 @@ class ConfigFiles:
                 raise ConfigError.about(named, value, "must be true or false")
         except ConfigError as error:
             self.errors += error.messages
+            block.unread.append(flag)
             return
         given = value if isinstance(value, list) else [value]
         block.notes += sections.renaming_notes(flag, named, map(str, given))

@@ -511,6 +511,7 @@ class Reading:
         self.files = files
         self.errors += files.errors
         self.notes += files.all_notes()
+        self.unread |= files.unread(self.values)
         self.values = _joined([files.below(self.values), self.values])
 
     def idle_notes(

@@ -154,6 +154,23 @@ def test_a_file_that_cannot_be_used_gets_one_error_without_what_follows_from_it(
     assert error.startswith(f"error: {told}"), error
 
 
+def test_a_value_that_cannot_be_read_gets_one_error_without_what_follows_from_it(
+    tmp_path: Path,
+) -> None:
+    wrong, right = tmp_path / "wrong.yaml", tmp_path / "right.yaml"
+    text = "fine_grained_activation_offloading: true\noffload_modules: qkv,core_attn"
+    wrong.write_text(text, encoding="utf-8")
+    words = f"{SMALL} --config {wrong}"
+    (error,) = errors_of(words)
+    assert error.startswith(f"`offload_modules` in `{wrong}` (qkv,core_attn) must be one of attn_n")
+    more = "`--offload-modules` (core_attn) is recomputed"
+    right.write_text("offload_modules: core_attn", encoding="utf-8")
+    for later in ("--offload-modules core_attn", f"--config {right}"):
+        errors = errors_of(f"{words} {later} --recompute-granularity selective")
+        assert errors[0] == error
+        assert errors[1].startswith(more)
+
+
 def test_a_null_asks_for_nothing(tmp_path: Path) -> None:
     names = "no_save_optim fp8 num_layers_per_virtual_pipeline_stage params_dtype".split()
     nulls = "".join(f"{name}: null\n" for name in names)
