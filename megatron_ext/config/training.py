@@ -6,7 +6,7 @@ import dataclasses
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 
 from megatron_ext.config.flags import (
@@ -381,11 +381,14 @@ MIN_FUSED_ROWS = 4096
 """The number of tokens below which a block of 16-bit logits is not cut further by default."""
 
 
+# The same few numbers of tokens come again in every micro-batch.
+@lru_cache
 def default_rows(num_tokens: int) -> int:
     """Return the tokens in a float32 block of logits: an eighth of all, at most `MAX_ROWS`."""
     return min(-(-num_tokens // 8), MAX_ROWS)
 
 
+@lru_cache
 def fused_rows(num_tokens: int, hidden_size: int) -> int:
     """Return the number C of tokens in a block on a GPU, where its logits stay in 16 bits.
 

@@ -80,7 +80,7 @@ def build_optimizer(
         from megatron_ext.optim.muon import give_matrices
 
         give_matrices(optimizer, chunks, groups, config.optimizer)
-    choose_kernels(optimizer, fused=True)
+    choose_kernels(optimizer, fused=True, host_decides=config.device == "cpu")
     if config.optimizer.shards_gradients:
         from megatron_ext.optim.shards import take_sharded_gradients
 
@@ -148,8 +148,13 @@ def kernel_for(weight: Tensor) -> Callable[[], Kernel] | None:
     return GroupUpdate
 
 
-def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
+def choose_kernels(
+    optimizer: MegatronOptimizer, *, fused: bool, host_decides: bool = False
+) -> None:
     """Make torch's Adam update all parameters in one kernel (``fused``) or one by one.
+
+    One kernel may skip an update by itself, unless ``host_decides``, as where the host does not
+    wait for a device.
 
     The choice also holds after a checkpoint is loaded, whatever the checkpoint says. Group settings
     that the checkpoint lacks, because another optimizer wrote it, get the optimizer's defaults.
@@ -158,6 +163,7 @@ def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
         inner = getattr(part, "optimizer", None)
         if inner is None:
             continue
+        inner.host_decides = host_decides  # type: ignore[attr-defined]
         is_adam = isinstance(inner, ADAMS) and not isinstance(inner, Custom)
         choice: dict[str, Any] = {"fused": fused or None, "foreach": None} if is_adam else {}
         for group in (inner.defaults, *inner.param_groups):

@@ -144,7 +144,8 @@ def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
 def decides_on_device(optimizer: MegatronOptimizer) -> bool:
     """Return whether the device, not the host, decides to skip an update, as with a fused Adam."""
     return all(
-        isinstance(part.optimizer, ADAMS)
+        not getattr(part.optimizer, "host_decides", False)
+        and isinstance(part.optimizer, ADAMS)
         and not isinstance(part.optimizer, Custom)
         and all(group["fused"] for group in part.optimizer.param_groups)
         for part in _with_parameters(optimizer)

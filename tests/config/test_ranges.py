@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+from megatron_ext.config import finalize
 from megatron_ext.config.flags import COUNT, SHARE, Flag, Range, range_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import all_flags
@@ -183,7 +184,7 @@ def test_an_untested_core_is_refused_or_asked_for(monkeypatch: pytest.MonkeyPatc
     for found in ("0.15.3", "0.20.0"):
         table = {"megatron-core": found}
         monkeypatch.setattr(
-            importlib.metadata, "version", lambda name, t=table: t.get(name) or version(name)
+            finalize, "_version_of", lambda name, t=table: t.get(name) or version(name)
         )
         (error,) = errors_of(SMALL)
         assert error == (

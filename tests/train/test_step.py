@@ -378,6 +378,7 @@ def test_which_hooks_of_megatron_core_a_run_sets(
     monkeypatch.setattr(module, "all_decide_on_device", lambda optimizer: True)
     names = "overlap_grad_reduce align_grad_reduce shards_gradients overlap_param_gather"
     flags = {name: name in words.split() for name in [*names.split(), "align_param_gather"]}
+    flags["gathers_in_forward"] = flags["overlap_param_gather"]
     chunk = SimpleNamespace(no_sync="no_sync_func", start_grad_sync="grad_sync_func",
                             start_param_sync="param_sync_func")  # fmt: skip
     for chunks in ([chunk], [chunk, chunk]):

@@ -1,6 +1,5 @@
 """Planned weights, state and activations of a GPT beside those of its modules, in a fake world."""
 
-import pytest
 import torch
 
 from megatron_ext.text.config.positions import PositionConfig
@@ -26,11 +25,15 @@ NEARLY = ("cp2", "sinks", "mla", "fp8", "dropout", "deepseek")
 """Words of runs whose layers keep a few small tensors that the plan leaves out."""
 
 
-def slack(name: str, experts: bool) -> float:
-    """Return the share by which a layer may keep more or less; experts get unequal numbers."""
+def slack(name: str, experts: bool) -> tuple[float, float]:
+    """Return the shares by which a layer may keep less and more than planned.
+
+    Experts get unequal numbers, and those of a CPU, which are computed together, keep less.
+    """
     if experts:
-        return 0.06
-    return 0.03 if any(word in name for word in NEARLY) else 0.0
+        return 0.14, 0.11
+    share = 0.03 if any(word in name for word in NEARLY) else 0.0
+    return share, share
 
 
 @ranks()
@@ -58,6 +61,7 @@ def test_a_layer_keeps_the_planned_bytes(context: ParallelContext) -> None:
             with kept(list(chunk.parameters())) as storages:
                 outputs = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
             found = sum(storage.nbytes() for storage in storages.values())
-            near = slack(name, x.experts[number])
-            assert found == pytest.approx(network.layer_bytes(number).kept, rel=near), name
+            planned = network.layer_bytes(number).kept
+            less, more = slack(name, x.experts[number])
+            assert (1 - less) * planned <= found <= (1 + more) * planned, name
             del outputs
