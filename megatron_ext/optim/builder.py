@@ -163,7 +163,7 @@ def choose_kernels(
         inner = getattr(part, "optimizer", None)
         if inner is None:
             continue
-        inner.host_decides = host_decides  # type: ignore[attr-defined]
+        inner.host_decides = host_decides
         is_adam = isinstance(inner, ADAMS) and not isinstance(inner, Custom)
         choice: dict[str, Any] = {"fused": fused or None, "foreach": None} if is_adam else {}
         for group in (inner.defaults, *inner.param_groups):
