@@ -199,8 +199,12 @@ def test_requests_to_stop_are_read_one_step_later(context: ParallelContext) -> N
 @pytest.mark.slow
 @ranks(dp=2, ep=2)
 def test_experts_wait_for_what_they_use(context: ParallelContext) -> None:
-    """The host must know how many tokens each expert gets, and asks in megatron-core alone."""
+    """The host must know how many tokens each expert gets, and on a GPU asks in core alone."""
     words = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
     waits = Counter(take_steps(build(context, words)).waits)
     assert waits.pop(READ) == STEPS - 1
-    assert {path.rpartition("/")[0] for path in waits} == {"megatron/core/transformer/moe"}
+    # The experts of a CPU multiply one after the other, and so read how many tokens each has.
+    others = {
+        path.rpartition("/")[0] for path in waits if "megatron_ext/layers/experts" not in path
+    }
+    assert others == {"megatron/core/transformer/moe"}
