@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_ext.config.offload import OffloadConfig
 from megatron_ext.device.copies import Copies, Copy, Traffic
 from megatron_ext.errors import ConfigError
+from megatron_ext.layers.hooks import in_backward
 
 EXPERT_PRODUCT = "linear_fc1"
 
@@ -180,7 +181,7 @@ class ActivationOffload:
         ``after`` says that it is the first layer that does not: its backward pass comes just before
         that of the last one that does.
         """
-        if _in_backward():
+        if in_backward():
             return forward(*args, **kwargs)
         with self._call(layer, kwargs, offloads=offloads):
             if not (offloads and torch.is_grad_enabled()):
@@ -280,13 +281,13 @@ class ActivationOffload:
     def _run_layer_of_parts(
         self, forward: Callable[..., Any], *args: Any, layer: nn.Module, **kwargs: Any
     ) -> Any:
-        if _in_backward() or not torch.is_grad_enabled():
+        if in_backward() or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with self._call(layer, kwargs, offloads=True):
             return forward(*args, **kwargs)
 
     def _run_part(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if _in_backward() or not torch.is_grad_enabled():
+        if in_backward() or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with self._hooks():
             return forward(*args, **kwargs)
@@ -320,11 +321,6 @@ QKV = (
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _in_backward() -> bool:
-    """Return whether this thread runs a backward pass, whose forward passes are recomputed."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def offload_activations(

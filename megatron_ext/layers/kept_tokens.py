@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.layers.hooks import in_backward
+
 Kept = dict[str, Any]
 """The values that one layer keeps of one forward pass, by names that its dispatcher chooses."""
 
@@ -73,8 +75,7 @@ class KeptTokens:
             self._forward.setdefault(dispatcher, []).append(kept)
             return kept, False
         # A layer may be recomputed in some micro-batches only: forward passes take nothing.
-        in_backward = torch._C._current_graph_task_id() != -1
-        waiting = self._backward.get(dispatcher) if in_backward else None
+        waiting = self._backward.get(dispatcher) if in_backward() else None
         return (waiting.pop(), True) if waiting else (None, False)
 
 

@@ -33,6 +33,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Parameter
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext.layers.gradient_shards import ShardedGradients
+from megatron_ext.layers.hooks import in_backward
 from megatron_ext.layers.linear import OutputLayer
 
 
@@ -316,7 +317,7 @@ class ShardedWeights(ShardedGradients):
         units = self._with_given(units, kwargs)
         if self._bypassed or not units:
             return
-        if _in_backward():  # a recomputation
+        if in_backward():  # a recomputation
             current = self._backward
             assert current is not None
             call = current.calls[current.last_call(units)]
@@ -344,7 +345,7 @@ class ShardedWeights(ShardedGradients):
         units = self._with_given(units, kwargs)
         if self._bypassed or not units:
             return
-        recomputes = _in_backward()
+        recomputes = in_backward()
         current = self._backward if recomputes else self._forward
         assert current is not None
         index = current.last_call(units) if recomputes else current.open.pop()
@@ -408,11 +409,6 @@ class ShardedWeights(ShardedGradients):
                 f"The state lacks {missing} of the model, which lacks {result.unexpected_keys}."
             )
         return result
-
-
-def _in_backward() -> bool:
-    """Return whether this thread is inside of autograd's backward pass."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _reads_weights(module: Module) -> bool:

@@ -332,7 +332,8 @@ class Gradients:
     def add_to_weight(self, gradient: Tensor) -> None:
         """Add the gradient ``[v/tp, h]`` of one block to the weight's gradient."""
         assert self.weight is not None
-        is_empty, self._is_empty = self._is_empty, False
+        is_empty = self._is_empty
+        self._is_empty = False
         self.weight.copy_(gradient) if is_empty else self.weight.add_(gradient)
 
     def add(self, block: Block, weight: Tensor) -> None:

@@ -1,6 +1,5 @@
 """Copies to the host and back are in order; the stand-in for streams finds what is not."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,26 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.config.offload import OffloadConfig
-from megatron_ext.device import cuda_shim
 from megatron_ext.device.copies import Copies, Copy
 from megatron_ext.layers.activation_offload import ActivationOffload
 from megatron_ext.optim.offload import HostUpdate
 from tests.stream_order import OutOfOrder, StreamOrder
-from tests.stream_stand_in import stream_order
 
 GPU = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def order() -> Iterator[StreamOrder]:
-    installed = bool(cuda_shim._saved)
-    cuda_shim.install()
-    try:
-        with stream_order() as found:
-            yield found
-    finally:
-        if not installed:
-            cuda_shim.uninstall()
 
 
 class Layer(nn.Module):

@@ -1,29 +1,16 @@
 """Copies to a GPU and from it are in order; the stand-in for streams finds what is not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.device import cuda_shim, streams
+from megatron_ext.device import streams
 from megatron_ext.device.streams import HostCopy, to_device
 from tests.stream_order import OutOfOrder, Stream, StreamOrder
-from tests.stream_stand_in import stream_order
 
 GPU = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def order() -> Iterator[StreamOrder]:
-    installed = bool(cuda_shim._saved)
-    cuda_shim.install()
-    try:
-        with stream_order() as found:
-            yield found
-    finally:
-        if not installed:
-            cuda_shim.uninstall()
 
 
 def test_batches_are_sent_in_order_and_kept(order: StreamOrder) -> None:

@@ -6,7 +6,6 @@ at which it was ready, and so are the values of its input's gradient.
 
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -91,12 +90,8 @@ def step(batch: int, model: Any, _counts: None) -> tuple[Tensor, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _on_a_cpu() -> Iterator[None]:
-    installed = bool(cuda_shim._saved)
+def _on_a_cpu() -> None:
     cuda_shim.install()
-    yield
-    if not installed:
-        cuda_shim.uninstall()
 
 
 @pytest.mark.parametrize("size", [2, 4])

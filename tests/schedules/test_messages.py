@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -130,12 +130,8 @@ def on_threads(size: int, body: Callable[[int], None]) -> Network:
 
 
 @pytest.fixture(autouse=True)
-def _on_a_cpu() -> Iterator[None]:
-    installed = bool(cuda_shim._saved)
+def _on_a_cpu() -> None:
     cuda_shim.install()
-    yield
-    if not installed:
-        cuda_shim.uninstall()
 
 
 def context_of(schedule: str, size: int, rank: int) -> Any:
