@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from megatron_ext.config.flags import changed_fields
@@ -11,7 +10,7 @@ from megatron_ext.device.host import this_host
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.state import rank_state
-from megatron_ext.planning.task_cost import TaskCost
+from megatron_ext.planning.task_cost import TaskCost, ranks_here
 
 
 def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
@@ -27,7 +26,7 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
     """
     if cost is None or not cost.from_flags:
         return
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size))
+    here = ranks_here(config)
     if config.device != "cpu":
         if changed_fields(config.offload):
             _check_offload(config, cost, here)

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from megatron_ext.planning.switch import Switch
 
 
+def ranks_here(config: RunConfig) -> int:
+    """Return the number of ranks of a run that a launcher has started, or will start, here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size))
+
+
 @dataclass(frozen=True)
 class TaskCost:
     """The functions with which a task describes the cost of its runs to planning.
@@ -57,8 +62,7 @@ class TaskCost:
 
         A small run is known to fit without the exact formulas of `planning.host_memory`.
         """
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size))
-        return self.most_memory(config) * ranks <= this_host().memory
+        return self.most_memory(config) * ranks_here(config) <= this_host().memory
 
     def modes_with(self, graphs: CudaGraphConfig) -> tuple[str, ...]:
         """Return the recomputation modes that a run can use; with CUDA graphs only ``none``."""

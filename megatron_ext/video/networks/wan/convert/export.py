@@ -29,7 +29,6 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.networks.network import STREAMING
 from megatron_ext.video.networks.wan.config import VideoDiTConfig, VideoDiTSizes
 from megatron_ext.video.networks.wan.convert.config import config_json
 from megatron_ext.video.networks.wan.convert.names import Naming, shapes, to_wan, wan_names
@@ -97,7 +96,7 @@ def export_wan(
 
 def _sizes(run: RunConfig, load: Path, network: str | None) -> VideoDiTSizes:
     """Return the sizes of a run's network, or of ``network`` in a run of ``--task streaming``."""
-    if run.section(VideoConfig).task != STREAMING:
+    if not run.section(VideoConfig).streams:
         if network is not None:
             raise CheckpointError(
                 f"`--network {network}` is for a run of `--task streaming`, but {load} is of "
