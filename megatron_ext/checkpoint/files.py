@@ -70,8 +70,7 @@ def published(root: Path) -> list[int]:
     """
     if not root.is_dir():
         return []
-    names = (entry.name for entry in root.iterdir() if entry.is_dir())
-    iterations = (iteration_of(name.removesuffix(REPLACED_SUFFIX)) for name in names)
+    iterations = (iteration_in(entry) for entry in root.iterdir() if entry.is_dir())
     return sorted({iteration for iteration in iterations if iteration is not None})
 
 
@@ -92,6 +91,14 @@ def read_tracker(root: Path) -> int | None:
 def replaced_folder_of(root: Path, iteration: int) -> Path:
     """Return the folder of an iteration's old checkpoint while a new one takes its place."""
     return root / f"{name_of(iteration)}{REPLACED_SUFFIX}"
+
+
+def iteration_in(folder: Path) -> int | None:
+    """Return the iteration of the checkpoint in a folder; None if its name is of another kind.
+
+    The folder may be that of an old checkpoint whose place a new one is taking.
+    """
+    return iteration_of(folder.name.removesuffix(REPLACED_SUFFIX))
 
 
 def standing_folder_of(root: Path, iteration: int) -> Path:

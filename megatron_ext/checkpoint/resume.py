@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron_ext.checkpoint import storage
 from megatron_ext.checkpoint.compatibility import check_changes
-from megatron_ext.checkpoint.files import REPLACED_SUFFIX
+from megatron_ext.checkpoint.files import iteration_in
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.run_record import goes_on, own_checkpoints
 from megatron_ext.checkpoint.state import LoadedCheckpoint
@@ -26,7 +26,6 @@ from megatron_ext.checkpoint.stored import (
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.events import append_event
 from megatron_ext.disk.host_folder import generation
-from megatron_ext.disk.iterations import iteration_of
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import largest_of_all_ranks, on_first_rank
 from megatron_ext.parallel.context import ParallelContext
@@ -248,7 +247,7 @@ class Resume:
             append_event(
                 self._config.save,
                 "checkpoint_refused",
-                iteration=iteration_of(folder.name.removesuffix(REPLACED_SUFFIX)),
+                iteration=iteration_in(folder),
                 path=str(folder),
                 cause=fault,
                 generation=self._generation,

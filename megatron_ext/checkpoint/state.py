@@ -28,11 +28,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.checkpoint import flat_state, optimizer_state
-from megatron_ext.checkpoint.files import REPLACED_SUFFIX
+from megatron_ext.checkpoint.files import iteration_in
 from megatron_ext.checkpoint.optimizer_boxes import in_boxes, sharded_optimizer_state
 from megatron_ext.checkpoint.optimizer_state import RESHARDABLE
 from megatron_ext.checkpoint.unpickling import stored_entries
-from megatron_ext.disk.iterations import iteration_of
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.collectives import on_first_rank
@@ -362,7 +361,7 @@ class LoadedCheckpoint:
 
         A run that loads only weights counts iterations from 0.
         """
-        return iteration_of(self.path.name.removesuffix(REPLACED_SUFFIX)) == self.iteration
+        return iteration_in(self.path) == self.iteration
 
 
 NEW_AVERAGE = {"average_updates": 0, "average_start": 1.0}
