@@ -22,6 +22,7 @@ from megatron_ext.checkpoint.stored import passes_over_damaged
 from megatron_ext.config.output import CheckpointConfig, split_address, staging_folder
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.host_folder import generation
+from megatron_ext.disk.iterations import iteration_of
 from megatron_ext.errors import CheckpointError, held_signals, leave_signals_to
 
 T = TypeVar("T")
@@ -47,8 +48,7 @@ def _apart(work: Callable[[], T]) -> T:
 
 
 def _step_in(address: str) -> int | None:
-    name = split_address(address)[1]
-    return int(name.removeprefix("iter_")) if name else None
+    return iteration_of(split_address(address)[1])
 
 
 def fetched(flag: str, given: str, step: int | None = None) -> Path:
