@@ -57,12 +57,14 @@ class TaskCost:
     num_experts: Callable[[RunConfig], int] = lambda _: 0
     switches: Callable[[RunConfig], Sequence[Switch]] = lambda _: ()
 
-    def surely_fits(self, config: RunConfig) -> bool:
-        """Return whether a run on CPUs needs less memory than this host has, whatever its layout.
+    def may_exceed_host(self, config: RunConfig) -> bool:
+        """Return whether the exact formulas of `planning.host_memory` are needed to check a run.
 
-        A small run is known to fit without the exact formulas of `planning.host_memory`.
+        A small run is known to fit this host without them, whatever its layout. They cannot check a
+        run whose cases depend on data.
         """
-        return self.most_memory(config) * ranks_here(config) <= this_host().memory
+        most = self.most_memory(config) * ranks_here(config)
+        return self.from_flags and most > this_host().memory
 
     def modes_with(self, graphs: CudaGraphConfig) -> tuple[str, ...]:
         """Return the recomputation modes that a run can use; with CUDA graphs only ``none``."""

@@ -190,7 +190,7 @@ def main(
             return int(first and not print_plan(config, task.cost))
         transformer_config = check_core(config)
         supervision.prepare(configure)
-        if task.cost is None or not task.cost.surely_fits(config):
+        if task.cost is not None and task.cost.may_exceed_host(config):
             check_host_memory(config, task.cost)
         if first and config.checkpoint.save is not None:
             check_save_folder(config.checkpoint.save)
