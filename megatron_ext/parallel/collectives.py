@@ -122,10 +122,19 @@ def to_first_rank(work: Callable[[], T], what: str) -> list[T]:
 
     Other ranks return an empty list. Errors are raised as by `gather_or_raise`.
     """
-    result = on_every_rank(work, what)
-    is_first = torch.distributed.get_rank() == 0
-    gathered: list[Any] = [None] * torch.distributed.get_world_size() if is_first else []
-    torch.distributed.gather_object(result, gathered or None, dst=0)
+    return to_one_rank(on_every_rank(work, what), 0)
+
+
+def to_one_rank(value: T, rank: int, group: ProcessGroup | None = None) -> list[T]:
+    """Return the ``value`` that each rank of a group passes, in rank order, on one of its ranks.
+
+    All ranks of the group call this together; None is the group of all ranks. Ranks other than
+    ``rank`` return an empty list.
+    """
+    gathered: list[Any] = []
+    if torch.distributed.get_rank() == rank:
+        gathered = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.gather_object(value, gathered or None, dst=rank, group=group)
     return gathered
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ext.errors import DataError, MegatronExtError
 from megatron_ext.layers.kv_cache import Segment
+from megatron_ext.parallel.collectives import to_one_rank
 from megatron_ext.text.generation.decode import PROMPT_TOKENS, Completion, Decoder, Request
 from megatron_ext.text.generation.forward import Hidden, NewTokens, PackedForward
 
@@ -197,13 +198,9 @@ class ModelService:
 
     def _on_rank_0(self, results: list[Any]) -> list[Any]:
         """Gather the results of all ranks; return them sorted by number on rank 0, elsewhere []."""
-        layout = self.forward.context.layout
-        parts: list[Any] = [results]
-        if layout.world_size > 1:
-            parts = [[]] * layout.world_size
-            torch.distributed.gather_object(results, parts if self.rank == 0 else None, dst=0)
-        if self.rank != 0:
-            return []
+        parts = [results]
+        if self.forward.context.layout.world_size > 1:
+            parts = to_one_rank(results, 0)
         return sorted((each for part in parts for each in part), key=lambda each: each.number)
 
 

@@ -13,6 +13,7 @@ import torch
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.parallel.collectives import to_one_rank
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Completion, Decoder, OnText, Request
@@ -110,15 +111,7 @@ class Writer:
         Only the rank that prints (`ParallelContext.reporting_rank`) gets them; others return [].
         """
         if self.forward.decides and self.context.pgs.dp.size() > 1:
-            group = self.context.pgs.dp
-            reporting_rank = self.context.reporting_rank
-            parts: list[Any] = [[]] * group.size()
-            torch.distributed.gather_object(
-                completions,
-                parts if self.context.is_reporting_rank else None,
-                dst=reporting_rank,
-                group=group,
-            )
+            parts = to_one_rank(completions, self.context.reporting_rank, self.context.pgs.dp)
             completions = [completion for part in parts for completion in part]
         if not self.context.is_reporting_rank:
             return []
