@@ -200,10 +200,7 @@ def _resume(bench: Bench, first: Ended) -> None:
         return
     wanted = {row["iteration"]: logged(row) for row in steps(first) if row["iteration"] > at}
     got = {row["iteration"]: logged(row) for row in steps(second)}
-    if wanted != got:
-        raise _Failed("resume differs", _first_difference(got, wanted))
-    if names := differing_last(bench, "b"):
-        raise _Failed("resume differs", f"in the last checkpoint: {', '.join(names[:5])}")
+    _equal(bench, "resume", "b", got, wanted)
     bench.verdict.compared.append("resume")
 
 
@@ -229,10 +226,7 @@ def _unpaired(bench: Bench, first: Ended) -> None:
     if not bench.trained(second):
         raise _Failed("unpaired refused", second.err.strip())
     wanted, got = ({row["iteration"]: logged(row) for row in steps(x)} for x in (second, first))
-    if wanted != got:
-        raise _Failed("unpaired differs", _first_difference(got, wanted))
-    if names := differing_last(bench, "u"):
-        raise _Failed("unpaired differs", f"in the last checkpoint: {', '.join(names[:5])}")
+    _equal(bench, "unpaired", "u", got, wanted)
     bench.verdict.compared.append("unpaired")
 
 
@@ -281,10 +275,7 @@ def _kill(bench: Bench, first: Ended) -> None:
     for rows in (wanted, got):
         if short in rows:
             rows[short] = {k: v for k, v in rows[short].items() if not is_averaged(k)}
-    if wanted != got:
-        raise _Failed("kill differs", _first_difference(got, wanted))
-    if names := differing_last(bench, "k"):
-        raise _Failed("kill differs", f"in the last checkpoint: {', '.join(names[:5])}")
+    _equal(bench, "kill", "k", got, wanted)
     bench.verdict.compared.append(f"kill, restarted from {source}")
 
 
@@ -329,6 +320,14 @@ def _close(bench: Bench, name: str, got: dict[int, Any], wanted: dict[int, Any])
                 text = f"step {step}: {key} is {have!r} for {want!r} ({size:.1e} > {limit:.0e})"
                 raise _Failed(f"{name} differs", text)
     bench.verdict.compared.append(name)
+
+
+def _equal(bench: Bench, name: str, run: str, got: dict[int, Any], wanted: dict[int, Any]) -> None:
+    """Check that the rows are equal, and the last checkpoint of a run to that of the first run."""
+    if wanted != got:
+        raise _Failed(f"{name} differs", _first_difference(got, wanted))
+    if names := differing_last(bench, run):
+        raise _Failed(f"{name} differs", f"in the last checkpoint: {', '.join(names[:5])}")
 
 
 def _first_difference(got: dict[int, Any], wanted: dict[int, Any]) -> str:
