@@ -277,17 +277,15 @@ def blocks(part: Part) -> Iterator[tuple[bytes | LongLine, int]]:
     if part.packing == "plain":
         yield from _plain_blocks(part)
         return
-    # A few bytes of a packed file can unpack to an endless line, so its lines have a limit. A line
-    # of a plain file is no longer than the file.
-    limit = MAX_LINE_BYTES
     rest: list[bytes] = []
     num_read = length = 0
     for number, (piece, read) in enumerate(_pieces(part)):
         num_read += read
         line_end = piece.rfind(b"\n") + 1
-        if length and length + len(piece) > limit:
+        # A few bytes of a packed file can unpack to an endless line, so its lines have a limit.
+        if length and length + len(piece) > MAX_LINE_BYTES:
             end = piece.find(b"\n") if line_end else len(piece)
-            if length + end > limit:
+            if length + end > MAX_LINE_BYTES:
                 raise _too_long(part, number)
         if line_end == 0:
             rest.append(piece)
