@@ -14,14 +14,13 @@ from torch import Tensor
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config.flex import has_flex_backend
 from tests.layers import plain
-from tests.layers.test_layers import B, H, S, torch_block
+from tests.layers.test_layers import B, H, S, same, torch_block
 from tests.layers.test_moe import config
-from tests.layers.test_two_hop_dispatcher import DROPPING, SHARED_EXPERT, E
+from tests.layers.test_two_hop_dispatcher import DROPPING, MOE, SHARED_EXPERT, E
 from tests.ranks import on_ranks
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 NAMES = "fused_dispatch fused_combine set_deepep_num_sms hybrid_ep_dispatch hybrid_ep_combine"
-MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 ONCE = ["layout", "dispatch", "combine", "dispatch again", "combine with weights"]
 TWICE = [*ONCE[:3], *ONCE]
 # The manager of HybridEP allocates a tensor on a GPU in some releases of megatron-core.
@@ -69,9 +68,7 @@ def check_library(context: ParallelContext, backend: str) -> None:
         )
         has_layout = backend == "deepep"
         assert calls == [call for call in wanted_calls if has_layout or call != "layout"]
-        assert wanted.keys() == found.keys()
-        for name, value in wanted.items():
-            assert torch.equal(found[name], value), f"{name} with {changes}"
+        same(found, wanted, changes)
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])

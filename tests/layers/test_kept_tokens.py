@@ -24,9 +24,9 @@ from megatron_ext.layers.two_hop_dispatcher import TwoHopDispatcher, use_two_hop
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.expert_hops import ExpertHops, expert_hops
 from tests.layers import plain
-from tests.layers.test_layers import B, H, S, local_part, torch_block
+from tests.layers.test_layers import same, torch_block
 from tests.layers.test_moe import config
-from tests.layers.test_two_hop_dispatcher import DROPPING, PADDED, SHARED_EXPERT, E
+from tests.layers.test_two_hop_dispatcher import DROPPING, MOE, PADDED, SHARED_EXPERT, E, forward
 from tests.ranks import on_ranks, ranks
 from tests.schedules.test_pairs import FLAGS
 from tests.training_runs import curve
@@ -36,7 +36,6 @@ FULL = {
 }  # fmt: skip
 PAIRS_OF_LAYERS = {**FULL, "recompute_num_layers": 2}
 BLOCK = {**FULL, "recompute_method": "block"}
-MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 KINDS: list[dict[str, Any]] = [
     FULL,
     {**MOE, **SHARED_EXPERT, "moe_shared_expert_overlap": True},
@@ -64,15 +63,6 @@ def build(
         wanted = KeepingDispatcher if hops is None else KeepingTwoHopDispatcher
         assert {type(layer.mlp.token_dispatcher) for layer in block.layers} == {wanted}
     return block
-
-
-def forward(block: TransformerBlock, context: ParallelContext, seed: int) -> tuple[Tensor, Tensor]:
-    """Return an input of the block, and its output."""
-    generator = torch.Generator().manual_seed(100 * seed + context.dp_rank)
-    full = torch.randn(S, B, H, generator=generator)
-    split = block.config.sequence_parallel
-    own = local_part(full, context, sequence_parallel=split).clone().requires_grad_()
-    return own, block(own, None)
 
 
 def results(block: TransformerBlock, context: ParallelContext) -> dict[str, Tensor]:
@@ -120,9 +110,7 @@ def check_equal(
     for changes in kinds:
         wanted = results(build(context, hops, keeps=False, **changes), context)
         found = results(build(context, hops, keeps=True, **changes), context)
-        assert wanted.keys() == found.keys()
-        for name, value in wanted.items():
-            assert torch.equal(found[name], value), f"{name} with {changes}"
+        same(found, wanted, changes)
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, pytest.param(2, marks=pytest.mark.slow)])

@@ -133,6 +133,13 @@ def near(got: Tensor, want: Tensor, name: str, tolerance: float = 2e-6) -> None:
     assert error <= tolerance, f"{name}: {error:.2e}"
 
 
+def same(got: dict[str, Tensor], want: dict[str, Tensor], note: object) -> None:
+    """Check that two runs have the same tensors by name, bit by bit."""
+    assert want.keys() == got.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), f"{name} with {note}"
+
+
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize(
     ("tp", "how"), [(1, ""), (1, "masked"), (2, "masked"), (2, "masked sequence_parallel")]

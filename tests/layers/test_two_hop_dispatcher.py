@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -20,7 +21,7 @@ from megatron_ext.parallel.expert_hops import ExpertHops, expert_hops
 from megatron_ext.parallel.turns import Turns
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.layers import plain
-from tests.layers.test_layers import B, H, S, local_part, near, torch_block
+from tests.layers.test_layers import B, H, S, local_part, near, same, torch_block
 from tests.layers.test_moe import SHARED, config
 from tests.ranks import on_ranks, ranks
 from tests.training_runs import SMALL, config_of
@@ -29,6 +30,7 @@ E = 8
 SHARED_EXPERT = {"moe_shared_expert_intermediate_size": SHARED}
 DROPPING = {"moe_expert_capacity_factor": 0.5}
 PADDED = {**DROPPING, "moe_pad_expert_input_to_capacity": True}
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 KINDS: list[dict[str, Any]] = [
     {},
     SHARED_EXPERT,
@@ -37,10 +39,21 @@ KINDS: list[dict[str, Any]] = [
     PADDED,
     {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
     {"moe_router_num_groups": 4, "moe_router_group_topk": 1},
-    {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    MOE,
     # Some nodes and ranks get no token at all.
     {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
 ]
+
+
+def forward(
+    block: TransformerBlock, context: ParallelContext, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return an input of the block, and its output."""
+    generator = torch.Generator().manual_seed(100 * seed + context.dp_rank)
+    full = torch.randn(S, B, H, generator=generator)
+    split = block.config.sequence_parallel
+    own = local_part(full, context, sequence_parallel=split).clone().requires_grad_()
+    return own, block(own, None)
 
 
 def outcome(
@@ -55,11 +68,7 @@ def outcome(
         block.layers[0].mlp.router.weight.data.zero_()
     if hops is not None:
         use_two_hops([block], hops, context)
-    generator = torch.Generator().manual_seed(context.dp_rank)
-    full = torch.randn(S, B, H, generator=generator)
-    split = transformer_config.sequence_parallel
-    own = local_part(full, context, sequence_parallel=split).clone().requires_grad_()
-    output = block(own, None)
+    own, output = forward(block, context)
     output.square().sum().backward()
     gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
     named = {"output": output, "input": own.grad, **gradients}
@@ -72,9 +81,7 @@ def check_equal(context: ParallelContext, ranks_per_node: int, kinds: list[dict[
         wanted, _ = outcome(context, None, **changes)
         found, dispatcher = outcome(context, hops, **changes)
         assert type(dispatcher) is TwoHopDispatcher
-        assert wanted.keys() == found.keys()
-        for name, value in wanted.items():
-            assert torch.equal(found[name], value), f"{name} with {changes}"
+        same(found, wanted, changes)
 
 
 def check_all_kinds(context: ParallelContext) -> None:

@@ -13,9 +13,9 @@ from megatron_ext.layers.keeping_dispatcher import KeepingDispatcher
 from megatron_ext.layers.moe import AlltoAllDispatcher
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.expert_hops import expert_hops
-from tests.layers.test_kept_tokens import FULL, MOE, build, counted, results
-from tests.layers.test_layers import H
-from tests.layers.test_two_hop_dispatcher import DROPPING, PADDED
+from tests.layers.test_kept_tokens import FULL, build, counted, results
+from tests.layers.test_layers import H, same
+from tests.layers.test_two_hop_dispatcher import DROPPING, MOE, PADDED
 from tests.ranks import on_ranks, ranks
 
 FORMAT = RowFormat(8)
@@ -107,9 +107,7 @@ def check_rounding(context: ParallelContext, ranks_per_node: int | None, keeps: 
                 kind = KeepingDispatcher if keeps else OverlappedDispatcher
                 assert isinstance(block.layers[0].mlp.token_dispatcher, kind)
                 found = results(block, context)
-                assert wanted.keys() == found.keys()
-                for name, value in wanted.items():
-                    assert torch.equal(found[name], value), f"{name} with {changes}, {formats}"
+                same(found, wanted, f"{changes}, {formats}")
 
 
 @pytest.mark.parametrize("keeps", [False, True])
