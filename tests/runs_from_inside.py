@@ -13,7 +13,7 @@ from megatron_ext.train.callbacks.optional import WeightAverage
 from megatron_ext.train.loop import IntervalMetrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
-from megatron_ext.train.step import StepInputs
+from megatron_ext.train.step import StepInputs, StepResult
 from tests.training_runs import prepared
 
 
@@ -36,15 +36,19 @@ def spoil_steps(run: Run, steps: Collection[int]) -> None:
     run.runner.observer = spoil
 
 
-def one_step(run: Run, metrics: IntervalMetrics, batches: list[Batch] | None = None) -> None:
-    """Take a step as the loop does, with batches that may have been read before."""
+def train_step(run: Run, batches: list[Batch] | None = None) -> StepResult:
+    """Train on a step's batches, which may have been read before."""
     number = run.batch_size.num_microbatches
-    stats = run.task.step_stats(run, number)
     if batches is None:
         batches = run.train_source.next_step(number)
-    samples = run.batch_size.global_batch_size
     inputs = StepInputs(batches, number, run.progress.consumed_train_samples)
-    result = run.runner.train(inputs, samples)
+    return run.runner.train(inputs, run.batch_size.global_batch_size)
+
+
+def one_step(run: Run, metrics: IntervalMetrics, batches: list[Batch] | None = None) -> None:
+    """Take a step as the loop does, with batches that may have been read before."""
+    stats = run.task.step_stats(run, run.batch_size.num_microbatches)
+    result = train_step(run, batches)
     run.progress.advance(stats, None)
     metrics.add(result, stats)
     if run.ema is not None:

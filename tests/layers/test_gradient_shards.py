@@ -25,8 +25,8 @@ from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.text.task import GPT
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
-from megatron_ext.train.step import StepInputs
 from tests.ranks import on_ranks, ranks
+from tests.runs_from_inside import train_step
 from tests.training_runs import TINY, prepared
 
 FLAGS = [
@@ -62,11 +62,7 @@ def _steps(run: Run, count: int, *, observes: bool = False) -> list[tuple[float,
         gradients: Found = {}
         take = partial(lambda into: into.update(_named(run, lambda p: p.main_grad)), gradients)
         run.runner.observer = take if observes else None
-        number = run.batch_size.num_microbatches
-        batches = run.train_source.next_step(number)
-        samples = run.batch_size.global_batch_size
-        inputs = StepInputs(batches, number, run.progress.consumed_train_samples)
-        result = run.runner.train(inputs, samples)
+        result = train_step(run)
         run.parameter_gather.switch_on()
         with run.parameter_gather.paused():
             weights = _named(run, lambda parameter: parameter.detach())

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.memory import memory
 from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepInputs
 from tests.layers.test_gradient_shards import INTERLEAVED, TIED, _run
 from tests.ranks import on_ranks, ranks
+from tests.runs_from_inside import train_step
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
 EXPERTS = "--num-experts 4 --moe-router-load-balancing-type none"
@@ -35,10 +36,7 @@ def _pair(context: ParallelContext, words: str) -> tuple[Run, Run]:
 
 def _train(run: Run) -> dict[str, Any]:
     """Train one step; return the gradient norm and the losses."""
-    number = run.batch_size.num_microbatches
-    batches = run.train_source.next_step(number)
-    inputs = StepInputs(batches, number, run.progress.consumed_train_samples)
-    result = run.runner.train(inputs, run.batch_size.global_batch_size)
+    result = train_step(run)
     return {"norm": result.update.grad_norm, **{k: float(v) for k, v in result.losses.items()}}
 
 
@@ -82,11 +80,8 @@ def _watched(run: Run) -> Iterator[list[int]]:
             every = [*kept.values(), *own.values()]
             peak.append(sum(x.untyped_storage().nbytes() for x in every))
 
-    WeightBucket.start = watched  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(WeightBucket, "start", watched):
         yield peak
-    finally:
-        WeightBucket.start = start  # type: ignore[method-assign]
 
 
 def _agree(context: ParallelContext, words: str, tolerance: float = 0.0) -> None:
