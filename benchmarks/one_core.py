@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,20 +44,17 @@ from benchmarks.gpu_setup import (
     parsed_with_flags,
     table_row,
 )
-from benchmarks.peers import CLIP, LEARNING_RATE
+from benchmarks.peers import LEARNING_RATE, Peer, of_module, parameters_of, step_of
 from benchmarks.torch_llama import Layer, TorchLlama, token_loss
-from megatron_ext.data.batch import Batch
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.training import write_run
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepInputs
 
 OURS, PEER, BARE = "ours", "transformers", "bare torch"
 HEAD = (
     "size", "tokens", "parameters", f"{PEER} (s)", f"{OURS} (s)", f"{BARE} (s)",
     f"{OURS} / {PEER}", f"{OURS} / {BARE}", "loss, first and last",
 )  # fmt: skip
-Step = Callable[[Tensor, Tensor], float]
 
 
 @dataclass(frozen=True)
@@ -100,35 +97,6 @@ SIZES = {
     "MoE 512": Size(Llama(2, 512, 688, 8, 8, 4096), 4, experts=8),
 }
 """The sizes by name: layers, hidden, ffn, heads, groups and vocabulary, then the batch."""
-
-
-def ours(run: Run) -> Step:
-    """Return the step of a run of this project, which reports its loss like a training loop."""
-
-    def step(tokens: Tensor, labels: Tensor) -> float:
-        positions = torch.arange(tokens.size(1)).expand_as(tokens)
-        batch = Batch(tokens, labels, torch.ones(labels.shape), positions)
-        result = run.runner.train(StepInputs([batch], 1), len(tokens))
-        return float(next(iter(result.losses.values())))
-
-    return step
-
-
-def of_module(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Step:
-    """Return the usual step around a module and its loss, with torch's fused AdamW."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True
-    )
-
-    def step(tokens: Tensor, labels: Tensor) -> float:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(tokens, labels)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
-        optimizer.step()
-        return float(loss.detach())
-
-    return step
 
 
 def hugging_face(run: Run, context: ParallelContext) -> Any:
@@ -216,11 +184,10 @@ PARTS = {
 """Names of transformers' tensors, by the name of the tensor in a layer of bare torch."""
 
 
-def steps_of(
-    size: Size, context: ParallelContext, flags: Sequence[str]
-) -> tuple[dict[str, Step], int]:
-    """Return the step of each network by its name, and the number of weights."""
-    run = built_run([*size.flags, *flags], context, torch.device("cpu"))
+def peers_of(size: Size, context: ParallelContext, flags: Sequence[str]) -> dict[str, Peer]:
+    """Return each network by its name."""
+    device = torch.device("cpu")
+    run = built_run([*size.flags, *flags], context, device)
     model = hugging_face(run, context)
     bare = bare_torch(size, model)
 
@@ -230,24 +197,26 @@ def steps_of(
         ).loss
         return loss
 
-    steps = {
-        PEER: of_module(model, loss_of),
-        OURS: ours(run),
-        BARE: of_module(bare, lambda tokens, labels: token_loss(bare(tokens), labels)),
+    def bare_loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        return token_loss(bare(tokens), labels)
+
+    return {
+        PEER: of_module(model, loss_of, device, half=False, fused=True),
+        OURS: Peer(step_of(run), parameters_of(run)),
+        BARE: of_module(bare, bare_loss, device, half=False, fused=True),
     }
-    return steps, sum(p.numel() for p in model.parameters())
 
 
-def measured(steps: dict[str, Step], size: Size, args: argparse.Namespace) -> tuple[Any, Any]:
+def measured(peers: dict[str, Peer], size: Size, args: argparse.Namespace) -> tuple[Any, Any]:
     """Return the seconds of each network's steps, and the losses of its steps."""
     data = size.data()
-    losses: dict[str, list[float]] = {name: [] for name in steps}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    orders = itertools.cycle(itertools.permutations(steps))
+    losses: dict[str, list[float]] = {name: [] for name in peers}
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
+    orders = itertools.cycle(itertools.permutations(peers))
     for number in range(args.rounds + args.warm_up):
         for name in next(orders):
             start = time.process_time()
-            losses[name] += [steps[name](*data) for _ in range(args.steps)]
+            losses[name] += [float(peers[name].step(*data)) for _ in range(args.steps)]
             if number >= args.warm_up:
                 seconds[name].append((time.process_time() - start) / args.steps)
     return seconds, losses
@@ -260,9 +229,9 @@ def row(name: str, context: ParallelContext, args: argparse.Namespace) -> str:
         SystemExit: the networks do not have the same losses.
     """
     size = SIZES[name]
-    steps, parameters = steps_of(size, context, args.flags)
+    peers = peers_of(size, context, args.flags)
     gc.collect()
-    seconds, losses = measured(steps, size, args)
+    seconds, losses = measured(peers, size, args)
     for peer, own in losses.items():
         for theirs, loss in zip(losses[PEER], own, strict=True):
             if abs(loss - theirs) > args.tolerance * theirs:
@@ -276,7 +245,7 @@ def row(name: str, context: ParallelContext, args: argparse.Namespace) -> str:
     return table_row(
         name,
         size.batch * size.length,
-        f"{parameters / 1e6:.1f} M",
+        f"{peers[PEER].parameters / 1e6:.1f} M",
         *(f"{median[peer]:.4f}" for peer in (PEER, OURS, BARE)),
         ratio(PEER),
         ratio(BARE),

@@ -65,21 +65,28 @@ class Peer:
     parameters: int
 
 
-def _adam(model: nn.Module, device: torch.device) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=device.type == "cuda"
-    )
+def _adam(model: nn.Module, *, fused: bool) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=fused)
 
 
 def of_module(
-    model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], device: torch.device
+    model: nn.Module,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    device: torch.device,
+    *,
+    half: bool = True,
+    fused: bool | None = None,
 ) -> Peer:
-    """Make the usual training step around a module and its loss."""
-    optimizer = _adam(model, device)
+    """Make the usual training step around a module and its loss.
+
+    With ``half`` it computes in bfloat16. ``fused`` asks for torch's fused AdamW, which is the
+    default on a GPU.
+    """
+    optimizer = _adam(model, fused=device.type == "cuda" if fused is None else fused)
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
             loss = loss_of(tokens, labels)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
@@ -205,16 +212,20 @@ def megatron_core(sizes: Llama, place: Place) -> Peer:
 def ours(sizes: Llama, place: Place) -> Peer:
     """Build this project's own step, with the torch layers unless the flags say otherwise."""
     run = run_of(sizes, place, GPT, ("--transformer-impl", "torch", *place.flags))
+    return Peer(step_of(run), parameters_of(run))
+
+
+def step_of(run: Run) -> Step:
+    """Return the training step of a run of this project."""
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
         positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
         weights = torch.ones(labels.shape, device=labels.device)
-        result = run.runner.train(
-            StepInputs([Batch(tokens, labels, weights, positions)], 1), place.batch
-        )
+        inputs = StepInputs([Batch(tokens, labels, weights, positions)], 1)
+        result = run.runner.train(inputs, len(tokens))
         return next(iter(result.losses.values()))
 
-    return Peer(step, parameters_of(run))
+    return step
 
 
 def torchtitan(sizes: Llama, place: Place) -> Peer:
