@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,15 +101,14 @@ def _encoded(path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> dic
     """Encode a file as one part; return what was written."""
     written = _Written()
     size = path.stat().st_size
-    job: Any = type("Job", (), {})()
-    job.folder, job.key, job.parts = (
-        path.parent,
-        "key",
-        [Part(str(path), "in", 0, size, "plain", size)],
+    job: Any = SimpleNamespace(
+        folder=path.parent,
+        key="key",
+        parts=[Part(str(path), "in", 0, size, "plain", size)],
+        options=SimpleNamespace(streams=2, on_bad_line="quarantine"),
+        encoding=SimpleNamespace(dtypes=[np.dtype(np.int32)] * 2),
+        encoder=TextEncoder(tokenizer, None, ["text", "more"], 2, None, tokenizer.eod),
     )
-    job.options = type("Options", (), {"streams": 2, "on_bad_line": "quarantine"})
-    job.encoding = type("Encoding", (), {"dtypes": [np.dtype(np.int32)] * 2})
-    job.encoder = TextEncoder(tokenizer, None, ["text", "more"], 2, None, tokenizer.eod)
     with monkeypatch.context() as patch:
         patch.setattr("megatron_ext.text.preprocess.jobs.PartWriter", lambda *_: written)
         encode_part(job, 0, lambda _read, _documents: None)
