@@ -196,7 +196,7 @@ class Activations(GptRun):
     @property
     def kept_tokens(self) -> int:
         """Return the bytes of tokens that a recomputed layer of experts keeps."""
-        if not self.moe.moe_keep_dispatched_tokens:
+        if not self.keeps_tokens:
             return 0
         from megatron_ext.text.cost.dispatch import kept_tokens
 
@@ -351,18 +351,13 @@ class Activations(GptRun):
 
     def _layers(self, stage: Stage) -> list[LayerBytes]:
         """Return the memory of a stage's layers, or of groups of them that are recomputed."""
-        model = self.config.model
         kinds = self.layer_kinds
         counted = {kinds[x]: self.layer_bytes(x) for x, _ in self.unlike(stage.layers)}
         layers = [counted[kinds[number]] for number in stage.layers]
-        if model.recompute_granularity != "full":
-            return layers
-        count = model.recompute_num_layers or 1
-        uniform = model.recompute_method == "uniform"
-        size, limit = (count, len(layers)) if uniform else (1, count)
+        limit = len(self.run_again(stage))
         tokens = self.kept_tokens
         besides = [tokens if self.sizes.experts[number] else 0 for number in stage.layers]
-        return recomputed(layers, self.residual, size=size, limit=limit, besides=besides)
+        return recomputed(layers, self.residual, size=self.group_size, limit=limit, besides=besides)
 
     def hosted(self, stage: Stage) -> int:
         if not self.config.offload.moves_activations:

@@ -54,7 +54,7 @@ def dispatched_again(run: GptRun) -> Volume:
     Tokens that are kept are only gathered by the ranks that share an expert.
     """
     whole = dispatched(run)
-    if not _keeps_tokens(run):
+    if not run.keeps_tokens:
         return whole
     x = run.sizes
     gathered = 2.0 * (x.etp - 1) * x.residual_tokens * run.moe.moe_router_topk * x.h * x.width
@@ -68,7 +68,7 @@ def kept_tokens(run: GptRun) -> int:
     They are the rows that have arrived at this rank's experts and their probabilities, the choice
     of the experts, and, where a norm or another layer runs again from it, the layer's output.
     """
-    if not _keeps_tokens(run):
+    if not run.keeps_tokens:
         return 0
     x = run.sizes
     moe = run.moe
@@ -79,18 +79,9 @@ def kept_tokens(run: GptRun) -> int:
         kept = x.residual_tokens * moe.moe_router_topk * (row + _probability(run))
     model = run.config.model
     whole = model.recompute_granularity == "full"
-    together = model.recompute_method == "uniform" and model.recompute_num_layers != 1
-    read = whole and (together or model.sandwich_norm)
+    read = whole and (run.group_size > 1 or model.sandwich_norm)
     output = x.residual_tokens * x.h * x.width if read else 0
     return round(kept) + x.residual_tokens * (moe.num_experts or 0) + output
-
-
-def _keeps_tokens(run: GptRun) -> bool:
-    if not run.moe.moe_keep_dispatched_tokens:
-        return False
-    from megatron_ext.text.config.flex import keeps_tokens, values_of
-
-    return keeps_tokens(values_of(run.moe, run.config))
 
 
 def _probability(run: GptRun) -> int:

@@ -152,6 +152,22 @@ class GptRun(Network):
         return stage.layers[: model.recompute_num_layers or 0] if block else stage.layers
 
     @property
+    def group_size(self) -> int:
+        """Return how many consecutive layers are recomputed together; 1 without groups."""
+        model = self.config.model
+        grouped = model.recompute_granularity == "full" and model.recompute_method == "uniform"
+        return (model.recompute_num_layers or 1) if grouped else 1
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Return whether recomputed layers keep the tokens that their experts have got."""
+        if not self.moe.moe_keep_dispatched_tokens:
+            return False
+        from megatron_ext.text.config.flex import keeps_tokens, values_of
+
+        return keeps_tokens(values_of(self.moe, self.config))
+
+    @property
     def routed(self) -> int:
         """Return the number of tokens that a rank's experts get from a micro-batch in one layer.
 
@@ -224,9 +240,7 @@ class GptFlops(GptRun):
         total = sum(around + parts["experts" if has else "dense"] for has in layers)
         total += parts["depth"] * stage.depths + parts["logits"] * stage.head
         share = routed * sum(layers) / max(1, total)
-        from megatron_ext.text.config.flex import keeps_tokens, values_of
-
-        if keeps_tokens(values_of(self.moe, self.config)):
+        if self.keeps_tokens:
             return sum(layers), share, 0
         again = stage.layers if self.recomputes("moe") else self.run_again(stage)
         twice = sum(x.experts[number] for number in again)

@@ -299,9 +299,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
         x = self.sizes
         gathers = stage.embedding + stage.depths + (1 + x.depths) * stage.head
         total = Volume(2 * self._gather() * gathers, pipeline=self.messages(stage))
-        model = self.config.model
-        in_blocks = model.recompute_method == "block"
-        limit = model.recompute_num_layers or 0 if in_blocks else len(stage.layers)
+        limit = len(self.run_again(stage))
         layers = Counter((x.experts[n], place < limit) for place, n in enumerate(stage.layers))
         layers[x.experts[-1], True] += stage.depths
         for (experts, again), count in layers.items():

@@ -60,23 +60,16 @@ def _without(layers: Sequence[LayerBytes], away: Sequence[int]) -> list[LayerByt
 
 def _count(run: Activations, stage: Stage, groups: int) -> int:
     """Return how many layers, or groups of recomputed layers, of a stage are moved."""
-    model = run.config.model
     count: int = run.config.offload.cpu_offloading_num_layers
-    size: int = model.recompute_num_layers or 1
-    if model.recompute_granularity == "full" and model.recompute_method == "uniform" and size > 1:
-        # A group is moved if its last layer is.
-        return min(groups, groups if count >= len(stage.layers) else count // size)
-    return min(groups, count)
+    size: int = run.group_size
+    # A group is moved if its last layer is.
+    return groups if count >= len(stage.layers) else count // size
 
 
 def _recomputed(run: Activations, stage: Stage) -> int:
     """Return how many layers, or groups of layers, of a stage are recomputed as wholes."""
-    model = run.config.model
-    if model.recompute_granularity != "full":
-        return 0
-    count: int = model.recompute_num_layers or 1
-    layers = len(stage.layers)
-    return -(-layers // count) if model.recompute_method == "uniform" else min(count, layers)
+    size: int = run.group_size
+    return -(-len(run.run_again(stage)) // size)
 
 
 def _moves_inputs(run: Activations) -> bool:
