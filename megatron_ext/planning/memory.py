@@ -75,25 +75,27 @@ def rank_memories(network: Network, *, messages: bool = True) -> Iterator[RankMe
     schedule = replace(schedule, num_microbatches=schedule.simulated)
     boundary = network.boundary
     find = _moments if messages else _moments_of_passes
-    counted: dict[Hashable, tuple[LayerBytes, int]] = {}
-    whole = network if schedule.partly is None else network.recomputing_all
+    ways = [network] if schedule.partly is None else [network, network.recomputing_all]
+    num_stages = schedule.pipeline_size * schedule.num_chunks
+    counted: dict[Hashable, list[tuple[LayerBytes, int, LayerBytes]]] = {}
     for known in stored(network):
         costs: dict[int, LayerBytes] = {}
         deferred: dict[int, int] = {}
+        hosted: dict[int, LayerBytes] = {}
         for stage in known.stages:
             kind = network.kind(stage)
             if kind not in counted:
-                counted[kind] = network.activations(stage), network.deferred(stage)
-            costs[stage.index], deferred[stage.index] = counted[kind]
-            if schedule.partly is not None:
-                # Micro-batches whose layers are all recomputed count as held by further stages.
-                further = stage.index + schedule.pipeline_size * schedule.num_chunks
-                costs[further] = whole.activations(stage)
-                deferred[further] = deferred[stage.index]
+                counted[kind] = [
+                    (x.activations(stage), x.deferred(stage), LayerBytes(x.hosted(stage), 0))
+                    for x in ways
+                ]
+            # Micro-batches whose layers are all recomputed count as held by further stages.
+            for index, cost in enumerate(counted[kind]):
+                place = stage.index + index * num_stages
+                costs[place], deferred[place], hosted[place] = cost
         found = find(schedule, known.rank)
         peak = peak_of(found, costs, deferred=deferred, boundary=boundary)
         activations, transient, in_flight = peak
-        hosted = {stage.index: LayerBytes(network.hosted(stage), 0) for stage in known.stages}
         moved = peak_of(found, hosted)[0] if any(x.kept for x in hosted.values()) else 0
         yield replace(
             known,

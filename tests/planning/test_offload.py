@@ -40,6 +40,16 @@ def test_what_moves_leaves_the_gpu_and_is_on_the_host() -> None:
     assert moved.moved > 0
 
 
+def test_layers_move_for_micro_batches_that_recompute_some_or_all_of_them() -> None:
+    block = "--pipeline-model-parallel-size 4 --recompute-granularity full"
+    block += " --recompute-method block --recompute-num-layers 2 --cpu-offloading-num-layers 4"
+    some, most = (
+        memory(llama_network(f"{SHARED} {block} {more}"))[0]
+        for more in ("", "--num-microbatches-with-partial-activation-checkpoints 1")
+    )
+    assert 0 < most.moved < some.moved
+
+
 def test_copies_and_updates_of_the_host_take_time() -> None:
     whole = _estimate("")
     apart = _estimate("--optimizer-cpu-offload")
