@@ -188,15 +188,14 @@ class Network(ABC):
         partly = config.model.num_microbatches_with_partial_activation_checkpoints
         return Schedule.of(config.parallel, config.training, partly)
 
-    @property
+    @cached_property
     def recomputing_all(self) -> Network:
         """Return a copy in which every micro-batch recomputes all decoder layers of a stage."""
-        model = dataclasses.replace(
-            self.config.model,
-            recompute_num_layers=self.config.model.num_layers,
-            num_microbatches_with_partial_activation_checkpoints=None,
-        )
-        return self.with_config(dataclasses.replace(self.config, model=model))
+        values = {
+            "recompute_num_layers": self.config.model.num_layers,
+            "num_microbatches_with_partial_activation_checkpoints": None,
+        }
+        return self.with_config(self.config.with_values(values))
 
     def stages_of(self, rank: int) -> list[Stage]:
         """Return the stages of a pipeline rank, in the order of its chunks."""

@@ -272,14 +272,15 @@ def _saving(network: Network) -> str | None:
     x = network.sizes
     config = network.config
     if not config.optimizer.use_distributed_optimizer and x.dp * x.cp > 1:
-        others = memory(network.with_config(_distributed(config)))
+        distributed = config.with_values({"use_distributed_optimizer": True})
+        others = memory(network.with_config(distributed))
         most = max(rank.state.optimizer for rank in others)
         return f"with --use-distributed-optimizer: optimizer {size(most)}"
     if x.dp * x.cp == 1 or config.optimizer.shards_weights:
         return None
     shards = config.optimizer.shards_gradients
     strategy = "optim_grads_params" if shards else "optim_grads"
-    sharded = _sharded(config, strategy)
+    sharded = config.with_values({"data_parallel_sharding_strategy": strategy})
     if list(sharding_errors(sharded)):
         return None
     states = [rank.state for rank in memory(network.with_config(sharded))]
@@ -287,17 +288,6 @@ def _saving(network: Network) -> str | None:
     if shards:
         left = f"weights {size(max(state.parameters for state in states))}"
     return f"with --data-parallel-sharding-strategy {strategy}: {left}"
-
-
-def _distributed(config: RunConfig) -> RunConfig:
-    """Return the run's configuration, changed to use the distributed optimizer."""
-    return replace(config, optimizer=replace(config.optimizer, use_distributed_optimizer=True))
-
-
-def _sharded(config: RunConfig, strategy: str) -> RunConfig:
-    """Return the run's configuration with another ``--data-parallel-sharding-strategy``."""
-    optimizer = replace(config.optimizer, data_parallel_sharding_strategy=strategy)
-    return replace(config, optimizer=optimizer)
 
 
 def recomputation_sheet(network: Network, cost: TaskCost) -> Sheet:
@@ -409,7 +399,8 @@ def _advice(estimated: Estimate, cost: TaskCost) -> str:
     If none is enough, it advises more ranks.
     """
     config = estimated.network.config
-    remedies = {"--use-distributed-optimizer": _distributed(config)}
+    distributed = config.with_values({"use_distributed_optimizer": True})
+    remedies = {"--use-distributed-optimizer": distributed}
     graphs = config.cuda_graphs.cuda_graph_impl != "none"
     config = replace(config, cuda_graphs=CudaGraphConfig())
     instead = " in place of --cuda-graph-impl" if graphs else ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.task_cost import TaskCost
 from megatron_ext.text.config.attention import LatentAttentionConfig
@@ -36,8 +34,7 @@ RECOMPUTATION: dict[str, dict[str, object]] = {
 
 def with_recomputation(config: RunConfig, mode: str) -> RunConfig:
     """Return the configuration with the recomputation that ``mode`` of `RECOMPUTATION` names."""
-    model = replace(config.model, **RECOMPUTATION[mode])  # type: ignore[arg-type]
-    return replace(config, model=model)
+    return config.with_values(RECOMPUTATION[mode])
 
 
 def num_experts(config: RunConfig) -> int:
