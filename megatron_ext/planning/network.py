@@ -197,6 +197,12 @@ class Network(ABC):
         }
         return self.with_config(self.config.with_values(values))
 
+    @property
+    def gradient_width(self) -> int:
+        """Return the bytes of an element of the gradients that replicas reduce."""
+        in_fp32 = self.config.precision.accumulate_allreduce_grads_in_fp32
+        return FP32 if in_fp32 else self.sizes.width
+
     def stages_of(self, rank: int) -> list[Stage]:
         """Return the stages of a pipeline rank, in the order of its chunks."""
         return sorted((x for x in self.stages() if x.rank == rank), key=lambda x: x.chunk)

@@ -148,6 +148,7 @@ def rank_state(
     frozen = sum(weight.numel for chunk in chunks for weight in chunk if weight.frozen)
     total = State(count=frozen, parameters=frozen * ranks.width, frozen=frozen * ranks.width)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
+    width = FP32 if in_fp32 else ranks.width
     size, filled, gathered, buffered = None, 0, 0, 0
     pieces: dict[bool, list[int]] = {False: [], True: []}
     if rank == 0 or shards:
@@ -173,7 +174,7 @@ def rank_state(
             if config.offload.optimizer_cpu_offload:
                 pieces[expert] += [piece for x in laid for piece in _pieces(x, own, parts)]
             elements, touched, in_matrices = map(sum, zip(*updated, strict=True))
-            reduced = laid[-1].end * (FP32 if in_fp32 else ranks.width)
+            reduced = laid[-1].end * width
             whole = laid[-1].end * (1 if fp8 else ranks.width)
             if optimizer.shards_weights and replicas > 1:
                 for bucket, name in zip(laid, _units(weights), strict=True):
@@ -192,7 +193,6 @@ def rank_state(
                 updated=elements,
             )
             if shards:
-                width = FP32 if in_fp32 else ranks.width
                 # A layer's bucket is complete before the next layer fills its own.
                 least = 1 if optimizer.shards_weights else 2
                 filling += width * _filled(laid, least + optimizer.overlap_grad_reduce)

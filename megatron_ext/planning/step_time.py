@@ -17,7 +17,7 @@ from megatron_ext.planning.memory import RankMemory, fullest, memory, stored
 from megatron_ext.planning.muon import muon_volume, muon_work
 from megatron_ext.planning.network import Elements, Network, Volume, ring
 from megatron_ext.planning.pipeline import PipelineTime
-from megatron_ext.planning.stages import FP32, Stage
+from megatron_ext.planning.stages import Stage
 from megatron_ext.planning.state import State
 from megatron_ext.schedules.plan import Durations, Kind
 
@@ -275,8 +275,7 @@ class Clock:
             seconds += volume.data / self._replica_ring()
         shown = 1.0
         if flags.shards_weights:
-            in_fp32 = self.network.config.precision.accumulate_allreduce_grads_in_fp32
-            reduced = FP32 if in_fp32 else x.width
+            reduced = self.network.gradient_width
             overlapped = 2 * x.width + (reduced if flags.overlap_grad_reduce else 0)
             shown -= self.rates.efficiency.hidden * overlapped / (2 * x.width + reduced)
         elif flags.overlap_grad_reduce:
@@ -383,10 +382,8 @@ def step_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Vo
 def gradient_volume(network: Network, stages: Sequence[Stage]) -> Volume:
     """Return the bytes of `replica_volume` if no buffer of gradients had any padding."""
     trained = sum(network.elements(stage).trained for stage in stages)
-    in_fp32 = network.config.precision.accumulate_allreduce_grads_in_fp32
-    width = network.sizes.width
-    gathered = 1 if network.config.fp8.fp8_param_gather else width
-    state = State(reduced=trained * (FP32 if in_fp32 else width), gathered=trained * gathered)
+    gathered = 1 if network.config.fp8.fp8_param_gather else network.sizes.width
+    state = State(reduced=trained * network.gradient_width, gathered=trained * gathered)
     return replica_volume(network, stages, state, network.num_microbatches)
 
 
@@ -406,7 +403,5 @@ def replica_volume(
         moved = times * state.reduced + gathers * state.gathered
     data = ring(x.dp * x.cp) * (1 - experts) * moved
     expert_data = ring(x.expert_dp) * experts * moved
-    copied = elements.shared
-    in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    embedding = float(copied * (FP32 if in_fp32 else x.width))
+    embedding = float(elements.shared * network.gradient_width)
     return Volume(data=data, expert_data=expert_data, embedding=embedding)
