@@ -248,12 +248,13 @@ class Clock:
 
         It includes the optimizer's update and the communication between replicas.
         """
-        volume = step_volume(self.network, rank, self.network.num_microbatches)
+        network = self.network
+        volume = replica_volume(network, rank.stages, rank.state, network.num_microbatches)
         work = sum(map(self.rates.seconds, self.update_work(rank)))
         if rank.state.hosted:
             from megatron_ext.planning.offload import update_seconds
 
-            work += update_seconds(self.network, rank)
+            work += update_seconds(network, rank)
         return work + self.update_exchange(rank) + self.replicas(volume)
 
     def update_exchange(self, rank: RankMemory) -> float:
