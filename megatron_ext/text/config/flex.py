@@ -124,19 +124,9 @@ def ranks_per_node(given: int | None, parallel: ParallelConfig) -> int:
     return parallel.nproc_per_node if parallel.nproc_per_node > 1 else Gpu.per_node
 
 
-def overlap_errors(
-    dispatcher: str, parallel: ParallelConfig, model: ModelConfig
-) -> Iterator[FlagError]:
-    """Yield an error for each option that does not go with ``--moe-shared-expert-overlap``.
-
-    Args:
-        dispatcher: ``--moe-token-dispatcher-type``.
-    """
+def overlap_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
+    """Yield an error for each option that does not go with ``--moe-shared-expert-overlap``."""
     refused = partial(FlagError, "--moe-shared-expert-overlap", None)
-    if dispatcher == "allgather":
-        yield refused(
-            f"does not go with `--moe-token-dispatcher-type` ({dispatcher})", "use alltoall or flex"
-        )
     if parallel.overlap_moe_expert_parallel_comm:
         yield refused(
             "does not go with `--overlap-moe-expert-parallel-comm`, under which another "

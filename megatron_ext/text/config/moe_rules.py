@@ -242,24 +242,23 @@ def _dispatch_errors(
             "give it",
         )
     dispatcher = moe.moe_token_dispatcher_type
-    if parallel.overlap_moe_expert_parallel_comm and dispatcher == "allgather":
-        yield FlagError(
-            "--overlap-moe-expert-parallel-comm",
-            None,
-            f"does not go with `--moe-token-dispatcher-type` ({dispatcher})",
-            "use alltoall or flex",
-        )
-    if moe.moe_keep_dispatched_tokens and dispatcher == "allgather":
-        yield FlagError(
-            "--moe-keep-dispatched-tokens",
-            None,
-            f"does not go with `--moe-token-dispatcher-type` ({dispatcher})",
-            "use alltoall or flex",
-        )
+    exchanging = {
+        "--overlap-moe-expert-parallel-comm": parallel.overlap_moe_expert_parallel_comm,
+        "--moe-keep-dispatched-tokens": moe.moe_keep_dispatched_tokens,
+        "--moe-shared-expert-overlap": moe.moe_shared_expert_overlap,
+    }
+    for name, given in exchanging.items():
+        if given and dispatcher == "allgather":
+            yield FlagError(
+                name,
+                None,
+                f"does not go with `--moe-token-dispatcher-type` ({dispatcher})",
+                "use alltoall or flex",
+            )
     if moe.moe_shared_expert_overlap:
         from megatron_ext.text.config.flex import overlap_errors
 
-        yield from overlap_errors(dispatcher, parallel, model)
+        yield from overlap_errors(parallel, model)
     capacity = moe.moe_expert_capacity_factor
     wrong = [x for x in moe.moe_router_load_balancing_type if x not in CAPACITY_BALANCING]
     if capacity is not None and wrong:
