@@ -198,8 +198,9 @@ def rank_state(
                 filling += width * _filled(laid, least + optimizer.overlap_grad_reduce)
         filled = max(filled, filling)
         buffered = max(buffered, total.gathered + total.reduced - before)
-        names = list(dict.fromkeys(unit_of(weight.name) for weight in chunk))
-        gathered = max(gathered, _at_once([(name, layers.get(name, 0)) for name in names]))
+        if layers:
+            names = dict.fromkeys(unit_of(weight.name) for weight in chunk)
+            gathered = max(gathered, _at_once([(name, layers.get(name, 0)) for name in names]))
         if not shards:
             size = None  # only the first chunk has several buckets
     if config.offload.optimizer_cpu_offload:
