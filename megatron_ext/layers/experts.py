@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,17 @@ class _Call:
                 accumulate(weight, gradient)
         return (None,) * len(self.weights)
 
+    def deliver(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor | None, ...]:
+        """Compute and `add` the weights' gradients, with a queue later; do nothing if frozen.
+
+        Return what autograd gets for each weight.
+        """
+        if self.queue is not None:
+            self.queue.add(lambda: self.add(compute()))
+        elif self.weights[0].requires_grad:
+            return self.add(compute())
+        return (None,) * len(self.weights)
+
 
 class _GroupedProduct(torch.autograd.Function):
     """Products ``x_e W_e^T`` for each expert e, whose tokens are adjacent in ``x``."""
@@ -141,17 +152,12 @@ class _GroupedProduct(torch.autograd.Function):
             stacked = torch.stack([weight.detach() for weight in call.weights])
             x_gradient = torch._grouped_mm(gradient, stacked, offs=ends)
 
-        def compute() -> tuple[Tensor | None, ...]:
+        def compute() -> tuple[Tensor, ...]:
             # In these layouts an expert may have any number of tokens, even none. The kernel writes
             # only 16 bits.
-            return call.add(torch._grouped_mm(gradient.t(), x, offs=ends).unbind())
+            return torch._grouped_mm(gradient.t(), x, offs=ends).unbind()
 
-        weight_gradients: tuple[Tensor | None, ...] = (None,) * len(call.weights)
-        if call.queue is not None:
-            call.queue.add(compute)
-        elif call.weights[0].requires_grad:
-            weight_gradients = compute()
-        return x_gradient, None, None, *weight_gradients
+        return x_gradient, None, None, *call.deliver(compute)
 
 
 class _ProductPerExpert(torch.autograd.Function):
@@ -175,16 +181,11 @@ class _ProductPerExpert(torch.autograd.Function):
             weights = [weight.detach().t() for weight in call.weights]
             x_gradient = _product_per_expert(gradient, counts, weights, call.by_onednn)
 
-        def compute() -> tuple[Tensor | None, ...]:
+        def compute() -> tuple[Tensor, ...]:
             pairs = zip(torch.split(gradient, counts), torch.split(x, counts), strict=True)
-            return call.add(tuple(_weight_gradient(g, y, call.by_onednn) for g, y in pairs))
+            return tuple(_weight_gradient(g, y, call.by_onednn) for g, y in pairs)
 
-        weight_gradients: tuple[Tensor | None, ...] = (None,) * len(call.weights)
-        if call.queue is not None:
-            call.queue.add(compute)
-        elif call.weights[0].requires_grad:
-            weight_gradients = compute()
-        return x_gradient, None, None, *weight_gradients
+        return x_gradient, None, None, *call.deliver(compute)
 
 
 def _product_per_expert(
