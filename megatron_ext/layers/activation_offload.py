@@ -265,18 +265,17 @@ class ActivationOffload:
         if experts is None or not names & {"expert_fc1", "moe_act"}:
             return
         first = self._run_part if "expert_fc1" in names else self._run_still
-        around = self._run_part if "moe_act" in names else None
-        if hasattr(experts, "_product"):
-            self._replace(
-                experts, functools.partial(self._run_product, first, self._run_still), "_product"
-            )
-        for expert in getattr(experts, "local_experts", ()):
+        local = getattr(experts, "local_experts", ())
+        for expert in local:
             self._replace(expert.linear_fc1, first)
             self._replace(expert.linear_fc2, self._run_still)
-            if around is not None and not hasattr(experts, "_product"):
-                self._replace(expert, around)
-        if around is not None and hasattr(experts, "_product"):
-            self._replace(experts, around)
+        with_activation = local
+        if hasattr(experts, "_product"):
+            with_activation = [experts]
+            product = functools.partial(self._run_product, first, self._run_still)
+            self._replace(experts, product, "_product")
+        for module in with_activation if "moe_act" in names else ():
+            self._replace(module, self._run_part)
 
     def _run_layer_of_parts(
         self, forward: Callable[..., Any], *args: Any, layer: nn.Module, **kwargs: Any
