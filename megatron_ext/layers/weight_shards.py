@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import partition_buckets
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
@@ -391,9 +392,7 @@ class ShardedWeights(ShardedGradients):
         They are in the order of their elements. Other tensors are whole.
         """
         self.free()
-        bare: Any = self.module
-        while hasattr(bare, "module"):
-            bare = bare.module
+        bare: Any = unwrap_model(self)
         found = ((n, getattr(p, "weight_shard", None)) for n, p in bare.named_parameters())
         shards = {name: shard for name, shard in found if shard is not None}
         parts = {n: x for n, x in state_dict.items() if n in shards and isinstance(x, list)}
