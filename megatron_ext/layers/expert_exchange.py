@@ -134,8 +134,7 @@ def exchanged(
         tensors = [rows_as.encode(tensors[0]), *tensors[1:]]
     for tensor in tensors:
         sent = tensor.contiguous()
-        rows = len(sent) if output_splits is None else int(sum(output_splits))
-        into = sent.new_empty((rows, *sent.shape[1:]))
+        into = room_for(sent, output_splits)
         work = torch.distributed.all_to_all_single(
             into,
             sent,
@@ -155,6 +154,12 @@ def exchanged(
     if rows_as is not None:
         received[0] = rows_as.decode(received[0], dtype)
     return tuple(received)
+
+
+def room_for(sent: Tensor, output_splits: Splits) -> Tensor:
+    """Return memory, not yet filled, for what an exchange of ``sent`` brings."""
+    rows = len(sent) if output_splits is None else int(sum(output_splits))
+    return sent.new_empty((rows, *sent.shape[1:]))
 
 
 @contextmanager

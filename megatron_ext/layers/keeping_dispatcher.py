@@ -11,7 +11,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.expert_exchange import OverlappedDispatcher, Splits, exchanged_back
+from megatron_ext.layers.expert_exchange import (
+    OverlappedDispatcher,
+    Splits,
+    exchanged_back,
+    room_for,
+)
 from megatron_ext.layers.kept_tokens import Kept
 from megatron_ext.layers.two_hop_dispatcher import TwoHopDispatcher
 
@@ -127,16 +132,10 @@ class KeepingDispatcher(OverlappedDispatcher):
         if there is not None and values[0] is not None:
             values[0] = there.decode(values[0], tensors[0].dtype)
         values = [
-            self._zeros(tensor, output_splits) if value is None else value
+            room_for(tensor, output_splits).zero_() if value is None else value
             for tensor, value in zip(tensors, values, strict=True)
         ]
         return _GradientsOnly.apply(send, values, *tensors)  # type: ignore[no-any-return,no-untyped-call]
-
-    @staticmethod
-    def _zeros(sent: Tensor, output_splits: Splits) -> Tensor:
-        """Return zeros in the shape of what an exchange of ``sent`` brings."""
-        rows = len(sent) if output_splits is None else int(sum(output_splits))
-        return sent.new_zeros(rows, *sent.shape[1:])
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Return the layer's output ``[s, b, h]``, the sum of each token's outputs."""
