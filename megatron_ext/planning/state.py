@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.stages import FP32, Ranks, Summed
-from megatron_ext.planning.weights import Weight
+from megatron_ext.planning.weights import ROUTED, Weight
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def rank_state(
             )
             if shards:
                 # A layer's bucket is complete before the next layer fills its own.
-                least = 1 if optimizer.shards_weights else 2
+                least = 1 if optimizer.shards_weights else _filled_by_a_layer(laid, weights)
                 filling += width * _filled(laid, least + optimizer.overlap_grad_reduce)
         filled = max(filled, filling)
         buffered = max(buffered, total.gathered + total.reduced - before)
@@ -216,6 +218,7 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")
 """Matches the name of the layer to which a parameter belongs, such as "decoder.layers.3"."""
 
 
+@lru_cache(maxsize=1 << 16)
 def unit_of(name: str) -> str:
     """Return the name of the module whose sharded weights are gathered together with a parameter.
 
@@ -301,6 +304,20 @@ def _filled(laid: Sequence[Bucket], count: int) -> int:
     """
     *sizes, last = [bucket.end - bucket.start for bucket in laid]
     return last + max((sum(sizes[i : i + count]) for i in range(len(sizes))), default=0)
+
+
+def _filled_by_a_layer(laid: Sequence[Bucket], weights: Sequence[Weight]) -> int:
+    """Return the number of buckets that a layer fills at a time, at most.
+
+    They are two, but for experts that compute together: the gradients of the second matrices of all
+    of them come before those of their first ones, while another bucket waits for the shared expert.
+    """
+    names = (weight.name for weight in reversed(weights))
+    routed = Counter[str]()
+    for bucket in laid:
+        held = [next(names) for _ in bucket.spans]
+        routed.update({unit_of(name) for name in held if ROUTED in name})
+    return max(2, 1 + max(routed.values(), default=0))
 
 
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int, int]:
