@@ -120,6 +120,11 @@ class _Call:
                 accumulate(weight, gradient)
         return (None,) * len(self.weights)
 
+    @property
+    def wants_gradients(self) -> bool:
+        """Return whether the weights get gradients, now or later; if not, they are frozen."""
+        return self.queue is not None or self.weights[0].requires_grad
+
     def deliver(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor | None, ...]:
         """Compute and `add` the weights' gradients, with a queue later; do nothing if frozen.
 
@@ -127,7 +132,7 @@ class _Call:
         """
         if self.queue is not None:
             self.queue.add(lambda: self.add(compute()))
-        elif self.weights[0].requires_grad:
+        elif self.wants_gradients:
             return self.add(compute())
         return (None,) * len(self.weights)
 
@@ -137,7 +142,7 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, call: _Call, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, ends)
+        ctx.save_for_backward(x if call.wants_gradients else None, ends)
         ctx.call = call
         stacked = torch.stack([weight.detach() for weight in weights])
         return torch._grouped_mm(x, stacked.transpose(1, 2), offs=ends)
@@ -165,7 +170,7 @@ class _ProductPerExpert(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, call: _Call, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if call.wants_gradients else None)
         ctx.call = call
         last: list[int] = ends.tolist()
         ctx.counts = [end - start for start, end in zip([0, *last], last, strict=False)]

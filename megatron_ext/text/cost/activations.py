@@ -202,6 +202,14 @@ class Activations(GptRun):
 
         return kept_tokens(self)
 
+    @property
+    def joins_experts(self) -> bool:
+        """Return whether a CPU computes a rank's experts together, in float32 (`JointExperts`)."""
+        lora = self.config.lora
+        adapted = {"linear_fc1", "linear_fc2"} & set(lora.lora_target_modules or [])
+        sizes = self.sizes
+        return not (sizes.gpu or sizes.half or (lora.lora_rank and adapted))
+
     def _inner(self, tokens: int, width: int, *, scaled: bool) -> LayerBytes:
         """Return the memory of an MLP from the output of fc1 to the input of fc2.
 
@@ -217,8 +225,9 @@ class Activations(GptRun):
         fused = sizes.gpu and (model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion)
         # Gated: both halves of fc1's output, the activated half, the other one plus core's offset,
         # and their product. One kernel (`layers.pointwise.activated`) keeps only its input and its
-        # result, and computes the others again.
-        gated = 3 if fused else 5 + (not model.swiglu)
+        # result, and computes the others again. Experts computed together add no offset of 0.
+        adds_offset = not (scaled and self.joins_experts) or model.glu_linear_offset != 0
+        gated = 3 if fused else 4 + adds_offset + (not model.swiglu)
         tensors = (gated if model.gated else 2) + (scaled and not fused)
         inner = 2 * width if model.gated else width
         of_fc2 = tensor + width * sizes.h * sizes.width
