@@ -34,7 +34,7 @@ from megatron_ext.video.data.frames import decode, probe
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.pictures import Image
 from megatron_ext.video.data.randomness import draw_microbatch
-from megatron_ext.video.sampling.clips import as_bytes
+from megatron_ext.video.sampling.mp4 import as_bytes
 from megatron_ext.video.task import VIDEO
 
 _STYLE = """

@@ -22,15 +22,10 @@ from megatron_ext.video.data.setup import manifest_of, null_text_of
 from megatron_ext.video.data.text_encoders import text_encoder_from_manifest
 from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.sampling.clips import write_clips
-from megatron_ext.video.sampling.generate import (
-    build_codec_of,
-    decoded,
-    encode_on_reporting_rank,
-    generate_latents,
-    groups_of,
-    requests_of,
-    shape_of,
-)
+from megatron_ext.video.sampling.encoding import encode_on_reporting_rank
+from megatron_ext.video.sampling.generate import build_codec_of, decoded, generate_latents
+from megatron_ext.video.sampling.groups import groups_of, shape_of
+from megatron_ext.video.sampling.requests import requests_of
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 
 

@@ -33,14 +33,13 @@ from megatron_ext.parallel.collectives import (
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.codecs import block_decoder
 from megatron_ext.video.sampling.clips import (
-    Mp4Writer,
-    as_bytes,
     clip_name,
     describe,
     open_folder,
     publish,
     shown_frames,
 )
+from megatron_ext.video.sampling.mp4 import Mp4Writer, as_bytes
 from megatron_ext.video.sampling.samples import facts_of_weights, report_average_start
 from megatron_ext.video.streaming import decisions
 from megatron_ext.video.streaming.config import DEFAULT_FPS, StreamingConfig, StreamingSampleConfig

@@ -15,7 +15,8 @@ from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import build_text_encoder
 from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.networks.mmdit.flow import MMDiTVelocity
-from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
+from megatron_ext.video.sampling.groups import SampleShape
+from megatron_ext.video.sampling.requests import ClipRequest
 from tests.video.networks.harness import build, wrapped
 from tests.video.networks.mmdit.problem import Problem
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_ext.errors import DataError
 from megatron_ext.video.sampling import clips as module
 from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST, write_clips
+from megatron_ext.video.sampling.mp4 import Mp4Writer, as_bytes
 from megatron_ext.video.sampling.requests import ClipRequest
 from megatron_ext.video.streaming.long_videos import LongVideoWriter, NotFiniteError
 
@@ -119,7 +120,7 @@ def test_colours_are_tagged_and_encoded_as_tagged(
     tmp_path: Path, size: tuple[int, int], matrix: int
 ) -> None:
     colour = np.array([200, 50, 120])
-    with closing(module.Mp4Writer(tmp_path / "12:30.mp4", 23.976)) as writer:
+    with closing(Mp4Writer(tmp_path / "12:30.mp4", 23.976)) as writer:
         writer.append(np.broadcast_to(colour.astype(np.uint8), (2, *size, 3)))
     with av.open(f"file:{tmp_path / '12:30.mp4'}") as container:
         stream = container.streams.video[0]
@@ -184,7 +185,7 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
 
 def test_pixels_become_the_nearest_bytes() -> None:
     values = torch.tensor([-1.5, -1.0, -0.9945, -0.9, 0.004, 0.9922, 1.0, 1.5])
-    found = module.as_bytes(values.view(1, 1, 1, 1, -1).expand(1, 3, 1, 1, 8))
+    found = as_bytes(values.view(1, 1, 1, 1, -1).expand(1, 3, 1, 1, 8))
     wanted = [0, 0, 1, 13, 128, 254, 255, 255]
     assert found.shape == (1, 1, 1, 8, 3) and found[0, 0, 0, :, 1].tolist() == wanted
 

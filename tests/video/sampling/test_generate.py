@@ -19,9 +19,10 @@ from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.model.tokens import position_ids
 from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions
 from megatron_ext.video.networks.mmdit.config import SIZES
+from megatron_ext.video.sampling.encoding import encode_on_reporting_rank, encode_requests
 from megatron_ext.video.sampling.flow import References, sample
-from megatron_ext.video.sampling.generate import decoded, encode_on_reporting_rank, generate_latents
-from megatron_ext.video.sampling.requests import ClipRequest, encode_requests
+from megatron_ext.video.sampling.generate import decoded, generate_latents
+from megatron_ext.video.sampling.requests import ClipRequest
 from tests.ranks import ranks, run_on_ranks
 from tests.video.networks.harness import gathered_weights, layout_of
 from tests.video.networks.mmdit.problem import Problem

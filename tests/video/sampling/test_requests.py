@@ -20,12 +20,11 @@ from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.frames import decode
 from megatron_ext.video.data.text_encoders import build_text_encoder
-from megatron_ext.video.sampling.clips import Mp4Writer
+from megatron_ext.video.sampling.encoding import EncodedRequests, encode_requests
+from megatron_ext.video.sampling.groups import SampleShape
+from megatron_ext.video.sampling.mp4 import Mp4Writer
 from megatron_ext.video.sampling.requests import (
     ClipRequest,
-    EncodedRequests,
-    SampleShape,
-    encode_requests,
     read_requests,
 )
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig

@@ -16,8 +16,9 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.sampling import samples
-from megatron_ext.video.sampling.generate import decoded, groups_of, requests_of
-from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
+from megatron_ext.video.sampling.generate import decoded
+from megatron_ext.video.sampling.groups import SampleShape, groups_of
+from megatron_ext.video.sampling.requests import ClipRequest, requests_of
 from megatron_ext.video.sampling.samples import ClipSampler, SampleWhileTraining, velocity_of
 from megatron_ext.video.task import VIDEO
 from tests.training_runs import errors_of, prepared

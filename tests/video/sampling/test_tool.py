@@ -13,7 +13,7 @@ from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.sampling import tool
-from megatron_ext.video.sampling.generate import shape_of
+from megatron_ext.video.sampling.groups import shape_of
 from megatron_ext.video.streaming import decisions, long_videos
 from megatron_ext.video.streaming import tool as streaming_tool
 from megatron_ext.video.streaming.config import StreamingConfig
