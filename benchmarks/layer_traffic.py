@@ -29,13 +29,13 @@ from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.specs import torch_layer_spec
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.joint import JointSizes
 from megatron_ext.video.model.attention import frame_rotary_table as frame_table
 from megatron_ext.video.model.attention import rotary_table
 from megatron_ext.video.model.chunk import Blueprint
+from megatron_ext.video.model.joint_blocks import DoubleBlock, JointOptions, SingleBlock
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
 from megatron_ext.video.model.window import FrameWindow
-from megatron_ext.video.networks.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
-from megatron_ext.video.networks.mmdit.config import MMDiTSizes
 from megatron_ext.video.networks.wan.attention import AttentionPlan, VideoDiTOptions
 from megatron_ext.video.networks.wan.blocks import Block, Conditioning, Run
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
@@ -106,9 +106,9 @@ def gpt_step(context: ParallelContext, changes: dict[str, Any], hidden: Tensor) 
 def mmdit_step(context: ParallelContext, kind: type, hidden: Tensor) -> Step:
     """Build a block of an MMDiT, an eighth of whose tokens are text."""
     s, b, h = hidden.shape
-    sizes = MMDiTSizes(h, h // HEAD, (16, 56, 56), 1, 1)
+    sizes = JointSizes(h, h // HEAD, (16, 56, 56), 1, 1)
     config = StepTransformerConfig(**sizes.transformer_fields(), params_dtype=DTYPE, bf16=True)
-    block = kind(Blueprint(config, sizes, MMDiTOptions(), context.pgs))
+    block = kind(Blueprint(config, sizes, JointOptions(), context.pgs))
     tokens = TokenRange.whole(s // 8, s - s // 8)
     table = rotary_table(torch.randint(0, 32, (b, s, 3)), sizes.axes_dim, HEAD, 1e4)
     vec = torch.randn(b, h, dtype=DTYPE, requires_grad=True)

@@ -1,7 +1,7 @@
 """One block of a video transformer (MMDiT) on one GPU: forward and backward at long sequences.
 
-Both kinds of block of `video.networks.mmdit` at the width of Open-Sora 2.0's 11b, for one clip of
-so many video tokens and its text. FLOP are those of the matrix products, all pairs of tokens are
+Both kinds of block of `video.model.joint_blocks` at the width of Open-Sora 2.0's 11b, for one clip
+of so many video tokens and its text. FLOP are those of the matrix products, all pairs of tokens are
 counted; recomputation, of which there is none, would not count. MFU is the share of the
 matrix rate that is measured in this same run.
 
@@ -43,11 +43,12 @@ from megatron_ext.device.rates import seconds_of
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.weights import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
+from megatron_ext.video.config.joint import JointSizes
 from megatron_ext.video.model.attention import rotary_table
 from megatron_ext.video.model.chunk import Blueprint
+from megatron_ext.video.model.joint_blocks import DoubleBlock, JointOptions, SingleBlock
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
-from megatron_ext.video.networks.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
-from megatron_ext.video.networks.mmdit.config import SIZES, MMDiTSizes
+from megatron_ext.video.networks.mmdit.config import SIZES
 
 BLOCKS = {"double": DoubleBlock, "single": SingleBlock}
 MODULATIONS = {"double": 12, "single": 3}
@@ -66,7 +67,7 @@ class Case:
     """A kind of block, its sizes, and the tokens of a clip."""
 
     kind: str
-    sizes: MMDiTSizes
+    sizes: JointSizes
     num_image: int
     num_text: int
 
@@ -87,7 +88,7 @@ def build(case: Case, context: ParallelContext, device: torch.device) -> torch.n
     config = StepTransformerConfig(
         **case.sizes.transformer_fields(), params_dtype=torch.bfloat16, bf16=True
     )
-    block = BLOCKS[case.kind](Blueprint(config, case.sizes, MMDiTOptions(), context.pgs))
+    block = BLOCKS[case.kind](Blueprint(config, case.sizes, JointOptions(), context.pgs))
     block = block.to(device=device, dtype=torch.bfloat16)
     torch.manual_seed(0)
     for parameter in block.parameters():

@@ -29,13 +29,14 @@ from megatron_ext.config.flags import changed
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.main import main
+from megatron_ext.video.config.joint import JointSizes
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.data.setup import video_step_stats
 from megatron_ext.video.model.attention import rotary_table, rotate
+from megatron_ext.video.model.joint_blocks import stage_blocks
+from megatron_ext.video.model.joint_chunk import timestep_sinusoid
 from megatron_ext.video.model.linear import modulated, start_at_zero
-from megatron_ext.video.networks.mmdit.blocks import stage_blocks
-from megatron_ext.video.networks.mmdit.config import MMDiTConfig, MMDiTSizes
-from megatron_ext.video.networks.mmdit.model import timestep_sinusoid
+from megatron_ext.video.networks.mmdit.config import sizes_of
 from megatron_ext.video.task import FLOW
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 
 OTHER_MODELS = {
-    "mmdit": "mlp_ratio guidance_embed guidance adaln_zero recompute_double_blocks "
+    "joint": "mlp_ratio guidance_embed guidance adaln_zero recompute_double_blocks "
     "recompute_single_blocks double_block_cost",
     "fp8": "fp8_format",
     "video": "task video_model",
@@ -84,7 +85,7 @@ class DiT(MegatronModule):
     share_embeddings_and_output_weights = False
 
     def __init__(
-        self, config: TransformerConfig, sizes: MMDiTSizes, blocks: range, first: bool, last: bool
+        self, config: TransformerConfig, sizes: JointSizes, blocks: range, first: bool, last: bool
     ) -> None:
         super().__init__(config=config)
         h = sizes.hidden_size
@@ -160,7 +161,7 @@ def build_chunk(
 ) -> DiT:
     """Build one pipeline chunk; the first holds the embedding, the last the output."""
     placement = context.placement
-    sizes = config.section(MMDiTConfig).sizes(config.model)
+    sizes = sizes_of(config)
     dealt = stage_blocks(sizes, placement.num_stages, double_block_cost=1.0)
     blocks = dealt[placement.stage_of(context.pp_rank, vp_stage or 0)]
     return DiT(transformer_config, sizes, blocks, pre_process, post_process)
@@ -196,7 +197,7 @@ def step_stats(run: Run, num_microbatches: int) -> StepStats:
     Each weight takes 6 operations per token, and a block has 12 h^2 weights. The attention scores
     of n tokens, and their product with the values, take 2 n^2 h multiplications.
     """
-    source, sizes = run.train_source, run.config.section(MMDiTConfig).sizes(run.config.model)
+    source, sizes = run.train_source, sizes_of(run.config)
     lengths = [x.num_tokens for x in source.video_plan.sequences(source.coming)]
     h = sizes.hidden_size
     flops = sum(6.0 * sizes.num_blocks * n * (12 * h + 2 * n) * h for n in lengths)

@@ -16,10 +16,11 @@ import torch
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.video import task
+from megatron_ext.video.config.joint import JointConfig
 from megatron_ext.video.config.run import ConditionConfig
 from megatron_ext.video.data.cli import parse_options
 from megatron_ext.video.data.geometry import parse_plan
-from megatron_ext.video.networks.mmdit.config import MMDiTConfig
+from megatron_ext.video.networks.mmdit.config import sizes_of
 from tests.examples.scripts import EXAMPLES, calls, rows, smoke, stub, succeed
 from tests.training_runs import config_of
 from tests.video.networks.wan.plain import num_parameters
@@ -171,9 +172,9 @@ def test_full_size_on_one_node(
     _, training = commands(script)
     assert training[:3] == ["pretrain_video.py", "--nproc-per-node", "8"]
     config = configured(training, 8)
-    mmdit = config.section(MMDiTConfig)
-    assert num_parameters(mmdit.sizes(config.model)) / 1e9 == pytest.approx(11.9, abs=0.03)
-    assert (mmdit.recompute_double_blocks, mmdit.recompute_single_blocks) == recompute
+    joint = config.section(JointConfig)
+    assert num_parameters(sizes_of(config)) / 1e9 == pytest.approx(11.9, abs=0.03)
+    assert (joint.recompute_double_blocks, joint.recompute_single_blocks) == recompute
     training_flags, replicas = config.training, config.parallel.data_parallel_size
     size, batch = training_flags.batch_sizes
     assert (training_flags.train_iters, batch // (size * replicas)) == (steps, microbatches)

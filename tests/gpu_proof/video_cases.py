@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_ext.video.model import joint_pointwise as mmdit
 from megatron_ext.video.model import linear
-from megatron_ext.video.networks.mmdit import pointwise as mmdit
 from megatron_ext.video.networks.wan import pointwise as wan
 from tests.gpu_proof.cases import RMS, Case, D, H, S, half, hidden, single
 

@@ -17,8 +17,8 @@ from megatron_ext.optim.builder import choose_kernels
 from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.train.run import Run
 from megatron_ext.video.data.randomness import draw_noise
+from megatron_ext.video.model.joint_chunk import timestep_sinusoid
 from megatron_ext.video.model.tokens import pack
-from megatron_ext.video.networks.mmdit.model import timestep_sinusoid
 from megatron_ext.video.task import VIDEO
 from tests.host_syncs import READ, record_steps
 from tests.stream_stand_in import stream_order

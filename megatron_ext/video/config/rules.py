@@ -16,7 +16,7 @@ from megatron_ext.config.inapplicable import Inapplicable, longer_than_run, name
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.config.rules.optimizer import target_errors
-from megatron_ext.config.run import RunConfig, named
+from megatron_ext.config.run import RunConfig, section_name
 from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.video.config.encoding import UMT5, CodecConfig, EncodeConfig, TextEncoderConfig
@@ -39,7 +39,7 @@ from megatron_ext.video.streaming.config import StreamingConfig, StreamingSample
 from megatron_ext.video.streaming.rules import sample_errors, streaming_errors, teacher_errors
 
 ENCODING = ("codec", "text_encoder", "encode")
-_OWN = tuple(kind for network in all_networks() for kind in network.sections)
+_OWN = tuple(dict.fromkeys(kind for network in all_networks() for kind in network.sections))
 _OF_FLOW = (*_OWN, FlowConfig, ConditionConfig, TextDropoutConfig, EncodeConfig)
 STREAMING_ONLY = ("streaming", "streaming_sample")
 SECTIONS: tuple[type, ...] = (
@@ -345,12 +345,10 @@ def _unknown_to_network(config: RunConfig) -> list[FlagError]:
     sections = config.by_name()
     name = config.section(VideoConfig).video_model
     errors = [
-        FlagError(
-            spelled, None, f"has an effect only with {named_by(other.titles)}", "leave it out"
-        )
-        for other in all_networks()
-        if other is not network
-        for spelled in changed(config, [*named(other.sections)])
+        FlagError(spelled, None, f"has an effect only with {_with_section(kind)}", "leave it out")
+        for kind in _OWN
+        if kind not in network.sections
+        for spelled in changed(config, [section_name(kind)])
     ]
     errors += [
         FlagError(
@@ -399,6 +397,11 @@ def _unknown_to_network(config: RunConfig) -> list[FlagError]:
             )
         )
     return errors
+
+
+def _with_section(kind: type) -> str:
+    """Return text for a message: "--video-model A or B", the networks that have the flags."""
+    return named_by(name for name in NETWORKS if kind in network_named(name).sections)
 
 
 def _streaming_or(field: str) -> str:

@@ -20,12 +20,12 @@ from megatron_ext.planning.stages import Stage
 from megatron_ext.planning.step_time import estimate
 from megatron_ext.planning.weights import Weight, distinct
 from megatron_ext.train.main import main
+from megatron_ext.video.config.joint import JointConfig
 from megatron_ext.video.cost.clip import Clip
+from megatron_ext.video.cost.joint import flops_of_clip
 from megatron_ext.video.data.setup import planned_clips
 from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT_SIZES
-from megatron_ext.video.networks.mmdit.config import MMDiTConfig
-from megatron_ext.video.networks.mmdit.cost import flops_of_clip
 from megatron_ext.video.networks.wan.config import SIZES as DIT_SIZES
 from megatron_ext.video.networks.wan.cost import dit_weights
 from megatron_ext.video.networks.wan.flops import flops_of_pass
@@ -174,7 +174,7 @@ def _mmdit(words: str) -> RunConfig:
     own = "--video-data-path x --mmdit-size 11b --bf16 --global-batch-size 16"
     flags = [*COMMON, *own.split(), *words.split()]
     config = parse_args(flags, VIDEO, world_size=8, device="cuda").config
-    return config.with_section(replace(config.section(MMDiTConfig), cond_embed=True))
+    return config.with_section(replace(config.section(JointConfig), cond_embed=True))
 
 
 CLIP = Clip("256px 129x192x336", 33, 12, 21, num_text=512, micro_batch_size=1)

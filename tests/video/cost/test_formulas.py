@@ -19,10 +19,11 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.network import Flops
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
 from megatron_ext.video import flow
+from megatron_ext.video.config.joint import JointConfig
 from megatron_ext.video.cost.clip import BlockBytes, Clip
+from megatron_ext.video.cost.joint import flops_of_clip
 from megatron_ext.video.networks.lookup import network_of
-from megatron_ext.video.networks.mmdit.config import SIZES, MMDiTConfig
-from megatron_ext.video.networks.mmdit.cost import flops_of_clip
+from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.networks.wan.config import VideoDiTConfig
 from megatron_ext.video.streaming import cost
 from megatron_ext.video.streaming.config import StreamingConfig
@@ -219,7 +220,7 @@ def test_conditions_and_16_bits_take_memory_at_the_entrance() -> None:
     sizes = network_of(half).sizes
     plain = 120 * sizes.token_width + 24 * sizes.text_width
     assert entering(half).kept == 3 * plain * 2 + 6 * vector * 2
-    given = half.with_section(replace(half.section(MMDiTConfig), cond_embed=True))
+    given = half.with_section(replace(half.section(JointConfig), cond_embed=True))
     more = 120 * sizes.cond_width
     assert entering(given).kept == 3 * (plain + more) * 2 + 6 * vector * 2
     for words, copies in (("", 0), ("--bf16", 3 * 24 * 32 * 2)):

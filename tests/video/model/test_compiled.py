@@ -7,9 +7,9 @@ import torch
 
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model import joint_pointwise as mmdit
 from megatron_ext.video.model import linear
 from megatron_ext.video.model.attention import _attend as joint_attention
-from megatron_ext.video.networks.mmdit import pointwise as mmdit
 from megatron_ext.video.networks.wan import pointwise as wan
 from megatron_ext.video.networks.wan.attention import AttentionPlan, FrameAttention
 from tests.layers.test_compiled import operations

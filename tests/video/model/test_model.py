@@ -10,11 +10,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.joint_blocks import DoubleBlock, JointOptions, SingleBlock
+from megatron_ext.video.model.joint_chunk import check_inputs as check_mmdit_inputs
+from megatron_ext.video.model.joint_chunk import timestep_sinusoid
 from megatron_ext.video.model.window import FrameWindow
-from megatron_ext.video.networks.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
 from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT_SIZES
-from megatron_ext.video.networks.mmdit.model import check_inputs as check_mmdit_inputs
-from megatron_ext.video.networks.mmdit.model import timestep_sinusoid
 from megatron_ext.video.networks.wan.attention import VideoDiTOptions
 from megatron_ext.video.networks.wan.blocks import check_inputs as check_wan_inputs
 from tests.ranks import ranks
@@ -87,7 +87,7 @@ def test_conditions_start_without_effect_and_adaln_zero_at_means(context: Parall
     assert torch.equal(got, t2v(**batch))
     assert torch.equal(got, i2v(**batch, cond=100 * cond))
     assert float(got.detach().abs().max()) > 0.01
-    problem = MMDiTProblem(options=MMDiTOptions(adaln_zero=True), mask="all")
+    problem = MMDiTProblem(options=JointOptions(adaln_zero=True), mask="all")
     batches = [problem.microbatch(i) for i in range(problem.num_microbatches)]
     wanted = torch.stack([b["target"].double().square().mean() for b in batches]).mean()
     step = train_step(problem, context)
@@ -124,7 +124,7 @@ def test_recomputation_of_an_mmdit_changes_nothing(context: ParallelContext) -> 
     blocks = DoubleBlock | SingleBlock
     hook = register_module_forward_hook(lambda x, *_: calls.append(isinstance(x, blocks)))
     for double, single in [(0, 0), (1, 2), (100, 100)]:
-        options = MMDiTOptions(recompute_double_blocks=double, recompute_single_blocks=single)
+        options = JointOptions(recompute_double_blocks=double, recompute_single_blocks=single)
         calls.clear()
         step = train_step(MMDiTProblem(options=options), context)
         losses.append(step.loss)
@@ -198,7 +198,7 @@ def test_a_configuration_of_other_sizes_is_refused(
 @ranks(cp=2, tp=4)
 def test_heads_of_an_mmdit_that_cannot_be_traded_are_refused(context: ParallelContext) -> None:
     with pytest.raises(ConfigError, match=r"a2a needs the attention heads .* \(1\) to be divis"):
-        build(MMDiTProblem(options=MMDiTOptions(cp_comm_type="a2a")), context)
+        build(MMDiTProblem(options=JointOptions(cp_comm_type="a2a")), context)
 
 
 @ranks(cp=3)

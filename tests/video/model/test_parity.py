@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions
+from megatron_ext.video.model.joint_blocks import JointOptions
 from tests.ranks import on_ranks, run_on_ranks
 from tests.video.networks.harness import (
     Problem,
@@ -35,8 +35,8 @@ DELICATE = (
 ).split()
 """Parameters of the MMDiT of which at least one of each kind must have been compared."""
 SP: dict[str, Any] = {"sequence_parallel": True}
-A2A: dict[str, Any] = {"options": MMDiTOptions(cp_comm_type="a2a")}
-RECOMPUTED = MMDiTOptions(cp_comm_type="a2a", recompute_double_blocks=1, recompute_single_blocks=99)
+A2A: dict[str, Any] = {"options": JointOptions(cp_comm_type="a2a")}
+RECOMPUTED = JointOptions(cp_comm_type="a2a", recompute_double_blocks=1, recompute_single_blocks=99)
 LAST = {"mask": "last frame"}
 """Options under which the mask sits on one rank, so that the others' tokens count nothing."""
 TEXT = {"num_text": 16, "mask": "all"}

@@ -10,8 +10,8 @@ import torch
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.window import FrameBlocks
 from megatron_ext.video.model.chunk import stage_blocks as wan_stage_blocks
+from megatron_ext.video.model.joint_blocks import JointOptions, stage_blocks
 from megatron_ext.video.model.window import FrameWindow
-from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions, stage_blocks
 from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT
 from megatron_ext.video.networks.wan.attention import VideoDiTOptions
 from megatron_ext.video.networks.wan.config import SIZES as WAN
@@ -95,12 +95,12 @@ def test_refused_sizes(sizes: dict[str, Any], change: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("options", "change", "message"),
     [
-        (MMDiTOptions, {"recompute_single_blocks": -2}, r"\(-2\) must be 0 or more"),
-        (MMDiTOptions, {"double_block_cost": 0.0}, r"`double_block_cost` \(0.0\) must be a posit"),
+        (JointOptions, {"recompute_single_blocks": -2}, r"\(-2\) must be 0 or more"),
+        (JointOptions, {"double_block_cost": 0.0}, r"`double_block_cost` \(0.0\) must be a posit"),
         (VideoDiTOptions, {"recompute_blocks": -2}, r"`recompute_blocks` \(-2\) must be 0 or mor"),
         *(
             (kind, {"cp_comm_type": "ring"}, r"\(ring\) must be p2p, all_gather or a2a")
-            for kind in (MMDiTOptions, VideoDiTOptions)
+            for kind in (JointOptions, VideoDiTOptions)
         ),
     ],
 )

@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.layers.lora import attach_adapters, merge_adapters
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions
+from megatron_ext.video.model.joint_blocks import JointOptions
 from tests.ranks import ranks, run_on_ranks
 from tests.video.networks.harness import (
     Problem,
@@ -89,7 +89,7 @@ def test_weights_are_drawn_as_torch_and_wan_draw_them(single: dict[Problem, Tens
 
 
 def test_adaln_zero_starts_modulations_and_the_last_layer_at_zero(tmp_path: Path) -> None:
-    problem = MMDiTProblem(options=MMDiTOptions(adaln_zero=True))
+    problem = MMDiTProblem(options=JointOptions(adaln_zero=True))
     weights = weights_on(problem, {"tp": 2}, tmp_path)
     zero = {name for name, weight in weights.items() if not weight.any()}
     wanted = {name for name in weights if "modulation" in name or "final_layer.linear" in name}

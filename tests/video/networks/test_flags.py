@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.sections import described
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.config.run import MODES, ConditionConfig, VideoConfig
 from megatron_ext.video.config.stored import stored_video_model
 from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.randomness import draw_normals
+from megatron_ext.video.networks.joint import _references
 from megatron_ext.video.networks.lookup import (
     all_networks,
     conversions,
@@ -23,7 +25,6 @@ from megatron_ext.video.networks.lookup import (
     with_widths,
 )
 from megatron_ext.video.networks.mmdit import rules as mmdit_rules
-from megatron_ext.video.networks.mmdit.flow import _references
 from megatron_ext.video.networks.wan import rules as wan_rules
 from megatron_ext.video.networks.wan.flow import WanBatchBuilder
 from megatron_ext.video.step import num_stages, sharing_ranks
@@ -178,7 +179,7 @@ def test_each_clip_gets_its_own_reference_at_its_own_end() -> None:
 def test_a_guidance_that_the_model_is_not_told_is_refused() -> None:
     for strength in (3.0, 5.0):
         config = mmdit()
-        section = next(x for x in config.sections if type(x).__name__ == "MMDiTConfig")
+        section = next(x for x in config.sections if type(x).__name__ == "JointConfig")
         changed = config.with_section(dataclasses.replace(section, guidance=strength))
         (error,) = mmdit_rules.rules(changed, changed)
         assert str(error).startswith("`--guidance` needs `--guidance-embed`")
@@ -232,7 +233,13 @@ def test_checkpoints_older_than_tasks_and_names_of_networks_are_those_of_an_mmdi
     stored: dict[str, Any] = {
         "video": {"video": True}, "model": {**model, "num_layers": 4}, "mmdit": mmdit_flags
     }  # fmt: skip
-    assert stored_video_model(stored, mmdit()) == {"model": model, "mmdit": mmdit_flags}
+    found = stored_video_model(stored, mmdit())
+    assert found == {"model": model, "mmdit": mmdit_flags, "joint": {}}
+    # Flags of double and single blocks were in one section with the size's name.
+    own = {"num_double_blocks": 3, "guidance_embed": True}
+    old = described({**stored, "mmdit": {**mmdit_flags, **own}}, VIDEO.sections)
+    found = stored_video_model(old, mmdit())
+    assert found == {"model": model, "mmdit": mmdit_flags, "joint": own}
     with pytest.raises(ConfigError, match=r"is of an MMDiT, but this run builds a video DiT; give"):
         stored_video_model(stored, wan())
     for video in ({}, {"video": True, "video_model": "of a later version"}):

@@ -13,8 +13,8 @@ from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import FlowConfig, SampleConfig
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import build_text_encoder
+from megatron_ext.video.networks.joint import JointVelocity
 from megatron_ext.video.networks.mmdit.config import SIZES
-from megatron_ext.video.networks.mmdit.flow import MMDiTVelocity
 from megatron_ext.video.sampling.groups import SampleShape
 from megatron_ext.video.sampling.requests import ClipRequest
 from tests.video.networks.harness import build, wrapped
@@ -37,7 +37,7 @@ I2V = dataclasses.replace(SIZES["tiny"], cond_embed=True)
 def velocity_on(
     context: ParallelContext, sizes: Any = I2V, *, guidance: float | None = None,
     bf16: bool = False, **settings: Any,
-) -> MMDiTVelocity:  # fmt: skip
+) -> JointVelocity:  # fmt: skip
     """Return the velocity of one model on these ranks, with a condition branch that counts."""
     config, chunks = build(Problem(sizes=sizes, **settings), context)
     for chunk in chunks:
@@ -47,7 +47,7 @@ def velocity_on(
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     ddp = wrapped(chunks, config, context)
     engine = forward_engine(ddp, config, context)
-    return MMDiTVelocity(engine, ddp, context, patch_size=2, guidance=guidance)
+    return JointVelocity(engine, ddp, context, patch_size=2, guidance=guidance)
 
 
 def move_off_zero(chunk: torch.nn.Module) -> None:

@@ -16,8 +16,8 @@ from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.frames import decode
 from megatron_ext.video.data.randomness import draw_noise
+from megatron_ext.video.model.joint_blocks import JointOptions
 from megatron_ext.video.model.tokens import position_ids
-from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions
 from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.sampling.encoding import encode_on_reporting_rank, encode_requests
 from megatron_ext.video.sampling.flow import References, sample
@@ -109,7 +109,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp2 sp": ({"tp": 2}, {"sequence_parallel": True}),
     "pp2 zb-v": ({"pp": 2, "vpp": 2}, {"schedule": "zb-v"}),
     "cp2": ({"cp": 2}, {}),
-    "cp2 a2a": ({"cp": 2}, {"options": MMDiTOptions(cp_comm_type="a2a")}),
+    "cp2 a2a": ({"cp": 2}, {"options": JointOptions(cp_comm_type="a2a")}),
     "dp2": ({"dp": 2}, {}),
     "dp4": ({"dp": 4}, {}),
     "tp2 pp2 vpp2": ({"tp": 2, "pp": 2, "vpp": 2}, {"schedule": "interleaved"}),

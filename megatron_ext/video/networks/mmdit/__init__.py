@@ -1,6 +1,7 @@
 """The MMDiT, the network of Open-Sora 2.0 (arXiv:2503.09642); this package is all its code."""
 
 from megatron_ext.train.task import later
+from megatron_ext.video.config.joint import JointConfig
 from megatron_ext.video.networks.mmdit.config import MMDiTConfig
 from megatron_ext.video.networks.network import VideoNetwork
 
@@ -8,7 +9,7 @@ _HERE = "megatron_ext.video.networks.mmdit"
 
 NETWORK = VideoNetwork(
     titles={"mmdit": "an MMDiT"},
-    sections=(MMDiTConfig,),
+    sections=(JointConfig, MMDiTConfig),
     flow=f"{_HERE}.flow:MMDiTFlow",
     resolve=later(f"{_HERE}.rules:resolve"),
     rules=later(f"{_HERE}.rules:rules"),

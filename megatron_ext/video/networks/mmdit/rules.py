@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ext.config.flags import default_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import FlagError
+from megatron_ext.video.config.joint import guidance_errors, stored_joint
 from megatron_ext.video.config.sizes import model_of
-from megatron_ext.video.networks.mmdit.config import MMDiTConfig
+from megatron_ext.video.networks.mmdit.config import sizes_of
 from megatron_ext.video.networks.network import Sections
 
 
@@ -19,16 +19,13 @@ def resolve(config: RunConfig) -> RunConfig:
 
     Sizes that do not fit together raise ConfigError.
     """
-    fields = config.section(MMDiTConfig).sizes(config.model).transformer_fields()
+    fields = sizes_of(config).transformer_fields()
     return dataclasses.replace(config, model=model_of(fields, config.model))
 
 
 def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
     """Return an error if ``--guidance`` is given without ``--guidance-embed``; else []."""
-    mmdit = config.section(MMDiTConfig)
-    if mmdit.guidance_embed or mmdit.guidance == default_of(mmdit, "guidance"):
-        return []
-    return [FlagError("--guidance", None, "needs `--guidance-embed`", "give both")]
+    return guidance_errors(config)
 
 
 def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
@@ -36,7 +33,4 @@ def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
 
     ``stored`` is the configuration in the checkpoint; ``name`` is not used.
     """
-    # What else its model's section holds follows from these.
-    names = ("hidden_size", "num_attention_heads")
-    model = {name: stored["model"][name] for name in names}
-    return {"model": model, "mmdit": dict(stored["mmdit"])}
+    return stored_joint(stored, "mmdit")

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.video.networks.mmdit.config import MMDiTSizes
+from megatron_ext.video.config.joint import JointSizes
 
 
 def sinusoid(u: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Embedder(nn.Module):
 
 
 class Stream(nn.Module):
-    def __init__(self, z: MMDiTSizes) -> None:
+    def __init__(self, z: JointSizes) -> None:
         super().__init__()
         h = z.hidden_size
         self.mod = nn.Linear(h, 6 * h)
@@ -68,7 +68,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 class PlainMMDiT(nn.Module):
-    def __init__(self, z: MMDiTSizes) -> None:
+    def __init__(self, z: JointSizes) -> None:
         super().__init__()
         self.z = z
         h, m = z.hidden_size, z.mlp_size
@@ -166,7 +166,7 @@ NAMES = {
 """Parts of the parallel network's names, and of the plain one's."""
 
 
-def to_plain(parallel: dict[str, Tensor], z: MMDiTSizes) -> dict[str, Tensor]:
+def to_plain(parallel: dict[str, Tensor], z: JointSizes) -> dict[str, Tensor]:
     """Return weights by the plain names, fused as FLUX does, with parts before heads."""
     out = {}
     for name, tensor in parallel.items():

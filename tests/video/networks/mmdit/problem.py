@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions
-from megatron_ext.video.networks.mmdit.config import SIZES, MMDiTSizes
+from megatron_ext.video.config.joint import JointSizes
+from megatron_ext.video.model.joint_blocks import JointOptions
+from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.networks.mmdit.model import MMDiT
 from tests.video.networks import harness
 from tests.video.networks.harness import Tensors, reported
@@ -22,8 +23,8 @@ I2V = dataclasses.replace(SIZES["tiny"], cond_embed=True, guidance_embed=True)
 class Problem(harness.Problem):
     """A step; ``mask`` says which image tokens count: all, random ones, or the last frame's."""
 
-    sizes: MMDiTSizes = I2V
-    options: MMDiTOptions = field(default_factory=MMDiTOptions)
+    sizes: JointSizes = I2V
+    options: JointOptions = field(default_factory=JointOptions)
     num_text: int = 8
     frames: int = 3
     mask: str = "random"

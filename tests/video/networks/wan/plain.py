@@ -10,7 +10,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.video.networks.mmdit.config import MMDiTSizes
+from megatron_ext.video.config.joint import JointSizes
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
 from tests.video.networks.mmdit.plain import PlainMMDiT, Rms, gelu, norm, turn
 
@@ -177,8 +177,8 @@ def to_plain(parallel: dict[str, Tensor], z: VideoDiTSizes) -> dict[str, Tensor]
     return out
 
 
-def num_parameters(sizes: MMDiTSizes | VideoDiTSizes) -> int:
+def num_parameters(sizes: JointSizes | VideoDiTSizes) -> int:
     with torch.device("meta"):
-        whole = isinstance(sizes, MMDiTSizes)
+        whole = isinstance(sizes, JointSizes)
         model = PlainMMDiT(sizes) if whole else PlainVideoDiT(sizes)  # type: ignore[arg-type]
     return sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""The pointwise parts of the MMDiT's blocks as pure functions, which are compiled.
+"""The pointwise parts of double and single blocks as pure functions, which are compiled.
 
 The modulated norm of x is ``(1 + scale) * LN(x) + shift``. Some functions also split a joint tensor
 [text; image], or join the two. To do this in the compiled function that computes on both saves

@@ -1,10 +1,16 @@
-"""The cost formulas of the MMDiT: parameters, activations, operations and messages."""
+"""The cost formulas of networks of double and single blocks on [text; image].
+
+They count parameters, activations, operations and messages. A network adds what it has beside the
+blocks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+from typing_extensions import Self
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.network import Flops, Volume, ring
@@ -18,14 +24,17 @@ from megatron_ext.planning.stages import (
     rms_norm,
 )
 from megatron_ext.planning.weights import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear, Weight
+from megatron_ext.video.config.joint import JointConfig, JointSizes
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.cost.clip import BlockBytes, Clip, ClipNetwork
-from megatron_ext.video.networks.mmdit.blocks import stage_blocks
-from megatron_ext.video.networks.mmdit.config import MMDiTConfig, MMDiTSizes
+from megatron_ext.video.model.joint_blocks import stage_blocks
 
 
-def flops_of_clip(sizes: MMDiTSizes, num_text: int, num_image: int) -> float:
-    """Return the floating-point operations of an MMDiT on one clip, forward and backward."""
+def flops_of_clip(sizes: JointSizes, num_text: int, num_image: int) -> float:
+    """Return the floating-point operations of such a network on one clip, forward and backward.
+
+    One linear layer embeds the text; a network that has more adds it.
+    """
     h = sizes.hidden_size
     m = sizes.mlp_size
     tokens = num_text + num_image
@@ -44,27 +53,28 @@ def flops_of_clip(sizes: MMDiTSizes, num_text: int, num_image: int) -> float:
 
 
 @dataclass(frozen=True)
-class MMDiTNetwork(ClipNetwork):
-    """Formulas for the cost of an MMDiT on the clips of one bucket.
+class JointNetwork(ClipNetwork):
+    """Formulas for the cost of double and single blocks on the clips of one bucket.
+
+    One linear layer embeds the text; a network that has more overrides what counts it.
 
     Context-parallel ranks hold equally many tokens, but different numbers of text tokens. Text and
     image tokens cost the same, so the formulas hold for every rank.
     """
 
-    model: MMDiTSizes
+    model: JointSizes
 
     @classmethod
-    def of(cls, config: RunConfig, clip: Clip) -> MMDiTNetwork:
-        """Return the cost formulas for the MMDiT of ``config``, on the clips of one bucket.
+    def of(cls, config: RunConfig, sizes: JointSizes, clip: Clip) -> Self:
+        """Return the cost formulas for a network of these sizes, on the clips of one bucket.
 
-        The section ``model`` of ``config`` must have been filled in by the MMDiT's `resolve`.
+        The section ``model`` of ``config`` must have been filled in from the sizes.
         """
-        ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
-        return cls(config, ranks, config.section(MMDiTConfig).sizes(config.model), clip)
+        return cls(config, replace(Ranks.of(config), b=clip.micro_batch_size), sizes, clip)
 
     def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
         """Return the range of block indices of each stage; stages have about equal cost."""
-        cost = self.config.section(MMDiTConfig).double_block_cost
+        cost = self.config.section(JointConfig).double_block_cost
         return stage_blocks(self.model, num_stages, cost)
 
     @cached_property
@@ -162,7 +172,7 @@ class MMDiTNetwork(ClipNetwork):
 
     def _recomputed(self, stage: Stage) -> tuple[int, int]:
         """Return the numbers of double and single blocks of a stage that are recomputed."""
-        flags = self.config.section(MMDiTConfig)
+        flags = self.config.section(JointConfig)
         first = min(stage.layers)
         doubles = sum(map(self._is_double, stage.layers))
         # Blocks count along the whole model: those of the stages before come first.

@@ -1,4 +1,4 @@
-"""The blocks of an MMDiT: double-stream, single-stream, and the last layer.
+"""Blocks on [text; image]: double-stream and single-stream blocks, and the last layer.
 
 A double block has separate weights for text and image, and one joint attention. A single block
 runs attention and MLP side by side on the joint sequence.
@@ -19,8 +19,18 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import GATHER
 from megatron_ext.layers.linear import enter, leave
 from megatron_ext.layers.pointwise import activated
+from megatron_ext.video.config.joint import JointSizes
 from megatron_ext.video.model.attention import JointAttention, QKNorm, Table
 from megatron_ext.video.model.chunk import Blueprint, Part
+from megatron_ext.video.model.joint_pointwise import (
+    add_and_modulate_streams,
+    add_gated,
+    add_streams,
+    heads,
+    joint_heads,
+    residual_and_modulated,
+    residual_and_modulated_streams,
+)
 from megatron_ext.video.model.linear import (
     ColumnPiece,
     Modulation,
@@ -30,21 +40,11 @@ from megatron_ext.video.model.linear import (
     start_at_zero,
 )
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
-from megatron_ext.video.networks.mmdit.config import MMDiTSizes
-from megatron_ext.video.networks.mmdit.pointwise import (
-    add_and_modulate_streams,
-    add_gated,
-    add_streams,
-    heads,
-    joint_heads,
-    residual_and_modulated,
-    residual_and_modulated_streams,
-)
 
 
 @dataclass(frozen=True)
-class MMDiTOptions:
-    """Options of an MMDiT that do not change the shape of any parameter.
+class JointOptions:
+    """Options of double and single blocks that do not change the shape of any parameter.
 
     Attributes:
         adaln_zero: whether modulations and the last layer start at zero (DiT, arXiv:2212.09748), so
@@ -85,7 +85,7 @@ class MMDiTOptions:
             )
 
 
-def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -> list[range]:
+def stage_blocks(sizes: JointSizes, num_stages: int, double_block_cost: float) -> list[range]:
     """Return the range of block indices of each pipeline stage; stages have about equal cost.
 
     Double blocks come first; one of them costs ``double_block_cost`` single blocks.
