@@ -25,7 +25,6 @@ from torch import Tensor
 from megatron_ext.checkpoint.adapters import FrozenBase, adapters_among, load_adapters
 from megatron_ext.checkpoint.files import published
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.safetensors_files import TensorSource
 from megatron_ext.checkpoint.state import CRITIC
 from megatron_ext.checkpoint.stored import CheckpointRef, check_files, choose, stored_progress
 from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
@@ -63,17 +62,6 @@ def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContex
         yield context
     finally:
         context.destroy()
-
-
-def only_dtype(tensors: TensorSource) -> str:
-    """Return the one dtype of all tensors, such as ``"bfloat16"``; raise an error if two differ."""
-    dtypes = sorted(set(tensors.dtypes().values()))
-    if len(dtypes) != 1:
-        raise CheckpointError(
-            f"{tensors.folder} holds tensors in {' and '.join(dtypes) or 'no dtype'}, but a "
-            "checkpoint has one dtype; give it as `--dtype`."
-        )
-    return dtypes[0]
 
 
 def refuse_checkpoints(save: Path) -> None:

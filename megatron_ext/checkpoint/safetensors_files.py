@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from typing_extensions import Self
 
 from megatron_ext import limits
@@ -39,24 +38,6 @@ def _safetensors() -> Any:
             "installed; run `pip install safetensors`."
         ) from error
     return safetensors
-
-
-class TensorSource(Protocol):
-    """Reads tensors by name from a folder or file, one at a time.
-
-    `dtypes` gives each dtype by its name in torch, such as ``"bfloat16"``.
-    """
-
-    folder: Path
-
-    @property
-    def names(self) -> set[str]: ...
-
-    def dtypes(self) -> dict[str, str]: ...
-
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
-
-    def tensor(self, name: str) -> Tensor: ...
 
 
 def index_of(stem: str) -> str:
@@ -203,77 +184,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
-class Converted:
-    """Our parameters, converted to the tensors of another program, such as transformers.
-
-    To save memory, tensors are converted only when they are needed: `some` is called for each file.
-
-    Args:
-        shapes: the unsharded shape of each of our parameters, by name.
-        read: takes names of our parameters, and returns the unsharded values.
-        convert: takes the name and value of one of our parameters, and returns the other program's
-            tensors by name.
-        dtype: dtype of the written tensors.
-    """
-
-    def __init__(
-        self,
-        shapes: Mapping[str, Sequence[int]],
-        read: Callable[[Iterable[str]], dict[str, Tensor]],
-        convert: Callable[[str, Tensor], dict[str, Tensor]],
-        dtype: torch.dtype,
-    ) -> None:
-        self._read = read
-        self._convert = convert
-        self._dtype = dtype
-        self._owner: dict[str, str] = {}
-        self.described: dict[str, Tensor] = {}  # all tensors on the meta device
-        for ours, shape in shapes.items():
-            parts = convert(ours, torch.empty(tuple(shape), dtype=dtype, device="meta"))
-            self.described |= parts
-            self._owner |= dict.fromkeys(parts, ours)
-
-    def some(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the other program's tensors ``names``, converted from our parameters.
-
-        Each has the dtype given to the constructor, and shares no memory with other tensors.
-        """
-        requested = set(names)
-        tensors = dict[str, Tensor]()
-        ours = self._read({self._owner[name] for name in requested})
-        # Pop one by one: each converted parameter's memory is free for the next copies.
-        while ours:
-            for theirs, part in self._convert(*ours.popitem()).items():
-                if theirs in requested:
-                    tensors[theirs] = part.to(self._dtype, copy=True).contiguous()
-        return tensors
-
-
-def write_folder(
-    target: Path,
-    tensors: Converted,
-    config: Mapping[str, Any],
-    *,
-    copied: Sequence[Path] = (),
-    max_shard_size: int | str,
-    stem: str = "model",
-) -> None:
-    """Write weights, config.json and copies of other files: either all of them or nothing.
-
-    Args:
-        target: the folder to write, which must be new or empty.
-        tensors: the weights.
-        config: the content of config.json.
-        copied: other files to copy into the folder.
-        max_shard_size: size limit of each file of weights, in bytes or as text such as ``"5GB"``.
-        stem: beginning of the names of the files of weights.
-    """
-    check_target(target)
-    with written_aside(target) as folder:
-        _write_weights(folder, tensors, max_shard_size, stem)
-        write_others(folder, config, copied)
-
-
 def write_others(folder: Path, config: Mapping[str, Any], copied: Sequence[Path]) -> None:
     """Write config.json and copies of other files to a folder of weights."""
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
@@ -316,13 +226,6 @@ def written_aside(target: Path, flag: str = "--hf") -> Iterator[Path]:
             f"`{flag}` ({target}) cannot be written ({limits.cause(error, target)}); mend this or "
             "give another folder."
         ) from error
-
-
-def _write_weights(folder: Path, tensors: Converted, max_shard_size: int | str, stem: str) -> None:
-    files = plan_files(folder, tensors.described, max_shard_size, stem).items()
-    for file, names in tqdm(files, "Exporting", unit="file", delay=1.0, leave=False, disable=None):
-        saved = tensors.some(names)
-        _safetensors().torch.save_file(saved, cleared(folder / file), metadata=MADE_BY_TORCH)
 
 
 MADE_BY_TORCH = {"format": "pt"}

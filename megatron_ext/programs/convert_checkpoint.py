@@ -37,7 +37,7 @@ from megatron_ext.errors import (
 )
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.train.task import later
-from megatron_ext.video.networks.network import Conversion
+from megatron_ext.video.networks.network import STREAMING
 from megatron_ext.video.streaming.config import STORED_ROLES
 
 # Imported when they are called, so that help and a wrong option need no torch.
@@ -46,8 +46,12 @@ Export = later(f"{_LANGUAGE_MODELS}:Export")
 Import = later(f"{_LANGUAGE_MODELS}:Import")
 export_model = later(f"{_LANGUAGE_MODELS}:export_model")
 import_model = later(f"{_LANGUAGE_MODELS}:import_model")
-reader_of = later("megatron_ext.video.convert:reader_of")
-writer_of = later("megatron_ext.video.convert:writer_of")
+_VIDEO_MODELS = "megatron_ext.video.convert"
+ExportOfVideo = later(f"{_VIDEO_MODELS}.exporting:Export")
+export_video = later(f"{_VIDEO_MODELS}.exporting:export_weights")
+holds_video_weights = later(f"{_VIDEO_MODELS}.find:holds_video_weights")
+import_video = later(f"{_VIDEO_MODELS}.importing:import_weights")
+writer_of = later(f"{_VIDEO_MODELS}.find:writer_of")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -156,9 +160,8 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], kind: str) -> None:
 
 
 def _import(args: argparse.Namespace) -> None:
-    video = reader_of(args.hf)
-    if video is not None:
-        _import_video(video, args)
+    if holds_video_weights(args.hf):
+        _import_video(args)
         return
     _refuse(args, _VIDEO, "a language model")
     given = _given(args, _LANGUAGE)
@@ -173,17 +176,19 @@ def _import(args: argparse.Namespace) -> None:
     print(shlex.join(["--pretrained-checkpoint", str(args.save.resolve()), *words]))
 
 
-def _import_video(conversion: Conversion, args: argparse.Namespace) -> None:
-    _refuse(args, _LANGUAGE, f"{conversion.title}, which has no vocabulary")
+def _import_video(args: argparse.Namespace) -> None:
+    _refuse(args, _LANGUAGE, "a video model, which has no vocabulary")
     if args.verify:
         raise CheckpointError("`--verify` is for language models; leave it out.")
-    size, dtype = conversion.import_weights(args.hf, args.save, args.dtype, args.entry)
+    imported = import_video(args.hf, args.save, args.dtype, args.entry)
     print(f"{args.hf} -> {args.save}. Train it with these flags, in any layout:")
     root = str(args.save.resolve())
-    words = ["--task", "streaming", "--generator-size", size, "--pretrained-checkpoint", root]
-    print(shlex.join([*words, *PRECISIONS[dtype]]))
-    others = (f"--{x}-size {size} --{x}-checkpoint {shlex.quote(root)}" for x in _OTHERS)
-    print(f"or as another network of a run: {', '.join(others)}")
+    words = [*imported.words, "--pretrained-checkpoint", root, *PRECISIONS[imported.dtype]]
+    print(shlex.join(words))
+    if imported.kind == STREAMING:
+        size = imported.sections["streaming"]["generator_size"]
+        others = (f"--{x}-size {size} --{x}-checkpoint {shlex.quote(root)}" for x in _OTHERS)
+        print(f"or as another network of a run: {', '.join(others)}")
 
 
 _OTHERS = ("critic", "teacher")
@@ -201,11 +206,12 @@ def _export(args: argparse.Namespace) -> None:
     notes: list[str] = []
     conversion = writer_of(read_run_config(args.load, args.ckpt_step))
     if conversion is not None:
-        _refuse(args, _LANGUAGE, f"{conversion.title}, which has no vocabulary")
+        _refuse(args, _LANGUAGE, "a video model, which has no vocabulary")
         if args.naming not in (None, *conversion.namings):
             known = ", ".join(conversion.namings)
             raise CheckpointError(f"`--naming` ({args.naming}) must be one of {known}.")
-        conversion.export_weights(**order, network=args.network, naming=args.naming)
+        order |= {"network": args.network, "naming": args.naming}
+        export_video(conversion, ExportOfVideo(**order))
     else:
         _refuse(args, _VIDEO, "a language model")
         notes = export_model(Export(**order, like=args.hf_like, vocab_size=args.vocab_size))

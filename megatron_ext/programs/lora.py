@@ -28,15 +28,15 @@ from megatron_ext.errors import (
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.train.task import Task, later
-from megatron_ext.video.networks.lookup import adapters_of, streamed_conversion
-from megatron_ext.video.streaming.config import STORED_ROLES, StreamingConfig
+from megatron_ext.video.streaming.config import STORED_ROLES
 from megatron_ext.video.streaming.task import STREAMING
 from megatron_ext.video.task import FLOW
 
 # Imported when they are called, so that help and a wrong option need no torch.
 _CONVERSION = "megatron_ext.checkpoint.conversion"
 export_adapters = later(f"{_CONVERSION}:export_adapters")
-is_streaming = later("megatron_ext.video.convert:is_streaming")
+adapters_of = later("megatron_ext.video.convert.adapters:adapters_of")
+is_streaming = later("megatron_ext.video.convert.find:is_streaming")
 merge_checkpoint = later(f"{_CONVERSION}:merge_checkpoint")
 network_of = later("megatron_ext.video.streaming.networks:network_of")
 network_alone = later(f"{_CONVERSION}:Network")
@@ -104,13 +104,8 @@ def _merge(args: argparse.Namespace) -> None:
 
 def _export(args: argparse.Namespace) -> None:
     run, task = _saved_run(args)
-    if task is STREAMING:
-        sizes = run.section(StreamingConfig).sizes(args.network or "generator")
-        layers = streamed_conversion().adapters(sizes)
-    elif task is FLOW:
-        layers = adapters_of(run)
-    else:
-        layers = peft_layers(run, args.load)
+    video = task is not GPT
+    layers = adapters_of(run, args.network) if video else peft_layers(run, args.load)
     left_out = export_adapters(
         run.lora,
         args.load,

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from megatron_ext.checkpoint import conversion, safetensors_files
-from megatron_ext.checkpoint.conversion import merge_checkpoint, only_dtype
+from megatron_ext.checkpoint.conversion import merge_checkpoint
 from megatron_ext.checkpoint.safetensors_files import (
-    Converted,
     TensorFolder,
     index_of,
-    plan_files,
-    write_folder,
     write_tensors,
     written_aside,
 )
@@ -83,62 +78,6 @@ def test_each_tensor_lies_in_the_file_that_the_index_names(tmp_path: Path) -> No
             TensorFolder(tmp_path)
 
 
-def _converted(
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Converted, dict[str, Tensor], list[Any]]:
-    """Return two of our weights as halves of the other model's, and the names that are read."""
-    ours = {"w": torch.arange(6.0), "v": torch.arange(4.0)}
-    read = list[list[str]]()
-
-    def load(names: Iterable[str]) -> dict[str, Tensor]:
-        read.append(sorted(names))
-        return {name: ours[name] for name in read[-1]}
-
-    def halves(name: str, value: Tensor) -> dict[str, Tensor]:
-        return {f"{name}{number}": part for number, part in enumerate(value.chunk(2))}
-
-    shapes = {name: tuple(value.shape) for name, value in ours.items()}
-    return Converted(shapes, load, halves, dtype), ours, read
-
-
-def test_converted_weights_are_copies_of_what_was_asked_for() -> None:
-    tensors, ours, read = _converted()
-    assert list(tensors.described) == ["w0", "w1", "v0", "v1"]
-    assert all(tensor.is_meta for tensor in tensors.described.values())
-    found = tensors.some(["w1"])
-    assert list(found) == ["w1"] and read == [["w"]]
-    ours["w"].zero_()
-    assert found["w1"].tolist() == [3.0, 4.0, 5.0]
-    halves, _, _ = _converted(HALF)
-    assert halves.some(["v0", "w0"])["v0"].dtype == HALF == halves.described["v0"].dtype
-
-
-@pytest.mark.parametrize(("limit", "several"), [(1000, False), (20, True)])
-def test_several_files_have_an_index_and_one_has_none(
-    limit: int, several: bool, tmp_path: Path
-) -> None:
-    """Each file has its own tensors alone."""
-    tensors, ours, _ = _converted()
-    target = tmp_path / "out"
-    target.mkdir()  # An empty folder may be there.
-    copied = tmp_path / "tokenizer.json"
-    copied.write_text("{}")
-    write_folder(target, tensors, {"b": 1, "a": 2}, copied=[copied], max_shard_size=limit)
-    shards = sorted(target.glob("*.safetensors"))
-    assert (len(shards) > 1) == several == (target / index_of("model")).exists()
-    names = [name for shard in shards for name in load_file(shard)]
-    assert sorted(names) == ["v0", "v1", "w0", "w1"]
-    with TensorFolder(target) as folder:
-        for name, tensor in ours.items():
-            whole = torch.cat([folder.tensor(f"{name}{number}") for number in range(2)])
-            assert torch.equal(whole, tensor)
-    assert (target / "config.json").read_text() == '{\n  "a": 2,\n  "b": 1\n}\n'
-    assert (target / "tokenizer.json").read_text() == "{}"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tokenizer.json"]
-    planned = plan_files(None, tensors.described, limit, "model")
-    assert sorted(planned) == [shard.name for shard in shards]
-
-
 def test_a_failed_export_leaves_nothing_and_a_good_one_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,17 +107,6 @@ def test_a_failed_export_leaves_nothing_and_a_good_one_is_on_the_disk(
     for taken in (target, target / "a"):
         with pytest.raises(CheckpointError, match="holds something already"):
             safetensors_files.check_target(taken)
-
-
-def test_a_checkpoint_of_one_dtype_needs_tensors_of_one_dtype() -> None:
-    def source(**dtypes: str) -> Any:
-        return SimpleNamespace(folder=Path("model"), dtypes=lambda: dtypes)
-
-    assert only_dtype(source(a="bfloat16", b="bfloat16")) == "bfloat16"
-    with pytest.raises(CheckpointError, match="tensors in bfloat16 and float32, but"):
-        only_dtype(source(a="float32", b="bfloat16"))
-    with pytest.raises(CheckpointError, match="tensors in no dtype, but"):
-        only_dtype(source())
 
 
 def test_merged_weights_need_another_folder(

@@ -65,12 +65,12 @@ from megatron_ext.text.sft.store import SftStore
 from megatron_ext.text.task import GPT
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
-from megatron_ext.video.convert import read_config as read_wan
+from megatron_ext.video.convert.find import read_config as read_wan
 from megatron_ext.video.data.clips import read_list
 from megatron_ext.video.data.manifest import read_manifest as read_video_manifest
 from megatron_ext.video.data.register import read_register
 from megatron_ext.video.data.text_encoders import read_settings as read_encoder_settings
-from megatron_ext.video.networks.wan.convert.config import understand as understand_wan
+from megatron_ext.video.networks.wan.convert.conversion import CONVERSION as WAN_WEIGHTS
 from megatron_ext.video.sampling.requests import read_lines, read_row
 from tests.extras.report.made_runs import faulty_run
 from tests.text.tiny import hf_folder
@@ -338,7 +338,7 @@ def readers() -> dict[str, Reader]:
         "Wan's config.json": Reader(
             "config.json",
             _json(WAN),
-            lambda x: understand_wan(read_wan(x), x / "config.json"),
+            lambda x: WAN_WEIGHTS.form("diffusers").read_config(read_wan(x), x / "config.json"),
         ),
         "text encoder": Reader(
             "config.json", _json({"d_model": 4}), lambda x: read_encoder_settings("t5", str(x))

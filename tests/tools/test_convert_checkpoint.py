@@ -51,7 +51,8 @@ def test_there_and_back(tmp_path: Path) -> None:
 def test_wan_there_and_back(tmp_path: Path) -> None:
     source, root, back = wan.make(tmp_path / "hf"), tmp_path / "ours", tmp_path / "back"
     flags = ["import", "--hf", source, "--save", root]
-    said = "error: `--seq-length` has no effect on Wan, which has no vocabulary; leave it out.\n"
+    said = "error: `--seq-length` has no effect on a video model, which has no vocabulary; "
+    said += "leave it out.\n"
     assert in_fork(tmp_path / "1", *flags, "--seq-length", "8") == (2, "", said)
     code, out, errors = in_fork(tmp_path / "2", *flags, "--dtype", "bfloat16")
     assert (code, errors) == (0, "")
@@ -63,7 +64,7 @@ def test_wan_there_and_back(tmp_path: Path) -> None:
     export: list[str | Path] = ["export", "--load", root, "--hf", back]
     code, out, errors = in_fork(tmp_path / "3", *export, "--vocab-size", "8")
     assert code == 2
-    assert errors.startswith("error: `--vocab-size` has no effect on Wan")
+    assert errors.startswith("error: `--vocab-size` has no effect on a video model")
     done = in_fork(tmp_path / "4", *export, "--naming", "original", "--network", "generator")
     assert done == (0, f"{root} -> {back}\n", "")
     before, after = wan.original_tensors(source), wan.tensors_of(back)

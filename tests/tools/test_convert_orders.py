@@ -28,7 +28,7 @@ def test_options_of_an_import_are_its_order(
         orders.append(order)
         return ["--num-layers", "2"], ["a note"]
 
-    monkeypatch.setattr(tool, "reader_of", lambda path: None)
+    monkeypatch.setattr(tool, "holds_video_weights", lambda path: False)
     monkeypatch.setattr(tool, "import_model", imported)
     source, target = Path("/hf"), Path("/ours")
     words = ["import", "--hf", str(source), "--save", str(target)]
@@ -73,14 +73,11 @@ def test_options_of_an_export_are_its_order(tool: Any, monkeypatch: pytest.Monke
 def test_a_streaming_run_has_networks_and_names(
     tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given: list[dict[str, Any]] = []
-    conversion = SimpleNamespace(
-        title="Wan",
-        namings=("diffusers", "original"),
-        export_weights=lambda **order: given.append(order),
-    )
+    given: list[Any] = []
+    conversion = SimpleNamespace(title="Wan", namings=("diffusers", "original"))
     monkeypatch.setattr(tool, "read_run_config", lambda *_: {})
     monkeypatch.setattr(tool, "writer_of", lambda stored: conversion)
+    monkeypatch.setattr(tool, "export_video", lambda _, order: given.append(order))
     words = ["export", "--load", "/ours", "--hf", "/back"]
     assert tool.main(words) == 0
     more = "--network critic --naming original --ckpt-step 7 --ema --max-shard-size 2GB"
@@ -88,24 +85,23 @@ def test_a_streaming_run_has_networks_and_names(
     assert tool.main([*words, "--naming", "other"]) == 2
     said = "error: `--naming` (other) must be one of diffusers, original.\n"
     assert capsys.readouterr().err == said
-    assert [(order["network"], order["naming"]) for order in given] == [
+    assert [(order.network, order.naming) for order in given] == [
         (None, None),
         ("critic", "original"),
     ]
-    assert (given[1]["step"], given[1]["ema"], given[1]["max_shard_size"]) == (7, True, "2GB")
+    assert (given[1].step, given[1].ema, given[1].max_shard_size) == (7, True, "2GB")
 
 
 def test_options_without_effect_and_all_errors_are_told(
     tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["import", "--hf", "/hf", "--save", "/ours"]
-    conversion = SimpleNamespace(title="Wan", import_weights=lambda *_: ("tiny", "float32"))
-    monkeypatch.setattr(tool, "reader_of", lambda path: conversion)
+    monkeypatch.setattr(tool, "holds_video_weights", lambda path: True)
     assert tool.main([*words, "--verify"]) == 2
     assert capsys.readouterr().err == "error: `--verify` is for language models; leave it out.\n"
     assert tool.main([*words, "--seq-length", "8"]) == 2
-    assert "`--seq-length` has no effect on Wan, which has no vocab" in capsys.readouterr().err
-    monkeypatch.setattr(tool, "reader_of", lambda path: None)
+    assert "`--seq-length` has no effect on a video model, which" in capsys.readouterr().err
+    monkeypatch.setattr(tool, "holds_video_weights", lambda path: False)
 
     def refuse(order: Import) -> None:
         raise ConfigError(["one is wrong.", "two is wrong."])

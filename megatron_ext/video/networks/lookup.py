@@ -11,14 +11,13 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.networks import NETWORKS
 from megatron_ext.video.networks.network import (
-    Conversion,
     FlowNetwork,
     StreamedNetwork,
     VideoNetwork,
 )
 
 if TYPE_CHECKING:
-    from megatron_ext.checkpoint.conversion import PeftLayers
+    from megatron_ext.video.networks.published import Conversion
 
 
 def network_named(name: str) -> VideoNetwork:
@@ -71,22 +70,6 @@ def conversion_of(name: str) -> Conversion | None:
     """Return the `Conversion` of the network that ``--video-model name`` names, if it has one."""
     place = network_named(name).conversion
     return None if place is None else _part(place)
-
-
-def adapters_of(config: RunConfig) -> PeftLayers:
-    """Return how the adapters of a flow matching run map to peft's.
-
-    Raises:
-        ConfigError: the run's network has no public form.
-    """
-    conversion = conversion_of(config.section(VideoConfig).video_model)
-    if conversion is None:
-        name = config.section(VideoConfig).video_model
-        raise ConfigError(
-            f"Adapters of {chosen(config).titles[name]} cannot be exported, since its weights have "
-            "no public form."
-        )
-    return conversion.adapters(network_of(config).sizes)
 
 
 def streamed_conversion() -> Conversion:

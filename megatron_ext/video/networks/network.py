@@ -7,16 +7,15 @@ run needs it:
 
 - a `FlowNetwork`,
 - a `StreamedNetwork`, for a causal network that streaming can train,
-- a `Conversion`, if public weights of the network can be read and written.
+- a `published.Conversion`, if the network has published weights that can be read and written.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.run import RunConfig
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_ext.checkpoint.conversion import PeftLayers
     from megatron_ext.config.optimizer import LoraConfig
     from megatron_ext.config.parallel import ParallelConfig
     from megatron_ext.losses.contract import LossFunction, Report, StepCounts
@@ -83,7 +81,8 @@ class VideoNetwork:
         streamed: place of the `StreamedNetwork`, an object; None if streaming cannot train it.
         streamed_sizes: sizes of a network that streaming can train, by name; each is a
             `config.sizes.StreamedSizes`.
-        conversion: place of the `Conversion`, an object; None if no public weights can be read.
+        conversion: place of the `published.Conversion`, an object; None if no published weights can
+            be read and written.
     """
 
     titles: Mapping[str, str]
@@ -286,75 +285,3 @@ class StreamedNetwork(ABC):
 
         ``model`` may be the chunk of any rank; ``inputs`` are the arguments of its ``forward``.
         """
-
-
-class Conversion(ABC):
-    """Reads and writes the published weights of a network.
-
-    Attributes:
-        title: the name of the public network, such as "Wan".
-        namings: the naming schemes that tensors of exported weights can follow, such as
-            "diffusers"; the first is the default.
-        classes: values of ``_class_name`` in the config.json of folders that can be read.
-    """
-
-    title: str
-    namings: Sequence[str]
-    classes: Collection[str]
-
-    @abstractmethod
-    def reads_file(self, source: Path) -> bool:
-        """Return whether a file has the suffix of a file that `import_weights` reads."""
-
-    @abstractmethod
-    def import_weights(
-        self, source: Path, save: Path, dtype: str | None, entry: str | None
-    ) -> tuple[str, str]:
-        """Write public weights as a checkpoint of iteration 0.
-
-        Args:
-            source: a folder of safetensors, or a file of safetensors or torch.save.
-            save: folder for the checkpoint.
-            dtype: dtype of the checkpoint; None keeps that of the source.
-            entry: key in a torch.save file; None takes the file's only dictionary of tensors.
-
-        Returns:
-            The name of the model's size, and the dtype of the checkpoint, such as "bfloat16".
-
-        Raises:
-            CheckpointError: the weights cannot be converted, or a folder cannot be read or
-                written.
-        """
-
-    @abstractmethod
-    def export_weights(
-        self,
-        load: Path,
-        target: Path,
-        *,
-        step: int | None,
-        dtype: str | None,
-        max_shard_size: int | str,
-        ema: bool,
-        network: str | None,
-        naming: str | None,
-    ) -> None:
-        """Write one network of a video run's checkpoint as public weights.
-
-        Args:
-            step: iteration of the checkpoint; None takes the latest.
-            dtype: dtype to write; None keeps that of the run.
-            max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
-            ema: whether to write the moving average of the weights instead of the last weights.
-            network: the network of a streaming run to write, ``"critic"`` or ``"generator"``, which
-                None stands for. A run of flow matching has one network, and takes None alone.
-            naming: one of `namings`; None takes the first.
-
-        Raises:
-            CheckpointError: the weights cannot be converted, or a folder cannot be read or
-                written.
-        """
-
-    @abstractmethod
-    def adapters(self, sizes: Any) -> PeftLayers:
-        """Return how a network's LoRA adapters map to peft's; ``sizes`` are the network's sizes."""

@@ -16,8 +16,10 @@ from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.programs.lora import main
+from megatron_ext.video.convert.exporting import public_tensor
+from megatron_ext.video.networks.published import Mapped
 from megatron_ext.video.networks.wan.config import SIZES
-from megatron_ext.video.networks.wan.convert.names import Naming, to_wan, wan_names
+from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
 from megatron_ext.video.streaming.networks import network_of
 from megatron_ext.video.streaming.task import STREAMING
 from tests.checkpoint.tiny import whole_tensors
@@ -94,13 +96,12 @@ def wan() -> Any:
 
 def in_wans_names(ours: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of one of our networks, without adapters, as diffusers names them."""
+    plain = {name: tensor for name, tensor in ours.items() if ".lora." not in name}
+    shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
+    mapped = Mapped.of(CONVERSION.form("diffusers"), SIZES["tiny"], shapes)
     return {
-        theirs: part
-        for name, tensor in ours.items()
-        if ".lora." not in name
-        for theirs, part in zip(
-            wan_names(name, Naming.DIFFUSERS), to_wan(name, tensor, SIZES["tiny"]), strict=True
-        )
+        name: public_tensor(mapped, name, torch.float32, plain.__getitem__)
+        for name in mapped.shapes
     }
 
 

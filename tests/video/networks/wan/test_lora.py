@@ -15,7 +15,9 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.programs import lora
 from megatron_ext.train.run import Run
-from megatron_ext.video.networks.wan.convert.names import BLOCK_MODULES, wan_adapters
+from megatron_ext.video.convert.adapters import layers_of
+from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
+from megatron_ext.video.networks.wan.convert.names import BLOCK_MODULES
 from tests.training_runs import training_rows
 from tests.video.clips import SHORT, write_clips
 from tests.video.networks.harness import relative
@@ -68,7 +70,7 @@ def with_peft(adapters: dict[str, Tensor]) -> Any:
 
     Ours on a fused layer start as several of peft's with the same matrix A.
     """
-    parts = wan_adapters(SIZES_OF_CLIPS.head_dim).parts
+    parts = layers_of(CONVERSION, SIZES_OF_CLIPS).parts
     names = {name: list(parts(name, matrix)) for name, matrix in adapters.items()}
     layers = {layer for of_name in names.values() for layer, _, _ in of_name}
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=sorted(layers))

@@ -1,7 +1,7 @@
 """Translates the config.json of Wan 2.1 into an entry of `SIZES` of the video DiT, and back.
 
 A config.json holds the arguments of diffusers' ``WanTransformer3DModel`` or of the original
-``WanModel``; its ``_class_name`` tells which. A missing argument has that class's default.
+``WanModel``. A missing argument has that class's default.
 """
 
 from __future__ import annotations
@@ -9,22 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.video.config.sizes import EPSILON, TIMESTEP_WIDTH
-from megatron_ext.video.convert import CLASS
+from megatron_ext.video.networks.published import CLASS
 from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
-from megatron_ext.video.networks.wan.convert.names import Naming, wan_names
+from megatron_ext.video.networks.wan.convert.names import BLOCK_MODULES, MODULES, Naming
 
 CLASSES = {
-    "WanTransformer3DModel": Naming.DIFFUSERS,
-    "WanModel": Naming.ORIGINAL,
-    "CausalWanModel": Naming.ORIGINAL,
+    Naming.DIFFUSERS: ("WanTransformer3DModel",),
+    Naming.ORIGINAL: ("WanModel", "CausalWanModel"),
 }
-"""Values of ``_class_name`` in config.json that can be converted, with the naming of their tensors.
+"""For each naming, the values of ``_class_name`` in config.json that can be converted.
 
 CausalWanModel is the subclass of WanModel in Self-Forcing and LongLive."""
 _PATCH = (1, 2, 2)
@@ -68,33 +66,12 @@ _OUTPUT = {
 }
 
 
-@dataclass(frozen=True)
-class WanModel:
-    """A model of Wan, described by its config.json or by the shapes of its tensors.
+def read_config(raw: Mapping[str, Any], path: Path, *, naming: Naming) -> VideoDiTSizes:
+    """Return the sizes of the model that a config.json describes.
 
-    Attributes:
-        size: key in `SIZES` of the model's sizes.
-        sizes: the model's sizes: those of this key, but with the text width of the model.
-        naming: the scheme by which the model's tensors are named.
+    ``raw`` is the content of the file at ``path``. An entry that the video DiT does not support,
+    and sizes that match no entry of `SIZES`, raise CheckpointError.
     """
-
-    size: str
-    sizes: VideoDiTSizes
-    naming: Naming
-
-
-def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
-    """Return the model that a config.json describes.
-
-    ``raw`` is the content of the file at ``path``. A class that cannot be converted, an entry that
-    the video DiT does not support, and sizes that match no entry of `SIZES` raise CheckpointError.
-    """
-    naming = CLASSES.get(str(raw.get(CLASS)))
-    if naming is None:
-        raise CheckpointError(
-            f"{path} says `{CLASS}` {raw.get(CLASS)!r}, which cannot be converted; use one of "
-            f"{', '.join(CLASSES)}."
-        )
     for name, value in _SETTLED[naming].items():
         entry = raw.get(name, value)
         if (tuple(entry) if isinstance(entry, list) else entry) != value:
@@ -116,21 +93,21 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
         )
     heads, width, *others = values.values()
     h = heads * width if naming is Naming.DIFFUSERS else width
-    return _named([h, heads, *others], naming, path)
+    return _named([h, heads, *others], path)
 
 
-def understand_shapes(
-    shapes: Mapping[str, tuple[int, ...]], naming: Naming, path: Path
-) -> WanModel:
-    """Infer a model from ``shapes``, the shapes of its tensors by tensor name.
+def read_shapes(
+    shapes: Mapping[str, tuple[int, ...]], path: Path, *, naming: Naming
+) -> VideoDiTSizes:
+    """Infer a model's sizes from ``shapes``, the shapes of its tensors by tensor name.
 
-    ``naming`` is the scheme that the names follow; ``path`` is only for error messages. No shape
-    shows the number of heads; it is taken from the entry of `SIZES` with the same hidden size.
-    Tensors that are not Wan's, or that match no entry of `SIZES`, raise CheckpointError.
+    ``path`` is only for error messages. No shape shows the number of heads; it is taken from the
+    entry of `SIZES` with the same hidden size. Tensors that are not Wan's, or that match no entry
+    of `SIZES`, raise CheckpointError.
     """
 
-    def shape(ours: str, dimensions: int) -> tuple[int, ...]:
-        (name,) = wan_names(ours, naming)
+    def shape(names: tuple[str, str], dimensions: int, prefix: str = "") -> tuple[int, ...]:
+        name = f"{prefix}{names[naming is Naming.ORIGINAL]}.weight"
         if len(shapes.get(name, ())) != dimensions:
             raise CheckpointError(
                 f"{path} holds no `{name}` of {dimensions} dimensions; give weights of Wan 2.1 "
@@ -138,20 +115,20 @@ def understand_shapes(
             )
         return shapes[name]
 
-    h, channels = shape("embedder.patch_in.weight", 5)[:2]
-    text = shape("embedder.text_in.weight", 2)[1]
-    ffn = shape("blocks.0.linear_fc1.weight", 2)[0]
+    h, channels = shape(MODULES["embedder.patch_in"], 5)[:2]
+    text = shape(MODULES["embedder.text_in"], 2)[1]
+    ffn = shape(BLOCK_MODULES["linear_fc1"], 2, "blocks.0.")[0]
     blocks = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
     heads = [z.num_heads for z in SIZES.values() if z.hidden_size == h]
     heads.append(max(1, h // _USUAL_HEAD))
-    return _named([h, heads[0], ffn, blocks, channels, text], naming, path)
+    return _named([h, heads[0], ffn, blocks, channels, text], path)
 
 
 _COMPARED = "hidden_size num_heads ffn_size num_blocks channels patch_size rope_theta".split()
 
 
-def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
-    """Return the model whose sizes are ``values``, which must match an entry of `SIZES`.
+def _named(values: list[int], path: Path) -> VideoDiTSizes:
+    """Return the sizes with these ``values``, which must match an entry of `SIZES`.
 
     ``values`` are hidden size, heads, feed-forward width, blocks, latent channels and text width.
     Any text width is allowed. If no entry matches, a CheckpointError names the nearest one.
@@ -162,9 +139,8 @@ def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
     except (ConfigError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path} is no model: {error}") from error
     same = {name: dataclasses.replace(z, text_width=text) for name, z in SIZES.items()}
-    for name, sizes in same.items():
-        if sizes == described:
-            return WanModel(name, sizes, naming)
+    if described in same.values():
+        return described
 
     def distance(name: str) -> float:
         """Return how far an entry of `SIZES` is from the model: the sum of |log ratio| per size."""
@@ -183,8 +159,17 @@ def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
     )
 
 
+def name_of(sizes: VideoDiTSizes) -> str:
+    """Return the name in `SIZES` of a model's sizes, whatever its text width."""
+    return next(
+        name
+        for name, named in SIZES.items()
+        if dataclasses.replace(named, text_width=sizes.text_width) == sizes
+    )
+
+
 def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
-    """Return the content of config.json for a model of these sizes, as `understand` reads it.
+    """Return the content of config.json for a model of these sizes, as `read_config` reads it.
 
     ``naming`` decides which class, with which argument names, it is written for.
     """
@@ -194,7 +179,7 @@ def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
     values: dict[str, Any] = {
         **_SETTLED[naming],
         **dict(zip(_FREE[naming], free, strict=True)),
-        CLASS: next(name for name, kind in CLASSES.items() if kind is naming),
+        CLASS: CLASSES[naming][0],
         "patch_size": list(_PATCH),
         _OUTPUT[naming][1]: sizes.channels,
     }

@@ -1,59 +1,52 @@
-"""Implements `Conversion`, through which the tools import and export public weights, for Wan."""
+"""Describes the published weights of Wan, named as in diffusers or in the original repository."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Collection
+from functools import partial
 
-from megatron_ext.checkpoint.conversion import PeftLayers
-from megatron_ext.video.networks.network import Conversion
-from megatron_ext.video.networks.wan.config import VideoDiTSizes
-from megatron_ext.video.networks.wan.convert.config import CLASSES
-from megatron_ext.video.networks.wan.convert.export import export_wan
-from megatron_ext.video.networks.wan.convert.names import Naming, wan_adapters
-from megatron_ext.video.networks.wan.convert.weights import import_wan
-from megatron_ext.video.weight_files import SUFFIXES
-
-
-class WanConversion(Conversion):
-    """Reads and writes weights of Wan 2.1, named as in diffusers or in the original repository."""
-
-    title = "Wan"
-    namings = tuple(naming.value for naming in Naming)
-    classes = CLASSES
-
-    def reads_file(self, source: Path) -> bool:
-        return source.suffix in SUFFIXES
-
-    def import_weights(
-        self, source: Path, save: Path, dtype: str | None, entry: str | None
-    ) -> tuple[str, str]:
-        return import_wan(source, save, dtype, entry)
-
-    def export_weights(
-        self,
-        load: Path,
-        target: Path,
-        *,
-        step: int | None,
-        dtype: str | None,
-        max_shard_size: int | str,
-        ema: bool,
-        network: str | None,
-        naming: str | None,
-    ) -> None:
-        export_wan(
-            load,
-            target,
-            step=step,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            ema=ema,
-            network=network,
-            naming=Naming(naming or self.namings[0]),
-        )
-
-    def adapters(self, sizes: VideoDiTSizes) -> PeftLayers:
-        return wan_adapters(sizes.head_dim)
+from megatron_ext.video.networks.network import STREAMING, Sections
+from megatron_ext.video.networks.published import Conversion, Form
+from megatron_ext.video.networks.wan.config import BIDIRECTIONAL, CAUSAL, VideoDiTSizes
+from megatron_ext.video.networks.wan.convert.config import (
+    CLASSES,
+    config_json,
+    name_of,
+    read_config,
+    read_shapes,
+)
+from megatron_ext.video.networks.wan.convert.names import ADAPTED, Naming, shapes, table
 
 
-CONVERSION = WanConversion()
+def _knows(names: Collection[str], naming: Naming) -> bool:
+    mark = "text_embedder." if naming is Naming.DIFFUSERS else "text_embedding."
+    return any(mark in name for name in names)
+
+
+def _sections(sizes: VideoDiTSizes, kind: str) -> Sections:
+    size = name_of(sizes)
+    if kind == STREAMING:
+        return {"streaming": {"generator_size": size, "text_features": sizes.text_width}}
+    return {"video_dit": {"video_dit_size": size, "dit_text_width": sizes.text_width}}
+
+
+def _form(naming: Naming) -> Form:
+    return Form(
+        name=naming.value,
+        classes=CLASSES[naming],
+        knows=partial(_knows, naming=naming),
+        read_config=partial(read_config, naming=naming),
+        read_shapes=partial(read_shapes, naming=naming),
+        write_config=partial(config_json, naming=naming),
+        table=partial(table, naming=naming),
+    )
+
+
+CONVERSION = Conversion(
+    title="Wan 2.1 text to video",
+    forms=tuple(_form(naming) for naming in Naming),
+    parameters=shapes,
+    kinds=lambda sizes: (STREAMING, BIDIRECTIONAL, CAUSAL),
+    sections=_sections,
+    adapted=ADAPTED,
+)

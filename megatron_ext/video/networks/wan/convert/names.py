@@ -1,4 +1,4 @@
-"""Maps the video DiT's parameters, and their adapters, to the tensors of Wan 2.1.
+"""Maps the video DiT's parameters to the tensors of Wan 2.1, in each of its two namings.
 
 Sources: ``wan/modules/model.py`` of the original repository (Wan-Video/Wan2.1) and
 ``models/transformers/transformer_wan.py`` of diffusers. Besides the names, four things differ
@@ -16,15 +16,17 @@ Sources: ``wan/modules/model.py`` of the original repository (Wan-Video/Wan2.1) 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from enum import Enum
-from functools import partial
 
-import torch
-from torch import Tensor
-
-from megatron_ext.checkpoint.conversion import Part, PeftLayers
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
+from megatron_ext.video.networks.published import (
+    Rule,
+    by_head,
+    expanded,
+    transposed_rows,
+    whole,
+)
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
 
 
@@ -64,18 +66,8 @@ BLOCK_MODULES = {
 """Modules of a block in order, as in `MODULES`. Our module fuses several of Wan's if these are
 written with braces: ``to_{q,k,v}`` stands for ``to_q``, ``to_k`` and ``to_v``."""
 _TABLE = "modulation.weight"
-_NAMES = {
-    f"blocks.{_TABLE}": ("scale_shift_table", "modulation"),
-    f"head.{_TABLE}": ("scale_shift_table", "head.modulation"),
-} | {
-    f"{prefix}{ours}.{kind}": (f"{diffusers}.{kind}", f"{original}.{kind}")
-    for prefix, modules in (("", MODULES), ("blocks.", BLOCK_MODULES))
-    for ours, (diffusers, original) in modules.items()
-    for kind in ("weight", "bias")
-}
-"""Our names of parameters, each with (diffusers' name, name in the original repository).
-
-The names of parameters in blocks lack the block's number."""
+_BLOCK_TABLE = ("scale_shift_table", "modulation")
+_HEAD_TABLE = ("scale_shift_table", "head.modulation")
 
 
 def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
@@ -117,85 +109,31 @@ def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
     return by_name
 
 
-def wan_names(name: str, naming: Naming) -> tuple[str, ...]:
-    """Return, in order, the names of Wan's tensors that together make our parameter ``name``."""
-    prefix = ""
-    key = name
-    if name.startswith("blocks."):
-        blocks, number, inner = name.split(".", 2)
-        prefix = f"{blocks}.{number}."
-        key = f"{blocks}.{inner}"
-    before, _, rest = _NAMES[key][naming is Naming.ORIGINAL].partition("{")
-    parts, _, after = rest.partition("}")
-    return tuple(f"{prefix}{before}{part}{after}" for part in parts.split(","))
+def table(sizes: VideoDiTSizes, naming: Naming) -> Mapping[str, Rule]:
+    """Return the rule by which each of our parameters is made of Wan's tensors."""
+    h = sizes.hidden_size
+    own = naming is Naming.ORIGINAL
+    rules: dict[str, Rule] = {
+        f"head.{_TABLE}": whole(_HEAD_TABLE[own], shape=(1, 2, h)),
+    }
+    for ours, names in MODULES.items():
+        for kind in ("weight", "bias"):
+            rules[f"{ours}.{kind}"] = whole(f"{names[own]}.{kind}")
+    patch = (h, sizes.channels, 1, sizes.patch_size, sizes.patch_size)
+    rules[_PATCH_IN] = whole(f"{MODULES['embedder.patch_in'][own]}.weight", shape=patch)
+    for kind in ("weight", "bias"):
+        rules[f"{_HEAD}.{kind}"] = transposed_rows(f"{MODULES[_HEAD][own]}.{kind}", sizes.channels)
+    for number in range(sizes.num_blocks):
+        block = f"blocks.{number}."
+        rules[block + _TABLE] = whole(block + _BLOCK_TABLE[own], shape=(1, 6, h))
+        for ours, names in BLOCK_MODULES.items():
+            for kind in ("weight", "bias"):
+                parts = expanded(f"{block}{names[own]}.{kind}")
+                rules[f"{block}{ours}.{kind}"] = (
+                    whole(*parts) if len(parts) == 1 else by_head(parts, sizes.head_dim)
+                )
+    return rules
 
 
-def from_wan(name: str, tensors: Sequence[Tensor], sizes: VideoDiTSizes) -> Tensor:
-    """Return our parameter ``name``, joined from Wan's tensors in the order of `wan_names`."""
-    if len(tensors) > 1:
-        heads = [torch.unflatten(x, 0, (sizes.num_heads, 1, sizes.head_dim)) for x in tensors]
-        return torch.cat(heads, dim=1).flatten(0, 2)
-    (tensor,) = tensors
-    if name.endswith(_TABLE):
-        return tensor.flatten(0, 1)
-    if name == _PATCH_IN:
-        return tensor.flatten(1)
-    if name.startswith(_HEAD):
-        return torch.unflatten(tensor, 0, (-1, sizes.channels)).transpose(0, 1).flatten(0, 1)
-    return tensor
-
-
-def to_wan(name: str, tensor: Tensor, sizes: VideoDiTSizes) -> tuple[Tensor, ...]:
-    """Return Wan's tensors, split from our parameter ``name``; the inverse of `from_wan`."""
-    if (number := len(wan_names(name, Naming.ORIGINAL))) > 1:
-        heads = torch.unflatten(tensor, 0, (sizes.num_heads, number, sizes.head_dim))
-        return tuple(part.flatten(0, 1) for part in heads.unbind(1))
-    if name.endswith(_TABLE):
-        return (tensor.unsqueeze(0),)
-    if name == _PATCH_IN:
-        p = sizes.patch_size
-        return (torch.unflatten(tensor, 1, (sizes.channels, 1, p, p)),)
-    if name.startswith(_HEAD):
-        return (torch.unflatten(tensor, 0, (sizes.channels, -1)).transpose(0, 1).flatten(0, 1),)
-    return (tensor,)
-
-
-_ADAPTER = re.compile(
-    r"(?:critic\.)?"
-    rf"(?P<layer>blocks\.\d+\.(?:{'|'.join(map(re.escape, BLOCK_MODULES))}))"
-    r"\.lora\.(?P<matrix>[ab])$"
-)
-
-
-def wan_adapters(head_dim: int) -> PeftLayers:
-    """Return the mapping of our LoRA adapters to the layers of diffusers' WanTransformer3DModel.
-
-    Adapters exported with it are loaded by diffusers' method ``load_lora_adapter``, with
-    ``prefix="base_model.model"``.
-    """
-    # A layer is called alike in all blocks, such as ``attn1.to_q``.
-    parts = partial(_wan_parts, head_dim=head_dim)
-    return PeftLayers(_ADAPTER, parts, lambda path: path.split(".", 2)[2], None)
-
-
-def _wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[Part]:
-    """Split our LoRA matrix ``name`` into one matrix for each layer of Wan that our layer fuses.
-
-    Yields (Wan's layer, kind, matrix). The kind is "A" for LoRA's matrix ``[r, in]``, "B" for
-    ``[out, r]``. If our layer fuses p layers, such as query, key and value, its output rows are
-    ordered head by head, ``[n, p, d]``; each of the p layers gets its own rows of B and a copy
-    of A.
-    """
-    match = _ADAPTER.match(name)
-    assert match is not None
-    weights = wan_names(f"{match['layer']}.weight", Naming.DIFFUSERS)
-    layers = [weight.removesuffix(".weight") for weight in weights]
-    kind = match["matrix"].upper()
-    if kind == "B" and len(layers) > 1:
-        heads = matrix.reshape(-1, len(layers), head_dim, matrix.size(1))
-        values = [part.flatten(0, 1) for part in heads.unbind(1)]
-    else:
-        # safetensors refuses tensors that share memory.
-        values = [matrix.clone() for _ in layers]
-    for layer, part in zip(layers, values, strict=True):
-        yield layer, kind, part
+ADAPTED = re.compile(rf"blocks\.\d+\.(?:{'|'.join(map(re.escape, BLOCK_MODULES))})$")
+"""The names of our layers that can have LoRA adapters."""

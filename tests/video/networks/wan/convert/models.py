@@ -15,12 +15,13 @@ from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.convert.exporting import Export, export_weights
+from megatron_ext.video.convert.importing import import_weights
 from megatron_ext.video.networks.wan.attention import VideoDiTOptions
 from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
 from megatron_ext.video.networks.wan.convert.config import config_json
-from megatron_ext.video.networks.wan.convert.export import export_wan
+from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
 from megatron_ext.video.networks.wan.convert.names import Naming
-from megatron_ext.video.networks.wan.convert.weights import import_wan
 from megatron_ext.video.networks.wan.model import VideoDiT
 from tests.text.convert.models import in_child
 
@@ -120,13 +121,13 @@ def bare(
 
 
 def imported(source: Path, target: Path, **options: Any) -> tuple[str, str]:
-    write = partial(import_wan, source, target, **options)
-    size, dtype = in_child(write, target.with_suffix(".result"))
-    return size, dtype
+    write = partial(import_weights, source, target, **options)
+    done = in_child(write, target.with_suffix(".result"))
+    return done.sections["streaming"]["generator_size"], done.dtype
 
 
 def exported(load: Path, target: Path, **options: Any) -> Path:
-    export_wan(load, target, **options)
+    export_weights(CONVERSION, Export(load=load, target=target, **options))
     return target
 
 

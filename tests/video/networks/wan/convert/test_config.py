@@ -15,24 +15,21 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.convert import is_streaming, read_config, reader_of
+from megatron_ext.video.convert import exporting
+from megatron_ext.video.convert.exporting import Export, export_weights
+from megatron_ext.video.convert.find import (
+    form_of_folder,
+    holds_video_weights,
+    is_streaming,
+    read_config,
+)
+from megatron_ext.video.convert.importing import run_config
+from megatron_ext.video.networks.network import STREAMING
+from megatron_ext.video.networks.published import Mapped
 from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
-from megatron_ext.video.networks.wan.convert import conversion, export
-from megatron_ext.video.networks.wan.convert.config import (
-    WanModel,
-    config_json,
-    understand,
-    understand_shapes,
-)
+from megatron_ext.video.networks.wan.convert.config import config_json, read_shapes
 from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
-from megatron_ext.video.networks.wan.convert.names import (
-    Naming,
-    from_wan,
-    shapes,
-    to_wan,
-    wan_names,
-)
-from megatron_ext.video.networks.wan.convert.weights import run_config
+from megatron_ext.video.networks.wan.convert.names import Naming, shapes
 from megatron_ext.video.streaming.config import StreamingConfig
 from tests.ranks import ranks
 from tests.video.networks.wan.convert.models import TINY, bare, network, options_of, original_names
@@ -55,22 +52,30 @@ DIFFUSERS: dict[str, Any] = {
 """The config.json of Wan-AI/Wan2.1-T2V-14B-Diffusers."""
 
 
+def understand(content: dict[str, Any]) -> tuple[VideoDiTSizes, str]:
+    """Return the sizes that a config.json describes, and the name of its form."""
+    form = next(x for x in CONVERSION.forms if content["_class_name"] in x.classes)
+    return form.read_config(content, PATH), form.name
+
+
 def test_published_models_have_names_and_are_written_alike() -> None:
-    small = WanModel("1.3b", SIZES["1.3b"], Naming.ORIGINAL)
-    assert understand(ORIGINAL, PATH) == small
-    assert understand({**ORIGINAL, "_class_name": "CausalWanModel"}, PATH) == small
-    assert understand(DIFFUSERS, PATH) == WanModel("14b", SIZES["14b"], Naming.DIFFUSERS)
+    small = SIZES["1.3b"], "original"
+    assert understand(ORIGINAL) == small
+    assert understand({**ORIGINAL, "_class_name": "CausalWanModel"}) == small
+    assert understand(DIFFUSERS) == (SIZES["14b"], "diffusers")
     # Defaults are those of diffusers' class, and the width of the text is free.
-    assert understand({"_class_name": CLASS}, PATH) == understand(DIFFUSERS, PATH)
-    assert understand({**DIFFUSERS, "out_channels": None}, PATH).size == "14b"
+    assert understand({"_class_name": CLASS}) == understand(DIFFUSERS)
+    assert understand({**DIFFUSERS, "out_channels": None})[0] == SIZES["14b"]
     # The original's class has other defaults, a model of 2048 features that has no name.
     with pytest.raises(CheckpointError) as caught:
-        understand({"_class_name": "WanModel"}, PATH)
+        understand({"_class_name": "WanModel"})
     said = str(caught.value)
     for part in ("hidden_size 2048", "num_heads 16", "ffn_size 8192", "num_blocks 32"):
         assert f"{part} instead of" in said
-    found = understand({**DIFFUSERS, "text_dim": 48}, PATH)
-    assert (found.size, found.sizes) == ("14b", dataclasses.replace(SIZES["14b"], text_width=48))
+    wide = dataclasses.replace(SIZES["14b"], text_width=48)
+    assert understand({**DIFFUSERS, "text_dim": 48})[0] == wide
+    described = {"generator_size": "14b", "text_features": 48}
+    assert CONVERSION.sections(wide, STREAMING) == {"streaming": described}
     assert config_json(SIZES["1.3b"], Naming.ORIGINAL) == {
         name: value for name, value in ORIGINAL.items() if name != "_diffusers_version"
     }
@@ -86,24 +91,20 @@ CLASS = "WanTransformer3DModel"
 @pytest.mark.parametrize("name", SIZES)
 def test_what_is_written_is_understood(name: str, naming: Naming) -> None:
     written = json.loads(json.dumps(config_json(SIZES[name], naming)))
-    assert understand(written, PATH) == WanModel(name, SIZES[name], naming)
+    assert understand(written) == (SIZES[name], naming.value)
 
 
 @pytest.mark.parametrize("naming", Naming)
 @pytest.mark.parametrize("name", ["tiny", "1.3b", "14b"])
 def test_shapes_tell_the_size(name: str, naming: Naming) -> None:
-    found: dict[str, tuple[int, ...]] = {}
-    for ours, shape in shapes(SIZES[name]).items():
-        names = wan_names(ours, naming)
-        rows = (shape[0] // len(names), *shape[1:])
-        found |= dict.fromkeys(names, rows)
-    patch = (SIZES[name].hidden_size, SIZES[name].channels, 1, 2, 2)
-    found["patch_embedding.weight"] = patch
-    assert understand_shapes(found, naming, PATH) == WanModel(name, SIZES[name], naming)
+    form = CONVERSION.form(naming.value)
+    found = Mapped.of(form, SIZES[name], shapes(SIZES[name])).shapes
+    assert form.knows(found) and form.read_shapes(found, PATH) == SIZES[name]
+    (other,) = (x for x in CONVERSION.forms if x is not form)
+    assert not other.knows(found)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"_class_name": "WanVACETransformer3DModel"}, "cannot be converted; use one of WanTransf"),
     ({"image_dim": 1280}, "`image_dim` 1280, but the video DiT has None; use Wan 2.1 text to"),
     ({"added_kv_proj_dim": 5120}, "`added_kv_proj_dim` 5120"),
     ({"qk_norm": None}, "`qk_norm` None"),
@@ -126,14 +127,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changed", "sentence"), REFUSED)
 def test_other_models_are_refused(changed: dict[str, Any], sentence: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        understand({**DIFFUSERS, **changed}, PATH)
+        understand({**DIFFUSERS, **changed})
     assert sentence in str(caught.value)
 
 
 def test_other_models_of_the_original_are_refused() -> None:
     for changed in ({"model_type": "i2v"}, {"qk_norm": False}, {"out_dim": 8}):
         with pytest.raises(CheckpointError, match=f"says `{next(iter(changed))}`"):
-            understand({**ORIGINAL, **changed}, PATH)
+            understand({**ORIGINAL, **changed})
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -151,51 +152,48 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (pipeline / "config.json").write_text('{"num_layers": 3}')
     assert read_config(pipeline) == {"num_layers": 3}
     with pytest.raises(CheckpointError, match=r"no `patch_embedding.weight` of 5 dimensions"):
-        understand_shapes({"patch_embedding.weight": (3, 4)}, Naming.ORIGINAL, PATH)
+        read_shapes({"patch_embedding.weight": (3, 4)}, PATH, naming=Naming.ORIGINAL)
     # A model narrower than one usual head has one head.
     small: dict[str, tuple[int, ...]] = {
         "patch_embedding.weight": (96, 4, 1, 2, 2), "text_embedding.0.weight": (96, 32),
         "blocks.0.ffn.0.weight": (128, 96), "blocks.1.ffn.0.weight": (128, 96),
     }  # fmt: skip
     with pytest.raises(CheckpointError, match=r"hidden_size 96 instead of 64, num_heads 1 instead"):
-        understand_shapes(small, Naming.ORIGINAL, PATH)
+        read_shapes(small, PATH, naming=Naming.ORIGINAL)
 
 
 def test_a_folder_finds_its_conversion_by_its_class(tmp_path: Path) -> None:
-    assert reader_of(tmp_path) is None
+    assert not holds_video_weights(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama"}))
-    assert reader_of(tmp_path) is None
-    for name in ("WanTransformer3DModel", "CausalWanModel"):
+    assert not holds_video_weights(tmp_path)
+    for name, naming in (("WanTransformer3DModel", "diffusers"), ("CausalWanModel", "original")):
         path.write_text(json.dumps({"_class_name": name}))
-        conversion = reader_of(tmp_path)
-        assert conversion is not None and conversion.title == "Wan"
+        assert holds_video_weights(tmp_path)
+        assert form_of_folder(tmp_path) == (CONVERSION, CONVERSION.form(naming))
     for name in ("a.pt", "a.pth", "a.bin", "a.safetensors", "a.gguf"):
         (tmp_path / name).touch()
-        assert (reader_of(tmp_path / name) is None) == (name == "a.gguf")
+        assert holds_video_weights(tmp_path / name) == (name != "a.gguf")
     # A whole pipeline is told apart from a folder of something else.
     (tmp_path / "pipeline" / "transformer").mkdir(parents=True)
-    assert reader_of(tmp_path / "pipeline") is None
+    assert not holds_video_weights(tmp_path / "pipeline")
     (tmp_path / "pipeline" / "model_index.json").touch()
     (tmp_path / "pipeline" / "transformer" / "config.json").touch()
     with pytest.raises(CheckpointError, match=r"holds a whole pipeline; give .*/transformer"):
-        reader_of(tmp_path / "pipeline")
+        holds_video_weights(tmp_path / "pipeline")
     assert is_streaming({"video": {"task": "streaming"}}) is True
     for other in ({"video": {"task": "flow"}}, {"video": None}, {}):
         assert not is_streaming(other)
     path.write_text(json.dumps({"_class_name": "CogVideoXTransformer3DModel"}))
-    unknown = "'CogVideoXTransformer3DModel', which cannot be converted; use one of WanTransf"
+    unknown = "'CogVideoXTransformer3DModel', which cannot be converted; use one of"
     with pytest.raises(CheckpointError, match=unknown):
-        reader_of(tmp_path)
+        form_of_folder(tmp_path)
 
 
 @ranks()
 def test_shapes_are_those_of_the_model(context: ParallelContext) -> None:
     built = {name: tuple(p.shape) for name, p in bare(context, TINY).named_parameters()}
     assert built == shapes(TINY)
-    for name, shape in built.items():
-        tensor = torch.randn(shape)
-        assert torch.equal(from_wan(name, to_wan(name, tensor, TINY), TINY), tensor), name
 
 
 @pytest.mark.parametrize("name", ["tiny", "1.3b", "14b"])
@@ -204,21 +202,21 @@ def test_names_and_shapes_are_those_of_diffusers(name: str) -> None:
     with torch.device("meta"):
         state = WanTransformer3DModel(**options_of(sizes)).state_dict()
     original = original_names(sizes.num_blocks)
-    found: dict[str, tuple[int, ...]] = {}
-    for ours, shape in shapes(sizes).items():
-        names = wan_names(ours, Naming.DIFFUSERS)
-        assert wan_names(ours, Naming.ORIGINAL) == tuple(original[name] for name in names)
-        parts = to_wan(ours, torch.empty(shape, device="meta"), sizes)
-        found |= {name: tuple(part.shape) for name, part in zip(names, parts, strict=True)}
-    assert found == {name: tuple(tensor.shape) for name, tensor in state.items()}
-    assert sum(map(math.prod, found.values())) == num_parameters(sizes)
+    diffusers, own = (Mapped.of(x, sizes, shapes(sizes)) for x in CONVERSION.forms)
+    assert [*diffusers.parts] == [*own.parts] == [*shapes(sizes)]
+    for ours, parts in diffusers.parts.items():
+        renamed = [original[part.tensor] for part in parts]
+        assert [part.tensor for part in own.parts[ours]] == renamed
+    assert diffusers.shapes == {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert sum(map(math.prod, diffusers.shapes.values())) == num_parameters(sizes)
 
 
 def test_the_width_of_the_text_goes_with_imported_weights() -> None:
     """Weights of a named size may have been trained with another text encoder."""
     sizes = dataclasses.replace(SIZES["mini"], text_width=24)
     for dtype, bf16 in (("bfloat16", True), ("float32", False)):
-        config = run_config(WanModel("mini", sizes, Naming.DIFFUSERS), dtype, Path("save"))
+        flags = CONVERSION.sections(sizes, STREAMING)
+        config = run_config(flags, STREAMING, dtype, Path("save"))
         assert config.section(StreamingConfig).sizes() == sizes
         assert config.model.hidden_size == sizes.hidden_size and config.precision.bf16 is bf16
         assert is_streaming(config.to_dict())
@@ -234,33 +232,26 @@ def test_an_export_takes_the_network_the_step_and_the_averages_that_it_is_given(
     )
     asked: list[Any] = []
 
-    def stopped(path: Any, sizes: VideoDiTSizes, prefix: str) -> None:
-        asked.append((path, sizes.hidden_size, sizes.text_width, prefix))
+    def stopped(path: Any, prefix: str, mapped: Mapped) -> None:
+        h, text = mapped.shapes["condition_embedder.text_embedder.linear_1.weight"]
+        asked.append((path, h, text, prefix))
         raise CheckpointError("enough")
 
     def content(load: Path, step: int | None) -> dict[str, Any]:
         asked.append(step)
         return config.to_dict()
 
-    monkeypatch.setattr(export, "read_run_config", content)
-    monkeypatch.setattr(export, "verified_folder", lambda load, step: (load, step))
-    monkeypatch.setattr(export, "_check_stored", stopped)
-    usual: dict[str, Any] = {
-        "dtype": None, "max_shard_size": "5GB", "step": None, "ema": False, "naming": None,
-        "network": "generator",
-    }  # fmt: skip
+    monkeypatch.setattr(exporting, "read_run_config", content)
+    monkeypatch.setattr(exporting, "verified_folder", lambda load, step: (load, step))
+    monkeypatch.setattr(exporting, "_Weights", stopped)
+    usual: dict[str, Any] = {"network": "generator", "load": PATH, "target": tmp_path / "new"}
     for changes, wanted in (
         ({}, (64, 24, "")),
         ({"ema": True}, (64, 24, "ema.")),
         ({"network": "critic", "step": 7}, (128, 24, "critic.")),
     ):
-        options = {**usual, **changes}
+        order = Export(**{**usual, **changes})
         with pytest.raises(CheckpointError, match="enough"):
-            CONVERSION.export_weights(PATH, tmp_path / "new", **options)
-        assert asked == [options["step"], ((PATH, options["step"]), *wanted)]
+            export_weights(CONVERSION, order)
+        assert asked == [order.step, ((PATH, order.step), *wanted)]
         asked.clear()
-    given: list[Any] = []
-    monkeypatch.setattr(conversion, "export_wan", lambda *_, **options: given.append(options))
-    for naming in (None, "original"):
-        CONVERSION.export_weights(PATH, tmp_path / "new", **{**usual, "naming": naming})
-    assert [options["naming"] for options in given] == [Naming.DIFFUSERS, Naming.ORIGINAL]

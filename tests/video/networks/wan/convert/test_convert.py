@@ -17,11 +17,12 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.run import Run
-from megatron_ext.video.convert import reader_of
+from megatron_ext.video.convert.files import PlainTensors
+from megatron_ext.video.convert.importing import import_weights
+from megatron_ext.video.convert.reading import Published, fill, open_published
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
 from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
 from megatron_ext.video.networks.wan.convert.names import Naming
-from megatron_ext.video.networks.wan.convert.weights import check_tensors, fill, import_wan
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import on_ranks, run_on_ranks
 from tests.video.networks.harness import check_weights
@@ -62,7 +63,7 @@ def test_both_namings_there_and_back(tmp_path: Path, dtype: torch.dtype) -> None
         back = exported(root, tmp_path / f"{source.name} to diffusers", max_shard_size=TWO_FILES)
         assert len(list(back.glob(f"{STEM}*.safetensors"))) > 1
         assert_same(tensors_of(back), tensors_of(diffusers))
-        back = exported(root, tmp_path / f"{source.name} to original", naming=Naming.ORIGINAL)
+        back = exported(root, tmp_path / f"{source.name} to original", naming="original")
         assert [path.name for path in back.glob("*.safetensors")] == [f"{STEM}.safetensors"]
         assert_same(tensors_of(back), original_tensors(diffusers))
 
@@ -147,9 +148,10 @@ def test_single_files_of_safetensors(tmp_path: Path, prefix: str) -> None:
     tensors = original_tensors(make(tmp_path / "diffusers"))
     path = tmp_path / "wan2.1_t2v_1.3B.safetensors"
     save_file({f"{prefix}{name}": tensor for name, tensor in tensors.items()}, path)
-    assert reader_of(path) is CONVERSION
+    with open_published(path) as model:
+        assert (model.conversion, model.form.name) == (CONVERSION, "original")
     assert imported(path, tmp_path / "ours") == ("tiny", "float32")
-    back = exported(tmp_path / "ours", tmp_path / "back", naming=Naming.ORIGINAL)
+    back = exported(tmp_path / "ours", tmp_path / "back", naming="original")
     assert_same(tensors_of(back), tensors)
     assert "is a file of safetensors; leave it out" in refusal(path, entry="model")
 
@@ -160,7 +162,7 @@ def test_a_single_file_in_eight_bits(tmp_path: Path) -> None:
     save_file({f"diffusion_model.{name}": tensor for name, tensor in tensors.items()}, path)
     assert "tensors in bfloat16 and float8_e4m3fn, but a checkpoint has one" in refusal(path)
     assert imported(path, tmp_path / "ours", dtype="float32") == ("tiny", "float32")
-    back = exported(tmp_path / "ours", tmp_path / "back", naming=Naming.ORIGINAL)
+    back = exported(tmp_path / "ours", tmp_path / "back", naming="original")
     beside = (".scale_weight", ".scale_input", "scaled_fp8")
     scale = {name: 0.125 for name, x in tensors.items() if x.dtype == torch.float8_e4m3fn}
     wanted = {n: x.float() * scale.get(n, 1) for n, x in tensors.items() if not n.endswith(beside)}
@@ -175,7 +177,7 @@ def test_a_single_file_in_eight_bits(tmp_path: Path) -> None:
 def refusal(source: Path, **options: Any) -> str:
     target = source.parent / "refused"
     with pytest.raises(CheckpointError) as caught:
-        import_wan(source, target, **options)
+        import_weights(source, target, **options)
     assert not target.exists()
     (sentence,) = caught.value.messages
     return str(sentence)
@@ -187,7 +189,7 @@ def test_files_of_torch_that_are_refused(tmp_path: Path) -> None:
     sentence = refusal(path, entry="critic")
     assert "no weights under `--entry critic`; those that hold any: generator, gen" in sentence
     torch.save({"generator_lora": {"a": torch.ones(2)}}, path)
-    assert "holds no `patch_embedding.weight` of 5 dimensions" in refusal(path)
+    assert "such as `a`, of no network that can be read; give weights of" in refusal(path)
     torch.save({"code": Path}, path)
     assert "names `pathlib.Path`, which does not belong into a checkpoint" in refusal(path)
     path.write_bytes(b"not what torch writes")
@@ -267,9 +269,11 @@ def test_imported_weights_compute_what_diffusers_does(tmp_path: Path, naming: Na
 @torch.no_grad()
 def check_fill(context: ParallelContext, sizes: VideoDiTSizes, source: Path, want: Tensor) -> None:
     chunk = bare(context, sizes)
-    with TensorFolder(source, STEM) as tensors:
-        check_tensors(sizes, Naming.DIFFUSERS, tensors)
-        fill(chunk, Naming.DIFFUSERS, tensors)
+    with TensorFolder(source, STEM) as folder:
+        tensors = PlainTensors(folder, source)
+        model = Published(source, CONVERSION, CONVERSION.form("diffusers"), sizes, tensors)
+        model.check()
+        fill([chunk], model)
     check_flow(chunk(**inputs(sizes)), want)
 
 
@@ -310,7 +314,7 @@ def test_a_run_starts_from_imported_weights_and_is_exported(tmp_path: Path) -> N
     orders: dict[str, dict[str, Any]] = {
         "": {},
         "ema.": {"ema": True, "dtype": "float32"},
-        "critic.": {"network": "critic", "naming": Naming.ORIGINAL},
+        "critic.": {"network": "critic", "naming": "original"},
     }
     for prefix, options in orders.items():
         target = exported(tmp_path / "save", tmp_path / f"exported {prefix}", **options)

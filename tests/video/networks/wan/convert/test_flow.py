@@ -10,7 +10,7 @@ from diffusers import WanTransformer3DModel
 from megatron_ext.errors import CheckpointError
 from megatron_ext.programs.convert_checkpoint import main
 from megatron_ext.train.run import Run
-from megatron_ext.video.convert import writer_of
+from megatron_ext.video.convert.find import writer_of
 from megatron_ext.video.model.tokens import pack, unpack
 from megatron_ext.video.sampling.samples import velocity_of
 from tests.video.clips import SHORT, write_clips

@@ -23,18 +23,22 @@ from megatron_ext.checkpoint.safetensors_files import (
 )
 from megatron_ext.checkpoint.unpickling import plain_content
 from megatron_ext.errors import CheckpointError
-
-SAFETENSORS = ".safetensors"
-SUFFIXES = (SAFETENSORS, ".pt", ".pth", ".bin")
-"""The endings of files that `open_weights` reads."""
+from megatron_ext.video.convert.find import SAFETENSORS
 
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 """Parts that torch's wrappers (FSDP, checkpointing, compile) add to parameter names."""
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.")
 """Prefixes that the modules around a network add to all names, in ComfyUI and in Self-Forcing."""
 
-_EIGHT_BITS = {"F8_E4M3": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
+_EIGHT_BITS = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "float8_e5m2": torch.float8_e5m2,
+}
 """The name of an 8-bit dtype, as safetensors or torch spell it -> the dtype."""
+_ROWS_AT_A_TIME = 128
+"""Rows of an 8-bit weight that are multiplied by their scale at a time, to save memory."""
 _SCALES = (".scale_weight", ".weight_scale")
 """Endings of the names of scales: a weight in 8 bits times its scale is the network's weight."""
 _ABOUT_INPUTS = (".scale_input", ".input_scale", ".comfy_quant")
@@ -44,31 +48,25 @@ _MARK = "scaled_fp8"
 
 
 @contextmanager
-def open_weights(source: Path, entry: str | None, stem: str) -> Iterator[PlainTensors]:
-    """Open a folder of safetensors or a file of weights; yield its tensors.
+def open_file(path: Path, entry: str | None) -> Iterator[PlainTensors]:
+    """Open a file of weights, of safetensors or of torch.save; yield its tensors.
 
     Args:
-        source: the folder or file.
-        entry: key in a file of torch.save, as in `TensorFile`; None for other forms.
-        stem: beginning of the names of the files in a folder.
+        entry: key in a file of torch.save, as in `TensorFile`.
 
     Raises:
-        CheckpointError: the weights cannot be read, or ``entry`` is given for another form.
+        CheckpointError: the file cannot be read, or ``entry`` is given for a file of safetensors.
     """
-    if source.is_file() and source.suffix != SAFETENSORS:
-        yield PlainTensors(TensorFile(source, entry), source)
+    if path.suffix != SAFETENSORS:
+        yield PlainTensors(TensorFile(path, entry), path)
         return
     if entry is not None:
-        kind = "a file of safetensors" if source.is_file() else "a folder"
         raise CheckpointError(
-            f"`--entry {entry}` is for a file of torch.save, but {source} is {kind}; leave it out."
+            f"`--entry {entry}` is for a file of torch.save, but {path} is a file of safetensors; "
+            "leave it out."
         )
-    folder = source
-    if source.is_file():
-        folder = source.parent
-        stem = source.name.removesuffix(SAFETENSORS)
-    with TensorFolder(folder, stem) as tensors:
-        yield PlainTensors(tensors, source)
+    with TensorFolder(path.parent, path.name.removesuffix(SAFETENSORS)) as tensors:
+        yield PlainTensors(tensors, path)
 
 
 class StoredTensors(Protocol):
@@ -87,11 +85,13 @@ class StoredTensors(Protocol):
 class PlainTensors:
     """The tensors of a folder or file, under the network's own names and without 8-bit scales.
 
-    ``place`` is the folder or file, for messages.
+    ``place`` is the folder or file, for messages. Files are mapped into memory, so that a tensor
+    takes memory only while it is copied. ``bytes_read`` counts the bytes that `copy` has read.
     """
 
     def __init__(self, source: StoredTensors, place: Path) -> None:
         self.folder = place
+        self.bytes_read = 0
         self._source = source
         stored = {_WRAPPERS.sub("", name): name for name in source.names}
         for prefix in _PREFIXES:
@@ -131,24 +131,39 @@ class PlainTensors:
         shapes = self._source.shapes()
         return {name: shapes[full] for name, full in self._stored.items()}
 
-    def tensor(self, name: str) -> Tensor:
-        """Return the tensor ``name``, which must exist; one of 8 bits as float32, scaled.
+    def copy(
+        self, name: str, shape: tuple[int, ...], index: tuple[slice, ...], target: Tensor
+    ) -> None:
+        """Copy a slice of the tensor ``name``, which must exist, to ``target``.
 
-        A scale is one number, or one for each output ``[out]``; else CheckpointError is raised.
+        Args:
+            shape: the shape, such as that of a matrix, as which the tensor's values are seen.
+            index: the slice of the tensor in this shape.
+            target: gets the values; those of 8 bits are multiplied by their scale first, which is
+                one number, or one for each row. Another scale raises CheckpointError.
         """
-        tensor = self._source.tensor(self._stored[name])
-        if tensor.dtype not in _EIGHT_BITS.values():
-            return tensor
-        values = tensor.float()
+        values = self._source.tensor(self._stored[name]).reshape(shape)[index]
+        self.bytes_read += values.numel() * values.element_size()
+        if values.dtype not in _EIGHT_BITS.values():
+            target.copy_(values)
+            return
+        scale = self._scale(name, shape[0])[index[0] if name in self._scales else slice(None)]
+        for start in range(0, len(values), _ROWS_AT_A_TIME):
+            some = slice(start, start + _ROWS_AT_A_TIME)
+            own = scale[some] if len(scale) > 1 else scale
+            target[some] = values[some].float() * own.reshape(-1, *[1] * (values.dim() - 1))
+
+    def _scale(self, name: str, rows: int) -> Tensor:
+        """Return the scale of an 8-bit tensor for each of its ``rows``, or one 1 without scales."""
         if name not in self._scales:
-            return values
+            return torch.ones(1)
         scale = self._source.tensor(self._scales[name]).float()
-        if scale.numel() not in (1, tensor.size(0)):
+        if scale.numel() not in (1, rows):
             raise CheckpointError(
                 f"{self.folder} holds `{self._scales[name]}` with shape {list(scale.shape)}, which "
                 "must be one number or one for each output; use the model before it was quantized."
             )
-        return values * scale.reshape(-1, *[1] * (tensor.dim() - 1))
+        return scale.flatten().expand(rows)
 
 
 def _torch_name(kind: str) -> str:

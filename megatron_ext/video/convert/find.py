@@ -16,10 +16,11 @@ from megatron_ext.video.networks.lookup import (
     network_named,
     streamed_conversion,
 )
-from megatron_ext.video.networks.network import Conversion
+from megatron_ext.video.networks.published import CLASS, Conversion, Form
 
-CLASS = "_class_name"
-"""The entry that names the class in a video network's config.json; language models have none."""
+SAFETENSORS = ".safetensors"
+SUFFIXES = (SAFETENSORS, ".pt", ".pth", ".bin")
+"""The endings of files of weights that can be read."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -30,32 +31,39 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_model_settings(path, "give the folder of the model.")
 
 
-def reader_of(source: Path) -> Conversion | None:
-    """Return the conversion that reads a folder or file of public weights.
+def holds_video_weights(source: Path) -> bool:
+    """Return whether a folder or file is to be read as public weights of a video network.
 
-    Return None for a file that no conversion reads, and for a folder whose files do not show that
-    it holds a public model: it has neither config.json nor model_index.json, or its config.json
-    names no class.
+    A file is if it has a suffix of `SUFFIXES`. A folder is if its config.json names a class, or if
+    it has a model_index.json.
 
     Raises:
-        CheckpointError: no conversion reads the class that config.json names, config.json cannot be
-            read, or the folder has a model_index.json but no config.json.
+        CheckpointError: config.json cannot be read, or the folder has a model_index.json but no
+            config.json.
     """
-    readers = conversions()
     if source.is_file():
-        return next((reader for reader in readers if reader.reads_file(source)), None)
-    path = source / "config.json"
-    if not path.is_file() and not (source / "model_index.json").is_file():
-        return None
-    content = read_config(source)
-    if CLASS not in content:
-        return None
+        return source.suffix in SUFFIXES
+    if not (source / "config.json").is_file() and not (source / "model_index.json").is_file():
+        return False
+    return CLASS in read_config(source)
+
+
+def form_of_folder(folder: Path) -> tuple[Conversion, Form]:
+    """Return the conversion and the form for the class that a folder's config.json names.
+
+    Raises:
+        CheckpointError: no conversion reads this class.
+    """
+    content = read_config(folder)
+    readers = conversions()
     for reader in readers:
-        if content[CLASS] in reader.classes:
-            return reader
+        for form in reader.forms:
+            if content.get(CLASS) in form.classes:
+                return reader, form
     known = ", ".join(name for reader in readers for name in reader.classes)
     raise CheckpointError(
-        f"{path} says `{CLASS}` {content[CLASS]!r}, which cannot be converted; use one of {known}."
+        f"{folder / 'config.json'} says `{CLASS}` {content.get(CLASS)!r}, which cannot be "
+        f"converted; use one of {known}."
     )
 
 
@@ -86,6 +94,7 @@ def writer_of(stored: Mapping[str, Any]) -> Conversion | None:
 def is_streaming(stored: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint's configuration is that of a streaming run.
 
-    The result is also True for a checkpoint made from public weights of a Wan network.
+    The result is also True for a checkpoint made from public weights of a network that streaming
+    can train.
     """
     return (stored.get("video") or {}).get("task") == "streaming"

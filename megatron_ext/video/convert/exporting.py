@@ -1,0 +1,199 @@
+"""Exports a checkpoint of a video network as published weights, in any of their forms.
+
+Tensors are read from the checkpoint and written one after another, so that memory holds only one
+of them and the parameters that it is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from tqdm import tqdm
+
+from megatron_ext.checkpoint.adapters import FrozenBase
+from megatron_ext.checkpoint.conversion import verified_folder
+from megatron_ext.checkpoint.safetensors_files import (
+    check_target,
+    plan_files,
+    torch_dtype,
+    write_others,
+    write_tensors,
+    written_aside,
+)
+from megatron_ext.checkpoint.state import PREFIX
+from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.checkpoint.unpickling import common_state_of, read_tensors, stored_entries
+from megatron_ext.config.run import RunConfig
+from megatron_ext.config.sections import described
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.transformer_config import params_dtype
+from megatron_ext.video.config.rules import SECTIONS
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.networks.lookup import network_of
+from megatron_ext.video.networks.published import Conversion, Mapped, seen_as
+from megatron_ext.video.streaming.config import STORED_ROLES, Role, StreamingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """An order to export one network of a video run's checkpoint.
+
+    Attributes:
+        load: folder of checkpoints, the run's ``--save``.
+        target: folder to create for config.json and safetensors.
+        step: iteration of the checkpoint; None takes the latest.
+        dtype: dtype to write; None takes the dtype of the run's parameters.
+        max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
+        ema: whether to write the averages of the weights (``--ema-decay``), which a streaming run
+            keeps of its generator, instead of the weights themselves.
+        network: the network of ``--task streaming`` to write, ``"generator"`` (None) or
+            ``"critic"``; None for ``--task flow``.
+        naming: the form to write, by its name; None takes the conversion's first.
+    """
+
+    load: Path
+    target: Path
+    step: int | None = None
+    dtype: str | None = None
+    max_shard_size: int | str = "5GB"
+    ema: bool = False
+    network: str | None = None
+    naming: str | None = None
+
+
+def export_weights(conversion: Conversion, order: Export) -> None:
+    """Write one network of a video run's checkpoint as published weights.
+
+    Raises:
+        CheckpointError: a weight is missing, has another shape, or does not exist in the published
+            model; or a folder cannot be read or written.
+    """
+    stored = read_run_config(order.load, order.step)
+    run = RunConfig.from_dict(described(stored, SECTIONS), SECTIONS)
+    if order.ema and order.network == "critic":
+        raise CheckpointError(
+            f"`--ema` is for the generator, but `--network` is {order.network}, of which a run "
+            "keeps no averages; leave one of them out."
+        )
+    sizes = _sizes(run, order)
+    check_target(order.target)
+    path = verified_folder(order.load, order.step)
+    prefix = PREFIX if order.ema else STORED_ROLES[order.network or "generator"]
+    form = conversion.form(order.naming)
+    weights = _Weights(path, prefix, Mapped.of(form, sizes, conversion.parameters(sizes)))
+    weights.check(conversion, sizes)
+    dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run.precision)
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, shape in weights.mapped.shapes.items()
+    }
+    with written_aside(order.target) as folder:
+        files = plan_files(folder, tensors, order.max_shard_size, form.stem)
+        shown = {"unit": "tensor", "delay": 1.0, "leave": False, "disable": None}
+        bar = tqdm(total=len(tensors), desc="Exporting", **shown)
+        for file, names in files.items():
+            some = {name: tensors[name] for name in names}
+            write_tensors(folder / file, some, weights.values(some, bar))
+        write_others(folder, form.write_config(sizes), ())
+
+
+def _sizes(run: RunConfig, order: Export) -> Any:
+    """Return the sizes of the network to write."""
+    if run.section(VideoConfig).streams:
+        role: Role = "critic" if order.network == "critic" else "generator"
+        return run.section(StreamingConfig).sizes(role)
+    if order.network is not None:
+        raise CheckpointError(
+            f"`--network {order.network}` is for a run of `--task streaming`, but {order.load} is "
+            "of `--task flow`, which has one network; leave it out."
+        )
+    return network_of(run).sizes
+
+
+class _Weights:
+    """The weights of one network in a checkpoint, as public tensors.
+
+    Args:
+        path: folder of the checkpoint.
+        prefix: beginning of the names that the network's parameters have there.
+        mapped: where the parameters lie in the public tensors.
+    """
+
+    def __init__(self, path: Path, prefix: str, mapped: Mapped) -> None:
+        self.path = path
+        self.prefix = prefix
+        self.mapped = mapped
+        # Neighbouring tensors, such as queries and keys, are parts of one fused parameter.
+        self._parameter = lru_cache(maxsize=1)(self._read)
+
+    def check(self, conversion: Conversion, sizes: Any) -> None:
+        """Check that the checkpoint has exactly the weights of a published model of these sizes.
+
+        A CheckpointError names the first that is missing, has another shape, or is unknown.
+        """
+        path = self.path
+        stored = {
+            name.removeprefix(self.prefix): tuple(entry.size)
+            for name, entry in stored_entries(path).items()
+            if isinstance(entry, TensorStorageMetadata) and name.startswith(self.prefix)
+        }
+        needed = conversion.parameters(sizes)
+        if not stored.keys() & needed.keys() and FrozenBase.recorded(common_state_of(path)):
+            raise CheckpointError(
+                f"{path} holds adapters without the weights under them; merge the two with "
+                "`tools/lora.py merge`, and export what it writes, or export the adapters alone "
+                "with `tools/lora.py export`."
+            )
+        for name, shape in needed.items():
+            if name not in stored:
+                raise CheckpointError(
+                    f"{path} holds no `{self.prefix}{name}`; only a training run saves a critic, "
+                    "and averages only with `--ema-decay`."
+                )
+            if stored[name] != shape:
+                raise CheckpointError(
+                    f"{path} holds `{self.prefix}{name}` with shape {list(stored[name])}, but its "
+                    f"configuration implies {list(shape)}; export another checkpoint."
+                )
+        heads = tuple({f"{name.partition('.')[0]}." for name in needed})
+        extra = [
+            name for name in stored if name.startswith(heads) and name not in self.mapped.parameters
+        ]
+        if extra:
+            raise CheckpointError(
+                f"{path} holds `{self.prefix}{min(extra)}`, which {conversion.title} does not "
+                "have; export a checkpoint of the plain model, adapters merged."
+            )
+
+    def values(self, described: dict[str, Tensor], bar: Any) -> Iterator[Tensor]:
+        """Yield the values of public tensors, of which ``described`` has shapes and dtypes."""
+        for name, like in described.items():
+            yield public_tensor(self.mapped, name, like.dtype, self._parameter)
+            bar.update()
+
+    def _read(self, name: str) -> Tensor:
+        (values,) = read_tensors(self.path, [self.prefix + name]).values()
+        return values
+
+
+def public_tensor(
+    mapped: Mapped, name: str, dtype: torch.dtype, parameter: Callable[[str], Tensor]
+) -> Tensor:
+    """Return the public tensor ``name``; ``parameter`` gives values by the name of ours."""
+    full = torch.empty(mapped.shapes[name], dtype=dtype)
+    for ours, part in mapped.uses[name]:
+        values = parameter(ours)
+        seen = full.view(seen_as(full.shape, part, values.shape))
+        rows = slice(part.start, part.start + (part.count - 1) * part.step + 1, part.step)
+        columns = [slice(part.column, part.column + math.prod(values.shape[1:]))]
+        index = (rows, *columns[: values.dim() - 1])
+        seen[index] = values[part.row : part.row + part.count]
+    return full

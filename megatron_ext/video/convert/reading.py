@@ -1,0 +1,163 @@
+"""Opens published weights of a video network, and fills models with them.
+
+Each rank reads only the slices of its own parameters, in any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_ext.checkpoint.safetensors_files import TensorFolder
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.video.convert.files import PlainTensors, open_file
+from megatron_ext.video.convert.find import form_of_folder, read_config
+from megatron_ext.video.networks.lookup import conversions
+from megatron_ext.video.networks.published import Conversion, Form, Mapped, Part, seen_as
+
+
+@dataclass(frozen=True)
+class Published:
+    """An opened model of published weights.
+
+    Attributes:
+        source: its folder or file.
+        sizes: its sizes, of the network's own class.
+        tensors: its tensors.
+    """
+
+    source: Path
+    conversion: Conversion
+    form: Form
+    sizes: Any
+    tensors: PlainTensors
+
+    @cached_property
+    def mapped(self) -> Mapped:
+        """Return where the values of our parameters lie in the tensors."""
+        return Mapped.of(self.form, self.sizes, self.conversion.parameters(self.sizes))
+
+    def check(self) -> None:
+        """Check that names and shapes of the tensors are exactly those of a model of its sizes.
+
+        A CheckpointError names the first tensor that is missing, has another shape, or is unknown,
+        or is of a type that cannot be read.
+        """
+        actual = self.tensors.shapes()
+        title = self.conversion.title
+        for name, shape in self.mapped.shapes.items():
+            if name not in actual:
+                raise CheckpointError(
+                    f"{self.source} holds no `{name}`, which {title} has; copy the whole model "
+                    "again."
+                )
+            if actual[name] != shape:
+                raise CheckpointError(
+                    f"{self.source} holds `{name}` with shape {list(actual[name])}, but the sizes "
+                    f"of the model imply {list(shape)}; copy the whole model again."
+                )
+        ignored = self.form.ignored
+        extra = [
+            name
+            for name in actual.keys() - self.mapped.shapes.keys()
+            if ignored is None or not ignored.search(name)
+        ]
+        if extra:
+            raise CheckpointError(
+                f"{self.source} holds `{min(extra)}`, which {title} does not have; use a model "
+                "without it."
+            )
+        self.tensors.dtypes()
+
+    @torch.no_grad()
+    def copy(self, name: str, offset: Sequence[int], target: Tensor) -> None:
+        """Copy a block of our parameter ``name``, which begins at ``offset``, to ``target``."""
+        full = self.mapped.parameters[name]
+        for part in self.mapped.parts[name]:
+            own, theirs = _overlap(part, offset, target.shape)
+            if own.stop > own.start:
+                seen = seen_as(self.mapped.shapes[part.tensor], part, full)
+                self.tensors.copy(part.tensor, seen, theirs, target[own])
+
+
+def _overlap(
+    part: Part, offset: Sequence[int], shape: Sequence[int]
+) -> tuple[slice, tuple[slice, ...]]:
+    """Return where a part and a block of our parameter overlap.
+
+    The block begins at the index ``offset`` of the parameter and has the shape ``shape``. The
+    overlap is returned as a slice of the block's rows, which may be empty, and as an index into the
+    public tensor.
+    """
+    low = max(part.row, offset[0])
+    high = max(low, min(part.row + part.count, offset[0] + shape[0]))
+    first = part.start + (low - part.row) * part.step
+    rows = slice(first, first + max(0, high - low - 1) * part.step + 1, part.step)
+    starts = [part.column + start for start in offset[1:]]
+    columns = [slice(start, start + size) for start, size in zip(starts, shape[1:], strict=True)]
+    return slice(low - offset[0], high - offset[0]), (rows, *columns)
+
+
+@contextmanager
+def open_published(source: Path, entry: str | None = None) -> Iterator[Published]:
+    """Open the weights in a folder or file; yield the model, of which nothing is checked yet.
+
+    A folder's config.json tells form and sizes; of a file, names and shapes of its tensors do.
+
+    Args:
+        source: folder with config.json and safetensors, or a file of safetensors or torch.save.
+        entry: key in a torch.save file; None takes the file's only dictionary of tensors.
+
+    Raises:
+        CheckpointError: the weights cannot be read or converted.
+    """
+    if source.is_file():
+        with open_file(source, entry) as tensors:
+            conversion, form = form_of_names(tensors.names, source)
+            sizes = form.read_shapes(tensors.shapes(), source)
+            yield Published(source, conversion, form, sizes, tensors)
+        return
+    if entry is not None:
+        raise CheckpointError(
+            f"`--entry {entry}` is for a file of torch.save, but {source} is a folder; leave it "
+            "out."
+        )
+    conversion, form = form_of_folder(source)
+    sizes = form.read_config(read_config(source), source / "config.json")
+    with TensorFolder(source, form.stem) as folder:
+        yield Published(source, conversion, form, sizes, PlainTensors(folder, source))
+
+
+def form_of_names(names: set[str], source: Path) -> tuple[Conversion, Form]:
+    """Return the conversion and the form that know these names of tensors.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    readers = conversions()
+    for reader in readers:
+        for form in reader.forms:
+            if form.knows(names):
+                return reader, form
+    known = ", ".join(reader.title for reader in readers)
+    example = f", such as `{min(names)}`," if names else ""
+    raise CheckpointError(
+        f"{source} holds tensors{example} of no network that can be read; give weights of {known}."
+    )
+
+
+def fill(chunks: Sequence[torch.nn.Module], model: Published, bar: str = "Loading") -> None:
+    """Fill the parameters of this rank's unwrapped model chunks from published weights."""
+    shards = [shard for chunk in chunks for shard in shards_of(chunk)]
+    shown = {"unit": "tensor", "delay": 1.0, "leave": False, "disable": None}
+    for shard in tqdm(shards, bar, **shown):
+        model.copy(shard.name, shard.offset, shard.tensor)
