@@ -88,6 +88,11 @@ def export_weights(conversion: Conversion, order: Export) -> None:
     path = verified_folder(order.load, order.step)
     prefix = PREFIX if order.ema else STORED_ROLES[order.network or "generator"]
     form = conversion.form(order.naming)
+    if form.write_config is None:
+        raise CheckpointError(
+            f"`--naming {form.name}` has no config.json; choose another of "
+            f"{', '.join(conversion.namings)}."
+        )
     weights = _Weights(path, prefix, Mapped.of(form, sizes, conversion.parameters(sizes)))
     weights.check(conversion, sizes)
     dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run.precision)

@@ -61,10 +61,15 @@ def form_of_folder(folder: Path) -> tuple[Conversion, Form]:
             if content.get(CLASS) in form.classes:
                 return reader, form
     known = ", ".join(name for reader in readers for name in reader.classes)
-    raise CheckpointError(
-        f"{folder / 'config.json'} says `{CLASS}` {content.get(CLASS)!r}, which cannot be "
-        f"converted; use one of {known}."
-    )
+    name = content.get(CLASS)
+    said = f"{folder / 'config.json'} says `{CLASS}` {name!r}"
+    for reader in readers:
+        if name in reader.refused:
+            raise CheckpointError(
+                f"{said}, which is {reader.refused[name]}, and cannot be converted; give "
+                f"{reader.title}."
+            )
+    raise CheckpointError(f"{said}, which cannot be converted; use one of {known}.")
 
 
 def writer_of(stored: Mapping[str, Any]) -> Conversion | None:

@@ -132,6 +132,7 @@ def open_published(source: Path, entry: str | None = None) -> Iterator[Published
             "out."
         )
     conversion, form = form_of_folder(source)
+    assert form.read_config is not None
     sizes = form.read_config(read_config(source), source / "config.json")
     with TensorFolder(source, form.stem) as folder:
         yield Published(source, conversion, form, sizes, PlainTensors(folder, source))

@@ -201,25 +201,27 @@ class Form:
 
     Attributes:
         name: the form's name, a value of ``--naming``, such as "diffusers".
-        classes: values of ``_class_name`` in config.json, of which the first is written.
+        classes: values of ``_class_name`` in config.json. A form that is published in single files
+            alone, without config.json, has none, and neither ``read_config`` nor ``write_config``.
         knows: a function of a model's tensor names that returns whether they are this form's. The
             first form of a conversion that knows them is taken.
         read_config: a function of ``(content, path)``, config.json's content and place; it returns
             the sizes, and raises CheckpointError for what the network does not support.
         read_shapes: a function of ``(shapes, path)`` that returns the sizes of a model without
             config.json, from its tensors' shapes by name.
-        write_config: a function of sizes that returns the content of config.json.
+        write_config: a function of sizes that returns the content of config.json, with the entry
+            ``_class_name``.
         table: a function of sizes that returns the `Rule` of each of our parameters by name.
         ignored: pattern of the names of tensors that are no weights, such as buffers.
         stem: beginning of the names of the files of weights in a folder.
     """
 
     name: str
-    classes: Sequence[str]
+    classes: Sequence[str] = ()
     knows: Callable[[Collection[str]], bool]
-    read_config: Callable[[Mapping[str, Any], Path], Any]
+    read_config: Callable[[Mapping[str, Any], Path], Any] | None = None
     read_shapes: Callable[[Shapes, Path], Any]
-    write_config: Callable[[Any], dict[str, Any]]
+    write_config: Callable[[Any], dict[str, Any]] | None = None
     table: Callable[[Any], Mapping[str, Rule]]
     ignored: re.Pattern[str] | None = None
     stem: str = "diffusion_pytorch_model"
@@ -242,6 +244,8 @@ class Conversion:
             run, it raises CheckpointError.
         adapted: pattern that matches the names of our layers that can have LoRA adapters. Layers
             of the first form get the adapters.
+        refused: values of ``_class_name`` of related models that are not supported, with what they
+            are, such as "Wan VACE, which has control blocks"; so a message can name them.
         adds: fields of the sizes by which a run may add a branch that the weights lack, such as an
             input for reference frames. The branch's parameters, which `mark_new_branch` marks, keep
             their initial values.
@@ -253,6 +257,7 @@ class Conversion:
     kinds: Callable[[Any], Sequence[str]]
     sections: Callable[[Any, str], Sections]
     adapted: re.Pattern[str] | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
     adds: frozenset[str] = field(default_factory=frozenset)
 
     @property

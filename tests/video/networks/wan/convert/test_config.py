@@ -55,6 +55,7 @@ DIFFUSERS: dict[str, Any] = {
 def understand(content: dict[str, Any]) -> tuple[VideoDiTSizes, str]:
     """Return the sizes that a config.json describes, and the name of its form."""
     form = next(x for x in CONVERSION.forms if content["_class_name"] in x.classes)
+    assert form.read_config is not None
     return form.read_config(content, PATH), form.name
 
 
