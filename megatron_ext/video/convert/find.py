@@ -61,7 +61,7 @@ def form_of_folder(folder: Path) -> tuple[Conversion, Form]:
             if content.get(CLASS) in form.classes:
                 return reader, form
     known = ", ".join(name for reader in readers for name in reader.classes)
-    name = content.get(CLASS)
+    name = str(content.get(CLASS))
     said = f"{folder / 'config.json'} says `{CLASS}` {name!r}"
     for reader in readers:
         if name in reader.refused:
