@@ -70,6 +70,9 @@ class _ParallelLinear:
     """Whether the weight belongs to this layer only; otherwise another module uses it, too."""
     by_onednn = False
     """Whether oneDNN multiplies by the weight."""
+    communicates = True
+    """Whether the layer itself gathers its input and sums its output where ranks split these;
+    otherwise its caller does."""
     weight: Any
     is_expert: bool
 
@@ -214,6 +217,32 @@ class WholeLinear(_ParallelLinear, _WholeLinear):
     Each rank multiplies the tokens that it holds. Under sequence parallelism these are its part of
     the sequence, ``[s/tp, b, in]``; otherwise all ranks multiply the whole sequence.
     """
+
+
+class ReplicatedLinear(torch.nn.Linear):
+    """A torch.nn.Linear, whole on every tensor-parallel rank, that may hold an adapter.
+
+    Each rank multiplies the rows that it holds, and parameters marked ``sequence_parallel`` have
+    gradients of these rows alone.
+    """
+
+    communicates = False
+    tp_group: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lora: Any = None
+        """Adapter, set by `layers.lora`; None without one."""
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Return whether the ranks hold different rows."""
+        return getattr(self.weight, "sequence_parallel", False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output, with the adapter's added."""
+        output = super().forward(input)
+        return output if self.lora is None else output + self.lora(input)  # type: ignore[no-any-return]
 
 
 class BiasedColumnParallelLinear(ColumnParallelLinear):

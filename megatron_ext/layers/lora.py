@@ -9,11 +9,14 @@ layer                 A             B             ``A x`` between the matrix pro
 ====================  ============  ============  =================================================
 column-parallel       whole         split (rows)  copied; all-gathered along s if sequence-parallel
 row-parallel          split (cols)  whole         summed; reduce-scattered if sequence-parallel
+without splits        whole         whole         kept
 ====================  ============  ============  =================================================
 
 Under sequence parallelism, a rank's gradient of the unsplit matrix covers only its part of the
 sequence. megatron-core sums it over the ranks, since the parameter is marked ``sequence_parallel``.
-Gradients of A and B are never deferred.
+If the layer leaves communication to its caller (``communicates`` is False), so does the adapter:
+``A x`` is kept, and the gradient of the unsplit matrix is summed over the ranks in its backward
+pass. Gradients of A and B are never deferred.
 """
 
 from __future__ import annotations
@@ -27,7 +30,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    get_cuda_rng_tracker,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -35,17 +42,24 @@ from torch import Tensor
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initialization import draw_by_name
-from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, enter, leave
+from megatron_ext.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    enter,
+    leave,
+)
 
-Layer = ColumnParallelLinear | RowParallelLinear
-_IN_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
+Layer = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
+_IN_A_LAYER = re.compile(r"(^|[._])(layers|blocks)\.")
 """Matches names of parameters that belong to layers, not to an embedding or output head."""
 
 
 class Adapter(torch.nn.Module):
     """The matrices A and B that adapt a layer with weight ``[out/tp, in]`` or ``[out, in/tp]``.
 
-    B starts at zero. The two halves of a gated layer's output are sharded separately.
+    A `ReplicatedLinear` has the weight ``[out, in]``. B starts at zero. The two halves of a gated
+    layer's output are sharded separately.
     """
 
     def __init__(self, layer: Layer, config: LoraConfig, *, gated: bool) -> None:
@@ -60,7 +74,10 @@ class Adapter(torch.nn.Module):
         self.tp_group = layer.tp_group
         self.sequence_parallel = layer.sequence_parallel
         self.is_row = isinstance(layer, RowParallelLinear)
+        self.communicates = layer.communicates
         self.sides_cut = {"a": 1} if self.is_row else {"b": 0}
+        if isinstance(layer, ReplicatedLinear):
+            self.sides_cut = {}
         """The dimension along which matrix "a" or "b" is split; no entry for a whole matrix."""
         for name, parameter in self.named_parameters():
             if name in self.sides_cut:
@@ -74,9 +91,19 @@ class Adapter(torch.nn.Module):
         draws_apart = self.is_row and self.dropout and not self.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws_apart else nullcontext():
             dropped = F.dropout(x, self.dropout, self.training)
+        if not self.communicates:
+            a = self._whole("a")
+            return F.linear(F.linear(dropped, a) * self.scale, self._whole("b"))
         between = leave if self.is_row else enter
         low = between(F.linear(dropped, self.a), self.tp_group, self.sequence_parallel)
         return F.linear(low * self.scale, self.b)
+
+    def _whole(self, name: str) -> Tensor:
+        """Return matrix "a" or "b"; if only the other is split, the ranks sum its gradient."""
+        matrix: Tensor = getattr(self, name)
+        if not self.sides_cut or name in self.sides_cut:
+            return matrix
+        return copy_to_tensor_model_parallel_region(matrix, group=self.tp_group)  # type: ignore[no-any-return]
 
     def delta(self) -> Tensor:
         """Return ``scale * B A`` in float32, split like the layer's weight."""
@@ -103,7 +130,7 @@ class Adapter(torch.nn.Module):
 
 
 def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed: int) -> None:
-    """Freeze the model chunks of this rank and attach adapters to their target layers.
+    """Freeze the model chunks of this rank and attach adapters to target layers of their blocks.
 
     The initial A is kaiming-uniform, as in the authors' code, and the same on every layout.
 
@@ -116,7 +143,8 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
         chunk.requires_grad_(False)
         for name, layer in list(chunk.named_modules()):
             own_name = name.rpartition(".")[2]
-            if own_name in targets and isinstance(layer, Layer):
+            in_a_layer = _IN_A_LAYER.search(name)
+            if own_name in targets and in_a_layer and isinstance(layer, Layer):
                 gated = own_name == "linear_fc1" and layer.config.gated_linear_unit
                 layer.lora = Adapter(layer, config, gated=gated)
         matrices = [adapter.a for _, adapter in _adapted(chunk)]
@@ -133,8 +161,11 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
             embedding.register_forward_hook(_require_gradient)
 
 
-def _require_gradient(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_(True) if torch.is_grad_enabled() else output
+def _require_gradient(_module: Any, _inputs: Any, output: Any) -> None:
+    """Let the hidden states, an embedding's only or first output, need a gradient."""
+    if torch.is_grad_enabled():
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        hidden.requires_grad_(True)
 
 
 def _adapted(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:

@@ -9,8 +9,8 @@ memory: under sequence parallelism the gathered input is kept for the backward p
 gathers it again.
 
 Other networks have one stream, and run attention and MLP one after the other, so there is nothing
-to combine. Their layers, built by `column` and `row`, do communicate, and support LoRA adapters
-(`layers.lora`).
+to combine. Their layers, built by `column` and `row`, do communicate. All of them, and
+`Modulation`, take LoRA adapters (`layers.lora`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError
 from megatron_ext.layers.compiled import compiled
 from megatron_ext.layers.initialization import Initialize, Marked
-from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ext.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from megatron_ext.video.config.sizes import EPSILON
 from megatron_ext.video.model.chunk import Blueprint
 
@@ -52,19 +55,14 @@ def mark_replicated(module: torch.nn.Module, config: TransformerConfig) -> None:
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def _refuse_adapter(layer: Any) -> None:
-    if layer.lora is not None:
-        raise ConfigError(
-            "`--lora-rank` cannot be used with a network whose layers communicate in common; "
-            "train all of its weights."
-        )
-
-
 class ColumnPiece(ColumnParallelLinear):
     """A linear layer from ``[s, b, in]`` to a rank's ``[s, b, out / tp]``, without communication.
 
-    Weight and bias start as in torch.nn.Linear.
+    It returns (output without bias, bias); the caller must add the bias. Weight and bias start as
+    in torch.nn.Linear.
     """
+
+    communicates = False
 
     def __init__(self, plan: Blueprint, inputs: int, outputs: int, *, bias: bool = True) -> None:
         method = uniform(plan.config, 1 / math.sqrt(inputs))
@@ -76,11 +74,6 @@ class ColumnPiece(ColumnParallelLinear):
         if self.bias is not None and plan.config.perform_initialization:
             method(self.bias)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (output ``[s, b, out / tp]`` without bias, bias); the caller must add the bias."""
-        _refuse_adapter(self)
-        return super().forward(input_)
-
 
 class RowPiece(RowParallelLinear):
     """A linear layer from this rank's ``[s, b, in / tp]`` to a partial sum ``[s, b, out]``.
@@ -89,6 +82,8 @@ class RowPiece(RowParallelLinear):
     of them has a bias, and ``fan_in`` is the total number of their inputs. Weight and bias start as
     in a torch.nn.Linear with ``fan_in`` inputs.
     """
+
+    communicates = False
 
     def __init__(
         self,
@@ -104,18 +99,18 @@ class RowPiece(RowParallelLinear):
             inputs, outputs, config=plan.config, init_method=method, bias=bias,
             input_is_parallel=True, skip_bias_add=True, tp_group=plan.groups.tp,
         )  # fmt: skip
+        self.sequence_parallel = False
         if self.bias is not None and plan.config.perform_initialization:
             method(self.bias)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
         """Return (this rank's partial sum ``[s, b, out]``, bias), given ``[s, b, in / tp]``."""
-        _refuse_adapter(self)
         output = self._forward_impl(
             input=input_, weight=self.weight, bias=None,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
             allreduce_dgrad=False, sequence_parallel=False, tp_group=None, grad_output_buffer=None,
         )  # fmt: skip
-        return output, self.bias
+        return (output if self.lora is None else output + self.lora(input_)), self.bias
 
 
 def column(
@@ -189,7 +184,7 @@ class VectorEmbedder(torch.nn.Module):
         return self.linear_out(F.silu(self.linear_in(x)))  # type: ignore[no-any-return]
 
 
-class Modulation(torch.nn.Linear):
+class Modulation(ReplicatedLinear):
     """A layer ``Linear(SiLU(vec))`` that computes shifts, scales and gates from a vector.
 
     The output has ``num_parts`` parts of h features each, in the order shift, scale, gate, shift

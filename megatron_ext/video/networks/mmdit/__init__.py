@@ -16,4 +16,5 @@ NETWORK = VideoNetwork(
     stored_model=later(f"{_HERE}.rules:stored_model"),
     takes_pooled=True,
     takes_references=True,
+    takes_adapters=True,
 )
