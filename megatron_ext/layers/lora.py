@@ -145,7 +145,8 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
             own_name = name.rpartition(".")[2]
             in_a_layer = _IN_A_LAYER.search(name)
             if own_name in targets and in_a_layer and isinstance(layer, Layer):
-                gated = own_name == "linear_fc1" and layer.config.gated_linear_unit
+                config_of_layer: Any = getattr(layer, "config", None)
+                gated = own_name == "linear_fc1" and config_of_layer.gated_linear_unit
                 layer.lora = Adapter(layer, config, gated=gated)
         matrices = [adapter.a for _, adapter in _adapted(chunk)]
         if not matrices and any(_IN_A_LAYER.search(name) for name, _ in chunk.named_parameters()):
@@ -183,7 +184,7 @@ def merged_weight_of(chunks: Sequence[torch.nn.Module]) -> dict[int, Callable[[]
 
     def merge(layer: Layer, adapter: Adapter) -> Tensor:
         with torch.no_grad():
-            return (layer.weight.float() + adapter.delta()).to(layer.weight.dtype)  # type: ignore[no-any-return]
+            return (layer.weight.float() + adapter.delta()).to(layer.weight.dtype)
 
     return {
         id(layer.weight): partial(merge, layer, adapter)

@@ -1,5 +1,6 @@
 """Refusals of flow matching before any rank starts, and their sentences."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import pretrain_video
 from megatron_ext.text import task as text_task
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
+from megatron_ext.video.networks import mmdit
 from megatron_ext.video.task import VIDEO
 from tests.training_runs import TINY, errors_of, mock_data
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, TEXT, write_clips
@@ -190,7 +192,6 @@ def test_what_samples_clips_is_known_before_the_run(refused: Refused, tmp_path: 
 OUT = "leave it out."
 IGNORED_FLAGS = {
     **{f"--{flag}": SHAPE for flag in ("num-layers 3", "seq-length 64", "swiglu")},
-    "--lora-rank 4": f"only `--video-model video-dit or causal-video-dit` takes adapters; {OUT}",
     "--label-smoothing 0.1": f"its loss is that of its task; {OUT}",
     "--full-validation": f"evaluation always goes through the whole validation data; {OUT}",
     "--decoupled-lr 1e-3": f"there is no vocabulary whose embedding could have it; {OUT}",
@@ -217,6 +218,17 @@ WRONG = {
 def test_what_an_mmdit_would_ignore_is_refused(refused: Refused, clips: Path, words: str) -> None:
     (said,) = refused(clips, words).splitlines()
     assert said.startswith(f"error: {WRONG[words]}")
+
+
+def test_adapters_are_refused_by_a_network_that_takes_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No network here is such a one, but one of a user's own may be."""
+    bare = dataclasses.replace(mmdit.NETWORK, takes_adapters=False)
+    monkeypatch.setattr(mmdit, "NETWORK", bare)
+    (said,) = errors_of([*FLAGS, "--video-data-path", "x", "--lora-rank", "4"], VIDEO)
+    assert said.startswith(f"`--lora-rank` {IGNORED}only `--video-model ")
+    assert said.endswith(f" takes adapters; {OUT}")
 
 
 def test_no_other_shift_stands_beside_one_for_all_clips() -> None:

@@ -23,7 +23,13 @@ from megatron_ext.planning.stages import (
     recomputed,
     rms_norm,
 )
-from megatron_ext.planning.weights import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear, Weight
+from megatron_ext.planning.weights import (
+    FORWARD_AND_BACKWARD,
+    MULTIPLY_AND_ADD,
+    Linear,
+    Weight,
+    with_frozen,
+)
 from megatron_ext.video.config.joint import JointConfig, JointSizes
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.cost.clip import BlockBytes, Clip, ClipNetwork
@@ -111,7 +117,7 @@ class JointNetwork(ClipNetwork):
         if stage.head:
             weights += self._whole("final_layer.modulation", h, 2 * h)
             weights += self._whole("final_layer.linear", h, model.token_width)
-        return weights
+        return with_frozen(self.config.lora, weights)
 
     def _whole(self, name: str, inputs: int, outputs: int) -> list[Weight]:
         return Linear(name, outputs, inputs).weights(self.config.lora)
@@ -219,30 +225,60 @@ class JointNetwork(ClipNetwork):
         kept += width.cut((3 if joins else 2) * h) + width.cut(h) + rows * FP32
         return kept + width.exchanged(self.trades_heads)
 
+    @property
+    def _trains(self) -> bool:
+        """Return whether the model's own weights are trained, not only LoRA adapters."""
+        return self.config.lora.lora_rank is None
+
+    @property
+    def _moved(self) -> int:
+        """Return the bytes that a gate keeps for its own gradient, and a modulated norm for its.
+
+        Nothing is kept if shifts, scales and gates have no gradient: their weights are frozen, and
+        no earlier stage is sent the gradient of ``vec``.
+        """
+        targets = self.config.lora.lora_target_modules or []
+        has_gradient = self._trains or "modulation" in targets or self.sizes.pp > 1
+        return self.block_bytes.stream * has_gradient
+
+    def _adapters(self) -> int:
+        """Return the bytes of the products ``A x`` that a block's LoRA adapters keep.
+
+        Text and image have adapters of their own, but each token goes through one of them.
+        """
+        lora = self.config.lora
+        layers = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+        count = sum(name in layers for name in lora.lora_target_modules or [])
+        return self.block_bytes.rows * count * (lora.lora_rank or 0) * self.sizes.width
+
     def _double(self) -> LayerBytes:
         width = self.block_bytes
-        entering = 2 * width.stream + width.statistics + width.whole
         # What goes through the gate is kept for the gradient of the gate.
+        entering = width.stream + width.statistics + width.whole + 2 * self._moved
         attention = LayerBytes(
-            entering + self._attended(joins=True) + width.stream,
+            entering + self._attended(joins=True) + self._adapters(),
             width.stream + width.gradients(3 * width.h),
         )
         inner = self.mlp(self.model.mlp_size)
-        second = LayerBytes(entering + inner.kept + width.stream, width.stream + inner.transient)
+        second = LayerBytes(entering + inner.kept, width.stream + inner.transient)
         both = self._modulation(6)
         vectors = LayerBytes(2 * both.kept, both.transient)
         # Each layer has an input of its own; attention keeps its output as well.
         alone = 2 * width.whole + width.cut(self.model.mlp_size)
         block = in_order(vectors, attention, second)
+        if not self._trains:
+            return block
         return self.kept_in_8_bits(block, alone=alone, shared=width.cut(width.h))
 
     def _single_block(self) -> LayerBytes:
         width = self.block_bytes
         inner = self.mlp(self.model.mlp_size)
-        kept = 2 * width.stream + width.statistics + width.whole
-        kept += self._attended(joins=False) + inner.kept + width.stream
+        kept = width.stream + width.statistics + width.whole + 2 * self._moved
+        kept += self._attended(joins=False) + inner.kept + self._adapters()
         transient = max(width.gradients(3 * width.h), inner.transient + width.whole)
         both = in_order(self._modulation(3), LayerBytes(kept, width.stream + transient))
+        if not self._trains:
+            return both
         # Two layers keep their own copy of one input, which takes as much as the input did.
         alone = width.cut(self.model.mlp_size)
         return self.kept_in_8_bits(both, alone=alone, shared=width.cut(width.h))
@@ -262,7 +298,8 @@ class JointNetwork(ClipNetwork):
         m = self.model.mlp_size
         rows = MULTIPLY_AND_ADD * self.block_bytes.rows / self.sizes.tp
         linear = rows * (4 * h * h + 2 * h * m)
-        block = Flops(linear, scores=rows * 2 * self.tokens * h, weights=linear)
+        scores = rows * 2 * self.tokens * h
+        block = Flops(linear, scores=scores, weights=linear * self._trains)
         return self.in_8_bits(block)
 
     def flops(self, stage: Stage) -> Flops:
@@ -272,7 +309,7 @@ class JointNetwork(ClipNetwork):
         for number in stage.layers:
             parts = 12 if self._is_double(number) else 3
             vectors = MULTIPLY_AND_ADD * self.sizes.b * parts * h * h
-            total += self._block_flops() + Flops(vectors, weights=vectors)
+            total += self._block_flops() + Flops(vectors, weights=vectors * self._trains)
         return total + self._block_flops().recomputed(sum(self._recomputed(stage)))
 
     def sample_flops(self) -> float:

@@ -68,6 +68,9 @@ LAYOUTS = {
     "mmdit cp2": f"{NO_RECOMPUTATION} {CP2}",
     "mmdit t2v bf16 dp2": f"{NO_RECOMPUTATION} --bf16 --use-distributed-optimizer "
     "--nproc-per-node 2 --i2v-head-weight 0 --i2v-tail-weight 0 --i2v-loop-weight 0",
+    "mmdit adapters": f"{NO_RECOMPUTATION} --lora-rank 4",
+    "mmdit adapters tp2 sp": f"{NO_RECOMPUTATION} --lora-rank 4 {TP2}",
+    "mmdit adapters pp2": f"--lora-rank 4 {PP2}",
     "mmdit fp8": f"{NO_RECOMPUTATION} {FP8}",
     "dit": DIT,
     "dit fp8": f"{DIT} {FP8}",

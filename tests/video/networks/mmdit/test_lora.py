@@ -11,7 +11,7 @@ from megatron_ext.config.optimizer import TARGETS, LoraConfig
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.lora import attach_adapters
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions
+from megatron_ext.video.model.joint_blocks import JointOptions
 from tests.ranks import on_ranks, run_on_ranks
 from tests.video.networks.harness import (
     SEED,
@@ -26,7 +26,7 @@ from tests.video.networks.harness import (
 from tests.video.networks.mmdit.problem import Problem
 
 LORA = LoraConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=[*TARGETS, "modulation"])
-RECOMPUTED = MMDiTOptions(recompute_double_blocks=9, recompute_single_blocks=9)
+RECOMPUTED = JointOptions(recompute_double_blocks=9, recompute_single_blocks=9)
 SP: dict[str, Any] = {"sequence_parallel": True}
 CASES: dict[str, tuple[dict[str, int], Problem]] = {
     "one, recomputed": ({}, Problem(options=RECOMPUTED)),
