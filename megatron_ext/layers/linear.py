@@ -242,7 +242,7 @@ class ReplicatedLinear(torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the output, with the adapter's added."""
         output = super().forward(input)
-        return output if self.lora is None else output + self.lora(input)  # type: ignore[no-any-return]
+        return output if self.lora is None else output + self.lora(input)
 
 
 class BiasedColumnParallelLinear(ColumnParallelLinear):
