@@ -42,9 +42,15 @@ def build_chunks(
     several = parallel.pipeline_model_parallel_size > 1
     tied_stages = several and not config.model.untie_embeddings_and_output_weights
     by_name = not config.model.use_cpu_initialization
+    keep = None
+    # While they are built, two stages sum an output layer that is tied to the embedding.
+    if by_name and config.optimizer.shards_weights and not tied_stages:
+        from megatron_ext.layers.weight_shards import shard_at_start
+
+        keep = partial(shard_at_start, groups=context.pgs)
     random_state = torch.get_rng_state()
     if by_name:
-        mark_methods(transformer_config)
+        mark_methods(transformer_config, keeps_memory=keep is None)
     chunks = []
     for index in range(placement.num_chunks):
         position = placement.stage_of(context.pp_rank, index)
@@ -54,10 +60,11 @@ def build_chunks(
             post_process=position == placement.num_stages - 1, vp_stage=stage,
         )  # fmt: skip
         check_chunk(chunk, tied_stages=tied_stages)
+        mark_experts(chunk, context.pgs)
         chunk.vp_stage = stage
         chunks.append(chunk)
     if by_name:
-        initialize_by_name(chunks, transformer_config, config.training.seed, vocab_size)
+        initialize_by_name(chunks, transformer_config, config.training.seed, vocab_size, keep)
         unmark_methods(transformer_config)
         # A rank's later random draws must not depend on the modules that it has built.
         torch.set_rng_state(random_state)
@@ -97,7 +104,6 @@ def build_chunks(
             transformer_config.kept_tokens.follow(chunk)
             drop_unread_outputs(chunk, TransformerLayer)
     for chunk in chunks:
-        mark_experts(chunk, context.pgs)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunks

@@ -14,7 +14,7 @@ its bucket is still incomplete after the pass, and is reduced then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -127,7 +127,8 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
     def __init__(self, *, bucket_size: int | None, overlap: bool, **arguments: Any) -> None:
         self._bucket_size = bucket_size
         self._overlap = overlap
-        super().__init__(**arguments)
+        with self._building():
+            super().__init__(**arguments)
         self._arrange()
         order = _places(self.module, self.params_with_grad)
         buckets = [
@@ -141,6 +142,10 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         self._last: GradientBucket | None = None
         self._shows_whole = True
         self._show(whole=False)
+
+    def _building(self) -> AbstractContextManager[object]:
+        """Return the context in which megatron-core's constructor runs; a subclass may choose."""
+        return nullcontext()
 
     def _arrange(self) -> None:
         """Change megatron-core's buckets before gradients are sharded; a subclass may do so."""

@@ -12,7 +12,7 @@ import copy
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,29 +66,41 @@ def shards_of(
             gradient; None skips the parameter.
         buffers: whether to also yield buffers that are saved, such as the bias of experts.
     """
+    for parameter, entry in _entries(chunk, buffers=buffers):
+        tensor = tensor_of(parameter)
+        if tensor is not None:
+            yield from _parts(entry, tensor)
+
+
+def _entries(chunk: Any, *, buffers: bool = False) -> Iterator[tuple[Any, Any]]:
+    """Yield each parameter of a chunk with its entry in ``sharded_state_dict``."""
     by_place = {_place(parameter): parameter for parameter in chunk.parameters()}
     if buffers:
         by_place |= {_place(buffer): buffer for buffer in chunk.buffers()}
-    state: dict[str, Any] = {}
     kinds = mapping.ShardedTensor, mapping.ShardedTensorFactory
-    for key, entry in chunk.sharded_state_dict(metadata=_METADATA).items():
+    for entry in chunk.sharded_state_dict(metadata=_METADATA).values():
         if isinstance(entry, kinds) and entry.data is not None:
             parameter = by_place.get(_place(entry.data))
-            tensor = None if parameter is None else tensor_of(parameter)
-            if tensor is not None:
-                entry.data = tensor.view(entry.data.shape)
-                state[key] = entry
+            if parameter is not None:
+                yield parameter, entry
+                entry.data = None  # the memory of values that have moved elsewhere is free
+
+
+def _parts(entry: Any, tensor: Tensor) -> Iterator[Shard]:
+    """Yield the shards of one entry of ``sharded_state_dict``, with ``tensor`` as its data."""
+    entry.data = tensor.view(entry.data.shape)
+    state: dict[str, Any] = {entry.key: entry}
     mapping.apply_factories(state)
-    for entry in nested_values(state):
-        layers = entry.prepend_axis_num
-        indices = "".join(f"[{index}]" for index in entry.global_offset[:layers])
+    for part in nested_values(state):
+        layers = part.prepend_axis_num
+        indices = "".join(f"[{index}]" for index in part.global_offset[:layers])
         yield Shard(
-            name=entry.key + indices,
-            full_shape=tuple(entry.global_shape[layers:]),
-            offset=tuple(entry.global_offset[layers:]),
-            tensor=entry.data,
-            is_main=mapping.is_main_replica(entry.replica_id),
-            is_vocabulary=entry.allow_shape_mismatch,
+            name=part.key + indices,
+            full_shape=tuple(part.global_shape[layers:]),
+            offset=tuple(part.global_offset[layers:]),
+            tensor=part.data,
+            is_main=mapping.is_main_replica(part.replica_id),
+            is_vocabulary=part.allow_shape_mismatch,
         )
 
 
@@ -121,13 +133,26 @@ class Marks:
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 
     @torch.no_grad()
-    def add(self, parameter: Tensor, method: Initialize) -> None:
-        """Register a parameter and fill it with NaN, which shows if it never gets a value."""
+    def add(self, parameter: Tensor, method: Initialize, *, keeps_memory: bool = True) -> None:
+        """Register a parameter and fill it with NaN, which shows if it never gets a value.
+
+        Without ``keeps_memory``, the parameter has no memory until `allocate`.
+        """
+        if not keeps_memory and not is_float8tensor(parameter):
+            # One number takes the place of all.
+            parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
         # Keep two references, so that no other parameter can reuse this memory, even after a move.
         self._waiting[_memory(parameter)] = parameter, method
         if not is_float8tensor(parameter):
             self._held.append(parameter.untyped_storage())
         parameter.fill_(math.nan)
+
+    def allocate(self, parameter: Tensor) -> None:
+        """Give a registered parameter memory for its values, unless it has kept its own."""
+        if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
+            parameter.data = torch.empty(
+                parameter.shape, dtype=parameter.dtype, device=parameter.device
+            )
 
     def method_of(self, tensor: Tensor) -> Initialize | None:
         """Return the method registered for a tensor, or for the parameter of which it is a part.
@@ -142,17 +167,21 @@ class Marks:
 
 
 class Marked:
-    """Wraps an initialization method: parameters are registered in `Marks`, and filled later."""
+    """Wraps an initialization method: parameters are registered in `Marks`, and filled later.
 
-    def __init__(self, method: Initialize, marks: Marks) -> None:
+    ``keeps_memory`` is an argument of `Marks.add`.
+    """
+
+    def __init__(self, method: Initialize, marks: Marks, *, keeps_memory: bool = True) -> None:
         self.method = method
         self.marks = marks
+        self._keeps_memory = keeps_memory
 
     def __call__(self, tensor: Tensor) -> Any:
         """Register a parameter to be filled later; fill any other tensor at once."""
         if not isinstance(tensor, torch.nn.Parameter):
             return self.method(tensor)
-        self.marks.add(tensor, self.method)
+        self.marks.add(tensor, self.method, keeps_memory=self._keeps_memory)
         return tensor
 
     def __deepcopy__(self, _memo: Any) -> Marked:
@@ -160,14 +189,19 @@ class Marked:
         return self
 
 
-def mark_methods(transformer_config: Any) -> None:
-    """Wrap a TransformerConfig's initialization methods in `Marked`, unless they already are."""
+def mark_methods(transformer_config: Any, *, keeps_memory: bool = True) -> None:
+    """Wrap a TransformerConfig's initialization methods in `Marked`, unless they already are.
+
+    Without ``keeps_memory``, a parameter has no memory until it gets its values, unless it is an
+    embedding: two pipeline stages may sum theirs while they are built.
+    """
     methods = {name: getattr(transformer_config, name) for name in METHODS}
     shared = [method.marks for method in methods.values() if isinstance(method, Marked)]
     marks = shared[0] if shared else Marks()
     for name, method in methods.items():
         if not isinstance(method, Marked):
-            setattr(transformer_config, name, Marked(method, marks))
+            keeps = keeps_memory or name == "embedding_init_method"
+            setattr(transformer_config, name, Marked(method, marks, keeps_memory=keeps))
 
 
 def unmark_methods(transformer_config: Any) -> None:
@@ -184,6 +218,7 @@ def initialize_by_name(
     transformer_config: Any,
     seed: int,
     vocab_size: int | None = None,
+    keep: Callable[[torch.nn.Parameter], None] | None = None,
 ) -> None:
     """Fill this rank's parameters with values that depend only on their names and the seed.
 
@@ -196,6 +231,8 @@ def initialize_by_name(
         transformer_config: the configuration that built the chunks, after `mark_methods`.
         vocab_size: size of the vocabulary before padding, so that its weights do not depend on the
             padding; None means that there is no padding.
+        keep: function that is called with each registered parameter as soon as it has its values;
+            it may move them elsewhere.
 
     Raises:
         ConfigError: a chunk's ``sharded_state_dict`` does not name a registered parameter.
@@ -210,8 +247,25 @@ def initialize_by_name(
                 return staged[id(parameter)][1]
             return None if is_float8tensor(parameter) else parameter
 
-        shards = list(shards_of(chunk, unquantized))
-        _fill_marked(chunk, shards, transformer_config, seed, vocab_size)
+        marked = {id(p) for p in chunk.parameters() if marks.method_of(p) is not None}
+        filled = set[int]()
+        others: list[Shard] = []
+        for parameter, entry in _entries(chunk):
+            values = unquantized(parameter)
+            if values is None:
+                continue
+            method = marks.method_of(values)
+            if method is None:
+                others += _parts(entry, values)
+                continue
+            if getattr(parameter, "shared_embedding", False):
+                # A copy of the embedding on another stage gets the values of the embedding.
+                method = transformer_config.embedding_init_method.method
+            marks.allocate(values)
+            _draw_parts(_parts(entry, values), method, seed, vocab_size)
+            filled.add(id(parameter))
+            if keep is not None:
+                keep(parameter)
         for parameter, values in staged.values():
             parameter.copy_(values)
             if hasattr(parameter, "get_high_precision_init_val"):
@@ -220,13 +274,13 @@ def initialize_by_name(
         # Without initialization, a weight is whatever its memory contained, which may include NaN.
         for name, parameter in chunk.named_parameters():
             checked = transformer_config.perform_initialization and parameter.is_floating_point()
-            if checked and parameter.flatten()[:1].isnan().any():
+            if checked and id(parameter) not in filled and parameter.flatten()[:1].isnan().any():
                 raise ConfigError(
                     f"the weight `{name}` has no initial values: `sharded_state_dict()` of its "
                     "module must name it, so that its values can be drawn and saved; or use "
                     "`--use-cpu-initialization`."
                 )
-        _redraw_plain_modules(chunk, shards, marks, seed)
+        _redraw_plain_modules(chunk, others, marked, seed)
     marks.clear()
 
 
@@ -273,22 +327,12 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _fill_marked(
-    chunk: torch.nn.Module,
-    shards: Sequence[Shard],
-    transformer_config: Any,
-    seed: int,
-    vocab_size: int | None,
+def _draw_parts(
+    shards: Iterable[Shard], method: Initialize, seed: int, vocab_size: int | None
 ) -> None:
-    # A copy of the embedding on another stage gets the values of the embedding.
-    copies = {_memory(p) for p in chunk.parameters() if getattr(p, "shared_embedding", False)}
+    """Fill the shards of a parameter, drawing each full tensor once."""
     drawn: tuple[str, Tensor] | None = None
     for shard in shards:
-        method = transformer_config.init_method.marks.method_of(shard.tensor)
-        if method is None:
-            continue
-        if _memory(shard.tensor) in copies:
-            method = transformer_config.embedding_init_method.method
         if drawn is None or drawn[0] != shard.name:
             drawn = None
             drawn = shard.name, _draw(shard, method, seed, vocab_size)
@@ -318,11 +362,11 @@ def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -
 
 
 def _redraw_plain_modules(
-    chunk: torch.nn.Module, shards: Sequence[Shard], marks: Marks, seed: int
+    chunk: torch.nn.Module, shards: Sequence[Shard], marked: Container[int], seed: int
 ) -> None:
     """Draw the parameters of modules with ``reset_parameters`` again, seeded by their names.
 
-    Modules whose parameters are sharded, registered in ``marks`` or constant are left out.
+    Modules whose parameters are sharded, constant, or ``marked`` (by their ids) are left out.
     """
     whole = [shard for shard in shards if shard.full_shape == shard.tensor.shape]
     names = {shard.tensor.data_ptr(): shard.name for shard in whole}
@@ -331,12 +375,12 @@ def _redraw_plain_modules(
         if not own or not _can_reset(module):
             continue
         name = None if is_float8tensor(own[0]) else names.get(own[0].data_ptr())
-        marked = any(marks.method_of(parameter) is not None for parameter in own)
+        waited = any(id(parameter) in marked for parameter in own)
         # A reset would draw each rank's part of a sharded parameter separately.
         cut = any(getattr(parameter, "tensor_model_parallel", False) for parameter in own)
         # The ones of a norm are not random, and stay.
         varies = any(bool((parameter != parameter.flatten()[:1]).any()) for parameter in own)
-        if name is not None and varies and not (marked or cut):
+        if name is not None and varies and not (waited or cut):
             _redraw(module, name, seed)
 
 

@@ -21,16 +21,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import partition_buckets
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext.layers.gradient_shards import ShardedGradients
@@ -52,6 +54,74 @@ class WeightShard(NamedTuple):
     group: ProcessGroup
 
 
+class FirstShard(NamedTuple):
+    """This rank's elements of a parameter before `WeightBucket` gives it a place in a layer.
+
+    Attributes:
+        values: the elements, padded so that all ranks have as many.
+        group: ranks that hold the other elements.
+    """
+
+    values: Tensor
+    group: ProcessGroup
+
+
+def _group_of(parameter: Tensor, groups: ProcessGroupCollection) -> ProcessGroup:
+    """Return the ranks that have copies of a parameter."""
+    is_expert = not getattr(parameter, "allreduce", True)
+    group: ProcessGroup = groups.expt_dp if is_expert else groups.dp_cp
+    return group
+
+
+@torch.no_grad()
+def shard_at_start(parameter: Any, groups: ProcessGroupCollection) -> None:
+    """Shard a parameter that has just got its values, so that no rank ever holds a whole model.
+
+    The values must be equal on all ranks of the group. The parameter becomes NaN, and its attribute
+    ``first_shard`` has the values. A parameter without copies on other ranks stays whole in it.
+    """
+    group = _group_of(parameter, groups)
+    flat = parameter.data.reshape(-1)
+    ranks = group.size()
+    values = flat
+    if ranks > 1:
+        length = -(-len(flat) // ranks)
+        own = flat[group.rank() * length :][:length]
+        values = flat.new_zeros(length)
+        values[: len(own)] = own
+    parameter.first_shard = FirstShard(values, group)
+    parameter.data = flat.new_full((), math.nan).expand(parameter.shape)
+
+
+def _whole_values(parameters: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the values of parameters, flattened, from their first shards; then drop these."""
+    shards = [parameter.first_shard for parameter in parameters]
+    group = shards[0].group
+    own = torch.cat([shard.values for shard in shards])
+    every = own.new_empty(group.size(), len(own))
+    torch.distributed.all_gather_into_tensor(every.view(-1), own, group=group)
+    parts = torch.split(every, [len(shard.values) for shard in shards], dim=1)
+    for parameter, part in zip(parameters, parts, strict=True):
+        yield part.reshape(-1)[: parameter.numel()]
+        del parameter.first_shard
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """Inside, ``torch.zeros`` takes no memory, and what is copied into such a tensor is dropped.
+
+    megatron-core would fill a buffer with all weights, and allocate one for all gradients.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        # On machines without a GPU, ``torch.zeros`` is not the function that comes here.
+        if func.__name__ == "zeros":
+            return func((), **options).expand(*args)
+        if func is Tensor.copy_ and args[0].dim() and not any(args[0].stride()):
+            return args[0]
+        return func(*args, **options)
+
+
 class WeightBucket:
     """The weights of a layer that are of one dtype and sharded over one group, n elements in all.
 
@@ -65,8 +135,7 @@ class WeightBucket:
         self.params: list[Any] = bucket.params_list
         self.group: ProcessGroup = buffer.data_parallel_group
         self.own = own
-        self.whole: Tensor = bucket.param_data.clone()
-        own.copy_(self._part)
+        self.whole = own.new_zeros(bucket.param_data.shape)
         self._num_bytes = self.whole.untyped_storage().nbytes()
         self._gather: Any = None
         self._views: list[Tensor] = []
@@ -77,6 +146,9 @@ class WeightBucket:
             self._views.append(self.whole[start:end].view(parameter.shape))
             low, high = (min(max(x - first, 0), len(own)) for x in (start, end))
             parameter.weight_shard = WeightShard(own[low:high], max(0, first - start), self.group)
+        for view, values in zip(self._views, _whole_values(self.params), strict=True):
+            view.copy_(values.view(view.shape))
+        own.copy_(self._part)
         self.free()
 
     @property
@@ -220,7 +292,15 @@ class ShardedWeights(ShardedGradients):
     """
 
     def __init__(self, *, equalize: bool, **arguments: Any) -> None:
-        self._equalizes = equalize
+        for parameter in arguments["module"].parameters():
+            if hasattr(parameter, "first_shard"):
+                continue
+            groups = arguments["pg_collection"]
+            if equalize:
+                group = _group_of(parameter, groups)
+                torch.distributed.broadcast(parameter.data, group=group, group_src=0)
+            if parameter.requires_grad:
+                shard_at_start(parameter, groups)
         self._passes: deque[_Pass] = deque()
         self._forward: _Pass | None = None
         self._backward: _Pass | None = None
@@ -228,10 +308,11 @@ class ShardedWeights(ShardedGradients):
         self._bypassed = False
         super().__init__(**arguments)
 
+    def _building(self) -> AbstractContextManager[object]:
+        return _WithoutMemory()
+
     def _arrange(self) -> None:
         """Join the buckets of each layer, one for each parameter, and shard their weights."""
-        if self._equalizes:
-            self.broadcast_params()
         modules = dict(_units(self.module))
         self._unit_of: dict[Parameter, Unit] = {}
         for module in modules:
@@ -248,9 +329,11 @@ class ShardedWeights(ShardedGradients):
             for group in groups:
                 self.param_to_bucket_group |= dict.fromkeys(group.params, group)
             for buffer in buffers:
-                if buffer.data_parallel_group.size() > 1:
-                    for bucket in _sharded(buffer):
-                        self._unit_of[bucket.params[0]].buckets.append(bucket)
+                if buffer.data_parallel_group.size() == 1:
+                    _allocate(buffer)
+                    continue
+                for bucket in _sharded(buffer):
+                    self._unit_of[bucket.params[0]].buckets.append(bucket)
         self.units = [unit for unit in dict.fromkeys(self._unit_of.values()) if unit.buckets]
         for module in self.module.modules():
             if module in modules or isinstance(module, OutputLayer):
@@ -455,6 +538,18 @@ def _join(buffer: Any, unit_of: Mapping[Parameter, Unit]) -> None:
     buffer.buckets = joined
     buffer.bucket_indices = spans
     buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in joined)
+
+
+def _allocate(buffer: Any) -> None:
+    """Give a buffer memory for weights that have no copies on other ranks, and fill it."""
+    buffer.param_data = buffer.param_data.new_zeros(buffer.numel)
+    for bucket, (low, high) in zip(buffer.buckets, buffer.bucket_indices, strict=True):
+        bucket.param_data = buffer.param_data[low:high]
+    for parameter, (start, end, _) in buffer.param_index_map.items():
+        whole = buffer.param_data[start:end].view(parameter.shape)
+        whole.copy_(parameter.first_shard.values.view(whole.shape))
+        parameter.data = whole
+        del parameter.first_shard
 
 
 def _sharded(buffer: Any) -> Iterator[WeightBucket]:

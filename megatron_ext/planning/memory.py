@@ -53,7 +53,7 @@ class RankMemory:
     def total(self) -> int:
         """Return the rank's peak memory in bytes: its state, 8-bit weights and activations.
 
-        With sharded weights, set-up may take more than that.
+        The whole weights before they are sharded may take more than a step.
         """
         step = self.state.total + self.fp8_weights + self.activations + self.transient
         return max(step, self.state.setup)
@@ -122,7 +122,9 @@ def stored(network: Network) -> Iterator[RankMemory]:
         # The first rank's gradients are reduced in buckets of another size.
         key = rank == 0, *kinds
         if key not in network.states:
-            network.states[key] = rank_state(network.config, network.sizes, rank, weights)
+            network.states[key] = rank_state(
+                network.config, network.sizes, rank, weights, starts_whole=network.starts_whole
+            )
         fp8_weights = sum(eight[kind] for kind in kinds)
         state = network.states[key]
         yield RankMemory(rank, tuple(mine), weights, state, 0, 0, 0, fp8_weights)

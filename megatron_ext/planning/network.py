@@ -174,6 +174,18 @@ class Network(ABC):
         return 1, 1
 
     @property
+    def starts_whole(self) -> bool:
+        """Return whether all weights of a rank are drawn before they are sharded.
+
+        Otherwise each is sharded as soon as it is drawn.
+        """
+        model = self.config.model
+        tied = not model.untie_embeddings_and_output_weights
+        several = self.config.parallel.pipeline_model_parallel_size > 1
+        by_name = model.perform_initialization and not model.use_cpu_initialization
+        return not by_name or (tied and several)
+
+    @property
     def num_microbatches(self) -> int:
         """Return the number of micro-batches of a rank in a step."""
         return self.schedule.num_microbatches

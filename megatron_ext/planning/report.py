@@ -258,7 +258,7 @@ def memory_sheet(network: Network, ranks: list[RankMemory]) -> Sheet:
         "that only the running pass needs"
     )
     if any(rank.state.setup for rank in ranks):
-        caption += "; set-up: whole weights, and a chunk's buffers, before they are sharded"
+        caption += "; set-up: whole weights, before they are sharded"
     if (saving := _saving(network)) is not None:
         caption += f"\n{saving}"
     return Sheet("memory", "memory of a rank", columns, rows, caption, merges=True)

@@ -42,8 +42,8 @@ class State(Summed):
         host: bytes in host memory, which no number above counts: optimizer state, averages, and the
             buffers through which an update copies gradients and weights.
         host_optimizer: bytes of the optimizer state among them.
-        setup: bytes during set-up if weights are sharded, else 0. The weights of all chunks are
-            there, and each chunk in turn has a buffer of its weights and one of its gradients.
+        setup: bytes of the weights before they are sharded, if all of them are there at a time;
+            else 0.
     """
 
     count: int = 0
@@ -135,6 +135,7 @@ def rank_state(
     *,
     replica: int = 0,
     expert_replica: int = 0,
+    starts_whole: bool = False,
 ) -> State:
     """Return the memory that a rank keeps between steps for all its model chunks.
 
@@ -143,6 +144,7 @@ def rank_state(
         chunks: weights of each chunk.
         replica: index of the rank among the replicas of its dense parameters.
         expert_replica: index of the rank among the replicas of its experts.
+        starts_whole: whether sharded weights are drawn for the whole model before they are sharded.
     """
     optimizer = config.optimizer
     shards = config.optimizer.shards_gradients
@@ -151,7 +153,7 @@ def rank_state(
     total = State(count=frozen, parameters=frozen * ranks.width, frozen=frozen * ranks.width)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     width = FP32 if in_fp32 else ranks.width
-    size, filled, gathered, buffered = None, 0, 0, 0
+    size, filled, gathered = None, 0, 0
     pieces: dict[bool, list[int]] = {False: [], True: []}
     if rank == 0 or shards:
         numel = sum(weight.numel for chunk in trained for weight in chunk)
@@ -159,7 +161,6 @@ def rank_state(
     for chunk in trained:
         filling = 0
         layers: dict[str, int] = {}
-        before = total.gathered + total.reduced
         # Core uses a separate buffer for each dtype of parameters, and for experts.
         buffers: dict[tuple[bool, bool], list[Weight]] = {}
         for weight in chunk:
@@ -199,7 +200,6 @@ def rank_state(
                 least = 1 if optimizer.shards_weights else _filled_by_a_layer(laid, weights)
                 filling += width * _filled(laid, least + optimizer.overlap_grad_reduce)
         filled = max(filled, filling)
-        buffered = max(buffered, total.gathered + total.reduced - before)
         if layers:
             names = dict.fromkeys(unit_of(weight.name) for weight in chunk)
             gathered = max(gathered, _at_once([(name, layers.get(name, 0)) for name in names]))
@@ -210,7 +210,7 @@ def rank_state(
             total += _moved(config, ranks, weights_of_part)
     if config.parallel.overlap_moe_expert_parallel_comm:
         gathered *= 2  # a forward and a backward pass at a time
-    setup = total.count * ranks.width + buffered if optimizer.shards_weights else 0
+    setup = total.count * ranks.width if optimizer.shards_weights and starts_whole else 0
     return total + State(gradients=filled, parameters=gathered, setup=setup)
 
 

@@ -27,10 +27,10 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from tests.ranks import on_ranks, ranks
 from tests.runs_from_inside import train_step
-from tests.training_runs import TINY, prepared
+from tests.training_runs import SAME_WEIGHTS, prepared
 
 FLAGS = [
-    *TINY,
+    *SAME_WEIGHTS,
     *"--train-iters 4 --eod-mask-loss --global-batch-size 8 --micro-batch-size 1".split(),
     *"--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --seq-length 32 --mock-data".split(),
     *"--tokenizer-type NullTokenizer --vocab-size 255 --max-position-embeddings 32".split(),

@@ -4,6 +4,7 @@ Gradients are summed in the same order in both, so that weights agree to the bit
 are clipped: the sums of their squares are those of other shares.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,16 +13,21 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron_ext.layers.chunks import own_elements
+from megatron_ext.layers.chunks import build_chunks, own_elements, wrap_chunks
+from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_shards import WeightBucket, whole_weights
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.memory import memory
 from megatron_ext.text.cost.network import GptNetwork
+from megatron_ext.text.task import GPT
 from megatron_ext.train.run import Run
-from tests.layers.test_gradient_shards import INTERLEAVED, TIED, _run
+from tests.layers.test_gradient_shards import FLAGS, INTERLEAVED, TIED, _run
 from tests.ranks import on_ranks, ranks
 from tests.runs_from_inside import train_step
+from tests.training_runs import prepared
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
 EXPERTS = "--num-experts 4 --moe-router-load-balancing-type none"
@@ -112,6 +118,39 @@ def test_weights_are_those_of_whole_weights(context: ParallelContext) -> None:
             assert torch.equal(weight, other) and other.shape == shapes[name]
 
 
+class _Live(TorchDispatchMode):
+    """The most bytes of memory that operations within it have made and that live at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                self._made[storage._cdata] = weakref.ref(storage)
+        alive = (storage() for storage in self._made.values())
+        self.peak = max(self.peak, sum(x.nbytes() for x in alive if x is not None))
+        return out
+
+
+@ranks(dp=4)
+def test_no_rank_holds_a_whole_model_while_it_is_built(context: ParallelContext) -> None:
+    """Two shards, and the layer that is given its place; without shards, the model and its sums."""
+    words = "--num-layers 8 --use-distributed-optimizer --data-parallel-sharding-strategy"
+    flags = [*FLAGS, *words.split(), "optim_grads_params"]
+    _, config, _ = prepared(flags, GPT, ranks=4)
+    with _Live() as live:
+        transformer_config = build_transformer_config(config)
+        bare = build_chunks(GPT.model_chunk, config, transformer_config, context, 64)
+        whole = sum(4 * parameter.numel() for parameter in bare[0].parameters())
+        wrap_chunks(bare, config, transformer_config, context, torch.device("cpu"))
+    assert live.peak < 0.9 * whole, live.peak / whole
+
+
 LAYOUTS = {
     "tp2 dp2": ({"tp": 2, "dp": 2}, "--tensor-model-parallel-size 2 --sequence-parallel "
                 "--qk-layernorm --bf16", 0.0),
@@ -123,7 +162,8 @@ LAYOUTS = {
     "dp2 ep2, pairs": ({"dp": 2, "ep": 2}, f"--expert-model-parallel-size 2 {EXPERTS} --bf16 "
                        "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm",
                        1e-6),
-    "dp2 cp2": ({"dp": 2, "cp": 2}, "--context-parallel-size 2 --clip-grad 0.01", 1e-6),
+    "dp2 cp2": ({"dp": 2, "cp": 2}, "--context-parallel-size 2 --clip-grad 0.01 "
+                "--use-cpu-initialization", 1e-6),
     "dp2 MTP": ({"dp": 2}, f"--mtp-num-layers 2 {TIED} --cross-entropy-impl eager", 1e-6),
     "dp2 latent attention, Muon": (
         {"dp": 2},

@@ -131,6 +131,11 @@ class ClipNetwork(Network):
         """Return the FLOPs of one clip, forward and backward, without recomputation."""
 
     @property
+    def starts_whole(self) -> bool:
+        """Return True: torch's own layers draw their weights as they are built."""
+        return True
+
+    @property
     def tokens(self) -> int:
         """Return the number of text and image tokens of a clip."""
         return self.clip.num_text + self.clip.num_image
