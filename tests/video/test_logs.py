@@ -19,10 +19,11 @@ from megatron_ext.video.data.conditions import Text, draw_modes
 from megatron_ext.video.data.randomness import draw_noise, draw_uniforms
 from megatron_ext.video.data.setup import EVALUATION_SEED, manifest_of, null_text_of
 from megatron_ext.video.loss import QUARTERS
-from megatron_ext.video.sampling.flow import sample
+from megatron_ext.video.sampling.solvers import Schedule
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 from megatron_ext.video.task import FLOW
 from tests.video import clips as tiny
+from tests.video.sampling.problem import sampled
 
 CONDITIONS = ConditionConfig(
     i2v_head_weight=1, i2v_tail_weight=0, i2v_loop_weight=0, v2v_head_weight=8, v2v_frames=3
@@ -169,9 +170,9 @@ class SampleAtEnd(Callback):
         text = Text(one.text[None], one.pooled[None])
         noise = draw_noise(SEED, [0], SHAPE, "sampling noise")
         scales = SampleConfig(sample_steps=20, sample_text_scale=1.0, sample_image_scale=1.0)
-        options = {"patch_size": 2, "flow": config.section(FlowConfig), "sampling": scales}
-        sampled = sample(velocity.of_shape(SHAPE[1:]), text, null, noise, **options)
-        torch.save(sampled[0], Path(config.checkpoint.save) / "sampled.pt")
+        schedule = Schedule(config.section(FlowConfig), scales)
+        clip = sampled(velocity.of_shape(SHAPE[1:]), text, null, noise, schedule=schedule)
+        torch.save(clip[0], Path(config.checkpoint.save) / "sampled.pt")
 
 
 def test_a_fixed_clip_is_learned_and_sampled(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatron_ext.train.main import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import TextEncoderConfig
 from megatron_ext.video.data.text_encoders import build_text_encoder
+from megatron_ext.video.sampling.flow import References
 from megatron_ext.video.sampling.samples import velocity_of
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.task import FLOW, VIDEO
@@ -62,9 +63,10 @@ def of_text(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def predicted(run: Run) -> Tensor:
     made = torch.Generator().manual_seed(1)
-    sizes = ((2, 12, 16), (2, 8, 32), (2, 16), (2, 12, 20))
-    x, text, pooled, cond = (torch.randn(size, generator=made) for size in sizes)
-    return velocity_of(run).of_shape((3, 4, 4))(x, torch.tensor([0.2, 0.7]), text, pooled, cond)
+    sizes = ((2, 12, 16), (2, 8, 32), (2, 16), (2, 4, 3, 4, 4))
+    x, text, pooled, latents = (torch.randn(size, generator=made) for size in sizes)
+    given = References(latents, torch.tensor([[True, False, False], [True, False, True]]))
+    return velocity_of(run).of_shape((3, 4, 4))(x, torch.tensor([0.2, 0.7]), text, pooled, given)
 
 
 def test_a_checkpoint_without_references_gives_the_same_output_with_any(

@@ -15,6 +15,7 @@ from megatron_ext.video.config.run import FlowConfig
 from megatron_ext.video.data.randomness import draw_noise, draw_normals, draw_uniforms
 from megatron_ext.video.model.tokens import pack, unpack
 from megatron_ext.video.networks.wan.config import SIZES
+from megatron_ext.video.sampling.flow import References
 from megatron_ext.video.sampling.samples import velocity_of
 from megatron_ext.video.task import VIDEO
 from tests.video import clips
@@ -39,6 +40,7 @@ KINDS["alone"] = (
     "--video-model causal-video-dit --frame-block 2 --window-frames 3 --sink-frames 1 "
     "--independent-first-frame --independent-block-timesteps"
 )
+NO_REFERENCES = References.none(torch.zeros(2, CHANNELS, FRAMES, SIDE, SIDE))
 BLOCKS = {"independent": [0, 1, 2], "alone": [0, 1, 1]}
 train = partial(clips.train, flags=FLAGS, task=VIDEO)
 
@@ -58,7 +60,8 @@ def check_run(run: Run, truth: Truth, tolerance: float) -> None:
     chunks = [chunk.module for chunk in run.chunks]
     check_weights(chunks, truth.weights)
     velocity = velocity_of(run).of_shape((FRAMES, SIDE, SIDE))
-    predicted = velocity(*(x.float() for x in sampling_inputs()))
+    tokens, times, text, pooled = (x.float() for x in sampling_inputs())
+    predicted = velocity(tokens, times, text, pooled, NO_REFERENCES)
     assert predicted.dtype is torch.float32 and relative(predicted, truth.output) <= tolerance
     run.runner.observer = partial(check_gradients, chunks, truth.gradients, tolerance)
 
@@ -74,7 +77,7 @@ def truth_of(recorded: dict[str, Any], kind: str) -> Truth:
     loss = torch.stack(losses).mean()
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    x, times, text, *_ = sampling_inputs()
+    x, times, text, _ = sampling_inputs()
     latents = unpack(x, (FRAMES, SIDE, SIDE), PATCH).transpose(1, 2)
     timesteps = 1000 * times[:, None].expand(-1, FRAMES)
     with torch.no_grad():
@@ -84,7 +87,7 @@ def truth_of(recorded: dict[str, Any], kind: str) -> Truth:
 
 
 def sampling_inputs() -> list[Tensor]:
-    """Return tokens, times and text of two clips, and what a video DiT does not look at."""
+    """Return tokens, times, text and pooled text of two clips; a video DiT ignores the last."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
@@ -92,7 +95,7 @@ def sampling_inputs() -> list[Tensor]:
 
     tokens = normal(2, FRAMES * (SIDE // PATCH) ** 2, CHANNELS * PATCH**2)
     times = torch.tensor([0.2, 0.9], dtype=torch.float64)
-    return [tokens, times, normal(2, TEXT, WIDTH), normal(2, 1), normal(2, 1)]
+    return [tokens, times, normal(2, TEXT, WIDTH), normal(2, 1)]
 
 
 def microbatch(

@@ -130,7 +130,9 @@ UNUSED_IN_STREAMING = (
     ),
     _unused(
         "sample-steps sample-text-scale sample-image-scale sample-oscillation "
-        "sample-scale-by-frame sample-size sample-frames sample-negative-prompt",
+        "sample-scale-by-frame sample-size sample-frames sample-negative-prompt sample-scheduler "
+        "sample-shift sample-guidance-range sample-low-noise-text-scale sample-low-noise-expert "
+        "sample-boundary sample-offload",
         says="has no effect with `--task streaming`, whose videos follow the flags of training",
     ),
 )

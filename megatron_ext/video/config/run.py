@@ -141,9 +141,17 @@ class VideoConfig:
         return []
 
 
+SCHEDULERS = ("euler", "unipc", "dpm++")
+"""The values of --sample-scheduler."""
+
+
 @dataclass(frozen=True)
 class SampleConfig(UsersOwn):
-    """The flags of sampling clips from captions, during training and by tools/sample_video.py."""
+    """The flags of sampling clips from captions, during training and by tools/sample_video.py.
+
+    Attributes:
+        sample_scheduler_folder: folder of the scheduler beside the weights of ``--load-weights``.
+    """
 
     sample_interval: int | None = flag(
         None, "sample clips after each multiple of this many steps", COUNT, "steps"
@@ -175,8 +183,34 @@ class SampleConfig(UsersOwn):
         None, "what the guidance leads away from, in the place of the empty caption"
     )
     sample_dir: str | None = flag(None, "folder of the clips; default: samples in --save")
-    sample_steps: int = flag(50, "steps of Euler's method when clips are sampled", SIZE, "steps")
+    sample_steps: int = flag(50, "steps from noise to data when clips are sampled", SIZE, "steps")
+    sample_scheduler: str | None = flag(
+        None,
+        "method of the steps: euler, or unipc or dpm++ as diffusers has them; default: the "
+        "scheduler of the folder of --load-weights, else euler",
+        choices=SCHEDULERS,
+    )
+    sample_scheduler_folder: str | None = derived(None)
+    sample_shift: float | None = flag(
+        None,
+        "factor that moves the times of the steps towards the noise; default: that of the folder's "
+        "scheduler, else that of training",
+        FACTOR,
+    )
+    sample_guidance_range: tuple[float, float] | None = flag(
+        None,
+        "times between which there is guidance, from 0 (data) to 1 (noise), the lower first; "
+        "default: all",
+        Range(0, 1),
+        nargs=2,
+    )
     sample_text_scale: float = flag(7.5, "guidance by the caption; 1 is none", Range(0, 1000))
+    sample_low_noise_text_scale: float | None = flag(
+        None,
+        "guidance by the caption in the steps of --sample-low-noise-expert; default: "
+        "--sample-text-scale",
+        Range(0, 1000),
+    )
     sample_image_scale: float = flag(3.0, "guidance by the references; 1 is none", Range(0, 1000))
     sample_oscillation: bool = flag(True, "rest the guidance in odd steps from the tenth on")
     sample_scale_by_frame: bool = flag(
@@ -200,6 +234,22 @@ class SampleConfig(UsersOwn):
     sample_seed: int = flag(42, "seed of the noise that sampling starts from", NATURAL)
     sample_batch_size: int = flag(4, "clips that a replica samples at once", SIZE, "clips")
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
+    sample_low_noise_expert: str | None = flag(
+        None,
+        "weights that take over at --sample-boundary: the --save folder of a run, or published "
+        "weights; default: transformer_2 in the folder of --load-weights, if it is there",
+    )
+    sample_boundary: float | None = flag(
+        None,
+        "time from 0 to 1 below which the low-noise expert takes the steps, such as 0.875; "
+        "default: boundary_ratio in model_index.json in the folder of --load-weights",
+        Range(0, 1, above=True),
+    )
+    sample_offload: bool = flag(
+        False,
+        "keep one model at a time: the text encoder is freed before the network is built, the "
+        "network before clips are decoded (tools/sample_video.py)",
+    )
 
     def own_errors(self, save: str | None) -> list[FlagError]:
         """Return an error for each fault in the sampling flags.
@@ -242,6 +292,7 @@ class SampleConfig(UsersOwn):
                         "one for each of `--sample-texts`",
                     )
                 )
+        errors += self._guidance_errors() + self._expert_errors()
         if self.sample_interval is None:
             return errors
         if not self.sample_prompts and not self.sample_texts:
@@ -260,6 +311,70 @@ class SampleConfig(UsersOwn):
                     self.sample_interval,
                     "needs a folder for the clips",
                     "give `--sample-dir` or `--save`",
+                )
+            )
+        return errors
+
+    def _guidance_errors(self) -> list[FlagError]:
+        """Return an error for each flag of guidance that is out of order or has no effect."""
+        errors = []
+        low, high = self.sample_guidance_range or (0.0, 1.0)
+        if low >= high:
+            errors.append(
+                FlagError(
+                    "--sample-guidance-range",
+                    f"{low:g} {high:g}",
+                    "must be two times, the lower first",
+                    "turn them round, or give the flag no such range",
+                )
+            )
+        scales = {self.sample_text_scale, self.sample_low_noise_text_scale or 1.0}
+        if self.sample_negative_prompt is not None and scales == {1.0}:
+            errors.append(
+                FlagError(
+                    "--sample-negative-prompt",
+                    self.sample_negative_prompt,
+                    "has no effect without guidance, that is with `--sample-text-scale 1`",
+                    "leave it out, or give a larger scale",
+                )
+            )
+        return errors
+
+    def _expert_errors(self) -> list[FlagError]:
+        """Return an error for each flag of the low-noise expert that lacks another one."""
+        expert = self.sample_low_noise_expert
+        errors = []
+        if expert is None:
+            alone = {
+                "--sample-boundary": self.sample_boundary,
+                "--sample-low-noise-text-scale": self.sample_low_noise_text_scale,
+            }
+            errors += [
+                FlagError(
+                    name,
+                    f"{value:g}",
+                    "has an effect only with two networks",
+                    "give the second one as `--sample-low-noise-expert`, or leave this out",
+                )
+                for name, value in alone.items()
+                if value is not None
+            ]
+        elif self.sample_boundary is None:
+            errors.append(
+                FlagError(
+                    "--sample-low-noise-expert",
+                    expert,
+                    "needs `--sample-boundary`, the time at which it takes over",
+                    "give it; Wan 2.2 has 0.875 for text to video and 0.9 for image to video",
+                )
+            )
+        if expert is not None and self.sample_interval is not None:
+            errors.append(
+                FlagError(
+                    "--sample-low-noise-expert",
+                    expert,
+                    "has an effect only in tools/sample_video.py: a run trains one network",
+                    "leave it out, and sample both afterwards",
                 )
             )
         return errors

@@ -81,6 +81,8 @@ class VideoNetwork:
         streamed: place of the `StreamedNetwork`, an object; None if streaming cannot train it.
         streamed_sizes: sizes of a network that streaming can train, by name; each is a
             `config.sizes.StreamedSizes`.
+        even_times: whether the times of sampling that public pipelines of the network give to
+            Euler's scheduler are evenly spaced before the shift; else the scheduler spaces them.
         conversion: place of the `published.Conversion`, an object; None if no published weights can
             be read and written.
     """
@@ -97,6 +99,7 @@ class VideoNetwork:
     takes_pooled: bool = False
     takes_references: bool = False
     takes_adapters: bool = False
+    even_times: bool = True
     streamed: str | None = None
     streamed_sizes: Mapping[str, Any] = field(default_factory=dict)
     conversion: str | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,12 @@ from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.schedules.forward import forward_engine
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
-from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig
-from megatron_ext.video.data.conditions import Text
-from megatron_ext.video.data.setup import manifest_of, null_text_of
-from megatron_ext.video.data.text_encoders import text_encoder_from_manifest
+from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.sampling.clips import write_clips
-from megatron_ext.video.sampling.encoding import encode_on_reporting_rank
-from megatron_ext.video.sampling.generate import build_codec_of, decoded, generate_latents
-from megatron_ext.video.sampling.groups import groups_of, shape_of
-from megatron_ext.video.sampling.requests import requests_of
+from megatron_ext.video.sampling.experts import load_low_noise_expert
+from megatron_ext.video.sampling.generate import GroupSampler, decoded, schedule_of
+from megatron_ext.video.sampling.prompts import EncodedPrompts, encode_prompts
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 
 
@@ -60,41 +54,41 @@ class ClipSampler:
 
     The prompts are encoded once for all calls; then the text encoder is freed.
 
+    Args:
+        prompts: the run's prompts, if they have been encoded already.
+
     Raises:
         ConfigError, DataError: prompts, references or encoders are unusable (raised on all ranks).
     """
 
-    def __init__(self, run: Run) -> None:
-        config = run.config
-        context = run.context
-        device = run.device
+    def __init__(self, run: Run, prompts: EncodedPrompts | None = None) -> None:
         self._run = run
-        self._sample = config.section(SampleConfig)
-        self._requests = requests_of(self._sample)
-        manifest = manifest_of(config)
-        self._shape = shape_of(self._sample, manifest)
-        self._groups = groups_of(self._requests, self._shape, self._sample)
-        codec = partial(build_codec_of, config.section(CodecConfig), manifest, device)
-        self._codec = on_reporting_rank(codec, "Building the codec", context)
-        flags = config.section(TextEncoderConfig)
-        encoder = partial(
-            text_encoder_from_manifest, manifest, flags.t5_path, flags.clip_path, device=device
-        )
-        text_encoder = on_reporting_rank(encoder, "Building the text encoder", context)
-        text, pooled = null_text_of(config, manifest)
-        self._encoded = [
-            encode_on_reporting_rank(
-                group.requests,
-                group.shape,
-                self._codec,
-                text_encoder,
-                context,
-                null=Text(text[None].float(), pooled[None].float()),
-                conditions=config.section(ConditionConfig),
-            )
-            for group in self._groups
-        ]
+        self._sample = run.config.section(SampleConfig)
+        self._prompts = prompts or encode_prompts(run.config, run.context, run.device)
         self._velocity = velocity_of(run)
+
+    def _latents(self) -> list[Tensor | None]:
+        """Return the latents of each group of clips on the reporting rank, None on others."""
+        run = self._run
+        prompts = self._prompts
+        expert = self._sample.sample_low_noise_expert
+        boundary = None if expert is None else self._sample.sample_boundary
+        groups = [
+            GroupSampler(
+                self._velocity,
+                encoded,
+                schedule=schedule_of(run.config, group.sampling),
+                context=run.context,
+                draws=group.draws,
+                boundary=boundary,
+            )
+            for group, encoded in zip(prompts.groups, prompts.encoded, strict=True)
+        ]
+        if boundary is not None:
+            for group in groups:
+                group.advance(boundary)
+            run.reporters.say(load_low_noise_expert(run))
+        return [group.latents() for group in groups]
 
     def __call__(self, folder: Path) -> None:
         """Sample the clips and write them into a folder.
@@ -105,41 +99,33 @@ class ClipSampler:
         """
         run = self._run
         sample = self._sample
+        prompts = self._prompts
         ema = run.ema if sample.sample_ema else None
         if ema is not None:
             report_average_start(run)
         with run.parameter_gather.paused(), ema.swapped_in(run.chunks) if ema else nullcontext():
-            latents = [
-                generate_latents(
-                    self._velocity,
-                    encoded,
-                    flow=run.config.section(FlowConfig),
-                    sampling=group.sampling,
-                    context=run.context,
-                    draws=group.draws,
-                )
-                for group, encoded in zip(self._groups, self._encoded, strict=True)
-            ]
+            latents = self._latents()
         facts = {
             **facts_of_weights(run, averaged=ema is not None),
             "steps": sample.sample_steps,
         }
+        codec = prompts.codec()
 
         def write() -> None:
-            assert self._codec is not None
+            assert codec is not None
             clips = dict[int, Tensor]()
-            for group, made in zip(self._groups, latents, strict=True):
+            for group, made in zip(prompts.groups, latents, strict=True):
                 assert made is not None
-                pixels = decoded(self._codec, made, sample.sample_batch_size)
+                pixels = decoded(codec, made, sample.sample_batch_size)
                 clips |= zip(group.numbers, pixels, strict=True)
             if not all(bool(pixels.isfinite().all()) for pixels in clips.values()):
                 run.reporters.say("the sampled clips are not finite and are not written")
                 return
             ordered = [clips[number] for number in range(len(clips))]
-            fps = self._shape.fps
+            fps = prompts.shape.fps
             seed = sample.sample_seed
-            write_clips(folder, ordered, self._requests, fps=fps, seed=seed, facts=facts)
-            run.reporters.say(f"sampled {len(self._requests)} clips into {folder}")
+            write_clips(folder, ordered, prompts.requests, fps=fps, seed=seed, facts=facts)
+            run.reporters.say(f"sampled {len(prompts.requests)} clips into {folder}")
 
         on_reporting_rank(write, f"Writing clips into {folder}", run.context)
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.schedules.forward import collect_outputs, evaluating
 from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.video.data.conditions import condition
 from megatron_ext.video.data.dataset import pad_text
-from megatron_ext.video.model.tokens import LatentShape, position_ids
-from megatron_ext.video.sampling.flow import Velocity
+from megatron_ext.video.model.tokens import LatentShape, pack, position_ids
+from megatron_ext.video.sampling.flow import References, Velocity
 
 if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
@@ -61,6 +62,8 @@ class ParallelVelocity:
 
     gives_parts = True
     """Whether each context-parallel rank outputs only its own tokens, instead of all of them."""
+    keeps_references = True
+    """Whether reference frames stand in finished clips as they were given."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class ParallelVelocity:
 
     @torch.no_grad()
     def predict(
-        self, ids: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
+        self, ids: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, given: References
     ) -> Tensor:
         """Predict the velocity of tokens, in evaluation mode and without gradients.
 
@@ -133,7 +136,8 @@ class ParallelVelocity:
             "y_vec": pooled,
         }
         if self.takes_references:
-            inputs["cond"] = cond
+            cond = condition(given.latents, given.masks)
+            inputs["cond"] = pack(cond, self.patch_size)
         if self.guidance is not None:
             inputs["guidance"] = torch.full_like(t, self.guidance)
         # Check this before a rank waits for another, so that all ranks raise the error.

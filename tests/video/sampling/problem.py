@@ -6,17 +6,22 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.forward import forward_engine
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import FlowConfig, SampleConfig
 from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.text_encoders import build_text_encoder
 from megatron_ext.video.networks.joint import JointVelocity
 from megatron_ext.video.networks.mmdit.config import SIZES
+from megatron_ext.video.sampling.flow import ClipsInProgress, Velocity
 from megatron_ext.video.sampling.groups import SampleShape
+from megatron_ext.video.sampling.guidance import Guidance
 from megatron_ext.video.sampling.requests import ClipRequest
+from megatron_ext.video.sampling.solvers import Schedule
 from tests.video.networks.harness import build, wrapped
 from tests.video.networks.mmdit.problem import Problem
 
@@ -32,6 +37,19 @@ SAMPLING = SampleConfig(
 LATENT = (3, 8, 8)
 NUM_IMAGE, NUM_TEXT = 48, 8
 I2V = dataclasses.replace(SIZES["tiny"], cond_embed=True)
+
+
+def sampled(
+    velocity: Velocity, text: Text, null: Text, noise: Tensor, *, schedule: Schedule, **more: Any
+) -> Tensor:
+    """Sample a batch of clips from their noise to their latents."""
+    shape = noise.size(2), noise.size(3), noise.size(4)
+    clips = ClipsInProgress(
+        text, null, noise, patch_size=2, solver=schedule.solver(shape, 2),
+        guidance=Guidance(schedule.sampling), **more,
+    )  # fmt: skip
+    clips.advance(velocity)
+    return clips.latents()
 
 
 def velocity_on(

@@ -13,16 +13,17 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.data.clips import Clip
-from megatron_ext.video.data.conditions import Text
+from megatron_ext.video.data.conditions import Text, condition
 from megatron_ext.video.data.frames import decode
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.model.joint_blocks import JointOptions
-from megatron_ext.video.model.tokens import position_ids
+from megatron_ext.video.model.tokens import pack, position_ids
 from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.sampling.encoding import encode_on_reporting_rank, encode_requests
-from megatron_ext.video.sampling.flow import References, sample
-from megatron_ext.video.sampling.generate import decoded, generate_latents
+from megatron_ext.video.sampling.flow import References
+from megatron_ext.video.sampling.generate import GroupSampler, decoded
 from megatron_ext.video.sampling.requests import ClipRequest
+from megatron_ext.video.sampling.solvers import Schedule
 from tests.ranks import ranks, run_on_ranks
 from tests.video.networks.harness import gathered_weights, layout_of
 from tests.video.networks.mmdit.problem import Problem
@@ -36,6 +37,7 @@ from tests.video.sampling.problem import (
     SEED,
     SHAPE,
     requests_with,
+    sampled,
     velocity_on,
 )
 
@@ -48,7 +50,8 @@ def clips_of(context: ParallelContext, asked: list[ClipRequest], **changes: Any)
     velocity = velocity_on(context, **settings)
     encoded = encode_on_reporting_rank(asked, shape, *models, context)
     sampling = dataclasses.replace(SAMPLING, **changes)
-    latents = generate_latents(velocity, encoded, flow=FLOW, sampling=sampling, context=context)
+    schedule = Schedule(FLOW, sampling)
+    latents = GroupSampler(velocity, encoded, schedule=schedule, context=context).latents()
     return None if latents is None else decoded(CODEC, latents, 2)
 
 
@@ -65,11 +68,11 @@ def plainly(context: ParallelContext, asked: list[ClipRequest], path: Path) -> N
     chunks = [chunk.module for chunk in velocity_on(context).chunks]
     plain = Problem(sizes=I2V).plain_model(gathered_weights(chunks))
 
-    def velocity(x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
+    def velocity(x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, given: References) -> Tensor:
         ids = position_ids(LATENT, 2).expand(len(x), -1, -1)
         none = torch.zeros(len(x), text.size(1), 3, dtype=torch.int64)
-        double = (v.double() for v in (x, text, pooled, cond))
-        x, text, pooled, cond = double
+        cond = pack(condition(given.latents, given.masks), 2)
+        x, text, pooled, cond = (v.double() for v in (x, text, pooled, cond))
         return plain(x, ids, text, none, t, pooled, cond=cond)
 
     encoded = encode_requests(asked, SHAPE, CODEC, ENCODER)
@@ -79,8 +82,8 @@ def plainly(context: ParallelContext, asked: list[ClipRequest], path: Path) -> N
         one, given = slice(i, i + 1), encoded.references
         text = Text(encoded.text.sequence[one], encoded.text.pooled[one])
         references = given and References(given.latents[one], given.masks[one])
-        options = {"flow": FLOW, "sampling": SAMPLING, "references": references}
-        clips.append(sample(velocity, text, encoded.null, noise[one], patch_size=2, **options))
+        options = {"schedule": Schedule(FLOW, SAMPLING), "references": references}
+        clips.append(sampled(velocity, text, encoded.null, noise[one], **options))
     torch.save(CODEC.decode(torch.cat(clips)), path)
 
 
@@ -132,8 +135,9 @@ def test_a_negative_prompt_takes_the_place_of_the_empty_caption(context: Paralle
     def latents(*asked: ClipRequest, null: Text | None = None) -> Tensor:
         encoded = encode_requests(asked, SHAPE, CODEC, ENCODER, null=null)
         draws = [(SEED, 0)] * len(asked)
-        options = {"flow": FLOW, "sampling": SAMPLING, "context": context, "draws": draws}
-        found = generate_latents(velocity, encoded, **options)  # type: ignore[arg-type]
+        schedule = Schedule(FLOW, SAMPLING)
+        options = {"schedule": schedule, "context": context, "draws": draws}
+        found = GroupSampler(velocity, encoded, **options).latents()  # type: ignore[arg-type]
         assert found is not None
         return found
 

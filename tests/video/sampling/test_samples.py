@@ -18,6 +18,7 @@ from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.sampling import samples
 from megatron_ext.video.sampling.generate import decoded
 from megatron_ext.video.sampling.groups import SampleShape, groups_of
+from megatron_ext.video.sampling.prompts import EncodedPrompts
 from megatron_ext.video.sampling.requests import ClipRequest, requests_of
 from megatron_ext.video.sampling.samples import ClipSampler, SampleWhileTraining, velocity_of
 from megatron_ext.video.task import VIDEO
@@ -143,11 +144,13 @@ def test_clips_are_written_in_the_order_of_their_requests(
         events.append("goes on")
 
     found = ClipSampler.__new__(ClipSampler)
-    found._sample, found._requests = sample, requests
-    found._shape = SampleShape(9, 32, 48, fps=7.5)
-    found._groups = groups_of(requests, found._shape, sample)
-    found._encoded = [f"of {i}" for i, _ in enumerate(found._groups)]  # type: ignore[misc]
-    found._velocity, found._codec = "velocity", object()  # type: ignore[assignment]
+    found._sample = sample
+    shape = SampleShape(9, 32, 48, fps=7.5)
+    groups = groups_of(requests, shape, sample)
+    encoded: Any = [f"of {i}" for i, _ in enumerate(groups)]
+    codec: Any = object()
+    found._prompts = EncodedPrompts(requests, shape, groups, encoded, lambda: codec)
+    found._velocity = "velocity"  # type: ignore[assignment]
     progress = SimpleNamespace(iteration=12, average_start=0.25, average_note="a quarter is old")
     found._run = SimpleNamespace(  # type: ignore[assignment]
         ema=Average(events) if kept else None, chunks=[], progress=progress, context="context",
@@ -158,19 +161,22 @@ def test_clips_are_written_in_the_order_of_their_requests(
 
     given = list[Any]()
 
-    def latents(
-        velocity: Any, encoded: Any, *, draws: list[tuple[int, int]], sampling: Any, **how: Any
-    ) -> Tensor:
-        events.append("sampled")
-        given.append((velocity, encoded, sampling.sample_steps, how))
-        return torch.tensor([number for _, number in draws], dtype=torch.float32)
+    class Sampler:
+        def __init__(self, velocity: Any, encoded: Any, *, schedule: int, **how: Any) -> None:
+            self._made = torch.tensor([float(number) for _, number in how.pop("draws")])
+            given.append((velocity, encoded, schedule, how))
 
-    monkeypatch.setattr(samples, "generate_latents", latents)
+        def latents(self) -> Tensor:
+            events.append("sampled")
+            return self._made
+
+    monkeypatch.setattr(samples, "GroupSampler", Sampler)
+    monkeypatch.setattr(samples, "schedule_of", lambda config, sampling: sampling.sample_steps)
     monkeypatch.setattr(samples, "decoded", lambda codec, made, size: made)
     monkeypatch.setattr(samples, "on_reporting_rank", lambda work, what, context: work())
     monkeypatch.setattr(samples, "write_clips", lambda *x, **options: written.append((x, options)))
     found(tmp_path)
-    how = {"flow": "FlowConfig", "context": "context"}
+    how = {"context": "context", "boundary": None}
     assert given == [("velocity", "of 0", 4, how), ("velocity", "of 1", 9, how)]
     ((folder, clips, asked), options) = written[0]
     assert folder == tmp_path and [float(clip) for clip in clips] == [0.0, 1.0, 2.0]

@@ -12,7 +12,10 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.video.data.conditions import condition
+from megatron_ext.video.model.tokens import pack
 from megatron_ext.video.networks.mmdit.config import SIZES
+from megatron_ext.video.sampling.flow import References
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 from tests.ranks import ranks
 from tests.video.networks.harness import gathered_weights, wrapped
@@ -21,20 +24,23 @@ from tests.video.networks.mmdit.problem import Problem
 from tests.video.sampling.problem import I2V, LATENT, NUM_IMAGE, velocity_on
 
 
-def inputs_of(sizes: Any, num_text: int = 8, batch: int = 2) -> list[Tensor]:
+def inputs_of(sizes: Any, num_text: int = 8, batch: int = 2) -> list[Any]:
+    """Return random tokens, times, text, pooled text, and references of the last two frames."""
     generator = torch.Generator().manual_seed(3)
     text, pooled, image = (num_text, sizes.text_width), (sizes.pooled_width,), NUM_IMAGE
-    shapes = (image, sizes.token_width), (), text, pooled, (image, sizes.cond_width)
-    x, t, *rest = (torch.randn(batch, *shape, generator=generator) for shape in shapes)
-    return [x, t.sigmoid(), *rest]
+    shapes = (image, sizes.token_width), (), text, pooled, (sizes.token_width // 4, *LATENT)
+    x, t, *rest, latents = (torch.randn(batch, *shape, generator=generator) for shape in shapes)
+    masks = torch.tensor([False, True, True]).expand(batch, -1)
+    return [x, t.sigmoid(), *rest, References(latents, masks)]
 
 
 def check_against_plain(
     context: ParallelContext, velocity: ParallelVelocity, sizes: Any, num_text: int, padded: int
 ) -> None:
     """Compare with plain torch, where text rows up to ``padded`` repeat the last one."""
-    x, t, text, pooled, cond = inputs_of(sizes, num_text)
-    found = velocity.of_shape(LATENT)(x, t, text, pooled, cond)
+    x, t, text, pooled, given = inputs_of(sizes, num_text)
+    found = velocity.of_shape(LATENT)(x, t, text, pooled, given)
+    cond = pack(condition(given.latents, given.masks), 2)
     chunks = [chunk.module for chunk in velocity.chunks]
     plain = Problem(sizes=sizes).plain_model(gathered_weights(chunks))
     longer = torch.cat([text, text[:, -1:].expand(-1, padded - num_text, -1)], dim=1)
@@ -108,11 +114,11 @@ def test_training_is_left_as_it_was(context: ParallelContext) -> None:
 @ranks(pp=2)
 def test_inputs_that_do_not_fit_are_refused_on_all_ranks(context: ParallelContext) -> None:
     velocity = velocity_on(context)
-    x, t, text, pooled, cond = inputs_of(I2V)
+    x, t, text, pooled, given = inputs_of(I2V)
     with pytest.raises(DataError, match="must be divisible by the patch size"):
         velocity.of_shape((3, 8, 7))
     with pytest.raises(DataError, match=r"`y_vec` has the shape \[2, 15\]"):
-        velocity.of_shape(LATENT)(x, t, text, pooled[:, 1:], cond)
+        velocity.of_shape(LATENT)(x, t, text, pooled[:, 1:], given)
 
 
 class OwnModel(MegatronModule):
@@ -151,11 +157,11 @@ def test_a_users_own_model_is_sampled_from(context: ParallelContext) -> None:
     velocity = own_velocity(context)
     assert not velocity.takes_references
     sizes = dataclasses.replace(I2V, text_width=16)
-    x, t, text, pooled, cond = inputs_of(sizes)
+    x, t, text, pooled, given = inputs_of(sizes)
     of_text = text.mean(dim=(1, 2)) + pooled.mean(dim=1) + t
     ids = torch.cartesian_prod(*(torch.arange(k) for k in (3, 4, 4))).sum(-1)
     want = 6 * (x + of_text[:, None, None] + ids[:, None])
-    found = velocity.of_shape(LATENT)(x, t, text, pooled, cond)
+    found = velocity.of_shape(LATENT)(x, t, text, pooled, given)
     assert torch.allclose(found, want, rtol=1e-6, atol=1e-6)
 
 
@@ -186,6 +192,6 @@ def test_models_without_a_method_or_of_another_shape_are_refused(context: Parall
     velocity.chunks[0].module.set_input_tensor = lambda _: setattr(
         velocity.chunks[0].module, "entering", torch.zeros(NUM_IMAGE, 2, 16)
     )
-    x, t, text, pooled, cond = inputs_of(dataclasses.replace(I2V, text_width=16))
+    x, t, text, pooled, given = inputs_of(dataclasses.replace(I2V, text_width=16))
     with pytest.raises(DataError, match=r"output has the shape \[2, 56, 16\], but must be"):
-        velocity.of_shape(LATENT)(x, t, text, pooled, cond)
+        velocity.of_shape(LATENT)(x, t, text, pooled, given)

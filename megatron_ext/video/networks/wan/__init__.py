@@ -20,6 +20,7 @@ NETWORK = VideoNetwork(
     defaults={"text_dropout": 0.1},
     streaming_flags={BIDIRECTIONAL: _SHARED, CAUSAL: _SHARED.union(WINDOW)},
     takes_adapters=True,
+    even_times=False,
     streamed=f"{_HERE}.streaming:STREAMED",
     streamed_sizes=SIZES,
     conversion=f"{_HERE}.convert.conversion:CONVERSION",

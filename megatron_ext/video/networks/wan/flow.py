@@ -32,7 +32,7 @@ from megatron_ext.video.networks.wan.config import VideoDiTConfig, VideoDiTSizes
 from megatron_ext.video.networks.wan.cost import DiTNetwork
 from megatron_ext.video.networks.wan.flops import flops_of_frames
 from megatron_ext.video.networks.wan.model import VideoDiT
-from megatron_ext.video.sampling.flow import Velocity
+from megatron_ext.video.sampling.flow import References, Velocity
 from megatron_ext.video.sampling.velocity import ParallelVelocity, from_last_stage
 from megatron_ext.video.step import (
     FlowBatchBuilder,
@@ -109,11 +109,17 @@ class VideoDiTVelocity(ParallelVelocity):
 
     @torch.no_grad()
     def predict_whole(
-        self, shape: LatentShape, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
+        self,
+        shape: LatentShape,
+        x: Tensor,
+        t: Tensor,
+        text: Tensor,
+        pooled: Tensor,
+        given: References,
     ) -> Tensor:
         """Return the velocity of all tokens of latents of ``shape`` (t, h, w), on every rank.
 
-        The other arguments are those of `Velocity`, of which ``pooled`` and ``cond`` are unused.
+        The other arguments are those of `Velocity`, of which ``pooled`` and ``given`` are unused.
         """
         inputs = {
             "x": unpack(x, shape, self.patch_size).transpose(1, 2),

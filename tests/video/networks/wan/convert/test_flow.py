@@ -19,6 +19,7 @@ from tests.video.networks.wan.convert.models import exported, imported, network,
 from tests.video.wan_run import (
     FRAMES,
     KINDS,
+    NO_REFERENCES,
     PATCH,
     SIDE,
     SIZES_OF_CLIPS,
@@ -30,7 +31,8 @@ from tests.video.wan_run import (
 def predict(run: Run, path: Path) -> None:
     """Let rank 0 write down the velocity that the run's weights predict before its first step."""
     velocity = velocity_of(run).of_shape((FRAMES, SIDE, SIDE))
-    predicted = velocity(*(x.float() for x in sampling_inputs()))
+    tokens, times, text, pooled = (x.float() for x in sampling_inputs())
+    predicted = velocity(tokens, times, text, pooled, NO_REFERENCES)
     if run.context.rank == 0:
         torch.save(predicted, path)
 

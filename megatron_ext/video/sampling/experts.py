@@ -1,0 +1,39 @@
+"""Puts the weights of a second network into a run's model, as Wan 2.2 A14B samples with two.
+
+Two networks of one size, the experts, share the steps from noise to data: one takes those at high
+noise, the other those below ``--sample-boundary``. The second one's weights replace the first one's
+when all clips have come to the boundary, so that the memory of one network is enough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.train.run import Run
+from megatron_ext.video.config.run import SampleConfig
+
+
+def load_low_noise_expert(run: Run) -> str:
+    """Load the weights of ``--sample-low-noise-expert``, and return a sentence on them for the log.
+
+    All ranks call this together.
+
+    Raises:
+        CheckpointError: there are no weights, or they do not fit the model.
+    """
+    sample = run.config.section(SampleConfig)
+    assert sample.sample_low_noise_expert is not None
+    place = Path(sample.sample_low_noise_expert)
+    config = dataclasses.replace(
+        CheckpointConfig(),
+        pretrained_checkpoint=str(place),
+        pretrained_average=sample.sample_ema,
+    )
+    loaded = CheckpointManager(config, run.context).load(model=run.chunks)
+    assert loaded is not None
+    averaged = sample.sample_ema and not loaded.notes
+    kind = "averaged weights" if averaged else "weights"
+    return f"the low-noise expert has the {kind} of {loaded.path}"
