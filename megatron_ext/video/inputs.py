@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.task import later
-from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.encoding import CodecConfig, ImageEncoderConfig, TextEncoderConfig
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.data.blend import blend_of
 
@@ -47,4 +47,10 @@ def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     read_list = later(f"{DATA}.clips:read_list")
     lists = [partial(read_list, path, flag=flag) for flag, path in given]
     codec = partial(later(f"{DATA}.codecs:check_codec_folder"), config.section(CodecConfig))
-    return [*lists, *encoder_checks(encoder), codec]
+    image = config.section(ImageEncoderConfig).image_encoder
+    images = (
+        []
+        if image is None
+        else [partial(later(f"{DATA}.image_encoder:check_image_encoder"), image)]
+    )
+    return [*lists, *encoder_checks(encoder), codec, *images]

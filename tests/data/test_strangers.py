@@ -64,16 +64,18 @@ def test_a_chat_template_reaches_nothing_of_python() -> None:
 def test_a_text_encoder_neither_unpickles_nor_asks(tmp_path: Path, marker: Path) -> None:
     """Without an answer transformers would ask the terminal, and wait for it."""
     pytest.importorskip("transformers")
-    folder = write_umt5(tmp_path)
-    words = _with_code(tmp_path / "words", marker)
+    folder = write_umt5(tmp_path, tokenizer="words")
+    strange = _with_code(tmp_path / "tokenizer", marker)
     arguments = ("umt5", "UMT5EncoderModel", "t5_path", str(folder), ["umt5"])
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        load_model(*arguments, tokenizer_path=str(words))
+        load_model(*arguments)
+    strange.rename(tmp_path / "strange")
+    (tmp_path / "words").rename(strange)
     weights = load_file(folder / "model.safetensors")
     torch.save({**weights, "trap": Trap(marker)}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="`t5_path` .* holds no model and tokenizer that can be"):
-        load_model(*arguments, tokenizer_path=str(tmp_path / "tokenizer"))
+        load_model(*arguments)
     assert not marker.exists()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data.encode import VideoSample, reference_names
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.shards import FORMAT, ShardWriter, shard_name, write_json, write_null
@@ -64,7 +64,7 @@ def write_clips(
 ) -> Path:  # fmt: skip
     """Write a folder of clips, numbered bucket by bucket; after ``distinct`` ones they repeat."""
     folder.mkdir(parents=True)
-    names = reference_names(lengths)
+    names = reference_names(EncodeConfig(reference_lengths=lengths))
     buckets = sorted(counts)
     numbered = [(i, bucket) for i, bucket in enumerate(buckets) for _ in range(counts[bucket])]
     with ShardWriter(folder, shard_name(0), names, storage) as writer:

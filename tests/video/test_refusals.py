@@ -142,8 +142,8 @@ def test_all_inputs_that_are_missing_are_told_together(
 
 
 MISFITS = {
-    "--v2v-head-weight 1 --v2v-frames 3": "`--v2v-head-weight` (1.0) needs references of 3 latent "
-    "frame(s), but the training set has head1, tail1; preprocess it with `--reference-lengths 3`, ",
+    "--v2v-head-weight 1 --v2v-frames 3": "`--v2v-head-weight` (1.0) needs `head3` of "
+    "clips, but the training set has head1, tail1; preprocess it with `--reference-lengths 3`, ",
     "--global-batch-size 64": "The training set (`--video-data-path` DATA) has too few clips for "
     "one step (64px 1x64x64: 9, 64px 9x64x64: 19, 64px 17x64x64: 17): a step takes micro-batch "
     "size × 1 ranks × 32 micro-batches; ",

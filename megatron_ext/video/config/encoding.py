@@ -14,7 +14,13 @@ PATCH = "patch"
 HASHED = "hashed"
 T5_CLIP = "t5-clip"
 UMT5 = "umt5"
-FOLDERS = {HASHED: (), T5_CLIP: ("t5_path", "clip_path"), UMT5: ("t5_path",)}
+LLAMA_CLIP = "llama-clip"
+FOLDERS = {
+    HASHED: (),
+    T5_CLIP: ("t5_path", "clip_path"),
+    UMT5: ("t5_path",),
+    LLAMA_CLIP: ("llama_path", "clip_path"),
+}
 """The fields that name folders of pretrained models, by the text encoder that needs them."""
 
 HASHED_WIDTH = 64
@@ -78,16 +84,17 @@ class TextEncoderConfig:
 
     text_encoder: str = flag(HASHED, "encoder of the captions", choices=tuple(FOLDERS))
     t5_path: str | None = flag(None, f"local folder of T5 ({T5_CLIP}) or UMT5 ({UMT5})")
-    clip_path: str | None = flag(None, f"local folder of CLIP ({T5_CLIP})")
+    clip_path: str | None = flag(None, f"local folder of CLIP ({T5_CLIP} and {LLAMA_CLIP})")
     text_length: int = flag(512, "rows of an encoded caption; longer ones are cut", SIZE, "tokens")
     text_width: int = flag(HASHED_WIDTH, f"width of the rows ({HASHED})", SIZE)
     pooled_width: int = flag(HASHED_WIDTH, f"width of the pooled vector ({HASHED})", SIZE)
+    llama_path: str | None = flag(None, f"local folder of Llama ({LLAMA_CLIP})")
 
     def __post_init__(self) -> None:
         if self.text_encoder not in FOLDERS:
             raise ConfigError(
-                f"`text_encoder` ({self.text_encoder}) must be {HASHED}, {T5_CLIP} or {UMT5}; "
-                "choose one."
+                f"`text_encoder` ({self.text_encoder}) must be {', '.join([*FOLDERS][:-1])} or "
+                f"{LLAMA_CLIP}; choose one."
             )
         check_ranges(self)
         for name in ("text_width", "pooled_width"):
@@ -96,7 +103,7 @@ class TextEncoderConfig:
                     f"`{name}` ({getattr(self, name)}) must be left out with `text_encoder` "
                     f"{self.text_encoder}: the models decide; only {HASHED} takes it."
                 )
-        for name in FOLDERS[T5_CLIP]:
+        for name in dict.fromkeys(name for names in FOLDERS.values() for name in names):
             path = getattr(self, name)
             needed = name in FOLDERS[self.text_encoder]
             if not needed and path is not None:
@@ -111,6 +118,20 @@ class TextEncoderConfig:
                     f"{self.text_encoder}; nothing is loaded from a hub, so give the path."
                 )
 
+
+@dataclass(frozen=True)
+class ImageEncoderConfig:
+    """The flag that gives the folder of the image encoder, which some networks need."""
+
+    image_encoder: str | None = flag(
+        None,
+        "local folder of CLIP's vision model, for networks that are given an embedding of the "
+        "first frame, such as Wan 2.1's image-to-video; default: none",
+    )
+
+
+MASKED = ("head", "tail", "loop", "middle", "none")
+"""The values of --masked-references."""
 
 WINDOWS = ("first", "uniform", "all", "scenes")
 UNIFORM_WINDOWS = 4
@@ -217,10 +238,23 @@ class EncodeConfig:
         "latent frames",
         nargs="+",
     )
+    middle_reference: bool = flag(
+        False, "also encode the frame in the middle of a clip by itself: for i2v_middle"
+    )
+    masked_references: tuple[str, ...] | None = flag(
+        None,
+        "frames for which a copy of the clip is encoded whose other pixels are zero, as networks "
+        "take them that are given frames by channels, such as Wan's image-to-video: head and tail "
+        "of --reference-lengths, loop (both ends), middle, or none (t2v); default: no copies",
+        choices=MASKED,
+        nargs="+",
+    )
     clip_seed: int = flag(1234, "seed of buckets and crops", NATURAL)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reference_lengths", tuple(self.reference_lengths))
+        masked = tuple(self.masked_references or ())
+        object.__setattr__(self, "masked_references", masked or None)
         check_ranges(self)
         if self.temporal_crop not in ("random", "start"):
             raise ConfigError(
@@ -243,6 +277,20 @@ class EncodeConfig:
                 None,
                 "needs `--video-fps`, without which whole strides take frames as they are",
                 "give the rate, or leave it out",
+            )
+        if unknown := [word for word in masked if word not in MASKED]:
+            raise ConfigError.about(
+                "--masked-references",
+                unknown[0],
+                f"must be {', '.join(MASKED[:-1])} or {MASKED[-1]}",
+                "correct it",
+            )
+        if len(set(masked)) < len(masked):
+            raise ConfigError.about(
+                "--masked-references",
+                " ".join(masked),
+                "names frames twice",
+                "name them once",
             )
         lengths = self.reference_lengths
         if len(set(lengths)) < len(lengths):

@@ -19,7 +19,13 @@ from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig, section_name
 from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.errors import ConfigError, FlagError
-from megatron_ext.video.config.encoding import UMT5, CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.video.config.encoding import (
+    UMT5,
+    CodecConfig,
+    EncodeConfig,
+    ImageEncoderConfig,
+    TextEncoderConfig,
+)
 from megatron_ext.video.config.run import (
     ConditionConfig,
     FlowConfig,
@@ -38,13 +44,14 @@ from megatron_ext.video.networks.lookup import (
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.rules import sample_errors, streaming_errors, teacher_errors
 
-ENCODING = ("codec", "text_encoder", "encode")
+ENCODING = ("codec", "text_encoder", "encode", "image_encoder")
 _OWN = tuple(dict.fromkeys(kind for network in all_networks() for kind in network.sections))
 _OF_FLOW = (*_OWN, FlowConfig, ConditionConfig, TextDropoutConfig, EncodeConfig)
 STREAMING_ONLY = ("streaming", "streaming_sample")
 SECTIONS: tuple[type, ...] = (
     VideoConfig, *_OWN, FlowConfig, ConditionConfig, TextDropoutConfig, CodecConfig,
-    TextEncoderConfig, EncodeConfig, SampleConfig, StreamingConfig, StreamingSampleConfig,
+    TextEncoderConfig, ImageEncoderConfig, EncodeConfig, SampleConfig, StreamingConfig,
+    StreamingSampleConfig,
 )  # fmt: skip
 """The sections of flags that pretrain_video.py adds to the general ones of this package."""
 

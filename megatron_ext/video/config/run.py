@@ -381,7 +381,9 @@ class SampleConfig(UsersOwn):
 
 
 MODES = tuple(
-    "t2v i2v_head i2v_tail i2v_loop v2v_head v2v_tail v2v_head_easy v2v_tail_easy".split()
+    (
+        "t2v i2v_head i2v_tail i2v_loop v2v_head v2v_tail v2v_head_easy v2v_tail_easy i2v_middle"
+    ).split()
 )
 """The names of the condition modes (`ConditionConfig`); a tensor holds a mode as its index here."""
 
@@ -393,9 +395,10 @@ class ConditionConfig:
     """The flags for condition modes: how often each is drawn, and the loss on reference frames.
 
     A condition mode says which frames of a clip the model is given: none (t2v), one frame at one or
-    both ends (i2v), or several frames at one end (v2v). The default lengths of v2v, 9 and 17 latent
-    frames, are 33 and 65 frames of a VAE with temporal stride 4. ConfigError is raised for a value
-    out of range, for weights that are all 0, and for an unknown ``reference_loss``.
+    both ends or in the middle (i2v), or several frames at one end (v2v). The default lengths of
+    v2v, 9 and 17 latent frames, are 33 and 65 frames of a VAE with temporal stride 4. ConfigError
+    is raised for a value out of range, for weights that are all 0, and for an unknown
+    ``reference_loss``.
     """
 
     SECTION: ClassVar[str] = "conditions"
@@ -421,6 +424,9 @@ class ConditionConfig:
     )
     v2v_tail_easy_weight: float = flag(
         0.0, "relative frequency of clips whose last --v2v-easy-frames are given", WEIGHT
+    )
+    i2v_middle_weight: float = flag(
+        0.0, "relative frequency of clips whose middle latent frame is given", WEIGHT
     )
     v2v_frames: int = flag(
         9, "latent frames given in the v2v condition modes", COUNT, "latent frames"

@@ -10,7 +10,12 @@ from typing import NoReturn
 from megatron_ext.config.flags import flags_of
 from megatron_ext.disk.reading import UnreadableFile, read_text
 from megatron_ext.errors import ConfigError, MegatronExtError, say_to_stderr, tell_errors
-from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.video.config.encoding import (
+    CodecConfig,
+    EncodeConfig,
+    ImageEncoderConfig,
+    TextEncoderConfig,
+)
 from megatron_ext.video.data.geometry import parse_plan
 from megatron_ext.video.data.options import VideoPreprocessOptions
 
@@ -20,7 +25,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message[:1].upper()}{message[1:]}; see --help.")
 
 
-_SECTIONS = {"codec": CodecConfig, "text_encoder": TextEncoderConfig, "encode": EncodeConfig}
+_SECTIONS = {
+    "codec": CodecConfig,
+    "text_encoder": TextEncoderConfig,
+    "image_encoder": ImageEncoderConfig,
+    "encode": EncodeConfig,
+}
 
 
 def _parser() -> argparse.ArgumentParser:

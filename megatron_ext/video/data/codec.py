@@ -39,13 +39,24 @@ class VideoCodec(ABC):
     temporal: int
     identity: dict[str, Any]
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the numbers of the latents that a dataset stores beside the identity.
+
+        They follow from it, but readers of the dataset need no codec to know them.
+        """
+        return {"temporal": self.temporal, "spatial": self.spatial}
+
     @abstractmethod
-    def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
+    def encode(
+        self, pixels: Tensor, *, number: int = 0, piece: str = "clip", mean: bool = False
+    ) -> Tensor:
         """Encode pixels ``[b, 3, f, H, W]`` in [-1, 1] as latents ``[b, c, t, h, w]`` float32.
 
         Random latents, such as posterior samples of a VAE, depend only on the pixels, the codec's
         seed, the clip's ``number`` in the list of clips, and ``piece``, a name that tells apart
-        what is encoded from one clip: for example ``"clip"``, or ``"head1"`` for a reference.
+        what is encoded from one clip: for example ``"clip"``, or ``"head1"`` for a reference. With
+        ``mean``, the mean of the posterior is returned instead of a sample.
         """
 
     @abstractmethod
@@ -134,7 +145,9 @@ class PatchCodec(VideoCodec):
         self._matrix = (rotation(self.channels) @ basis).float()
         self.identity = {**asdict(config), "codec": PATCH, "codec_channels": self.channels}
 
-    def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
+    def encode(
+        self, pixels: Tensor, *, number: int = 0, piece: str = "clip", mean: bool = False
+    ) -> Tensor:
         b, _, f, height, width = pixels.shape
         _, t, h, w = self.latent_shape(f, height, width)
         first = pixels[:, :, :1].expand(-1, -1, self.temporal, -1, -1)
@@ -264,7 +277,9 @@ class DiffusersCodec(VideoCodec):
         return mean, std / (config.get("scaling_factor") or 1.0)
 
     @torch.no_grad()
-    def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
+    def encode(
+        self, pixels: Tensor, *, number: int = 0, piece: str = "clip", mean: bool = False
+    ) -> Tensor:
         shape = (len(pixels), *self.latent_shape(*pixels.shape[2:]))
         posterior = self.vae.encode(pixels.to(self.device, self.vae.dtype)).latent_dist
         if tuple(posterior.mean.shape) != shape:
@@ -272,6 +287,9 @@ class DiffusersCodec(VideoCodec):
                 f"`codec` ({self.folder}) gives latents of shape {tuple(posterior.mean.shape)}, "
                 f"but a causal VAE gives {shape}; use another VAE."
             )
+        if mean:
+            middle: Tensor = posterior.mean.float()
+            return (middle - self._mean) / self._std
         # Noise depends on the number of the clip, not on the order or the number of processes.
         draws = generator(self._seed, number, f"posterior {piece}")
         noise = torch.from_numpy(draws.standard_normal(shape, dtype=np.float32))

@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from megatron_ext.video.data.encode import (
     PlannedClip,
     VideoSample,
     check_codec,
+    encoder_of,
     plan_clips,
     rate_report,
     report,
@@ -42,7 +43,6 @@ from megatron_ext.video.data.options import VideoPreprocessOptions
 from megatron_ext.video.data.register import read_register, row_keys
 from megatron_ext.video.data.sampler import Members
 from megatron_ext.video.data.shards import Shard, read_null
-from megatron_ext.video.data.text_encoders import build_text_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -223,20 +223,29 @@ class VideoBatch:
         latents: ``[b, c, t, h, w]``.
         text: token embeddings ``[b, l, d]``, including padding rows.
         pooled: pooled text embeddings ``[b, e]``.
-        references: latents ``[b, c, k, h, w]`` of the first or last k latent frames, by names such
-            as ``head1`` and ``tail1``.
+        references: latents ``[b, c, k, h, w]`` of k given frames, by names such as ``head1`` and
+            ``masked_head1`` (`VideoSample.references`).
+        image_embeds: the image encoder's output for some frames, ``[b, tokens, width]``, by "head",
+            "tail" and "middle"; empty if the set has none.
     """
 
     latents: Tensor
     text: Tensor
     pooled: Tensor
     references: dict[str, Tensor]
+    image_embeds: dict[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name; references have names such as ``references/head1``."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        references = own.pop("references")
-        return {**own, **{f"references/{name}": piece for name, piece in references.items()}}
+        named: dict[str, Tensor] = {}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            inner = value if isinstance(value, dict) else None
+            if inner is None:
+                named[entry.name] = value
+            else:
+                named |= {f"{entry.name}/{name}": tensor for name, tensor in inner.items()}
+        return named
 
     def pin_memory(self) -> VideoBatch:
         """Return a copy in pinned memory; torch's DataLoader calls this."""
@@ -245,20 +254,29 @@ class VideoBatch:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> VideoBatch:
         """Build a batch from tensors by name, in the form that `VideoBatch.tensors` returns."""
-        prefix = "references/"
-        references = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-        own: dict[str, Any] = {k: t for k, t in tensors.items() if not k.startswith(prefix)}
-        return cls(**own, references=references)
+        own: dict[str, Any] = {"references": {}}
+        for name, tensor in tensors.items():
+            entry, _, inner = name.partition("/")
+            if inner:
+                own.setdefault(entry, {})[inner] = tensor
+            else:
+                own[entry] = tensor
+        return cls(**own)
 
 
-def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
-    """Repeat the last row of a text ``[..., l, d]`` until ``multiple`` divides l + image_tokens."""
+def pad_text(text: Tensor, image_tokens: int, multiple: int, *, zeros: bool = False) -> Tensor:
+    """Lengthen a text ``[..., l, d]`` until ``multiple`` divides l + image_tokens.
+
+    Its last row is repeated or, with ``zeros``, rows of zeros are appended.
+    """
     missing = -(text.size(-2) + image_tokens) % multiple
-    last = text[..., -1:, :]
+    last = torch.zeros_like(text[..., -1:, :]) if zeros else text[..., -1:, :]
     return torch.cat([text, last.expand(*last.shape[:-2], missing, last.size(-1))], dim=-2)
 
 
-def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) -> VideoBatch:
+def collate(
+    samples: Sequence[VideoSample], *, patch: int, multiple: int = 1, zeros: bool = False
+) -> VideoBatch:
     """Stack clips of one bucket into a micro-batch.
 
     DataError is raised if the clips differ in their shapes, references or shapes of embeddings, or
@@ -268,6 +286,7 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
         patch: side of the square patch of a token, in latent pixels.
         multiple: pad the text until the total number of text and image tokens of a clip is
             divisible by this.
+        zeros: pad with rows of zeros, for a network that masks these, not with the last row.
     """
     shapes = {tuple(sample.latents.shape) for sample in samples}
     if len(shapes) != 1:
@@ -285,6 +304,9 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
         "references": [
             sorted((n, tuple(p.shape)) for n, p in s.references.items()) for s in samples
         ],
+        "image embeddings": [
+            sorted((n, tuple(p.shape)) for n, p in s.image_embeds.items()) for s in samples
+        ],
         "text embeddings": [(tuple(s.text.shape), tuple(s.pooled.shape)) for s in samples],
     }
     for what, values in alike.items():
@@ -297,11 +319,15 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
     text = torch.stack([sample.text for sample in samples])
     return VideoBatch(
         latents=torch.stack([sample.latents for sample in samples]),
-        text=pad_text(text, t * (h // patch) * (w // patch), multiple),
+        text=pad_text(text, t * (h // patch) * (w // patch), multiple, zeros=zeros),
         pooled=torch.stack([sample.pooled for sample in samples]),
         references={
             name: torch.stack([sample.references[name] for sample in samples])
             for name in samples[0].references
+        },
+        image_embeds={
+            side: torch.stack([sample.image_embeds[side] for sample in samples])
+            for side in samples[0].image_embeds
         },
     )
 
@@ -324,14 +350,13 @@ def open_online(options: VideoPreprocessOptions, *, flag: str, tell: bool) -> On
     planned, dropped = plan_clips(clips, options.plan, options.encode, workers=options.workers)
     for line in [*report(dropped, len(clips)), *rate_report(planned, options.encode)]:
         say(line)
-    text_encoder = build_text_encoder(options.text_encoder)
+    encoder = encoder_of(options, None, codec)
     keys = row_keys(clips, list_folder(options.input))
     manifest = make_manifest(
-        sample_options(options, codec, text_encoder),
+        sample_options(options, encoder),
         options.plan,
         sorted({p.bucket for p in planned}),
         [sample_rate(p, options.encode) for p in planned],
         [p.key(keys[p.number]) for p in planned],
     )
-    encoder = ClipEncoder(options.encode, codec, text_encoder)
     return OnlineVideos(planned, encoder, options.plan, manifest)

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_ext.data.part_pool import begin_worker
@@ -25,6 +26,13 @@ from megatron_ext.errors import ConfigError, DataError, MachineFault, held_signa
 from megatron_ext.video.config.encoding import SCENE_THRESHOLD, UNIFORM_WINDOWS, EncodeConfig
 from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codec import VideoCodec
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.conditions import (
+    MASKED_PREFIX,
+    named_sections,
+    place_pixels,
+    reference_name,
+)
 from megatron_ext.video.data.frames import decode, probe, scene_starts
 from megatron_ext.video.data.geometry import (
     Bucket,
@@ -38,7 +46,9 @@ from megatron_ext.video.data.geometry import (
     subsampling,
     window_starts,
 )
-from megatron_ext.video.data.text_encoders import TextEncoder
+from megatron_ext.video.data.image_encoder import ImageEncoder, build_image_encoder
+from megatron_ext.video.data.options import VideoPreprocessOptions
+from megatron_ext.video.data.text_encoders import TextEncoder, build_text_encoder
 
 
 @dataclass(frozen=True)
@@ -77,11 +87,14 @@ class VideoSample:
         latents: ``[c, t, h, w]``.
         text: embeddings of the caption's tokens, ``[l, d]``.
         pooled: embedding of the whole caption, ``[e]``.
-        references: latents ``[c, k, h, w]`` of the first or last k < t latent frames, which are
-            encoded without the rest of the clip, by names such as ``head1``.
+        references: latents ``[c, k, h, w]`` of k < t latent frames, which are encoded without the
+            rest of the clip, by names such as ``head1``; and latents ``[c, t, h, w]`` of copies of
+            the clip that are zero at all frames but some, by names such as ``masked_head1``.
         fps: frames per second of the sample, rounded to a whole number; 0 for an image.
         number: number of the clip in its list.
         caption: the caption that the text encoder got, with frame rate and motion.
+        image_embeds: the image encoder's output for the first, last or middle frame, ``[tokens,
+            width]``, by "head", "tail" and "middle"; empty without an image encoder.
     """
 
     latents: Tensor
@@ -91,24 +104,31 @@ class VideoSample:
     fps: int
     number: int
     caption: str
-
-
-def reference_name(side: str, num_frames: int) -> str:
-    """Return the name of a reference, such as ``head1`` or ``tail4``.
-
-    A reference is the beginning (``side`` "head") or the end ("tail") of a clip, encoded without
-    the rest. It has ``num_frames`` latent frames.
-    """
-    return f"{side}{num_frames}"
+    image_embeds: dict[str, Tensor] = field(default_factory=dict)
 
 
 class ClipEncoder:
-    """Turns planned clips into samples, by a codec and a text encoder."""
+    """Turns planned clips into samples, by a codec, a text encoder and perhaps an image encoder."""
 
-    def __init__(self, config: EncodeConfig, codec: VideoCodec, text_encoder: TextEncoder) -> None:
+    def __init__(
+        self,
+        config: EncodeConfig,
+        codec: VideoCodec,
+        text_encoder: TextEncoder,
+        image_encoder: ImageEncoder | None = None,
+    ) -> None:
         self.config = config
         self.codec = codec
         self.text_encoder = text_encoder
+        self.image_encoder = image_encoder
+
+    @property
+    def image_sides(self) -> tuple[str, ...]:
+        """Return the frames that get an image embedding: "head", and as flags say others."""
+        masked = self.config.masked_references or ()
+        sides = {"head": True, "tail": "tail" in masked or "loop" in masked,
+                 "middle": "middle" in masked}  # fmt: skip
+        return tuple(side for side, wanted in sides.items() if wanted)
 
     def sample(self, planned: PlannedClip) -> VideoSample:
         """Read and encode one clip and its caption; raise DataError if its file cannot be read."""
@@ -142,28 +162,61 @@ class ClipEncoder:
             fps=round(fps),
             number=planned.number,
             caption=caption,
+            image_embeds=self._image_embeds(pixels, latents.size(2)),
         )
+
+    def _image_embeds(self, pixels: Tensor, num_latent_frames: int) -> dict[str, Tensor]:
+        """Return the image embeddings of the frames of a clip that are given alone in some mode."""
+        if self.image_encoder is None:
+            return {}
+        embeds = {}
+        for side in self.image_sides:
+            given = named_sections(f"{side}1", num_latent_frames)
+            if side == "head" or given:
+                first = given[0].first_pixel_frame(self.codec.temporal) if given else 0
+                embeds[side] = self.image_encoder.encode(pixels[:, :, first])[0].cpu()
+        return embeds
 
     def _references(
         self, pixels: Tensor, num_latent_frames: int, number: int, place: str
     ) -> dict[str, Tensor]:
-        """Return the latents of a clip's references by name, such as ``head1``.
+        """Return the latents of a clip's given frames by name, such as ``head1``.
 
-        A reference is the beginning or the end of the clip, encoded without the rest. It is left
-        out unless it is shorter than the clip, which has ``num_latent_frames`` latent frames.
-        Random latents depend on ``number``, the clip's number, and ``place``, which names the
-        window of the clip, such as " of window 2", or is "".
+        They are left out unless they are fewer than those of the clip, which has
+        ``num_latent_frames`` latent frames. Random latents depend on ``number``, the clip's number,
+        and ``place``, which names the window of the clip, such as " of window 2", or is "".
         """
         references = {}
-        for length in self.config.reference_lengths:
-            if length >= num_latent_frames:
+        temporal = self.codec.temporal
+        for name in reference_names(self.config):
+            given = named_sections(name, num_latent_frames)
+            if given is None:
                 continue
-            frames = (length - 1) * self.codec.temporal + 1
-            for side, piece in (("head", pixels[:, :, :frames]), ("tail", pixels[:, :, -frames:])):
-                name = reference_name(side, length)
-                latents = self.codec.encode(piece, number=number, piece=f"{name}{place}")
-                references[name] = latents[0].cpu()
+            pieces = []
+            for section in given:
+                first = section.first_pixel_frame(temporal)
+                stop = first + (section.length - 1) * temporal + 1
+                pieces.append((section, pixels[:, :, first:stop]))
+            if name.startswith(MASKED_PREFIX):
+                # As in Wan's pipelines, the condition is no random sample.
+                alone = place_pixels(pieces, pixels.shape, temporal)
+                latents = self.codec.encode(alone, mean=True)
+            else:
+                latents = self.codec.encode(pieces[0][1], number=number, piece=f"{name}{place}")
+            references[name] = latents[0].cpu()
         return references
+
+
+def encoder_of(
+    options: VideoPreprocessOptions, device: torch.device | None, codec: VideoCodec | None = None
+) -> ClipEncoder:
+    """Build the encoders that the options name, on ``device``; ``codec`` is one built already."""
+    return ClipEncoder(
+        options.encode,
+        codec or build_codec(options.codec, device, options.encode.clip_seed),
+        build_text_encoder(options.text_encoder, device),
+        build_image_encoder(options.image_encoder, device),
+    )
 
 
 def caption_for(
@@ -180,13 +233,24 @@ def caption_for(
     return ended
 
 
-def reference_names(lengths: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the references of a clip, for example ``head1, tail1, head4, tail4``.
+def reference_names(config: EncodeConfig) -> tuple[str, ...]:
+    """Return the names of the given frames that are encoded for clips.
 
-    ``lengths`` holds the numbers of latent frames, here 1 and 4. For each number there is a
-    reference at the beginning and one at the end of the clip.
+    With the default flags these are ``head1`` and ``tail1``, frames that are encoded alone. Names
+    such as ``masked_head1`` stand for copies of the clip in which only these frames are not zero.
     """
-    return tuple(reference_name(side, n) for n in lengths for side in ("head", "tail"))
+    both = ("head", "tail")
+    lengths = config.reference_lengths
+    alone = [reference_name(side, length) for length in lengths for side in both]
+    if config.middle_reference:
+        alone.append(reference_name("middle", 1))
+    masked = []
+    for side in config.masked_references or ():
+        if side == "none":
+            masked.append(side)
+        else:
+            masked += [reference_name(side, x) for x in (lengths if side in both else (1,))]
+    return (*alone, *(f"{MASKED_PREFIX}{name}" for name in masked))
 
 
 @dataclass(frozen=True)

@@ -23,29 +23,59 @@ from megatron_ext.video.data.geometry import Bucket, BucketPlan
 from megatron_ext.video.data.options import STORAGES, VideoPreprocessOptions
 
 if TYPE_CHECKING:
-    from megatron_ext.video.data.codec import VideoCodec
-    from megatron_ext.video.data.text_encoders import TextEncoder
+    from megatron_ext.video.data.encode import ClipEncoder
 
 
-def sample_options(
-    options: VideoPreprocessOptions, codec: VideoCodec, text_encoder: TextEncoder
-) -> dict[str, Any]:
+def sample_options(options: VideoPreprocessOptions, encoder: ClipEncoder) -> dict[str, Any]:
     """Return the settings that determine how clips become samples, as the manifest stores them."""
     from megatron_ext.video.data.encode import reference_names
 
-    return {
+    codec = encoder.codec
+    text_encoder = encoder.text_encoder
+    about = {
         "format": shards.FORMAT,
         "codec": codec.identity,
         "text_encoder": text_encoder.identity,
         "encode": asdict(options.encode),
         "plan": options.plan.as_dict(),
         "storage": options.storage,
-        "references": list(reference_names(options.encode.reference_lengths)),
+        "references": list(reference_names(options.encode)),
         "latent_channels": codec.channels,
         "text_length": text_encoder.length,
         "text_width": text_encoder.width,
         "pooled_width": text_encoder.pooled_width,
+        "latents": codec.facts,
     }
+    image_encoder = encoder.image_encoder
+    if image_encoder is not None:
+        about["image_encoder"] = image_encoder.identity
+        about["image_embeds"] = {
+            "sides": list(encoder.image_sides),
+            "tokens": image_encoder.tokens,
+            "width": image_encoder.width,
+        }
+    return about
+
+
+def image_sides(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the frames of which a set has image embeddings: "head", "tail" and "middle"."""
+    return [*manifest.get("image_embeds", {}).get("sides", ())]
+
+
+def image_width(manifest: Mapping[str, Any]) -> int | None:
+    """Return the number of features of a set's image embeddings; None if it has none."""
+    width: int | None = manifest.get("image_embeds", {}).get("width")
+    return width
+
+
+def latent_factor(manifest: Mapping[str, Any], axis: str) -> int | None:
+    """Return how many frames (``axis`` "temporal") or pixels ("spatial") a latent one encodes.
+
+    Return None for a set of an earlier version that does not say so.
+    """
+    codec = manifest["codec"]
+    factor: int | None = manifest.get("latents", {}).get(axis, codec.get(f"codec_{axis}"))
+    return factor
 
 
 def weights_stamp(options: VideoPreprocessOptions) -> str:
@@ -55,7 +85,9 @@ def weights_stamp(options: VideoPreprocessOptions) -> str:
     """
     from megatron_ext.video.data.register import stamp
 
-    models = [options.codec.codec, options.text_encoder.t5_path, options.text_encoder.clip_path]
+    text = options.text_encoder
+    models = [options.codec.codec, text.t5_path, text.clip_path, text.llama_path]
+    models.append(options.image_encoder.image_encoder)
     files = [sorted(Path(model).rglob("*")) for model in models if model]
     weights = [stamp(path) for model in files for path in model if path.is_file()]
     return hashlib.sha256(json.dumps(weights).encode()).hexdigest()
@@ -92,8 +124,22 @@ def make_manifest(
         # The most common frame rate, which sampling uses too.
         "fps": Counter(moving).most_common(1)[0][0] if moving else 24,
     }
-    deciding = json.dumps([content, clips], sort_keys=True)
+    deciding = json.dumps([_deciding(content), clips], sort_keys=True)
     return {**content, "fingerprint": hashlib.sha256(deciding.encode()).hexdigest()}
+
+
+def _deciding(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a manifest that decide what the data are.
+
+    What follows from others is left out, and so are the defaults of flags that earlier versions did
+    not have: the data of a run that is resumed then count as the same.
+    """
+    kept = {name: value for name, value in content.items() if name != "latents"}
+    newer = ("middle_reference", "masked_references")
+    if "encode" in kept:
+        given = kept["encode"].items()
+        kept["encode"] = {name: value for name, value in given if name not in newer or value}
+    return kept
 
 
 def buckets_of(manifest: Mapping[str, Any]) -> list[Bucket]:
@@ -105,6 +151,8 @@ def _whole(least: int) -> tuple[str, Callable[[Any], bool]]:
     return f"a whole number of at least {least}", lambda x: type(x) is int and x >= least
 
 
+SIDES = ("head", "tail", "middle")
+"""The frames of a clip of which a set may have image embeddings."""
 _SIZE = _whole(1)
 _TEXT = ("text", lambda x: isinstance(x, str))
 _NUMBER = ("a number", lambda x: type(x) in (int, float) and math.isfinite(x))
@@ -136,6 +184,13 @@ _ENTRIES = {
 The form of a single value is a pair (description, check), where ``check`` must accept the value. A
 dict is the form of a mapping that has these entries; a list ``[form]`` is the form of a list, all
 items of which have this form."""
+_OPTIONAL = {
+    "latents": {"temporal": _SIZE, "spatial": _SIZE},
+    "image_encoder": {},
+    "image_embeds": {"sides": [(f"one of {', '.join(SIDES)}", lambda x: x in SIDES)],
+                     "tokens": _SIZE, "width": _SIZE},
+}  # fmt: skip
+"""Entries that a manifest may have, each with the form of its value, as in `_ENTRIES`."""
 _SIZES = {
     ("text_encoder", HASHED): {"width": _SIZE, "pooled_width": _SIZE},
     ("codec", PATCH): {
@@ -188,6 +243,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         entry = manifest.get(name)
         if isinstance(entry, dict) and entry.get(name) == kind:
             faults += _faults(entry, sizes, name)
+    for name, expected in _OPTIONAL.items():
+        if name in manifest:
+            faults += _faults(manifest[name], expected, name)
     missing = [f"`{name}`" for name, fault in faults if fault is None]
     wrong = [f"lacks {', '.join(missing)}"] if missing else [fault for _, fault in faults]
     if wrong:

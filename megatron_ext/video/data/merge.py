@@ -18,6 +18,7 @@ from megatron_ext.video.data.shards import (
     FORMAT,
     MANIFEST,
     ShardWriter,
+    other_fields,
     shard_name,
     write_json,
     write_null,
@@ -55,7 +56,7 @@ def merge_videos(folders: Sequence[Path], output: Path) -> int:
             for shard in one.shards:
                 name = shard_name(len(names))
                 with ShardWriter(
-                    output, name, manifest["references"], manifest["storage"]
+                    output, name, other_fields(manifest), manifest["storage"]
                 ) as writer:
                     for row, bucket in enumerate(shard.buckets()):
                         # Renumber the clips, since the numbers of each dataset begin at 0.

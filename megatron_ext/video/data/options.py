@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 
 from megatron_ext.config.flags import COUNT, PROCESSES
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.video.config.encoding import (
+    CodecConfig,
+    EncodeConfig,
+    ImageEncoderConfig,
+    TextEncoderConfig,
+)
 from megatron_ext.video.data.geometry import BucketPlan
 
 STORAGES = ("float32", "bfloat16")
@@ -26,6 +31,7 @@ class VideoPreprocessOptions:
     codec: CodecConfig = field(default_factory=CodecConfig)
     text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
     encode: EncodeConfig = field(default_factory=EncodeConfig)
+    image_encoder: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
     storage: str = "float32"
     workers: int = 1
     clips_per_shard: int = 1000

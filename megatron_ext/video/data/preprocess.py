@@ -42,9 +42,9 @@ from megatron_ext.video.data.encode import (
     Dropped,
     PlannedClip,
     check_codec,
+    encoder_of,
     plan_clips,
     rate_report,
-    reference_names,
     report,
     sample_rate,
 )
@@ -64,7 +64,6 @@ from megatron_ext.video.data.register import (
     row_keys,
     write_register,
 )
-from megatron_ext.video.data.text_encoders import build_text_encoder
 
 Say = Callable[[str], None]
 _PARTS = "parts"
@@ -92,9 +91,9 @@ def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
     codec = build_codec(options.codec, device, options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)
     clips = read_list(options.input, say)
-    text_encoder = build_text_encoder(options.text_encoder, device)
+    encoder = encoder_of(options, device, codec)
     with _locked(folder):
-        about = sample_options(options, codec, text_encoder)
+        about = sample_options(options, encoder)
         same = {**about, "weights": weights_stamp(options)}
         register = _register_of(folder, same)
         samples = _Samples(folder, about, register.fingerprint)
@@ -106,14 +105,13 @@ def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
         # Write the register before encoding, so that a run after a kill gives the same numbers.
         write_register(folder, register)
         samples.remove_unknown(folder)
-        null = text_encoder.encode([""])
+        null = encoder.text_encoder.encode([""])
         shards.write_null(folder, null[0][0], null[1][0], options.storage)
         todo = _Todo(options, register, samples, planned)
-        encoder = ClipEncoder(options.encode, codec, text_encoder)
         work = partial(_encode_part, encoder, options, register.fingerprint)
         alone = options.workers == 1 or len(todo.parts) <= 1
         # Worker processes load models of their own, so free the memory of this process's models.
-        del codec, text_encoder, encoder
+        del codec, encoder
         encode = partial(_encode_here, work) if alone else partial(_encode_in_workers, options, say)
         del work
         encoded = todo.run(encode, say)
@@ -194,6 +192,8 @@ def _register_of(folder: Path, options: Mapping[str, Any]) -> Register:
         before = {**register.options}
         # A flag that is newer than the register counts as its default.
         before["encode"] = {**asdict(EncodeConfig()), **before.get("encode", {})}
+        if "latents" in options:
+            before.setdefault("latents", options["latents"])
         refuse_other_options(folder, before, options)
         return register
     old = [folder / shards.MANIFEST, *(folder / f"{x}.json" for x in shards.names_in(folder))]
@@ -276,7 +276,7 @@ class _Samples:
 
         The samples are copied from parts, or from finished shards that this shard replaces.
         """
-        names = reference_names(options.encode.reference_lengths)
+        names = shards.other_fields(self._about)
         keys = [entry.key for entry in entries if entry.key not in self._damaged]
         with shards.ShardWriter(self._folder, name, names, options.storage) as writer:
             for key in keys:
@@ -626,6 +626,7 @@ def _method(options: VideoPreprocessOptions) -> Literal["fork", "spawn"]:
     libraries that run models start threads.
     """
     plain = options.codec.codec == PATCH and options.text_encoder.text_encoder == HASHED
+    plain = plain and options.image_encoder.image_encoder is None
     return "fork" if plain and options.device == "cpu" else "spawn"
 
 
@@ -639,9 +640,7 @@ def _start_encoding(options: VideoPreprocessOptions, fingerprint: str, worker: i
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", worker % torch.cuda.device_count())
-    codec = build_codec(options.codec, device, options.encode.clip_seed)
-    text_encoder = build_text_encoder(options.text_encoder, device)
-    encoder = ClipEncoder(options.encode, codec, text_encoder)
+    encoder = encoder_of(options, device)
     return partial(_encode_part, encoder, options, fingerprint)
 
 
@@ -660,7 +659,7 @@ def _encode_part(
     Instead, the ``.json`` has a digest, which shows whether a power failure has damaged the part.
     """
     folder = Path(options.output) / _PARTS
-    names = reference_names(options.encode.reference_lengths)
+    names = shards.other_fields(sample_options(options, encoder))
     damaged: list[list[Any]] = []
     keys = []
     with shards.ShardWriter(folder, part.name, names, options.storage, durable=False) as writer:

@@ -27,8 +27,13 @@ _ALIKE = (
     "text_length",
     "text_width",
     "pooled_width",
+    "image_encoder",
+    "image_embeds",
+    "latents",
 )
 """Entries of the manifest that must be equal in all sets of a run."""
+_NEWER = ("latents",)
+"""The entries of `_ALIKE` that sets of earlier versions lack, although they would be equal."""
 
 
 def joined_manifest(
@@ -42,14 +47,16 @@ def joined_manifest(
     first = manifests[0]
     for path, manifest in zip(blend.paths, manifests, strict=True):
         for name in _ALIKE:
-            if manifest[name] != first[name]:
-                raise ConfigError.about(
-                    flag,
-                    path,
-                    f"has `{name}` {_short(manifest[name])}, but {blend.paths[0]} has "
-                    f"{_short(first[name])}",
-                    "preprocess both alike",
-                )
+            own = manifest.get(name)
+            other = first.get(name)
+            if own == other or (name in _NEWER and None in (own, other)):
+                continue
+            raise ConfigError.about(
+                flag,
+                path,
+                f"has `{name}` {_short(own)}, but {blend.paths[0]} has {_short(other)}",
+                "preprocess both alike",
+            )
     sizes: dict[Bucket, Any] = {}
     for path, manifest in zip(blend.paths, manifests, strict=True):
         for bucket, entry in zip(buckets_of(manifest), manifest["buckets"], strict=True):

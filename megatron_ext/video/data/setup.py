@@ -32,11 +32,16 @@ from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets
-from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.video.config.encoding import (
+    CodecConfig,
+    EncodeConfig,
+    ImageEncoderConfig,
+    TextEncoderConfig,
+)
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig, VideoConfig
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.data.blend import Blend, blend_of
-from megatron_ext.video.data.conditions import Text, sections
+from megatron_ext.video.data.conditions import Text, masked_name, sections
 from megatron_ext.video.data.dataset import (
     ShardedVideos,
     VideoBatch,
@@ -44,9 +49,14 @@ from megatron_ext.video.data.dataset import (
     collate,
     open_online,
 )
-from megatron_ext.video.data.encode import reference_name
 from megatron_ext.video.data.geometry import BucketPlan, parse_plan
-from megatron_ext.video.data.manifest import read_manifest
+from megatron_ext.video.data.given_frames import remedy_for
+from megatron_ext.video.data.manifest import (
+    image_sides,
+    image_width,
+    latent_factor,
+    read_manifest,
+)
 from megatron_ext.video.data.options import VideoPreprocessOptions
 from megatron_ext.video.data.priced_shape import clip_of_shape, prepare_shape
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan, must_mix
@@ -57,7 +67,7 @@ from megatron_ext.video.data.sets import (
 )
 from megatron_ext.video.data.shards import MANIFEST, read_null
 from megatron_ext.video.model.tokens import grid
-from megatron_ext.video.networks.lookup import network_of, with_widths
+from megatron_ext.video.networks.lookup import chosen, network_of, with_widths
 from megatron_ext.video.sampling.generate import check_sampling
 from megatron_ext.video.step import FlowMicrobatch
 
@@ -68,7 +78,7 @@ def open_videos(config: RunConfig, paths: Sequence[str]) -> VideoClips:
     ``paths`` is the value of ``--video-data-path`` or of ``--video-valid-path``.
     """
     video = config.section(VideoConfig)
-    kinds = (CodecConfig, TextEncoderConfig, EncodeConfig)
+    kinds = (CodecConfig, TextEncoderConfig, EncodeConfig, ImageEncoderConfig)
     encoding = tuple(config.section(x) for x in kinds) if video.online_encoding else None
     if paths == video.video_data_path:
         flag = "--video-data-path"
@@ -90,8 +100,8 @@ def _opened(
     Args:
         flag: the flag that gives the paths of the blend, for errors.
         buckets: the value of ``--video-buckets``.
-        encoding: the flags of codec, text encoder and encoding with which lists of clips are
-            encoded on access; None for folders of shards.
+        encoding: the flags of codec, text encoder, encoding and image encoder with which lists of
+            clips are encoded on access; None for folders of shards.
     """
     plan = None if buckets is None else parse_plan(buckets)
     sets = [_opened_set(flag, path, plan, encoding) for path in blend.paths]
@@ -239,10 +249,11 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     if config.section(SampleConfig).sample_interval is not None:
         check_sampling(config, manifest)
     config = network_of(with_widths(config, manifest)).checked()
+    _check_needs(config, " ".join(_training_paths(config)), manifest)
     train = open_split(config)
     training = config.training.in_steps(train.plan.steps_per_epoch)
     optimizer = _with_warmup(config.optimizer, training)
-    _check_references(config.section(ConditionConfig), train)
+    _check_references(config, train)
     if video.video_valid_path is not None:
         valid = open_split(config, validates=True)
         for name in ("codec", "text_encoder"):
@@ -254,7 +265,7 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
                     f"`--video-data-path` ({train.path})",
                     "preprocess both alike",
                 )
-        _check_references(config.section(ConditionConfig), valid)
+        _check_references(config, valid)
     if _is_first_rank():
         if isinstance(train.clips, JoinedVideos):
             print(train.clips.table(), flush=True)
@@ -290,27 +301,54 @@ def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerC
     return optimizer
 
 
-def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
-    """Raise ConfigError if the data lack reference frames that a condition mode needs."""
-    lengths = {geometry.shape[1] for geometry in split.plan.geometries.values()}
-    references = split.clips.manifest["references"]
-    for mode in conditions.modes:
-        for t in lengths:
+def _check_references(config: RunConfig, split: VideoSplit) -> None:
+    """Raise ConfigError if the data lack given frames that a condition mode needs."""
+    conditions = config.section(ConditionConfig)
+    needs = network_of(config).needs
+    manifest = split.clips.manifest
+    has = [*manifest["references"], *(f"image_{x}" for x in image_sides(manifest))]
+    for t in {geometry.shape[1] for geometry in split.plan.geometries.values()}:
+        for mode in conditions.modes if t > 1 else ("t2v",):
             try:
-                needed = sections(mode, t, conditions)
+                given = sections(mode, t, conditions)
             except DataError:
                 continue  # Clips of this length never get this mode.
-            for section in needed:
-                name = reference_name("tail" if section.start else "head", section.length)
-                if name not in references:
+            needed = [section.name for section in given]
+            if needs.masked:
+                needed = [masked_name(mode, conditions)]
+            if needs.image_places:
+                needed += [f"image_{section.side}" for section in given]
+            for name in needed:
+                if name not in has:
                     raise ConfigError.about(
                         f"--{mode.replace('_', '-')}-weight",
                         conditions.weight(mode),
-                        f"needs references of {section.length} latent frame(s), but the "
-                        f"{split.kind} set has {', '.join(references) or 'none'}",
-                        f"preprocess it with `--reference-lengths {section.length}`, or set "
-                        "the weight to 0",
+                        f"needs `{name}` of {'clips' if t > 1 else 'images'}, but the "
+                        f"{split.kind} set has {', '.join(has) or 'none'}",
+                        f"preprocess it with {remedy_for(name)}, or "
+                        + ("set the weight to 0" if t > 1 else "leave out images"),
                     )
+
+
+def _check_needs(config: RunConfig, path: str, manifest: dict[str, Any]) -> None:
+    """Raise ConfigError if the network of a run cannot be trained on a set of such latents."""
+    needs = network_of(config).needs
+    title = chosen(config).titles[config.section(VideoConfig).video_model]
+    for what, needed, has in (
+        ("latents of {} channels", needs.latent_channels, manifest["latent_channels"]),
+        ("latent frames of {} frames", needs.temporal, latent_factor(manifest, "temporal")),
+        ("latent pixels of {0} x {0} pixels", needs.spatial, latent_factor(manifest, "spatial")),
+        ("text embeddings of {} features", needs.text_width, manifest["text_width"]),
+        ("pooled text embeddings of {} features", needs.pooled_width, manifest["pooled_width"]),
+        ("image embeddings of {} features", needs.image_width, image_width(manifest)),
+    ):
+        if None not in (needed, has) and needed != has:
+            raise ConfigError.about(
+                "--video-data-path",
+                path,
+                f"has {what.format(has)}, but {title} takes {needed}",
+                "encode the clips with the codec and the encoders of the network",
+            )
 
 
 def planned_clips(config: RunConfig) -> list[Clip]:
@@ -439,7 +477,12 @@ class VideoSource(BatchSource):
                 split.clips,
                 batch_sampler=_clips_of_steps(split.plan.steps, run.context.dp_rank, first_step),
                 num_workers=num_workers,
-                collate_fn=partial(collate, patch=patch, multiple=network.sequence_multiple),
+                collate_fn=partial(
+                    collate,
+                    patch=patch,
+                    multiple=network.sequence_multiple,
+                    zeros=network.masks_text,
+                ),
                 pin_memory=run.device.type == "cuda",
                 # Without it the loader would draw a seed from torch's global generator, and ranks
                 # without a loader would get out of step.

@@ -5,7 +5,8 @@ A shard has one Megatron indexed dataset for each field, such as
 document of ``geometry`` is six int32 numbers: ``bucket, t, h, w, fps`` and the number of the clip.
 A document of ``caption`` is UTF-8 bytes. ``shard_00003.json`` marks a shard as finished;
 ``manifest.json``, which is written last, makes the folder a dataset. ``null_text`` and
-``null_pooled`` hold the encoded empty caption.
+``null_pooled`` hold the encoded empty caption. References and image embeddings are fields too, such
+as ``head1`` and ``image_head``; a clip that has none has an empty document.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +117,7 @@ class ShardWriter:
 
     Args:
         name: name of the shard.
-        references: names of all reference frames that clips may have, such as ``head1``.
+        others: names of further fields that clips may have (`other_fields`).
         storage: dtype of the stored numbers, "float32" or "bfloat16".
         durable: whether to wait at the end until files are on the disk.
     """
@@ -125,7 +126,7 @@ class ShardWriter:
         self,
         folder: Path,
         name: str,
-        references: Sequence[str],
+        others: Sequence[str],
         storage: str,
         *,
         durable: bool = True,
@@ -134,13 +135,13 @@ class ShardWriter:
         self._name = name
         self._storage = storage
         self._durable = durable
-        self._references = references
+        self._others = others
         self._writers: dict[str, IndexedWriter] = {}
 
     def __enter__(self) -> ShardWriter:
         (self._folder / f"{self._name}.json").unlink(missing_ok=True)
         with ExitStack() as opened:
-            for field in (*_FIELDS, *self._references):
+            for field in (*_FIELDS, *self._others):
                 prefix = self._folder / f"{self._name}_{field}"
                 dtype = dtype_of(field, self._storage)
                 writer = IndexedWriter(prefix, dtype, durable=self._durable)
@@ -156,7 +157,8 @@ class ShardWriter:
         import torch
 
         tensors = {"latents": sample.latents, "text": sample.text, "pooled": sample.pooled}
-        tensors |= {name: sample.references.get(name, torch.zeros(0)) for name in self._references}
+        given = {**sample.references, **_prefixed(sample.image_embeds)}
+        tensors |= {name: given.get(name, torch.zeros(0)) for name in self._others}
         values = {name: to_storage(tensor, self._storage) for name, tensor in tensors.items()}
         geometry = [bucket, *sample.latents.shape[1:], sample.fps, sample.number]
         values["geometry"] = np.array(geometry, np.int32)
@@ -169,6 +171,17 @@ class ShardWriter:
         for field, writer in self._writers.items():
             values = shard.fields[field][row]
             writer.add_document(values, [values.size])
+
+
+def other_fields(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the fields that a set has for references and image embeddings."""
+    images = manifest.get("image_embeds", {}).get("sides", ())
+    return (*manifest["references"], *_prefixed(dict.fromkeys(images)))
+
+
+def _prefixed(image_embeds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return image embeddings by the names of their fields, such as ``image_head``."""
+    return {f"image_{side}": value for side, value in image_embeds.items()}
 
 
 class Field:
@@ -254,7 +267,7 @@ class Shard:
         self._manifest = manifest
         self.fields = {
             field: Field(folder / f"{name}_{field}", dtype_of(field, manifest["storage"]))
-            for field in (*_FIELDS, *manifest["references"])
+            for field in (*_FIELDS, *other_fields(manifest))
         }
         for field, stored_field in self.fields.items():
             if len(stored_field) != clips:
@@ -319,7 +332,21 @@ class Shard:
             fps=fps,
             number=number,
             caption=fields["caption"][row].tobytes().decode(errors="replace"),
+            image_embeds=self._image_embeds(row),
         )
+
+    def _image_embeds(self, row: int) -> dict[str, Tensor]:
+        """Return the image embeddings of the clip ``row``, those of frames that it has."""
+        about = self._manifest.get("image_embeds")
+        if about is None:
+            return {}
+        fields = _prefixed(dict.fromkeys(about["sides"]))
+        stored = {side: self.fields[x] for side, x in zip(about["sides"], fields, strict=True)}
+        return {
+            side: field.shaped(row, self._manifest["storage"], about["tokens"], about["width"])
+            for side, field in stored.items()
+            if field.begins[row + 1] > field.begins[row]
+        }
 
 
 def write_null(folder: Path, text: Tensor, pooled: Tensor, storage: str) -> None:

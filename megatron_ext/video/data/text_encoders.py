@@ -1,6 +1,6 @@
 """Builds text encoders: one hashes words, the others are models of the package transformers.
 
-MMDiT networks use T5 and CLIP, Wan networks use UMT5.
+FLUX and Open-Sora use T5 and CLIP, Wan uses UMT5, HunyuanVideo uses Llama and CLIP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from torch import Tensor
 
 from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.config.encoding import FOLDERS, HASHED, T5_CLIP, TextEncoderConfig
+from megatron_ext.video.config.encoding import (
+    FOLDERS,
+    HASHED,
+    LLAMA_CLIP,
+    T5_CLIP,
+    TextEncoderConfig,
+)
 from megatron_ext.video.config.encoding import UMT5 as UMT5_NAME
 from megatron_ext.video.data.codec import compared, public
 
@@ -99,9 +105,10 @@ def load_model(
     name: str,
     path: str,
     types: Sequence[str],
-    tokenizer_path: str,
 ) -> tuple[Any, Any]:
     """Load a model and its tokenizer with the package transformers; return both.
+
+    The tokenizer is in the model's folder or, as in diffusers' pipelines, in one beside it.
 
     Args:
         text_encoder: the chosen text encoder, for messages.
@@ -109,7 +116,6 @@ def load_model(
         name: the option that gives ``path``, for messages.
         path: local folder of the model.
         types: accepted values of ``model_type`` in the folder's config.json.
-        tokenizer_path: local folder of the tokenizer.
 
     Raises:
         ConfigError: transformers is missing, the model is of another type, weights are missing, or
@@ -131,7 +137,7 @@ def load_model(
     try:
         # If this is not given, transformers asks on the terminal whether to run remote code.
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            tokenizer_path, local_files_only=True, trust_remote_code=False
+            tokenizer_folder(path), local_files_only=True, trust_remote_code=False
         )
         model, info = getattr(transformers, model_class).from_pretrained(
             path, local_files_only=True, output_loading_info=True
@@ -164,23 +170,63 @@ def is_cut(tokenizer: Any, caption: str, length: int) -> bool:
     return len(tokenizer(caption, truncation=False, verbose=False)["input_ids"]) > length
 
 
-def read_settings(name: str, path: str) -> dict[str, Any]:
-    """Return the content of the config.json in the folder ``path``.
+def read_settings(name: str, path: str, file: str = "config.json") -> dict[str, Any]:
+    """Return the content of the config.json, or of another ``file``, in the folder ``path``.
 
     If the file cannot be read, a ConfigError names ``name``, the option that gives the folder.
     """
     try:
-        return read_json_object(Path(path) / "config.json", not_finite=True)
+        return read_json_object(Path(path) / file, not_finite=True)
     except UnreadableFile as error:
         if error.missing:
             raise ConfigError(
-                f"`{name}` ({path}) must be a local folder with a config.json; nothing is loaded "
-                "from a hub, so correct the path."
+                f"`{name}` ({path}) must be a local folder with a {file}; nothing is loaded from a "
+                f"hub, so {pipeline_advice(path) or 'correct the path'}."
             ) from None
         raise ConfigError(
-            f"`{name}` ({path}) has a config.json that cannot be read ({error.reason}); copy it "
-            "again."
+            f"`{name}` ({path}) has a {file} that cannot be read ({error.reason}); copy it again."
         ) from None
+
+
+def pipeline_advice(path: str) -> str:
+    """Return advice for a folder that holds a whole pipeline of diffusers, else ""."""
+    if not (Path(path) / "model_index.json").is_file():
+        return ""
+    models = sorted(x.parent.name for x in Path(path).glob("*/config.json"))
+    return f"give one of the folders in it ({', '.join(models)})"
+
+
+def tokenizer_folder(path: str) -> str:
+    """Return the folder of a text encoder's tokenizer: its own or, if it has none, its sibling's.
+
+    In diffusers' pipelines, the tokenizer of ``text_encoder_2`` is in ``tokenizer_2`` beside it.
+    """
+    folder = Path(path).resolve()
+    sibling = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
+    siblings = (sibling, folder.with_name("tokenizer"))
+    if (Path(path) / "tokenizer_config.json").is_file():
+        return path
+    return next((str(x) for x in siblings if x != folder and x.is_dir()), path)
+
+
+class _PooledClip:
+    """CLIP's text model, of which the pooled vector ``[n, width]`` is taken.
+
+    ``text_encoder`` is the chosen text encoder, for messages; ``path`` is the folder of CLIP.
+    """
+
+    def __init__(self, text_encoder: str, path: str, device: torch.device) -> None:
+        types = ["clip", "clip_text_model"]
+        model, self._tokenizer = load_model(text_encoder, "CLIPTextModel", "clip_path", path, types)
+        self._model = model.to(device)
+        self._device = device
+        self.width = int(model.config.hidden_size)
+        self._length = int(model.config.max_position_embeddings)
+
+    def encode(self, captions: Sequence[str]) -> Tensor:
+        ids = tokenized(self._tokenizer, captions, self._length)["input_ids"]
+        pooled: Tensor = self._model(input_ids=ids.to(self._device)).pooler_output
+        return pooled.float()
 
 
 class T5AndClip:
@@ -195,15 +241,11 @@ class T5AndClip:
         self.device = device
         t5 = str(config.t5_path)
         clip = str(config.clip_path)
-        model, self._t5_tokenizer = load_model(T5_CLIP, "T5EncoderModel", "t5_path", t5, ["t5"], t5)
+        model, self._tokenizer = load_model(T5_CLIP, "T5EncoderModel", "t5_path", t5, ["t5"])
         self._t5 = model.to(device)
         self.width = int(model.config.d_model)
-        model, self._clip_tokenizer = load_model(
-            T5_CLIP, "CLIPTextModel", "clip_path", clip, ["clip", "clip_text_model"], clip
-        )
-        self._clip = model.to(device)
-        self.pooled_width = int(model.config.hidden_size)
-        self._clip_length = int(model.config.max_position_embeddings)
+        self._clip = _PooledClip(T5_CLIP, clip, device)
+        self.pooled_width = self._clip.width
         self.identity = {
             "text_encoder": T5_CLIP,
             "length": self.length,
@@ -213,14 +255,12 @@ class T5AndClip:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        ids = tokenized(self._t5_tokenizer, captions, self.length)["input_ids"]
+        ids = tokenized(self._tokenizer, captions, self.length)["input_ids"]
         rows = self._t5(input_ids=ids.to(self.device)).last_hidden_state
-        ids = tokenized(self._clip_tokenizer, captions, self._clip_length)["input_ids"]
-        pooled = self._clip(input_ids=ids.to(self.device)).pooler_output
-        return rows.float(), pooled.float()
+        return rows.float(), self._clip.encode(captions)
 
     def cuts(self, caption: str) -> bool:
-        return is_cut(self._t5_tokenizer, caption, self.length)
+        return is_cut(self._tokenizer, caption, self.length)
 
 
 class UMT5:
@@ -229,8 +269,7 @@ class UMT5:
     As in `diffusers.WanPipeline`, the encoder masks pad tokens, and the denoiser attends to their
     zero rows. Captions are cleaned as in that pipeline without the optional package ftfy: character
     references such as ``&amp;`` are resolved twice, and runs of white space become one space.
-    Embeddings therefore do not depend on whether ftfy is installed. The tokenizer is in the model's
-    folder or, as in diffusers' pipelines, in ``../tokenizer``.
+    Embeddings therefore do not depend on whether ftfy is installed.
     """
 
     pooled_width = 0
@@ -239,10 +278,8 @@ class UMT5:
         path = str(config.t5_path)
         self.length = config.text_length
         self.device = device
-        sibling = Path(path).resolve().parent / "tokenizer"
-        own = (Path(path) / "tokenizer_config.json").is_file() or not sibling.is_dir()
         model, self._tokenizer = load_model(
-            UMT5_NAME, "UMT5EncoderModel", "t5_path", path, ["umt5"], path if own else str(sibling)
+            UMT5_NAME, "UMT5EncoderModel", "t5_path", path, ["umt5"]
         )
         self._model = model.to(device)
         self.width = int(model.config.d_model)
@@ -262,6 +299,73 @@ class UMT5:
         return is_cut(self._tokenizer, _cleaned(caption), self.length)
 
 
+_INSTRUCTION = (
+    "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following "
+    "aspects: 1. The main content and theme of the video."
+    "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects."
+    "3. Actions, events, behaviors temporal relationships, physical movement changes of the "
+    "objects."
+    "4. background environment, light, style and atmosphere."
+    "5. camera angles, movements, and transitions used in the video:<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\n"
+)
+"""The text that HunyuanVideo puts before a caption; its rows are cut off."""
+_ENDING = "<|eot_id|>"
+
+
+class LlamaAndClip:
+    """A text encoder that gives hidden states of Llama, zero at pads, and CLIP's pooled vector.
+
+    As in HunyuanVideo (arXiv:2412.03603), a caption stands in a template that asks for a
+    description of a video, whose rows are cut off. The hidden states are those two layers before
+    the last one.
+    """
+
+    def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
+        path = str(config.llama_path)
+        clip = str(config.clip_path)
+        self.length = config.text_length
+        self.device = device
+        types = ["llama", "llava"]
+        model, self._tokenizer = load_model(LLAMA_CLIP, "AutoModel", "llama_path", path, types)
+        # The whole model of the original repository also sees pictures.
+        self._llama = getattr(model, "language_model", model).to(device)
+        if self._tokenizer.padding_side != "right":
+            raise ConfigError(
+                f"`llama_path` ({path}) has a tokenizer that pads on the left, where the template "
+                "is cut off; give the tokenizer of HunyuanVideo, which pads on the right."
+            )
+        self._skipped = len(self._tokenizer(_INSTRUCTION)["input_ids"])
+        self.width = int(self._llama.config.hidden_size)
+        self._clip = _PooledClip(LLAMA_CLIP, clip, device)
+        self.pooled_width = self._clip.width
+        self.identity = {
+            "text_encoder": LLAMA_CLIP,
+            "length": self.length,
+            "llama": public(read_settings("llama_path", path)),
+            "clip": public(read_settings("clip_path", clip)),
+        }
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        whole = [_in_template(caption) for caption in captions]
+        words = tokenized(self._tokenizer, whole, self._skipped + self.length)
+        mask = words["attention_mask"].to(self.device)
+        output = self._llama(
+            input_ids=words["input_ids"].to(self.device), attention_mask=mask,
+            output_hidden_states=True,
+        )  # fmt: skip
+        rows = output.hidden_states[-3].float().masked_fill(mask[..., None] == 0, 0.0)
+        return rows[:, self._skipped :], self._clip.encode(captions)
+
+    def cuts(self, caption: str) -> bool:
+        return is_cut(self._tokenizer, _in_template(caption), self._skipped + self.length)
+
+
+def _in_template(caption: str) -> str:
+    return f"{_INSTRUCTION}{caption.strip()}{_ENDING}"
+
+
 def _cleaned(caption: str) -> str:
     return " ".join(html.unescape(html.unescape(caption)).split())
 
@@ -272,8 +376,9 @@ def build_text_encoder(
     """Build the text encoder of a configuration; raise ConfigError if a model cannot be loaded."""
     if config.text_encoder == HASHED:
         return HashedWords(config)
-    kind = T5AndClip if config.text_encoder == T5_CLIP else UMT5
-    return kind(config, device or torch.device("cpu"))
+    kinds: dict[str, Callable[[TextEncoderConfig, torch.device], TextEncoder]]
+    kinds = {T5_CLIP: T5AndClip, UMT5_NAME: UMT5, LLAMA_CLIP: LlamaAndClip}
+    return kinds[config.text_encoder](config, device or torch.device("cpu"))
 
 
 def encoder_checks(config: TextEncoderConfig) -> list[Callable[[], Any]]:
@@ -288,16 +393,20 @@ def encoder_checks(config: TextEncoderConfig) -> list[Callable[[], Any]]:
 def width_of(config: TextEncoderConfig) -> int:
     """Return d, the number of features of a token embedding, without loading a model.
 
-    ConfigError is raised if the folder of T5 or UMT5 has no config.json that gives d.
+    ConfigError is raised if the folder of the model has no config.json that gives d.
     """
     if config.text_encoder == HASHED:
         return config.text_width
-    path = str(config.t5_path)
-    width = read_settings("t5_path", path).get("d_model")
+    name = FOLDERS[config.text_encoder][0]
+    path = str(getattr(config, name))
+    settings = read_settings(name, path)
+    entry = "hidden_size" if config.text_encoder == LLAMA_CLIP else "d_model"
+    # The whole model of HunyuanVideo's original repository has the settings of Llama in an entry.
+    width = settings.get("text_config", settings).get(entry)
     if not isinstance(width, int) or width < 1:
         raise ConfigError(
-            f"`t5_path` ({path}) has a config.json whose `d_model` is {width!r}, but must be the "
-            "width of T5; correct the path."
+            f"`{name}` ({path}) has a config.json whose `{entry}` is {width!r}, but must be the "
+            "width of the model; correct the path."
         )
     return width
 
@@ -306,21 +415,23 @@ def text_encoder_from_manifest(
     manifest: Mapping[str, Any],
     t5_path: str | None = None,
     clip_path: str | None = None,
+    *,
+    llama_path: str | None = None,
     device: torch.device | None = None,
 ) -> TextEncoder:
     """Build the text encoder that made the embeddings of a dataset, to encode new captions.
 
     Args:
         manifest: the dataset's manifest, which names the encoder.
-        t5_path: local folder of T5 or UMT5; None if the encoder needs none.
-        clip_path: local folder of CLIP; None if the encoder needs none.
+        t5_path, clip_path, llama_path: local folders of T5 or UMT5, of CLIP and of Llama; None
+            where the encoder needs none.
 
     Raises:
         ConfigError: a folder is missing, cannot be loaded, or is given although the encoder needs
             none.
         DataError: the manifest names no text encoder, or other models than those in the folders.
     """
-    config = check_text_encoder(manifest, t5_path, clip_path)
+    config = check_text_encoder(manifest, t5_path, clip_path, llama_path)
     encoder = build_text_encoder(config, device)
     differing = compared(manifest["text_encoder"], encoder.identity)
     if differing:
@@ -333,11 +444,14 @@ def text_encoder_from_manifest(
 
 
 def check_text_encoder(
-    manifest: Mapping[str, Any], t5_path: str | None, clip_path: str | None
+    manifest: Mapping[str, Any],
+    t5_path: str | None,
+    clip_path: str | None,
+    llama_path: str | None = None,
 ) -> TextEncoderConfig:
     """Return the configuration of the text encoder that a dataset's manifest names.
 
-    Check its model folders ``t5_path`` and ``clip_path``, but load no model. ConfigError is raised
+    Check its model folders, such as ``t5_path``, but load no model. ConfigError is raised
     for a folder that is missing, unreadable or not needed, and DataError for a manifest that lacks
     the text encoder or its sizes.
     """
@@ -355,7 +469,9 @@ def check_text_encoder(
         raise DataError(
             f"The manifest's text encoder ({dict(identity)}) lacks a size ({error!r}); {advice}"
         ) from None
-    config = TextEncoderConfig(name, t5_path, clip_path, *sizes)
+    flags = ("text_length", "text_width", "pooled_width")
+    given: dict[str, Any] = dict(zip(flags, sizes, strict=False))
+    config = TextEncoderConfig(name, t5_path, clip_path, llama_path=llama_path, **given)
     for folder in FOLDERS[name]:
         read_settings(folder, str(getattr(config, folder)))
     return config

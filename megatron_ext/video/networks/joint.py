@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.config.joint import JointConfig, JointSizes
-from megatron_ext.video.config.run import MODES, ConditionConfig
+from megatron_ext.video.config.run import ConditionConfig
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.cost.joint import JointNetwork, flops_of_clip
-from megatron_ext.video.data.conditions import condition, place_references, sections
+from megatron_ext.video.data.conditions import condition
 from megatron_ext.video.data.dataset import VideoBatch
-from megatron_ext.video.data.encode import reference_name
+from megatron_ext.video.data.given_frames import reference_latents
 from megatron_ext.video.data.randomness import Randomness
 from megatron_ext.video.data.sampler import Geometry
 from megatron_ext.video.loss import FlowTargets
@@ -70,37 +70,12 @@ class JointBatchBuilder(FlowBatchBuilder):
         inputs |= {"img": pack(x_t, self._patch), "timesteps": times}
         inputs |= {"txt": text.sequence, "y_vec": text.pooled}
         if flags.cond_embed:
-            references = _references(batch, randomness.modes.tolist(), self._conditions)
+            references = reference_latents(batch, randomness.modes, self._conditions)
             inputs["cond"] = pack(condition(references, masks), self._patch)
         if flags.guidance_embed:
             like = randomness.normals
             inputs["guidance"] = torch.full_like(like, flags.guidance, device=masks.device)
         return inputs
-
-
-def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
-    """Return latents ``[b, c, t, h, w]`` with the reference frames of each clip, zero elsewhere.
-
-    ``modes`` has the condition mode of each clip, as an index into `config.run.MODES`; the mode
-    and ``config`` decide which frames are given.
-
-    Raises:
-        DataError: the batch lacks the encoded reference frames that a mode needs.
-    """
-    placed = []
-    latents = batch.latents
-    for row, mode in enumerate(modes):
-        pieces = []
-        for section in sections(MODES[mode], latents.size(2), config):
-            name = reference_name("tail" if section.start else "head", section.length)
-            if name not in batch.references:
-                raise DataError(
-                    f"The clips have no reference {name}, but a condition mode needs it; "
-                    f"preprocess them with `--reference-lengths {section.length}`."
-                )
-            pieces.append((section, batch.references[name][row]))
-        placed.append(place_references(pieces, latents.shape[1:], latents.dtype, latents.device))
-    return torch.stack(placed)
 
 
 class JointVelocity(ParallelVelocity):

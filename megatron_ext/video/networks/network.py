@@ -114,16 +114,43 @@ class VideoNetwork:
         return {**{f"{mode}_weight": 0.0 for mode in given}, **self.defaults}
 
 
+@dataclass(frozen=True)
+class DataNeeds:
+    """The properties that a network needs of a set of clips; None leaves a property open.
+
+    Attributes:
+        masked: whether given frames come as masked clips (Wan's image-to-video), not as references.
+        image_places: the frames whose image embeddings the network is given
+            (`data.conditions.image_embeds`).
+        image_width: features of an image embedding.
+        latent_channels, text_width, pooled_width: sizes of latents and text embeddings.
+        temporal, spatial: frames that a latent frame encodes, and side of the square of pixels that
+            a latent pixel encodes.
+    """
+
+    masked: bool = False
+    image_places: tuple[str, ...] = ()
+    image_width: int | None = None
+    latent_channels: int | None = None
+    text_width: int | None = None
+    pooled_width: int | None = None
+    temporal: int | None = None
+    spatial: int | None = None
+
+
 class FlowNetwork(ABC):
     """The interface through which flow matching builds, checks, trains and samples a network.
 
     Attributes:
         builder: the class that builds the network's micro-batches.
         chunk: the class of the network's pipeline chunks.
+        masks_text: whether the network's attention leaves out rows of text that are all zero. Then
+            the rows that pad the text are zero.
     """
 
     builder: type[FlowBatchBuilder]
     chunk: type[VideoChunk]
+    masks_text = False
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -149,6 +176,11 @@ class FlowNetwork(ABC):
 
         ``manifest`` is the dataset's manifest, which holds these numbers.
         """
+
+    @property
+    def needs(self) -> DataNeeds:
+        """Return what a set of clips must have to train the network or to sample from it."""
+        return DataNeeds()
 
     @abstractmethod
     def checked(self) -> RunConfig:

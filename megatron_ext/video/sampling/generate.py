@@ -67,7 +67,7 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
             f"The prompt {with_reference.text!r} has a reference ({with_reference.reference}), but "
             f"`--video-model {model}` is given no reference frames; leave it out."
         )
-    check_text_encoder(manifest, text.t5_path, text.clip_path)
+    check_text_encoder(manifest, text.t5_path, text.clip_path, text.llama_path)
     codec = build_codec_of(config.section(CodecConfig), manifest)
     for group in groups_of(requests, shape_of(sample, manifest), sample):
         shape = group.shape

@@ -62,7 +62,12 @@ def encode_prompts(
     codec = built()
     flags = config.section(TextEncoderConfig)
     encoder = partial(
-        text_encoder_from_manifest, manifest, flags.t5_path, flags.clip_path, device=device
+        text_encoder_from_manifest,
+        manifest,
+        flags.t5_path,
+        flags.clip_path,
+        llama_path=flags.llama_path,
+        device=device,
     )
     text_encoder = on_reporting_rank(encoder, "Building the text encoder", context)
     text, pooled = null_text_of(config, manifest)

@@ -23,6 +23,13 @@ from megatron_ext.video.data.conditions import (
     null_like,
     place_references,
     sections,
+    text_mask,
+)
+from megatron_ext.video.data.dataset import VideoBatch
+from megatron_ext.video.data.given_frames import (
+    image_embeds,
+    masked_latents,
+    reference_latents,
 )
 from megatron_ext.video.data.randomness import (
     Randomness,
@@ -38,13 +45,54 @@ from tests.ranks import on_ranks
 SHORT_V2V = ConditionConfig(v2v_frames=2, v2v_easy_frames=3)
 
 
+def batch_of(references: dict[str, Tensor], **images: Tensor) -> VideoBatch:
+    latents = torch.zeros(2, 3, 5, 2, 2)
+    return VideoBatch(latents, torch.zeros(2, 1, 4), torch.zeros(2, 0), references, images)
+
+
+def test_given_frames_are_chosen_clip_by_clip() -> None:
+    names = ("masked_head1", "masked_loop1", "masked_none")
+    masked = {name: torch.full((2, 3, 5, 2, 2), i + 1.0) for i, name in enumerate(names)}
+    images = {side: torch.full((2, 7, 4), i + 1.0) for i, side in enumerate(("head", "tail"))}
+    batch = batch_of(masked, **images)
+    config = ConditionConfig()
+    for drawn, latents, first, both in (
+        (modes("i2v_head", "i2v_loop"), [1, 2], [1, 1], [(1, 0), (1, 2)]),
+        (modes("i2v_loop", "t2v"), [2, 3], [1, 0], [(1, 2), (0, 0)]),
+    ):
+        assert masked_latents(batch, drawn, config)[:, 0, 0, 0, 0].tolist() == latents
+        given = image_embeds(batch, drawn, config, ("first",))
+        assert given.shape == (2, 7, 4) and given[:, 0, 0].tolist() == first
+        given = image_embeds(batch, drawn, config, ("head", "tail"))
+        assert given.shape == (2, 14, 4)
+        assert [(row[0, 0], row[7, 0]) for row in given] == both
+    for drawn, remedy in (
+        (modes("i2v_tail", "t2v"), "--masked-references tail --reference-lengths 1"),
+        (modes("i2v_middle", "t2v"), "--masked-references middle"),
+    ):
+        with pytest.raises(DataError, match=f"no reference masked_.* with `{remedy}`"):
+            masked_latents(batch, drawn, config)
+    with pytest.raises(DataError, match="`--image-encoder --masked-references middle`"):
+        image_embeds(batch, modes("i2v_middle", "t2v"), config, ("first",))
+    with pytest.raises(DataError, match="preprocess them with `--image-encoder`"):
+        image_embeds(batch_of({}), modes("t2v", "t2v"), config, ("first",))
+    with pytest.raises(DataError, match="no reference middle1.* with `--middle-reference`"):
+        reference_latents(batch, modes("i2v_middle", "t2v"), config)
+
+
+def test_rows_of_zeros_are_no_tokens() -> None:
+    text = torch.randn(2, 4, 3)
+    text[0, 2:] = 0
+    assert text_mask(text).tolist() == [[True, True, False, False], [True] * 4]
+
+
 def modes(*names: str) -> Tensor:
     return torch.tensor([MODES.index(name) for name in names])
 
 
 FRAMES = {
     "t2v": [], "i2v_head": [0], "i2v_tail": [4], "i2v_loop": [0, 4], "v2v_head": [0, 1],
-    "v2v_tail": [3, 4], "v2v_head_easy": [0, 1, 2], "v2v_tail_easy": [2, 3, 4],
+    "v2v_tail": [3, 4], "v2v_head_easy": [0, 1, 2], "v2v_tail_easy": [2, 3, 4], "i2v_middle": [2],
 }  # fmt: skip
 
 
@@ -65,7 +113,7 @@ def test_draws_follow_the_weights() -> None:
     before = dataclasses.asdict(config)
     drawn = draw_modes(config, 5, draw_uniforms(3, range(8000), "condition"))
     found = torch.bincount(drawn, minlength=len(MODES)).double()
-    want = torch.tensor([1.0, 5, 1, 1, 0, 0, 0, 0], dtype=torch.float64) / 8
+    want = torch.tensor([1.0, 5, 1, 1, 0, 0, 0, 0, 0], dtype=torch.float64) / 8
     sigma = (8000 * want * (1 - want)).sqrt()
     assert ((found - 8000 * want).abs() <= 3 * sigma).all()
     assert dataclasses.asdict(config) == before
@@ -99,10 +147,10 @@ def test_conditions_are_the_mask_and_the_given_latents_and_zeros_for_images() ->
     assert torch.equal(given, want)
     assert condition(references.bfloat16(), torch.zeros(2, 5).bool()).dtype == torch.bfloat16
     config = ConditionConfig()
-    assert sections("v2v_head", 33, config) == (Section(0, 9),)
-    assert sections("v2v_tail", 33, config) == (Section(24, 9),)
-    assert sections("v2v_tail_easy", 33, config) == (Section(16, 17),)
-    assert sections("i2v_loop", 33, config) == (Section(0, 1), Section(32, 1))
+    assert sections("v2v_head", 33, config) == (Section(0, 9, "head"),)
+    assert sections("v2v_tail", 33, config) == (Section(24, 9, "tail"),)
+    assert sections("v2v_tail_easy", 33, config) == (Section(16, 17, "tail"),)
+    assert sections("i2v_loop", 33, config) == (Section(0, 1, "head"), Section(32, 1, "tail"))
     config = ConditionConfig(t2v_weight=0)
     drawn = draw_modes(config, 1, torch.linspace(0, 0.999, 50))
     assert set(drawn.tolist()) == {MODES.index("t2v")}
@@ -129,13 +177,13 @@ def test_tokens_that_count(kind: str, counted: list[list[int]]) -> None:
 
 def test_references_stand_where_the_mode_has_them() -> None:
     head, tail = torch.randn(4, 1, 2, 2), torch.randn(4, 2, 2, 2)
-    pieces = [(Section(0, 1), head), (Section(3, 2), tail)]
+    pieces = [(Section(0, 1, "head"), head), (Section(3, 2, "tail"), tail)]
     placed = place_references(pieces, (4, 5, 2, 2), torch.float32)
     assert torch.equal(placed[:, :1], head) and torch.equal(placed[:, 3:], tail)
     assert not placed[:, 1:3].any()
     for start, frames, piece in ((4, "4 to 5", tail), (3, "3 to 4", head)):
         with pytest.raises(DataError, match=rf"frames {frames} have shape \(4, \d, 2, 2\), but"):
-            place_references([(Section(start, 2), piece)], (4, 5, 2, 2), torch.float32)
+            place_references([(Section(start, 2, "head"), piece)], (4, 5, 2, 2), torch.float32)
 
 
 def test_a_condition_holds_what_the_masks_show_and_nothing_else() -> None:
@@ -153,8 +201,9 @@ def test_a_condition_holds_what_the_masks_show_and_nothing_else() -> None:
 def test_a_clip_just_long_enough_takes_a_mode() -> None:
     for mode, least in (("t2v", 1), ("i2v_head", 2), ("i2v_loop", 2), ("v2v_tail_easy", 4)):
         assert sections(mode, least, SHORT_V2V) == {
-            "t2v": (), "i2v_head": (Section(0, 1),), "i2v_loop": (Section(0, 1), Section(1, 1)),
-            "v2v_tail_easy": (Section(1, 3),),
+            "t2v": (), "i2v_head": (Section(0, 1, "head"),),
+            "i2v_loop": (Section(0, 1, "head"), Section(1, 1, "tail")),
+            "v2v_tail_easy": (Section(1, 3, "tail"),),
         }[mode]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,14 @@ from PIL import Image
 
 from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig
+from megatron_ext.video.config.run import MODES, ConditionConfig
 from megatron_ext.video.data import encode as encode_module
 from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.conditions import pixel_masks
+from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.encode import (
+    ClipEncoder,
     Dropped,
     PlannedClip,
     VideoSample,
@@ -47,6 +52,7 @@ from megatron_ext.video.data.geometry import (
     sizes,
     subsampling,
 )
+from megatron_ext.video.data.given_frames import masked_latents
 from tests.video.data import making
 from tests.video.data.making import PLAN, encoder, pictures, write_folder, write_gif, write_video
 
@@ -117,11 +123,47 @@ def test_no_later_frame_leaks_into_a_head_and_no_earlier_one_into_a_tail(tmp_pat
     assert torch.equal(whole.latents[:, :2], in_late.latents[:, :2])
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_masked_clips_are_the_condition_of_diffusers(last: bool, tmp_path: Path) -> None:
+    """Compare with the pipeline of Wan's image-to-video, for the first frame or for both ends."""
+    pipelines = pytest.importorskip("diffusers.pipelines.wan.pipeline_wan_i2v")
+    codec = build_codec(CodecConfig(str(making.write_vaes(tmp_path)["AutoencoderKLWan"])))
+    pixels = torch.rand(1, 3, 9, 16, 24, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    mode = "i2v_loop" if last else "i2v_head"
+    config = EncodeConfig(masked_references=("head", "loop", "middle"), middle_reference=True)
+    made = ClipEncoder(config, codec, encoder().text_encoder)._references(pixels, 3, 0, "")
+    pipeline: Any = SimpleNamespace(
+        vae=codec.vae, config=SimpleNamespace(expand_timesteps=False), vae_scale_factor_temporal=4,
+        vae_scale_factor_spatial=8,
+    )  # fmt: skip
+    _, wanted = pipelines.WanImageToVideoPipeline.prepare_latents(
+        pipeline, pixels[:, :, 0], 1, 4, 16, 24, 9, torch.float32, torch.device("cpu"),
+        last_image=pixels[:, :, -1] if last else None,
+    )  # fmt: skip
+    batch = VideoBatch(
+        wanted[:, 4:], torch.zeros(1, 1, 1), torch.zeros(1, 0),
+        {name: latents[None] for name, latents in made.items()},
+    )  # fmt: skip
+    drawn = torch.tensor([MODES.index(mode)])
+    masks = pixel_masks(drawn, 3, ConditionConfig(), 4)[..., None, None].expand(1, 4, 3, 2, 3)
+    latents = masked_latents(batch, drawn, ConditionConfig())
+    torch.testing.assert_close(torch.cat([masks, latents], dim=1), wanted)
+    # A middle frame is the last pixel frame of the latent frame in the middle.
+    middle = torch.zeros_like(pixels)
+    middle[:, :, 4] = pixels[:, :, 4]
+    torch.testing.assert_close(made["masked_middle1"][None], codec.encode(middle, mean=True))
+    assert torch.equal(
+        made["middle1"][None], codec.encode(pixels[:, :, 4:5], number=0, piece="middle1")
+    )
+
+
 def test_references_are_pieces_encoded_by_themselves(tmp_path: Path) -> None:
     made = pictures(13)
     sample = encoded(tmp_path / "a", made)
     codec, pixels = encoder().codec, pixels_of(made)
-    assert sorted(sample.references) == sorted(reference_names((1, 2)))
+    assert sorted(sample.references) == sorted(
+        reference_names(EncodeConfig(reference_lengths=(1, 2)))
+    )
     for name, piece in {
         "head1": pixels[:, :, :1], "head2": pixels[:, :, :5],
         "tail1": pixels[:, :, -1:], "tail2": pixels[:, :, -5:],

@@ -21,12 +21,13 @@ from PIL import Image
 from megatron_ext.data.part_pool import PartPool
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.video.data import encode as encode_module
 from megatron_ext.video.data import preprocess as run_module
 from megatron_ext.video.data.cli import main, parse_options
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.dataset import ShardedVideos
-from megatron_ext.video.data.encode import PlannedClip
+from megatron_ext.video.data.encode import ClipEncoder, PlannedClip
 from megatron_ext.video.data.geometry import Bucket, ClipShape, parse_plan
 from megatron_ext.video.data.manifest import (
     make_manifest,
@@ -505,7 +506,7 @@ def test_manifest_says_what_made_the_data(tmp_path: Path) -> None:
         (["--buckets=/none.json"], r"`--buckets` \(/none.json\) must be JSON or a file with it"),
         (["--buckets={}"], r"is empty: it must hold a bucket with a probability above 0"),
         (["--codec=/none"], r"must be `patch` or a local folder|must be left out with `codec`"),
-        (["--text-encoder=t5"], r"`text_encoder` \(t5\) must be hashed, t5-clip or umt5"),
+        (["--text-encoder=t5"], r"`text_encoder` \(t5\) must be hashed, t5-clip, umt5 or llama"),
         (["--reference-lengths", "0"], r"`--reference-lengths` \(0\) must be at least 1"),
         (["--colour"], r"Unrecognized arguments: --colour; see --help"),
         (["--workers=many"], r"Argument --workers: invalid int value: 'many'; see --help"),
@@ -586,8 +587,8 @@ def test_workers_take_the_gpus_in_turn_and_the_seed_of_the_run(
     built: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(run_module, "build_codec", lambda *given: built.append(given))
-    monkeypatch.setattr(run_module, "build_text_encoder", lambda *given: built.append(given))
+    for name in ("build_codec", "build_text_encoder"):
+        monkeypatch.setattr(encode_module, name, lambda *given: built.append(given))
     encode = EncodeConfig(clip_seed=77)
     options = VideoPreprocessOptions(
         "in", "out", making.PLAN, VAE, T5, encode, device="cuda", workers=3
@@ -628,8 +629,9 @@ def test_the_rate_of_a_set_is_that_of_most_videos() -> None:
 def test_the_manifest_names_the_references_of_all_lengths() -> None:
     encode = EncodeConfig(reference_lengths=(1, 9))
     options = VideoPreprocessOptions("in", "out", making.PLAN, making.CODEC, encode=encode)
-    encoder = build_text_encoder(TextEncoderConfig(text_length=3, text_width=5, pooled_width=7))
-    found = sample_options(options, build_codec(making.CODEC), encoder)
+    text = build_text_encoder(TextEncoderConfig(text_length=3, text_width=5, pooled_width=7))
+    encoder = ClipEncoder(encode, build_codec(making.CODEC), text)
+    found = sample_options(options, encoder)
     assert found["references"] == ["head1", "tail1", "head9", "tail9"]
     sizes = ("latent_channels", "text_length", "text_width", "pooled_width")
     assert [found[name] for name in sizes] == [24, 3, 5, 7]

@@ -168,8 +168,8 @@ def test_faults_of_the_validation_set_name_it(clips: Path, tmp_path: Path) -> No
     long = write_clips(tmp_path / "long", {LONG: 1}, lengths=())
     buckets = '--video-buckets {"64px":{"1":[1.0,2],"9":[1.0,2],"17":[1.0,2]}}'
     assert refusal(clips, long, buckets) == (
-        "`--i2v-head-weight` (5.0) needs references of 1 latent frame(s), but the validation set "
-        "has none; preprocess it with `--reference-lengths 1`, or set the weight to 0."
+        "`--i2v-head-weight` (5.0) needs `head1` of clips, but the validation set has none; "
+        "preprocess it with `--reference-lengths 1`, or set the weight to 0."
     )
     # A picture, which gets no reference, hides nothing of the clips beside it.
     beside = write_clips(tmp_path / "beside", {IMAGE: 1, LONG: 1}, lengths=())

@@ -215,12 +215,12 @@ UMT5, T5 = ({"text_encoder": kind, "t5_path": "/t5"} for kind in ("umt5", "t5-cl
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"text_encoder": "bert"}, r"`text_encoder` \(bert\) must be hashed, t5-clip or umt5; ch"),
+        ({"text_encoder": "bert"}, r"`text_encoder` \(bert\) must be hashed, t5-clip, umt5 or"),
         ({"text_length": 0}, r"`--text-length` \(0\) must be at least 1"),
         ({"clip_path": "/c"}, r"`clip_path` \(/c\) has an effect only with `text_encoder` t5-cl"),
         (T5, r"`clip_path` \(None\) must be a local f"),
         ({"text_encoder": "umt5"}, r"`t5_path` \(None\) must be .* when `text_encoder` is umt5;"),
-        ({**UMT5, "clip_path": "/c"}, r"`clip_path` \(/c\) has an effect only .* t5-clip; choose"),
+        ({**UMT5, "clip_path": "/c"}, r"has an effect only .* t5-clip or llama-clip; choose"),
         ({**UMT5, **WIDTHS}, r"`text_width` \(9\) must be left out with `text_encoder` umt5: the"),
         ({**UMT5, "pooled_width": 9}, r"`pooled_width` \(9\) must be left out .* umt5: the models"),
         ({**T5, "text_width": 9}, r"`text_width` \(9\) must be left out .* t5-clip: the models"),
@@ -357,7 +357,7 @@ def test_the_width_of_t5_is_known_without_its_weights(tmp_path: Path) -> None:
     t5 = TextEncoderConfig("t5-clip", str(tmp_path), str(tmp_path))
     assert width_of(t5) == 96 and width_of(TextEncoderConfig(text_width=7)) == 7
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(ConfigError, match="whose `d_model` is None, but must be the width of T5"):
+    with pytest.raises(ConfigError, match="whose `d_model` is None, but must be the width of the"):
         width_of(t5)
 
 

@@ -15,8 +15,8 @@ from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.config.run import MODES, ConditionConfig, VideoConfig
 from megatron_ext.video.config.stored import stored_video_model
 from megatron_ext.video.data.dataset import VideoBatch
+from megatron_ext.video.data.given_frames import reference_latents
 from megatron_ext.video.data.randomness import draw_normals
-from megatron_ext.video.networks.joint import _references
 from megatron_ext.video.networks.lookup import (
     all_networks,
     conversions,
@@ -169,7 +169,7 @@ def test_each_clip_gets_its_own_reference_at_its_own_end() -> None:
         torch.randn(b, 4, t, 2, 2), torch.zeros(b), torch.zeros(b), {"head1": head, "tail1": tail}
     )
     modes = [MODES.index(mode) for mode in ("i2v_tail", "t2v", "i2v_loop")]
-    found = _references(batch, modes, ConditionConfig())
+    found = reference_latents(batch, torch.tensor(modes), ConditionConfig())
     wanted = torch.zeros_like(batch.latents)
     wanted[0, :, -1:] = tail[0]
     wanted[2, :, :1], wanted[2, :, -1:] = head[2], tail[2]
