@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule, float16_to_fp32
-from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor
 
 from megatron_ext.config.optimizer import OptimizerConfig
@@ -60,7 +59,10 @@ def build_chunks(
             post_process=position == placement.num_stages - 1, vp_stage=stage,
         )  # fmt: skip
         check_chunk(chunk, tied_stages=tied_stages)
-        mark_experts(chunk, context.pgs)
+        if transformer_config.num_moe_experts is not None:
+            from megatron_ext.layers.expert_parameters import mark_experts
+
+            mark_experts(chunk, context.pgs)
         chunk.vp_stage = stage
         chunks.append(chunk)
     if by_name:
@@ -285,32 +287,3 @@ def own_elements(parameter: torch.nn.Parameter) -> Tensor:
     """
     shard = getattr(parameter, "weight_shard", None)
     return parameter.detach() if shard is None else shard.values
-
-
-def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of a chunk's experts, without routers and shared experts."""
-    for module in chunk.modules():
-        if isinstance(module, BaseMoELayer) and module.experts is not None:
-            yield from module.experts.parameters()
-
-
-def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None:
-    """Mark experts' parameters so that each gradient is summed over exactly the ranks with copies.
-
-    This corrects two faults of megatron-core. If ``--expert-model-parallel-size`` is 1, it reduces
-    experts like dense layers; but if the expert-tensor-parallel size differs from the
-    tensor-parallel size, other ranks hold the copies of an expert. And under sequence parallelism
-    it sums the gradients of the bias of an expert's second layer over the tensor-parallel ranks,
-    which hold other experts, or copies whose gradients are already summed.
-    """
-    # A model without experts may lack groups for them.
-    for parameter in expert_parameters(chunk):
-        size = groups.expt_tp.size()
-        if size != groups.tp.size():
-            parameter.allreduce = False  # type: ignore[attr-defined]
-        if size == 1 and not getattr(parameter, "allreduce", True):
-            parameter.sequence_parallel = False  # type: ignore[attr-defined]
-            if not getattr(parameter, "tensor_model_parallel", False):
-                # So that every tensor-parallel rank counts it in the gradient norm.
-                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-                parameter.partition_dim, parameter.partition_stride = 0, 1  # type: ignore[attr-defined]

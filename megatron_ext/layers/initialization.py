@@ -113,6 +113,9 @@ _METADATA = {"singleton_local_shards": False}
 
 Initialize = Callable[[Tensor], Any]
 
+Staged = dict[int, tuple[Any, Tensor]]
+"""By the id of an 8-bit parameter: the parameter, and a plain tensor to fill in its place."""
+
 METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 
 
@@ -130,7 +133,7 @@ class Marks:
     def settle(self) -> None:
         """Recompute the keys from the storages, since a parameter may have moved to a new one."""
         waiting = self._waiting.values()
-        self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
+        self._waiting = {memory_key(p): (p, method) for p, method in waiting}
 
     @torch.no_grad()
     def add(self, parameter: Tensor, method: Initialize, *, keeps_memory: bool = True) -> None:
@@ -142,7 +145,7 @@ class Marks:
             # One number takes the place of all.
             parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
         # Keep two references, so that no other parameter can reuse this memory, even after a move.
-        self._waiting[_memory(parameter)] = parameter, method
+        self._waiting[memory_key(parameter)] = parameter, method
         if not is_float8tensor(parameter):
             self._held.append(parameter.untyped_storage())
         parameter.fill_(math.nan)
@@ -150,16 +153,14 @@ class Marks:
     def allocate(self, parameter: Tensor) -> None:
         """Give a registered parameter memory for its values, unless it has kept its own."""
         if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
-            parameter.data = torch.empty(
-                parameter.shape, dtype=parameter.dtype, device=parameter.device
-            )
+            parameter.data = parameter.data.contiguous()
 
     def method_of(self, tensor: Tensor) -> Initialize | None:
         """Return the method registered for a tensor, or for the parameter of which it is a part.
 
         Return None if no method is registered.
         """
-        return self._waiting.get(_memory(tensor), (None, None))[1]
+        return self._waiting.get(memory_key(tensor), (None, None))[1]
 
     def clear(self) -> None:
         self._waiting.clear()
@@ -240,7 +241,11 @@ def initialize_by_name(
     marks: Marks = transformer_config.init_method.marks
     marks.settle()
     for chunk in chunks:
-        staged = _stage_quantized(chunk, marks)
+        staged: Staged = {}
+        if any(map(is_float8tensor, chunk.parameters())):
+            from megatron_ext.layers.transformer_engine import stage_quantized
+
+            staged = stage_quantized(chunk, marks.add)
 
         def unquantized(parameter: Tensor, staged: Staged = staged) -> Tensor | None:
             if id(parameter) in staged:
@@ -284,43 +289,7 @@ def initialize_by_name(
     marks.clear()
 
 
-@torch.no_grad()
-def draw_by_name(
-    chunk: torch.nn.Module, parameters: Sequence[Tensor], method: Initialize, seed: int
-) -> None:
-    """Draw the given parameters of an unwrapped chunk, seeded by their full tensors' names."""
-    chosen = {_memory(parameter) for parameter in parameters}
-    for shard in shards_of(chunk):
-        if _memory(shard.tensor) in chosen:
-            shard.tensor.copy_(shard.cut(_draw(shard, method, seed, None)))
-
-
-Staged = dict[int, tuple[Any, Tensor]]
-"""By the id of an 8-bit parameter: the parameter, and a plain tensor to fill in its place."""
-
-
-def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
-    """Register a plain tensor for each parameter that Transformer Engine keeps in 8 bits.
-
-    Initial values are drawn into the plain tensor, and the caller copies them to the parameter. The
-    parameter's own registration was lost when quantization freed its storage; its initialization
-    method is taken from the module, which still has it.
-    """
-    staged: Staged = {}
-    for module in chunk.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if not is_float8tensor(parameter):
-                continue
-            method = module.param_init_meta[name].init_fn  # type: ignore[index, union-attr]
-            if isinstance(method, Marked):
-                like: Any = {"dtype": parameter.dtype, "device": parameter.device}
-                values = torch.empty(parameter.shape, **like)
-                marks.add(values, method.method)
-                staged[id(parameter)] = parameter, values
-    return staged
-
-
-def _memory(tensor: Tensor) -> int:
+def memory_key(tensor: Tensor) -> int:
     """Return a key shared by a parameter and its views: storage address, or id if in 8 bits."""
     if is_float8tensor(tensor):
         return id(tensor)
@@ -335,7 +304,7 @@ def _draw_parts(
     for shard in shards:
         if drawn is None or drawn[0] != shard.name:
             drawn = None
-            drawn = shard.name, _draw(shard, method, seed, vocab_size)
+            drawn = shard.name, draw(shard, method, seed, vocab_size)
         shard.tensor.copy_(shard.cut(drawn[1]))
 
 
@@ -348,7 +317,7 @@ def _generator_of(name: str, seed: int) -> Iterator[None]:
         yield
 
 
-def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -> Tensor:
+def draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -> Tensor:
     full = torch.empty(shard.full_shape, dtype=torch.float32)
     with _generator_of(shard.name, seed):
         if not shard.is_vocabulary or vocab_size is None or vocab_size >= len(full):

@@ -41,14 +41,9 @@ from torch import Tensor
 
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.initialization import draw_by_name
-from megatron_ext.layers.linear import (
-    ColumnParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-    enter,
-    leave,
-)
+from megatron_ext.layers.initialization import Initialize, draw, memory_key, shards_of
+from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, enter, leave
+from megatron_ext.layers.replicated_linear import ReplicatedLinear
 
 Layer = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 _IN_A_LAYER = re.compile(r"(^|[._])(layers|blocks)\.")
@@ -155,7 +150,7 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
                 "layer of this model; give names that it has, or leave out `--lora-rank`."
             )
         uniform = partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
-        draw_by_name(chunk, matrices, uniform, seed)
+        _draw_by_name(chunk, matrices, uniform, seed)
         embedding: Any = getattr(chunk, "embedding", None)
         if embedding is not None:
             # A backward pass must begin here for recomputed layers, and for a stage without layers.
@@ -204,3 +199,14 @@ def merge_adapters(chunks: Sequence[torch.nn.Module]) -> int:
         layer.weight.copy_(layer.weight.float() + adapter.delta())
         layer.lora = None
     return len(adapted)
+
+
+@torch.no_grad()
+def _draw_by_name(
+    chunk: torch.nn.Module, parameters: Sequence[Tensor], method: Initialize, seed: int
+) -> None:
+    """Draw the given parameters of an unwrapped chunk, seeded by their full tensors' names."""
+    chosen = {memory_key(parameter) for parameter in parameters}
+    for shard in shards_of(chunk):
+        if memory_key(shard.tensor) in chosen:
+            shard.tensor.copy_(shard.cut(draw(shard, method, seed, None)))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_te_min_version
+from torch import Tensor
 
 from megatron_ext.config.rules.transformer_engine import read_overlap_settings
 from megatron_ext.config.run import RunConfig
@@ -130,3 +132,32 @@ def accumulate_gradients(layers: Sequence[ModuleSpec]) -> None:
     for layer in layers:
         if layer.module is TransformerLayer:
             layer.module = GradientAccumulatingLayer
+
+
+def stage_quantized(
+    chunk: torch.nn.Module, register: Callable[[Tensor, Any], None]
+) -> dict[int, tuple[Any, Tensor]]:
+    """Register a plain tensor for each parameter that Transformer Engine keeps in 8 bits.
+
+    Initial values are drawn into the plain tensor, and the caller copies them to the parameter. The
+    parameter's own registration was lost when quantization freed its storage; its initialization
+    method is taken from the module, which still has it.
+
+    Args:
+        register: function of a tensor and the method that will fill it.
+
+    Returns:
+        By the id of an 8-bit parameter: the parameter, and the plain tensor.
+    """
+    staged: dict[int, tuple[Any, Tensor]] = {}
+    for module in chunk.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not is_float8tensor(parameter):
+                continue
+            method = module.param_init_meta[name].init_fn  # type: ignore[index, union-attr]
+            if hasattr(method, "marks"):
+                like: Any = {"dtype": parameter.dtype, "device": parameter.device}
+                values = torch.empty(parameter.shape, **like)
+                register(values, method.method)
+                staged[id(parameter)] = parameter, values
+    return staged

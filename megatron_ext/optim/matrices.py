@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
-from megatron_ext.layers.chunks import expert_parameters
+from megatron_ext.layers.expert_parameters import expert_parameters
 from megatron_ext.layers.linear import OutputLayer
 
 NOT_MATRICES = (torch.nn.Embedding, VocabParallelEmbedding, OutputLayer)

@@ -123,7 +123,7 @@ def stored(network: Network) -> Iterator[RankMemory]:
         key = rank == 0, *kinds
         if key not in network.states:
             network.states[key] = rank_state(
-                network.config, network.sizes, rank, weights, starts_whole=network.starts_whole
+                network.config, network.sizes, rank, weights, draws_by_name=network.draws_by_name
             )
         fp8_weights = sum(eight[kind] for kind in kinds)
         state = network.states[key]

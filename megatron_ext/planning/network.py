@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
@@ -162,6 +162,8 @@ class Network(ABC):
 
     config: RunConfig
     sizes: Ranks
+    draws_by_name: ClassVar[bool] = True
+    """Whether a weight is drawn after the model is built, and may be sharded at once."""
 
     def with_config(self, config: RunConfig) -> Network:
         """Return a copy for ``config``, which must have the same parallel and micro-batch sizes."""
@@ -172,18 +174,6 @@ class Network(ABC):
     def experts(self) -> tuple[int, int]:
         """Return (experts in a layer, experts that a token uses); (1, 1) without experts."""
         return 1, 1
-
-    @property
-    def starts_whole(self) -> bool:
-        """Return whether all weights of a rank are drawn before they are sharded.
-
-        Otherwise each is sharded as soon as it is drawn.
-        """
-        model = self.config.model
-        tied = not model.untie_embeddings_and_output_weights
-        several = self.config.parallel.pipeline_model_parallel_size > 1
-        by_name = model.perform_initialization and not model.use_cpu_initialization
-        return not by_name or (tied and several)
 
     @property
     def num_microbatches(self) -> int:

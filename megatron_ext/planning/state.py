@@ -135,7 +135,7 @@ def rank_state(
     *,
     replica: int = 0,
     expert_replica: int = 0,
-    starts_whole: bool = False,
+    draws_by_name: bool = True,
 ) -> State:
     """Return the memory that a rank keeps between steps for all its model chunks.
 
@@ -144,7 +144,7 @@ def rank_state(
         chunks: weights of each chunk.
         replica: index of the rank among the replicas of its dense parameters.
         expert_replica: index of the rank among the replicas of its experts.
-        starts_whole: whether sharded weights are drawn for the whole model before they are sharded.
+        draws_by_name: whether weights are drawn after the model is built.
     """
     optimizer = config.optimizer
     shards = config.optimizer.shards_gradients
@@ -210,8 +210,17 @@ def rank_state(
             total += _moved(config, ranks, weights_of_part)
     if config.parallel.overlap_moe_expert_parallel_comm:
         gathered *= 2  # a forward and a backward pass at a time
-    setup = total.count * ranks.width if optimizer.shards_weights and starts_whole else 0
+    setup = total.count * ranks.width if _starts_whole(config, draws_by_name) else 0
     return total + State(gradients=filled, parameters=gathered, setup=setup)
+
+
+def _starts_whole(config: RunConfig, draws_by_name: bool) -> bool:
+    """Return whether all weights of a rank are there before they are sharded."""
+    model = config.model
+    several = config.parallel.pipeline_model_parallel_size > 1
+    tied_stages = several and not model.untie_embeddings_and_output_weights
+    at_once = model.use_cpu_initialization or not model.perform_initialization
+    return config.optimizer.shards_weights and (at_once or tied_stages or not draws_by_name)
 
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)")

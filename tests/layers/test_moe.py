@@ -15,8 +15,8 @@ from megatron_ext.extras.audit.reproduce_router import (
     auxiliary_loss,
 )
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
-from megatron_ext.layers.chunks import mark_experts
 from megatron_ext.layers.dropout import microbatch_masks, uniform
+from megatron_ext.layers.expert_parameters import mark_experts
 from megatron_ext.layers.moe import GroupRanking, Router
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients

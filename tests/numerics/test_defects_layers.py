@@ -32,7 +32,7 @@ from megatron_ext.extras.audit.reproduce_router import (
 from megatron_ext.layers import specs as layers
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
-from megatron_ext.layers.chunks import mark_experts
+from megatron_ext.layers.expert_parameters import mark_experts
 from megatron_ext.layers.moe import Router
 from megatron_ext.layers.norms import Norm
 from megatron_ext.layers.specs import has_transformer_engine

@@ -96,7 +96,7 @@ class Fake(SimpleNamespace):
 
     kind = Network.kind
     of_stages = Network.of_stages
-    starts_whole = False
+    draws_by_name = True
 
 
 def test_the_memory_of_a_rank_is_that_of_all_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

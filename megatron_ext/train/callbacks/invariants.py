@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.layers.chunks import expert_parameters, named_parameters, own_elements
+from megatron_ext.layers.chunks import named_parameters, own_elements
+from megatron_ext.layers.expert_parameters import expert_parameters
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.callbacks.callback import Callback, due
 

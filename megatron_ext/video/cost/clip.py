@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.parallel.grid import Layout
@@ -120,6 +120,8 @@ class ClipNetwork(Network):
     sizes: Ranks
     model: Any
     clip: Clip
+    # Torch's own layers draw their weights as they are built.
+    draws_by_name: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -129,11 +131,6 @@ class ClipNetwork(Network):
     @abstractmethod
     def sample_flops(self) -> float:
         """Return the FLOPs of one clip, forward and backward, without recomputation."""
-
-    @property
-    def starts_whole(self) -> bool:
-        """Return True: torch's own layers draw their weights as they are built."""
-        return True
 
     @property
     def tokens(self) -> int:

@@ -26,11 +26,8 @@ from torch import Tensor
 
 from megatron_ext.layers.compiled import compiled
 from megatron_ext.layers.initialization import Initialize, Marked
-from megatron_ext.layers.linear import (
-    ColumnParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
+from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ext.layers.replicated_linear import ReplicatedLinear
 from megatron_ext.video.config.sizes import EPSILON
 from megatron_ext.video.model.chunk import Blueprint
 
