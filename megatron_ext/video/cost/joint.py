@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 from typing_extensions import Self
 
@@ -66,9 +67,13 @@ class JointNetwork(ClipNetwork):
 
     Context-parallel ranks hold equally many tokens, but different numbers of text tokens. Text and
     image tokens cost the same, so the formulas hold for every rank.
+
+    Attributes:
+        cond_bias: whether the layer that embeds reference frames has a bias.
     """
 
     model: JointSizes
+    cond_bias: ClassVar[bool] = True
 
     @classmethod
     def of(cls, config: RunConfig, sizes: JointSizes, clip: Clip) -> Self:
@@ -115,11 +120,12 @@ class JointNetwork(ClipNetwork):
                 name = f"single_blocks.{number - model.num_double_blocks}"
                 weights += self._layers(name, double=False)
         if stage.head:
-            weights += self._whole("final_layer.modulation", h, 2 * h)
-            weights += self._whole("final_layer.linear", h, model.token_width)
+            weights += self.whole("final_layer.modulation", h, 2 * h)
+            weights += self.whole("final_layer.linear", h, model.token_width)
         return with_frozen(self.config.lora, weights)
 
-    def _whole(self, name: str, inputs: int, outputs: int) -> list[Weight]:
+    def whole(self, name: str, inputs: int, outputs: int) -> list[Weight]:
+        """Return the parameters of a linear layer that each rank holds as a whole."""
         return Linear(name, outputs, inputs).weights(self.config.lora)
 
     def _embedding(self) -> list[Weight]:
@@ -128,14 +134,23 @@ class JointNetwork(ClipNetwork):
         vectors = {"time_in": TIMESTEP_WIDTH, "pooled_in": x.pooled_width}
         if x.guidance_embed:
             vectors["guidance_in"] = TIMESTEP_WIDTH
-        weights = self._whole("embedding.img_in", x.token_width, h)
-        weights += self._whole("embedding.txt_in", x.text_width, h)
+        weights = self.whole("embedding.img_in", x.token_width, h)
+        weights += self.text_weights()
         for name, width in vectors.items():
-            weights += self._whole(f"embedding.{name}.linear_in", width, h)
-            weights += self._whole(f"embedding.{name}.linear_out", h, h)
+            weights += self.whole(f"embedding.{name}.linear_in", width, h)
+            weights += self.whole(f"embedding.{name}.linear_out", h, h)
         if x.cond_embed:
-            weights += self._whole("embedding.cond_in", x.cond_width, h)
+            cond = Linear("embedding.cond_in", h, x.cond_width, bias=self.cond_bias)
+            weights += cond.weights(self.config.lora)
         return weights
+
+    def text_weights(self) -> list[Weight]:
+        """Return the parameters of the module that embeds the text tokens."""
+        return self.whole("embedding.txt_in", self.model.text_width, self.model.hidden_size)
+
+    def text_memory(self) -> LayerBytes:
+        """Return the memory of that module's activations, beyond those of one linear layer."""
+        return LayerBytes(0, 0)
 
     def _layers(self, name: str, *, double: bool) -> list[Weight]:
         """Return the parameters of a single block or, if ``double``, of one double-block stream.
@@ -153,7 +168,7 @@ class JointNetwork(ClipNetwork):
         proj = Linear(f"{name}.linear_proj", h, h, columns=tp).weights(lora)
         norm = [Weight(f"{name}.norm.{x}_layernorm.weight", self.model.head_dim) for x in "qk"]
         rest = [*norm, *proj, *fc1, *fc2] if double else [*fc1, *norm, *proj, *fc2]
-        return [*self._whole(f"{name}.modulation", h, (6 if double else 3) * h), *qkv, *rest]
+        return [*self.whole(f"{name}.modulation", h, (6 if double else 3) * h), *qkv, *rest]
 
     def activations(self, stage: Stage) -> LayerBytes:
         """Return the memory of one micro-batch's activations in a stage."""
@@ -204,7 +219,8 @@ class JointNetwork(ClipNetwork):
         features += self.clip.num_text * model.text_width
         copies = x.b * features // share * x.width if x.half else 0
         weight = max(model.text_width, model.pooled_width, model.hidden_size) * model.hidden_size
-        return LayerBytes(copies + 6 * self._vector, weight * x.width + self.block_bytes.stream)
+        inputs = LayerBytes(copies + 6 * self._vector, weight * x.width + self.block_bytes.stream)
+        return in_order(inputs, self.text_memory())
 
     def _modulation(self, parts: int) -> LayerBytes:
         """Return the memory of a modulation ``Linear(SiLU(vec))`` that gives ``parts`` vectors."""

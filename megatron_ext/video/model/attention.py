@@ -6,8 +6,8 @@ FLUX and in Wan. Other implementations rotate the pairs (j, d / 2 + j). Their we
 after output channels j and d / 2 + j of each head are moved to 2j and 2j + 1 in the query and key
 projections.
 
-Context-parallel ranks hold equal contiguous slices of the sequence. No query is masked, so these
-slices cost the same, and the zig-zag order of causal attention is not needed.
+Context-parallel ranks hold equal contiguous slices of the sequence. All queries see the same keys,
+so these slices cost the same, and the zig-zag order of causal attention is not needed.
 """
 
 from __future__ import annotations
@@ -158,13 +158,17 @@ class JointAttention:
         self.cp_group = plan.groups.cp
         self.trades_heads = trades_heads(plan)
 
-    def __call__(self, qkv: QKV) -> Tensor:
-        """Attend with queries, keys, values ``[s/cp, b, n, d]``; return ``[s/cp, b, n * d]``."""
+    def __call__(self, qkv: QKV, keys: Tensor | None = None) -> Tensor:
+        """Attend with queries, keys, values ``[s/cp, b, n, d]``; return ``[s/cp, b, n * d]``.
+
+        ``keys``, ``[b, s]``, is True at the tokens of the sequence to attend to; None means all.
+        """
         query, key, value = qkv
         if self.trades_heads:
             stacked = torch.stack((query, key, value), dim=3)
             traded = heads_to_sequence(stacked, self.cp_group, zigzag=False)
-            attended = _attend(*traded.unbind(3))
+            query, key, value = traded.unbind(3)
+            attended = _attend(query, key, value, keys)
             return sequence_to_heads(attended, self.cp_group, zigzag=False).flatten(2)
         if self.cp_group.size() > 1:
             key, value = gather_from_sequence_parallel_region(
@@ -172,10 +176,12 @@ class JointAttention:
                 tensor_parallel_output_grad=True,
                 group=self.cp_group,
             ).unbind(1)
-        return _attend(query, key, value).flatten(2)
+        return _attend(query, key, value, keys).flatten(2)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return unmasked ``softmax(q k / sqrt(d)) v``; all tensors are ``[tokens, b, n, d]``."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, keys: Tensor | None) -> Tensor:
+    """Return ``softmax(q k / sqrt(d)) v`` over ``keys``; all others are ``[tokens, b, n, d]``."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    return sdpa.attend(q, k, v).permute(2, 0, 1, 3)
+    # All queries share the mask, of which a kernel expands no copy.
+    mask = None if keys is None else keys[:, None, None]
+    return sdpa.attend(q, k, v, mask=mask).permute(2, 0, 1, 3)

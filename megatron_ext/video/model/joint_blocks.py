@@ -173,7 +173,7 @@ class DoubleBlock(Part):
         )
         weights = (*self.img.norm.weights, *self.txt.norm.weights)
         joint = joint_heads(*img_qkv, *txt_qkv, *weights, *table, self.img.norm.spec)
-        attended = _split(self.attention(joint), tokens.cp_slice)
+        attended = _split(self.attention(joint, tokens.keys), tokens.cp_slice)
         outputs = self._leave([s.linear_proj(x) for s, x in self._pairs(attended)], tokens)
         hidden, *normed = add_and_modulate_streams(
             hidden, *outputs, txt[2], img[2], *txt[3:5], *img[3:5]
@@ -246,9 +246,8 @@ class SingleBlock(Part):
         shift, scale, gate = self.modulation.parts(vec)
         hidden, normed = residual_and_modulated(hidden, shift, scale)
         joint = enter(normed, self.tp_group, self.config.sequence_parallel)
-        attended = self.attention(
-            heads(*self.linear_qkv(joint), *self.norm.weights, *table, self.norm.spec)
-        )
+        qkv = heads(*self.linear_qkv(joint), *self.norm.weights, *table, self.norm.spec)
+        attended = self.attention(qkv, tokens.keys)
         attention, bias = self.linear_proj(attended)
         mlp, _ = self.linear_fc2(activated(*self.linear_fc1(joint), None, "gelu_tanh", False))
         if self.tp_group.size() == 1:

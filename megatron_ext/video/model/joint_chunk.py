@@ -130,7 +130,12 @@ class JointEmbedding(Part, ABC):
 
     The layer for ``cond`` (reference frames and their mask) starts at zero, so that adding it to a
     model that was trained without it changes no output.
+
+    Attributes:
+        cond_bias: whether that layer has a bias beside that of the layer for the latents.
     """
+
+    cond_bias: ClassVar[bool] = True
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
@@ -141,8 +146,9 @@ class JointEmbedding(Part, ABC):
         self.time_in = VectorEmbedder(TIMESTEP_WIDTH, h)
         self.pooled_in = VectorEmbedder(sizes.pooled_width, h)
         self.guidance_in = VectorEmbedder(TIMESTEP_WIDTH, h) if sizes.guidance_embed else None
-        self.cond_in = torch.nn.Linear(sizes.cond_width, h) if sizes.cond_embed else None
-        if self.cond_in is not None:
+        self.cond_in: torch.nn.Linear | None = None
+        if sizes.cond_embed:
+            self.cond_in = torch.nn.Linear(sizes.cond_width, h, bias=self.cond_bias)
             start_at_zero(self.cond_in)
             mark_new_branch(self.cond_in)
         mark_replicated(self, plan.config)

@@ -131,10 +131,13 @@ class LocalTokens:
         cp_slice: the tokens of this context-parallel rank, which attention and MLPs process.
         part: the tokens whose hidden states this rank holds between attention and MLPs: under
             sequence parallelism a part of ``cp_slice``, else all of it.
+        keys: True at the tokens of the whole sequence that others attend to, ``[b, s]``; None if
+            they attend to all.
     """
 
     cp_slice: TokenRange
     part: TokenRange
+    keys: Tensor | None = None
 
 
 @dataclass(frozen=True)
