@@ -112,7 +112,8 @@ class JointSizes(Sizes):
 
 
 _OF_SIZES = (
-    "num_double_blocks num_single_blocks patch_size mlp_ratio guidance_embed channels cond_embed"
+    "num_double_blocks num_single_blocks patch_size mlp_ratio rope_theta guidance_embed channels "
+    "cond_embed"
 ).split()
 
 
@@ -145,6 +146,9 @@ class JointConfig(Changeable):
     )
     patch_size: int | None = flag(None, "a token is a square of so many latent cells a side", SIZE)
     mlp_ratio: int | None = flag(None, "width of the MLPs over the hidden size", SIZE)
+    rope_theta: float | None = flag(
+        None, "base of the rotary frequencies", FACTOR, if_changed="refuse"
+    )
     guidance_embed: bool = flag(False, "the model is told the strength of --guidance")
     guidance: float = flag(
         4.0, "strength that a model with --guidance-embed is told", Range(0, 1e6), if_changed="say"

@@ -27,7 +27,7 @@ from megatron_ext.video.convert.find import SAFETENSORS
 
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 """Parts that torch's wrappers (FSDP, checkpointing, compile) add to parameter names."""
-_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.")
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "model.")
 """Prefixes that the modules around a network add to all names, in ComfyUI and in Self-Forcing."""
 
 _EIGHT_BITS = {

@@ -20,6 +20,7 @@ A `Rule` is built by the functions below (n heads of size d, hidden size h):
     unfused_by_head("qkv.weight", 3, n, d)       the same, from one tensor [q rows; k rows; v rows]
     rows_from("linear1.weight", start)           as many rows as ours has, from row `start` on
     columns_from("linear2.weight", start)        as many columns as ours has, from column `start` on
+    columns_from("in.weight", start, shape=...)  the same, from a convolution's weight of this shape
     reordered("norm_out.linear.weight", (1, 0))  equal blocks of rows in another order
     transposed_rows("head.weight", c, shape=..)  row (i, j) of ours, of c x r, is row (j, i) there
 
@@ -58,6 +59,7 @@ class Part:
         tensor: name of the public tensor.
         shape: shape of the public tensor, if it is not a matrix with our parameter's columns (or a
             vector, for a vector); the rows are counted after its values are seen as such a matrix.
+        width: number of columns of that matrix, if it is not our parameter's.
     """
 
     tensor: str
@@ -67,6 +69,7 @@ class Part:
     step: int = 1
     column: int = 0
     shape: Shape | None = None
+    width: int | None = None
 
 
 Rule = Callable[[int], Sequence[Part]]
@@ -132,9 +135,13 @@ def rows_from(tensor: str, start: int) -> Rule:
     return lambda rows: (Part(tensor, 0, rows, start),)
 
 
-def columns_from(tensor: str, start: int) -> Rule:
-    """Return the rule of a parameter that is columns of a public matrix, from ``start`` on."""
-    return lambda rows: (Part(tensor, 0, rows, column=start),)
+def columns_from(tensor: str, start: int, *, shape: Shape | None = None) -> Rule:
+    """Return the rule of a parameter that is columns of a public matrix, from ``start`` on.
+
+    A tensor with more axes, of this ``shape``, has the columns that all axes but the first make.
+    """
+    width = None if shape is None else math.prod(shape[1:])
+    return lambda rows: (Part(tensor, 0, rows, column=start, shape=shape, width=width),)
 
 
 def reordered(tensor: str, order: Sequence[int]) -> Rule:
@@ -190,7 +197,7 @@ def seen_as(shape: Sequence[int], part: Part, ours: Sequence[int]) -> Shape:
     """
     if part.shape is None:
         return tuple(shape)
-    width = math.prod(ours[1:])
+    width = part.width or math.prod(ours[1:])
     rows = math.prod(shape) // width
     return (rows,) if len(ours) == 1 else (rows, width)
 
