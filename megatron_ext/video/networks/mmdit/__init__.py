@@ -17,4 +17,5 @@ NETWORK = VideoNetwork(
     takes_pooled=True,
     takes_references=True,
     takes_adapters=True,
+    conversion=f"{_HERE}.convert.conversion:CONVERSION",
 )

@@ -1,0 +1,91 @@
+"""Describes the published weights of FLUX.1 and Open-Sora 2.0, in the forms of three codes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+from megatron_ext.video.config.joint import JointSizes
+from megatron_ext.video.networks.mmdit.config import SIZES
+from megatron_ext.video.networks.mmdit.convert.sizes import (
+    FLUX_CLASS,
+    KIN,
+    read_config,
+    read_shapes,
+    write_config,
+)
+from megatron_ext.video.networks.mmdit.convert.table import (
+    ADAPTED,
+    Naming,
+    parameters,
+    public_names,
+    table,
+)
+from megatron_ext.video.networks.network import Sections
+from megatron_ext.video.networks.published import Conversion, Form
+
+_OUTER = ("embedding.img_in.weight", "embedding.txt_in.weight", "final_layer.linear.weight")
+_PROJECTIONS = ("double_blocks.0.img.linear_qkv.weight", "single_blocks.0.linear_qkv.weight")
+
+
+def _knows(names: Collection[str], naming: Naming) -> bool:
+    """Return whether these are names of FLUX.1, of Open-Sora 2.0 or of a close relative."""
+    outer = all(name in names for ours in _OUTER for name in public_names(ours, naming))
+    if naming is not Naming.OPEN_SORA:
+        return outer
+    return outer and any(public_names(ours, naming)[0] in names for ours in _PROJECTIONS)
+
+
+def _sections(sizes: JointSizes, _kind: str) -> Sections:
+    """Return the flags of a run that trains an MMDiT of these sizes."""
+    own: dict[str, Any] = {
+        "guidance_embed": sizes.guidance_embed,
+        "cond_embed": sizes.cond_embed,
+        "channels": sizes.channels,
+        "caption_width": sizes.text_width,
+        "pooled_caption_width": sizes.pooled_width,
+    }
+    flags = ("num_double_blocks", "num_single_blocks", "axes_dim", "patch_size", "mlp_ratio")
+    for size, named in SIZES.items():
+        if all(
+            getattr(named, x) == getattr(sizes, x) for x in ("hidden_size", "num_heads", *flags)
+        ):
+            return {"mmdit": {"mmdit_size": size}, "joint": own}
+    own |= {name: getattr(sizes, name) for name in flags}
+    model = {"hidden_size": sizes.hidden_size, "num_attention_heads": sizes.num_heads}
+    return {"model": model, "joint": own}
+
+
+def _form(naming: Naming) -> Form:
+    # Open-Sora and Black Forest Labs publish single files alone.
+    in_folders: dict[str, Any] = {}
+    if naming is Naming.DIFFUSERS:
+        in_folders = {
+            "classes": (FLUX_CLASS,), "read_config": read_config, "write_config": write_config
+        }  # fmt: skip
+    return Form(
+        name=naming.value,
+        knows=partial(_knows, naming=naming),
+        read_shapes=partial(read_shapes, naming=naming),
+        table=partial(table, naming=naming),
+        **in_folders,
+    )
+
+
+CONVERSION = Conversion(
+    title="FLUX.1 or Open-Sora 2.0",
+    forms=tuple(_form(naming) for naming in Naming),
+    parameters=parameters,
+    kinds=lambda _sizes: ("mmdit",),
+    sections=_sections,
+    adapted=re.compile(ADAPTED),
+    refused={
+        "ChromaTransformer2DModel": KIN["distilled_guidance_layer"],
+        "Flux2Transformer2DModel": KIN["double_stream_modulation_img"],
+        "SD3Transformer2DModel": "Stable Diffusion 3, which has no single blocks",
+        "FluxControlNetModel": "a ControlNet beside FLUX.1",
+    },
+    adds=frozenset({"cond_embed"}),
+)
