@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
@@ -286,13 +287,19 @@ def export_adapters(
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"`--output` ({output}) is not empty; give a new folder.")
-    tensors = {}
-    modules = set()
+    matrices: dict[str, dict[str, list[Tensor]]] = {}
     for name, matrix in read_tensors(path, [x for x in names if layers.name.match(x)]).items():
         for module, kind, values in layers.parts(name, matrix):
-            modules.add(layers.target(module))
-            tensors[f"{PREFIX}.{module}.lora_{kind}.weight"] = values.contiguous()
-    description = _peft_config(lora, sorted(modules), base_model, layers.task)
+            matrices.setdefault(module, {"A": [], "B": []})[kind].append(values)
+    tensors = {}
+    ranks = dict[str, int]()
+    for module, found in matrices.items():
+        # Adapters of ours on several parts of one layer are together one of a higher rank.
+        for kind, dimension in (("A", 0), ("B", 1)):
+            joined = torch.cat(found[kind], dim=dimension).contiguous()
+            tensors[f"{PREFIX}.{module}.lora_{kind}.weight"] = joined
+        ranks[layers.target(module)] = lora.lora_rank * len(found["A"])
+    description = _peft_config(lora, ranks, base_model, layers.task)
     output.mkdir(parents=True, exist_ok=True)
     # diffusers reads the configuration from the file's header, under names like those of tensors.
     own = {f"{PREFIX}.{name}": value for name, value in description.items()}
@@ -303,18 +310,28 @@ def export_adapters(
 
 
 def _peft_config(
-    lora: LoraConfig, modules: list[str], base_model: str, task: str | None
+    lora: LoraConfig, ranks: dict[str, int], base_model: str, task: str | None
 ) -> dict[str, Any]:
+    """Return peft's description of adapters, which have these ranks by peft's name of the layer."""
+    assert lora.lora_rank is not None
+    alpha = DEFAULT_ALPHA if lora.lora_alpha is None else lora.lora_alpha
+    higher = {name: rank for name, rank in ranks.items() if rank != lora.lora_rank}
     return {
         "peft_type": "LORA",
         "task_type": task,
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": lora.lora_rank,
-        "lora_alpha": DEFAULT_ALPHA if lora.lora_alpha is None else lora.lora_alpha,
+        "lora_alpha": alpha,
+        "rank_pattern": higher,
+        # What alpha is divided by, the rank or its root, is larger for them.
+        "alpha_pattern": {
+            name: alpha * (rank / lora.lora_rank) ** (0.5 if lora.lora_rslora else 1.0)
+            for name, rank in higher.items()
+        },
         "lora_dropout": lora.lora_dropout,
         "use_rslora": lora.lora_rslora,
-        "target_modules": modules,
+        "target_modules": sorted(ranks),
         "bias": "none",
         "fan_in_fan_out": False,
     }

@@ -50,27 +50,38 @@ def layers_of(conversion: Conversion, sizes: Any) -> PeftLayers:
         )
     mapped = Mapped.of(conversion.forms[0], sizes, conversion.parameters(sizes))
     layer = conversion.adapted.pattern.removesuffix("$")
-    name = re.compile(rf"(?:critic\.)?(?P<layer>{layer})\.lora\.(?P<matrix>[ab])$")
+    pattern = re.compile(rf"(?:critic\.)?(?P<layer>{layer})\.lora\.(?P<matrix>[ab])$")
 
     def parts(adapter: str, matrix: Tensor) -> Iterator[Part]:
-        """Split our LoRA matrix into one for each public layer that our layer fuses.
+        """Yield our LoRA matrix as one for each public layer that our layer is made of.
 
-        The kind is "A" for LoRA's matrix ``[r, in]``, "B" for ``[out, r]``. Each public layer gets
-        its own rows of B and a copy of A.
+        The kind is "A" for LoRA's matrix ``[r, in]``, "B" for ``[out, r]``. Features that only the
+        public layer has are zero: inputs of A, outputs of B.
         """
-        match = name.match(adapter)
+        match = pattern.match(adapter)
         assert match is not None
         kind = match["matrix"].upper()
         own = mapped.parts[f"{match['layer']}.weight"]
         for tensor in dict.fromkeys(part.tensor for part in own):
-            # safetensors refuses tensors that share memory.
-            values = matrix.clone()
-            if kind == "B":
-                values = matrix.new_zeros(mapped.shapes[tensor][0], matrix.size(1))
-                for part in (part for part in own if part.tensor == tensor):
+            outputs, inputs = mapped.shapes[tensor]
+            some = [part for part in own if part.tensor == tensor]
+            if kind == "A":
+                values = matrix.new_zeros(matrix.size(0), inputs)
+                values[:, some[0].column : some[0].column + matrix.size(1)] = matrix
+            else:
+                values = matrix.new_zeros(outputs, matrix.size(1))
+                for part in some:
                     rows = slice(part.start, part.start + part.count * part.step, part.step)
                     values[rows] = matrix[part.row : part.row + part.count]
             yield tensor.removesuffix(".weight"), kind, values
 
-    # A layer is called alike in all blocks, such as ``attn1.to_q``.
-    return PeftLayers(name, parts, lambda path: _BLOCK.sub("", path), None)
+    outside = {
+        tensor.removesuffix(".weight") for tensor in mapped.shapes if not _BLOCK.match(tensor)
+    }
+
+    def target(path: str) -> str:
+        """Return a layer's name in all blocks, such as ``attn1.to_q``; else its whole path."""
+        short = _BLOCK.sub("", path)
+        return path if short in outside else short
+
+    return PeftLayers(pattern, parts, target, None)

@@ -1,5 +1,6 @@
 """Public weights of Wan are tuned by flow matching in any layout, and leave as public weights."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron_ext.programs.convert_checkpoint import main
 from megatron_ext.train.run import Run
 from megatron_ext.video.convert.find import writer_of
 from megatron_ext.video.model.tokens import pack, unpack
+from megatron_ext.video.networks import mmdit
 from megatron_ext.video.sampling.samples import velocity_of
 from tests.video.clips import SHORT, write_clips
 from tests.video.networks.harness import relative
@@ -75,8 +77,10 @@ def test_a_tuned_network_leaves_by_the_program(
     assert not any(info.values()) and model.config.in_channels == SIZES_OF_CLIPS.channels
 
 
-def test_a_network_without_public_form_is_named() -> None:
+def test_a_network_without_public_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network here is such a one, but one of a user's own may be."""
     assert writer_of({"model": {}}) is None
+    monkeypatch.setattr(mmdit, "NETWORK", dataclasses.replace(mmdit.NETWORK, conversion=None))
     said = "The checkpoint is of an MMDiT, whose weights have no public form; only those of "
     with pytest.raises(CheckpointError, match=f"{said}`--video-model video-dit or causal-"):
         writer_of({"video": {"task": "flow", "video_model": "mmdit"}})
