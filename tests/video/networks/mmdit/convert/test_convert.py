@@ -29,7 +29,7 @@ WIDE = dataclasses.replace(
     num_single_blocks=3, mlp_ratio=4, channels=2,
 )  # fmt: skip
 SHAPES = ((1, 8, 8), (1, 4, 12), (3, 8, 4))
-"""Latents of a square image, of a wide one, and of a video."""
+"""The latents are those of a square image, of a wide one, and of a video."""
 
 
 def inputs(sizes: JointSizes, shape: tuple[int, int, int]) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ def inputs(sizes: JointSizes, shape: tuple[int, int, int]) -> dict[str, Tensor]:
 
 @ranks()
 def test_diffusers_predicts_the_same(context: ParallelContext) -> None:
-    """With guidance as FLUX.1 [dev] and without as [schnell], on images and on a video."""
+    """Compare models with guidance, as FLUX.1 [dev], and without, on images and a video."""
     for sizes in (TINY, dataclasses.replace(WIDE, guidance_embed=True)):
         model = flux(sizes)
         chunk = one(Problem(sizes=sizes), context)
@@ -69,7 +69,7 @@ BIG = dataclasses.replace(SIZES["11b"], num_double_blocks=1, num_single_blocks=1
 
 
 def test_names_and_orders_are_those_of_diffusers_own_converter() -> None:
-    """Its converter knows the sizes of FLUX.1 alone; so give it numbers of rows for values."""
+    """Give it numbers of rows for values, since it knows the sizes of FLUX.1 alone."""
     sizes = dataclasses.replace(BIG, guidance_embed=True)
     original, diffusers = (
         Mapped.of(CONVERSION.form(naming), sizes, parameters(sizes))
@@ -135,7 +135,7 @@ class OpenSora(PlainMMDiT):
 
 @ranks()
 def test_open_soras_weights_rotate_halves(context: ParallelContext) -> None:
-    """Its names with a branch for reference frames; each form gives back every tensor."""
+    """Read names with a branch for reference frames; each form gives back every tensor."""
     sizes = dataclasses.replace(TINY, cond_embed=True)
     problem = Problem(sizes=sizes)
     chunk = one(problem, context)

@@ -88,7 +88,7 @@ def microbatch(numbers: Any, samples: Any, kind: str) -> tuple[dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """What torch and diffusers' class compute from the weights ``weights``."""
+    """The results that torch and diffusers' class compute from ``weights``."""
 
     weights: Tensors
     loss: float
