@@ -34,7 +34,14 @@ from megatron_ext.video.networks.wan.pointwise import (
 )
 
 
-def check_inputs(sizes: VideoDiTSizes, x: Tensor, timesteps: Tensor, text: Tensor) -> None:
+def check_inputs(
+    sizes: VideoDiTSizes,
+    x: Tensor,
+    timesteps: Tensor,
+    text: Tensor,
+    condition: Tensor | None = None,
+    vision: Tensor | None = None,
+) -> None:
     """Check the inputs of a forward pass against the sizes and each other.
 
     Raises:
@@ -60,6 +67,36 @@ def check_inputs(sizes: VideoDiTSizes, x: Tensor, timesteps: Tensor, text: Tenso
         raise DataError(
             f"`text` has the shape {list(text.shape)}, but must be [{b}, l, {sizes.text_width}]."
         )
+    _check_condition(sizes, x, condition)
+    _check_vision(sizes, b, vision)
+
+
+def _check_condition(sizes: VideoDiTSizes, x: Tensor, condition: Tensor | None) -> None:
+    b, t, _, height, width = x.shape
+    wanted = [b, t, sizes.condition_channels, height, width] if sizes.condition_channels else None
+    shape = None if condition is None else list(condition.shape)
+    if shape != wanted:
+        raise DataError(
+            f"`condition` has the shape {shape}, but the model takes {wanted}, a mask and the "
+            "latents of given frames for a model that has input channels for them."
+        )
+
+
+def _check_vision(sizes: VideoDiTSizes, batch: int, vision: Tensor | None) -> None:
+    count = sizes.vision_positions or "k"
+    wanted = f"[{batch}, {count}, {sizes.vision_width}]" if sizes.vision_width else "None"
+    if vision is None:
+        fits = not sizes.vision_width
+    else:
+        fits = vision.dim() == 3 and 0 not in vision.shape
+        fits = fits and (vision.size(0), vision.size(2)) == (batch, sizes.vision_width)
+        fits = fits and vision.size(1) == (sizes.vision_positions or vision.size(1))
+    if not fits:
+        shape = None if vision is None else list(vision.shape)
+        raise DataError(
+            f"`vision` has the shape {shape}, but the model takes {wanted}, the tokens of a vision "
+            "encoder for a model that has keys and values for them."
+        )
 
 
 MAX_PERIOD = 10_000.0
@@ -77,48 +114,88 @@ def timestep_sinusoid(timesteps: Tensor) -> Tensor:
 
 
 class Conditioning(NamedTuple):
-    """Embedded timesteps and text, the same for every block.
+    """Embedded timesteps, text and vision tokens, the same for every block.
 
     Attributes:
         time: embedded timesteps, ``[f, b, h]``; f is 1 if all frames have one timestep.
         modulation: shifts, scales and gates projected from ``time``, ``[f, b, 6h]``.
         text: embedded text, ``[l, b, h]``; l is 0 if the blocks' keys and values of the
             text are cached.
+        vision: embedded tokens of a vision encoder, ``[k, b, h]``; None if the network takes none.
     """
 
     time: Tensor
     modulation: Tensor
     text: Tensor
+    vision: Tensor | None = None
 
     def rows(self) -> Tensor:
-        """Return the conditioning as one tensor ``[7 f + l, b, h]``.
+        """Return the conditioning as one tensor ``[7 f + l + k, b, h]``.
 
-        It has 7 rows per timestep, for time and modulation, and 1 per text token.
+        It has 7 rows per timestep, for time and modulation, and 1 per text or vision token.
         """
         modulation = torch.unflatten(self.modulation, -1, (6, -1)).permute(0, 2, 1, 3).flatten(0, 1)
-        return torch.cat((self.time, modulation, self.text))
+        vision = () if self.vision is None else (self.vision,)
+        return torch.cat((self.time, modulation, self.text, *vision))
 
     @classmethod
-    def from_rows(cls, rows: Tensor, num_times: int) -> Conditioning:
-        """Restore the conditioning, with ``num_times`` timesteps, from the result of `rows`."""
-        time, modulation, text = rows.tensor_split((num_times, 7 * num_times))
+    def from_rows(cls, rows: Tensor, num_times: int, num_vision: int) -> Conditioning:
+        """Restore the conditioning from the result of `rows`.
+
+        It has ``num_times`` timesteps, and ``num_vision`` vision tokens, the last rows.
+        """
+        ends = (num_times, 7 * num_times, rows.size(0) - num_vision)
+        time, modulation, text, vision = rows.tensor_split(ends)
         parts = torch.unflatten(modulation, 0, (num_times, 6)).permute(0, 2, 1, 3).flatten(2)
-        return cls(time, parts, text)
+        return cls(time, parts, text, vision if num_vision else None)
+
+
+VISION_EPSILON = 1e-5
+"""The epsilon of the norms around the layers that embed vision tokens; others have `EPSILON`."""
+
+
+class VisionEmbedder(torch.nn.Module):
+    """Two linear layers between norms, by which a vision encoder's tokens become ``[b, k, h]``."""
+
+    def __init__(self, sizes: VideoDiTSizes) -> None:
+        super().__init__()
+        width = sizes.vision_width
+        if sizes.vision_positions:
+            self.positions = torch.nn.Parameter(torch.empty(sizes.vision_positions, width))
+            self.positions.is_table = True  # type: ignore[attr-defined]
+            self.reset_parameters()
+        self.input_norm = LayerNorm(width, VISION_EPSILON, zero_centered=False)
+        self.linear_in = torch.nn.Linear(width, width)
+        self.linear_out = torch.nn.Linear(width, sizes.hidden_size)
+        self.output_norm = LayerNorm(sizes.hidden_size, VISION_EPSILON, zero_centered=False)
+
+    def reset_parameters(self) -> None:
+        """Set the positions to zero, so that they start without an effect."""
+        if hasattr(self, "positions"):
+            torch.nn.init.zeros_(self.positions)
+
+    def forward(self, vision: Tensor) -> Tensor:
+        """Return embedded tokens ``[b, k, h]`` for ``[b, k, w]``, in the dtype of the weights."""
+        vision = vision.to(self.linear_in.weight.dtype)
+        if hasattr(self, "positions"):
+            vision = vision + self.positions
+        return self.output_norm(self.linear_out(F.gelu(self.linear_in(self.input_norm(vision)))))  # type: ignore[no-any-return]
 
 
 class Embedder(Part):
-    """The layers by which the first stage embeds latents, timesteps and text."""
+    """The layers by which the first stage embeds latents, timesteps, text and vision tokens."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
         sizes = plan.sizes
         h = plan.sizes.hidden_size
         self.patch_size = sizes.patch_size
-        self.patch_in = torch.nn.Linear(sizes.token_width, h)
+        self.patch_in = torch.nn.Linear(sizes.input_width, h)
         self.text_in = torch.nn.Linear(sizes.text_width, h)
         self.text_out = torch.nn.Linear(h, h)
         self.time_in = VectorEmbedder(TIMESTEP_WIDTH, h)
         self.time_projection = torch.nn.Linear(h, 6 * h)
+        self.vision_in = VisionEmbedder(sizes) if sizes.vision_width else None
         for module in (self.patch_in, self.time_in, self.time_projection):
             mark_replicated(module, plan.config)
 
@@ -132,19 +209,26 @@ class Embedder(Part):
         embedded: Tensor = self.patch_in(own.to(self.patch_in.weight.dtype))
         return embedded.transpose(0, 1)
 
-    def conditioning(self, timesteps: Tensor, text: Tensor) -> Conditioning:
-        """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``; see `Conditioning`.
+    def conditioning(
+        self, timesteps: Tensor, text: Tensor, vision: Tensor | None = None
+    ) -> Conditioning:
+        """Embed timesteps ``[b, f]``, text ``[b, l, text_width]`` and ``[b, k, vision_width]``.
 
-        Every rank embeds the whole text and all timesteps. Under sequence parallelism a rank gets
-        gradients of the timestep layers from its own tokens only, which megatron-core must sum over
-        the ranks (`mark_replicated`); those of the text layers come from all tokens.
+        Every rank embeds the whole text, all timesteps and all vision tokens. Under sequence
+        parallelism a rank gets gradients of the timestep layers from its own tokens only, which
+        megatron-core must sum over the ranks (`mark_replicated`); those of the layers of text and
+        vision tokens come from all tokens.
         """
         b, f = timesteps.shape
         embedded = self.time_in(timestep_sinusoid(timesteps.flatten()))
         time = embedded.view(b, f, -1).transpose(0, 1)
         words = F.gelu(self.text_in(text.to(self.text_in.weight.dtype)), approximate="tanh")
         modulation = self.time_projection(F.silu(time))
-        return Conditioning(time, modulation, self.text_out(words).transpose(0, 1))
+        seen = None
+        if self.vision_in is not None:
+            assert vision is not None, "`check_inputs` asks for it"
+            seen = self.vision_in(vision).transpose(0, 1)
+        return Conditioning(time, modulation, self.text_out(words).transpose(0, 1), seen)
 
 
 WithBias = tuple[Tensor, Tensor]
@@ -214,7 +298,11 @@ class SelfAttention(Part):
 
 
 class CrossAttention(Part):
-    """Attention to all tokens of the text, including its padding, whose features are zero."""
+    """Attention to all tokens of the text, including its padding, whose features are zero.
+
+    The queries also attend to vision tokens, by themselves and with other keys and values, if the
+    network takes any; the results are added.
+    """
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
@@ -223,17 +311,31 @@ class CrossAttention(Part):
         self.linear_kv = column(plan, h, h, projections=2, whole_input=True)
         self.q_norm = FullWidthRMSNorm(plan)
         self.k_norm = FullWidthRMSNorm(plan)
+        self.linear_vision_kv: torch.nn.Module | None = None
+        if plan.sizes.vision_width:
+            self.linear_vision_kv = column(plan, h, h, projections=2, whole_input=True)
+            self.vision_k_norm = FullWidthRMSNorm(plan)
         self.linear_proj = row(plan, h, h)
 
-    def forward(self, x: Tensor, text: Tensor, number: int, run: Run) -> WithBias:
-        """Return (output for x ``[s, b, h]`` and text ``[l, b, h]``, bias to add)."""
+    def forward(self, x: Tensor, given: Conditioning, number: int, run: Run) -> WithBias:
+        """Return (output for x ``[s, b, h]`` and the text and vision tokens, bias to add)."""
         projected, bias = self.linear_q(x)
         (query,) = heads_of(projected, 1, self.config.kv_channels)
-        key, value = self._key_value(text, number, run.text)
+        key, value = self._key_value(given.text, number, run.text)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (self.q_norm(query, bias), key, value))
-        attended = sdpa.attend(q, k, v).permute(2, 0, 1, 3)
-        out: WithBias = self.linear_proj(attended.flatten(2))
+        attended = sdpa.attend(q, k, v)
+        if given.vision is not None:
+            seen = (y.permute(1, 2, 0, 3) for y in self._vision_key_value(given.vision))
+            attended = attended + sdpa.attend(q, *seen)
+        out: WithBias = self.linear_proj(attended.permute(2, 0, 1, 3).flatten(2))
         return out
+
+    def _vision_key_value(self, vision: Tensor) -> KeyValue:
+        """Return the keys and values of the vision tokens ``[k, b, h]``, ``[k, b, n, d]`` each."""
+        assert self.linear_vision_kv is not None
+        projected, bias = self.linear_vision_kv(vision)
+        key, value = heads_of(projected + bias, 2, self.config.kv_channels)
+        return self.vision_k_norm(key), value
 
     def _key_value(self, text: Tensor, number: int, cache: dict[int, KeyValue] | None) -> KeyValue:
         """Return the keys and values of the text in block ``number``, ``[l, b, n, d]`` each.
@@ -279,7 +381,7 @@ class Block(Part):
         attended = self.self_attention(normed, self.number, run)
         norm = self.cross_norm
         hidden, normed = gated_and_normed(hidden, *attended, gate, *weights_of(norm), spec_of(norm))
-        cross_attended = self.cross_attention(normed, given.text, self.number, run)
+        cross_attended = self.cross_attention(normed, given, self.number, run)
         hidden, normed = added_and_modulated(hidden, *cross_attended, ffn_shift, ffn_scale)
         narrow = activated(*self.linear_fc1(normed), None, "gelu_tanh", False)
         return gated(hidden, *self.linear_fc2(narrow), ffn_gate)

@@ -38,8 +38,8 @@ def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -
         own = layer.rpartition(".")[2]
         if not name.startswith(tuple(prefixes)):
             continue
-        if own == "modulation" or own.endswith("norm"):
-            parts = tp if own in ("q_norm", "k_norm") else 1
+        if own in ("modulation", "vision_in") or own.endswith("norm"):
+            parts = tp if own.endswith(("q_norm", "k_norm")) else 1
             weights.append(Weight(name, math.prod(shape) // parts, parts=parts))
         elif kind == "weight":  # the bias comes with it
             ranks = tp if name.startswith("blocks.") else 1
@@ -56,11 +56,13 @@ class DiTNetwork(StreamedCost):
     Attributes:
         plan: which frames, new or cached, each block of new frames attends to.
         num_times: number f of timesteps of a clip: 1, or as many as it has frames.
+        num_vision: number k of vision tokens of a clip.
     """
 
     model: VideoDiTSizes
     plan: AttentionPlan
     num_times: int = 1
+    num_vision: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
@@ -73,9 +75,9 @@ class DiTNetwork(StreamedCost):
         if is_causal(config):
             window = window_of(config.section(WindowConfig))
             plan = AttentionPlan.causal(window, 0, clip.frames, ())
-        times = clip.frames if dit.independent_block_timesteps else 1
+        times = clip.frames if dit.has_frame_timesteps else 1
         ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
-        return cls(config, ranks, dit.sizes, clip, plan, times)
+        return cls(config, ranks, dit.sizes, clip, plan, times, dit.num_vision)
 
     def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
         """Return the range of block indices of each stage; stages differ by at most one block."""
@@ -96,13 +98,17 @@ class DiTNetwork(StreamedCost):
         return self.clip.num_text * self.sizes.b
 
     @property
+    def _vision_rows(self) -> int:
+        return self.num_vision * self.sizes.b
+
+    @property
     def boundary(self) -> int:
-        """Return the bytes of the tensor sent to the next stage, ``[s + 7 f + l, b, h]``.
+        """Return the bytes of the tensor sent to the next stage, ``[s + 7 f + l + k, b, h]``.
 
         Its rows are s image tokens, f timesteps with 7 rows each (the embedding and 6 modulation
-        vectors), and l text tokens.
+        vectors), l text tokens and k vision tokens.
         """
-        rows = 7 * self.num_times * self.sizes.b + self._text_rows
+        rows = 7 * self.num_times * self.sizes.b + self._text_rows + self._vision_rows
         return self.block_bytes.stream + rows * self.model.hidden_size * self.sizes.width
 
     @property
@@ -130,13 +136,16 @@ class DiTNetwork(StreamedCost):
         model = self.model
         h = self.model.hidden_size
         latents = (
-            self.clip.num_image * x.b // (x.cp * x.sequence_size) * model.token_width * x.width
+            self.clip.num_image * x.b // (x.cp * x.sequence_size) * model.input_width * x.width
         )
         text = self._text_rows * 3 * h * x.width
         copies = self._text_rows * model.text_width * x.width if x.half else 0
-        weight = max(6 * h, model.text_width) * h * x.width
+        # The inputs of both norms and both layers, and of the activation between these.
+        vision = self._vision_rows * (4 * model.vision_width + 2 * h) * x.width
+        weight = max(6 * h, model.text_width, model.vision_width) * h * x.width
         return LayerBytes(
-            latents + text + copies + 10 * self._vector, weight + self.block_bytes.stream
+            latents + text + copies + vision + 10 * self._vector,
+            weight + self.block_bytes.stream,
         )
 
     def _selected(self) -> int:
@@ -177,7 +186,23 @@ class DiTNetwork(StreamedCost):
         wide = (width.rows * h // x.tp + of_text) * FP32 if x.half else 0
         rows = width.rows * self.model.num_heads // x.tp
         queries = (3 + self._trains) * width.cut(h) + (2 * width.rows + self._text_rows) * FP32
-        return queries + wide + (3 + self._trains) * of_text * x.width + rows * FP32
+        kept = queries + wide + (3 + self._trains) * of_text * x.width + rows * FP32
+        return kept + self._vision_attention()
+
+    def _vision_attention(self) -> int:
+        """Return the bytes that attention to the vision tokens keeps beside that to the text."""
+        if not self.num_vision:
+            return 0
+        x = self.sizes
+        width = self.block_bytes
+        h = self.model.hidden_size
+        of_vision = self._vision_rows * h // x.tp
+        wide = of_vision * FP32 if x.half else 0
+        rows = width.rows * self.model.num_heads // x.tp
+        # Its outputs and their sum with those of the attention to the text.
+        outputs = 2 * width.cut(h) + rows * FP32
+        keys = (3 + self._trains) * of_vision * x.width + self._vision_rows * FP32
+        return outputs + keys + wide
 
     @property
     def _trains(self) -> bool:
@@ -249,7 +274,7 @@ class DiTNetwork(StreamedCost):
         """Return the operations of a block for one micro-batch on one rank."""
         h = self.model.hidden_size
         x = self.sizes
-        text = self.clip.num_text
+        text = self.clip.num_text + self.num_vision
         tokens = self.clip.num_image / x.cp
         linear = tokens * (6 * h * h + 2 * h * self.model.ffn_size) + 2 * text * h * h
         pairs = sum(queries * keys for queries, keys in self._attended())
@@ -275,8 +300,9 @@ class DiTNetwork(StreamedCost):
         Recomputation is not counted.
         """
         return FORWARD_AND_BACKWARD * flops_of_sample(
-            self.model, self._attended(), num_text=self.clip.num_text, num_times=1
-        )
+            self.model, self._attended(), num_text=self.clip.num_text, num_times=1,
+            num_vision=self.num_vision,
+        )  # fmt: skip
 
     def traffic(self, stage: Stage) -> Volume:
         """Return the bytes that a rank of a stage sends for one micro-batch, forward and backward.

@@ -26,18 +26,21 @@ def flops_of_frames(
     num_text: int,
     num_frames: int,
     tokens_per_frame: int,
+    num_vision: int = 0,
 ) -> float:
     """Return the operations of a video DiT on one clip, forward and backward.
 
     ``window`` says which frames a causal model attends to; ``num_frames`` must then be whole blocks
-    of frames. None means a bidirectional model.
+    of frames. None means a bidirectional model. ``num_vision`` is the number of vision tokens.
     """
     frames = range(num_frames)
     seen = [
         (queries * tokens_per_frame, keys * tokens_per_frame)
         for queries, keys in _frames_seen(window, frames, {*frames})
     ]
-    return FORWARD_AND_BACKWARD * flops_of_sample(sizes, seen, num_text=num_text, num_times=1)
+    return FORWARD_AND_BACKWARD * flops_of_sample(
+        sizes, seen, num_text=num_text, num_times=1, num_vision=num_vision
+    )
 
 
 def flops_of_pass(
@@ -46,6 +49,7 @@ def flops_of_pass(
     x: Tensor,
     timesteps: Tensor,
     text: Tensor,
+    vision: Tensor | None = None,
     cache: KVCache | None = None,
     first_frame: int = 0,
     **others: Any,
@@ -67,6 +71,7 @@ def flops_of_pass(
         num_text=text.size(1),
         num_times=1 if timesteps.dim() == 1 else frames,
         embeds_text=not knows_text,
+        num_vision=0 if vision is None else vision.size(1),
     )
 
 
@@ -93,6 +98,7 @@ def flops_of_sample(
     num_text: int,
     num_times: int,
     embeds_text: bool = True,
+    num_vision: int = 0,
 ) -> float:
     """Return the operations of a video DiT on one sample, forward only.
 
@@ -101,6 +107,7 @@ def flops_of_sample(
             attends).
         num_times: number of timesteps: 1, or as many as there are frames.
         embeds_text: whether the pass computes the text's embedding, keys and values.
+        num_vision: number of vision tokens.
     """
     h = sizes.hidden_size
     pairs = list(attended)
@@ -108,9 +115,11 @@ def flops_of_sample(
     # Queries, keys, values and projection of self-attention; queries and projection of
     # cross-attention; both matrices of the feed-forward layers; scores and their products with
     # values.
-    block = tokens * (6 * h * h + 2 * h * sizes.ffn_size + 2 * num_text * h)
-    block += 2 * h * sum(queries * keys for queries, keys in pairs)
-    around = 2 * tokens * sizes.token_width * h + num_times * h * (TIMESTEP_WIDTH + 7 * h)
+    block = tokens * (6 * h * h + 2 * h * sizes.ffn_size + 2 * (num_text + num_vision) * h)
+    block += 2 * h * sum(queries * keys for queries, keys in pairs) + 2 * num_vision * h * h
+    around = tokens * (sizes.input_width + sizes.token_width) * h
+    around += num_times * h * (TIMESTEP_WIDTH + 7 * h)
+    around += num_vision * sizes.vision_width * (sizes.vision_width + h)
     if embeds_text:
         block += 2 * num_text * h * h
         around += num_text * h * (sizes.text_width + h)

@@ -1,7 +1,8 @@
 """One pipeline chunk of a Wan network, causal or bidirectional.
 
-All blocks need the embedded timesteps and text. Only the first stage embeds them; stages pass them
-on as extra rows of the hidden states, and their gradients return in the same messages.
+All blocks need the embedded timesteps, text and vision tokens. Only the first stage embeds them;
+stages pass them on as extra rows of the hidden states, and their gradients return in the same
+messages.
 """
 
 from __future__ import annotations
@@ -61,15 +62,22 @@ class VideoDiT(VideoChunk):
             self.blocks[str(number)] = Block(plan, number)
         self.head = Head(plan) if self.post_process else None
 
-    def boundary_shape(self, x: Tensor, timesteps: Tensor, text: Tensor) -> list[int]:
-        """Return the shape of the tensor that stages send each other, ``[s + 7 f + l, b, h]``.
+    def boundary_shape(
+        self,
+        x: Tensor,
+        timesteps: Tensor,
+        text: Tensor,
+        condition: Tensor | None = None,
+        vision: Tensor | None = None,
+    ) -> list[int]:
+        """Return the shape of the tensor that stages send each other, ``[s + 7 f + l + k, b, h]``.
 
-        The rows are s image tokens, f timesteps with 7 rows each (`Conditioning.rows`) and l text
-        tokens.
+        The rows are s image tokens, f timesteps with 7 rows each (`Conditioning.rows`), l text
+        tokens and k vision tokens.
         """
         part = self._tokens(x, 0).held
         rows = x.size(1) * (part.stop - part.start)
-        extra = 7 * _per_frame(timesteps).size(1) + text.size(1)
+        extra = 7 * _per_frame(timesteps).size(1) + text.size(1) + _count(vision)
         return [rows + extra, x.size(0), self.sizes.hidden_size]
 
     def new_cache(
@@ -115,6 +123,8 @@ class VideoDiT(VideoChunk):
         x: Tensor,
         timesteps: Tensor,
         text: Tensor,
+        condition: Tensor | None = None,
+        vision: Tensor | None = None,
         cache: KVCache | None = None,
         first_frame: int = 0,
         update_cache: bool = True,
@@ -130,6 +140,10 @@ class VideoDiT(VideoChunk):
             x: noised latents, ``[b, t, c, h, w]``; a causal model needs whole frame blocks.
             timesteps: for each frame ``[b, t]`` or for each sample ``[b]``, float32, 0 to 1000.
             text: ``[b, l, text_width]``, with zeros as padding.
+            condition: mask and latents of given frames, ``[b, t, condition_channels, h, w]``; None
+                for a model without such channels.
+            vision: tokens of a vision encoder, ``[b, k, vision_width]``; None for a model without
+                keys and values for them.
             cache: keys and values of earlier frames; with None, frames attend only to each other.
             first_frame: absolute number of the first frame.
             update_cache: whether to write the keys and values of these frames, detached, to the
@@ -144,14 +158,15 @@ class VideoDiT(VideoChunk):
                 that the pass needs.
             DataError: an input has a wrong shape, or earlier frames are not in the cache.
         """
-        check_inputs(self.sizes, x, timesteps, text)
+        check_inputs(self.sizes, x, timesteps, text, condition, vision)
         tokens = self._tokens(x, first_frame)
         reading = self._open_cache(cache, x, first_frame, update_cache)
         text_key_values = None
         if cache is not None and not torch.is_grad_enabled():
             text = text[:, :0] if cache.memo.begin(text) else text
             text_key_values = cache.memo.key_values
-        hidden, given = self._enter(x, _per_frame(timesteps), text, tokens)
+        read = x if condition is None else torch.cat((x, condition.to(x.dtype)), dim=2)
+        hidden, given = self._enter(read, _per_frame(timesteps), text, vision, tokens)
         ids = positions(tokens, hidden.device)
         num_frames = x.size(1)
         table = frame_rotary_table(ids, self.sizes.axes_dim, self.sizes.rope_theta, hidden.dtype)
@@ -209,17 +224,18 @@ class VideoDiT(VideoChunk):
         return CachePass(cache, first_frame, t, updates=update)
 
     def _enter(
-        self, x: Tensor, timesteps: Tensor, text: Tensor, tokens: FrameTokens
+        self, x: Tensor, timesteps: Tensor, text: Tensor, vision: Tensor | None, tokens: FrameTokens
     ) -> tuple[Tensor, Conditioning]:
-        """Return (hidden states, timesteps and text), embedded here or received."""
+        """Return (hidden states, conditioning), embedded here or received."""
         if self.embedder is not None:
             hidden = self.embedder.tokens(x, tokens)
-            return hidden, self.embedder.conditioning(timesteps, text)
+            return hidden, self.embedder.conditioning(timesteps, text, vision)
         assert self.entering is not None
         num_times = timesteps.size(1)
-        split = self.entering.size(0) - 7 * num_times - text.size(1)
+        num_vision = _count(vision)
+        split = self.entering.size(0) - 7 * num_times - text.size(1) - num_vision
         hidden, rows = self.entering.tensor_split((split,))
-        return hidden, Conditioning.from_rows(rows, num_times)
+        return hidden, Conditioning.from_rows(rows, num_times, num_vision)
 
     def _flow(self, output: Tensor, tokens: FrameTokens, x: Tensor) -> Tensor:
         """Gather the ranks' tokens ``[s, b, c * p * p]`` and return latents ``[b, t, c, h, w]``."""
@@ -240,3 +256,8 @@ class VideoDiT(VideoChunk):
 def _per_frame(timesteps: Tensor) -> Tensor:
     """Return timesteps ``[b]`` as ``[b, 1]``, and timesteps ``[b, t]`` unchanged."""
     return timesteps.unsqueeze(1) if timesteps.dim() == 1 else timesteps
+
+
+def _count(vision: Tensor | None) -> int:
+    """Return the number of vision tokens of ``[b, k, vision_width]``; 0 for None."""
+    return 0 if vision is None else vision.size(1)
