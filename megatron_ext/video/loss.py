@@ -64,10 +64,40 @@ def shift(times: Tensor, factor: float) -> Tensor:
 def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
     """Return a training time in [0, 1] for each of the standard normal ``normals``, in float32.
 
-    The times are shifted by `shift` with ``factor``.
+    The times are shifted by `shift` with ``factor``. With ``--timestep-range`` they are those that
+    the range contains, with the density that they have without it, made to integrate to 1.
     """
+    if config.timestep_range is not None:
+        return _timesteps_within(config.timestep_range, config, normals, factor)
     u = config.timestep_mean + config.timestep_std * normals.float()
     return shift(torch.sigmoid(u), factor)
+
+
+def _timesteps_within(
+    bounds: tuple[float, float], config: FlowConfig, normals: Tensor, factor: float
+) -> Tensor:
+    """Return the times of `timesteps` within ``bounds``, by the inverse of their distribution.
+
+    A time rises with its normal number. So times within ``bounds`` come from the numbers between
+    two limits; the quantile that ``normals`` has among all numbers is taken among these.
+    """
+    times = torch.tensor(bounds, dtype=torch.float64, device=normals.device)
+    # A shift adds the logarithm of its factor to the logit of a time.
+    limits = (torch.logit(times) - math.log(factor) - config.timestep_mean) / config.timestep_std
+    # Far above 0 the distribution function is 1 but for its last digits, far below 0 it is exact.
+    side = -1.0 if limits[0] > 0 else 1.0
+    low, high = _share_below((side * limits).sort().values)
+    quantile = low + _share_below(side * normals.double()) * (high - low)
+    u = config.timestep_mean + config.timestep_std * side * torch.special.ndtri(quantile)
+    return shift(torch.sigmoid(u), factor).clamp(*times.tolist()).float()
+
+
+def _share_below(numbers: Tensor) -> Tensor:
+    """Return the probability that a standard normal number is below each of ``numbers``.
+
+    torch's ``ndtr`` is 0 from -9 down; this is exact to the smallest float64.
+    """
+    return 0.5 * torch.special.erfc(-numbers / math.sqrt(2))
 
 
 def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Tensor, Tensor]:

@@ -510,7 +510,8 @@ class FlowConfig:
     number of tokens of a latent frame: ``shift_base`` at ``shift_base_tokens``, ``shift_max`` at
     ``shift_max_tokens``, and on the same line beyond. With ``shift_by_length`` this factor is
     multiplied by the square root of the number of latent frames. ``flow_shift``, if given, is the
-    factor for all clips instead. A value out of range raises ConfigError.
+    factor for all clips instead. With ``timestep_range``, times outside of it are never drawn, and
+    those inside keep their relative frequencies. A value out of range raises ConfigError.
     """
 
     sigma_min: float = flag(1e-5, "noise that is left at t = 0", BELOW_ONE)
@@ -538,11 +539,20 @@ class FlowConfig:
         "one shift of times for clips of any size, instead of --shift-base and --shift-max",
         FACTOR,
     )
+    timestep_range: tuple[float, float] | None = flag(
+        None,
+        "lowest and highest training time, from 0 for data to 1 for noise, after the shift: train "
+        "one of several experts, such as 0.875 1 and 0 0.875 for Wan 2.2 T2V-A14B; default: 0 1",
+        Range(0, 1),
+        nargs=2,
+    )
     loss_normalization: str = flag(
         "per_token", "give every token the same weight, or every clip", choices=NORMALIZATIONS
     )
 
     def __post_init__(self) -> None:
+        if self.timestep_range is not None:
+            object.__setattr__(self, "timestep_range", tuple(self.timestep_range))
         check_ranges(self)
         tokens = self.shift_max_tokens - self.shift_base_tokens
         rise = self.shift_max - self.shift_base
@@ -555,5 +565,11 @@ class FlowConfig:
         if self.loss_normalization not in NORMALIZATIONS:
             rule = f"must be one of {', '.join(NORMALIZATIONS)}"
             wrong.append(FlagError("--loss-normalization", self.loss_normalization, rule, remedy))
+        if self.timestep_range is not None and self.timestep_range[0] >= self.timestep_range[1]:
+            low, high = self.timestep_range
+            rule = "must be the lowest, then a higher time"
+            wrong.append(
+                FlagError("--timestep-range", f"{low:g} {high:g}", rule, "turn them round")
+            )
         if wrong:
             raise ConfigError(wrong)
