@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.task_cost import TaskCost
@@ -23,7 +24,6 @@ from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.stored import stored_video_model
 from megatron_ext.video.inputs import video_inputs
 from megatron_ext.video.networks.lookup import chosen, network_of
-from megatron_ext.video.networks.network import VideoNetwork
 from megatron_ext.video.streaming.task import STREAMING
 
 DATA = "megatron_ext.video.data.setup"
@@ -58,14 +58,14 @@ def task_of(config: RunConfig) -> Task:
     """Return the task of ``--task``: streaming, or flow matching with the network's defaults."""
     if config.section(VideoConfig).streams:
         return STREAMING
-    return _flow_with_defaults(chosen(config))
+    return _flow_with_defaults(tuple(chosen(config).flow_defaults(config).items()))
 
 
 @functools.cache
-def _flow_with_defaults(network: VideoNetwork) -> Task:
-    if not network.flow_defaults:
+def _flow_with_defaults(defaults: tuple[tuple[str, Any], ...]) -> Task:
+    if not defaults:
         return FLOW
-    return dataclasses.replace(FLOW, defaults={**VIDEO_DEFAULTS, **network.flow_defaults})
+    return dataclasses.replace(FLOW, defaults={**VIDEO_DEFAULTS, **dict(defaults)})
 
 
 VIDEO = TaskChoice((FLOW, STREAMING), task_of)

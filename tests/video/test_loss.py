@@ -304,3 +304,35 @@ def test_values_out_of_range_are_refused(name: str, value: float | str) -> None:
     flag = name.replace("_", "-")
     with pytest.raises(ConfigError, match=rf"`--{flag}` \({value}\) must be .*; .*\."):
         FlowConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "mean", "factor"),
+    [((0.875, 1.0), 0.0, 3.0), ((0.0, 0.875), 0.0, 3.0), ((0.4, 0.5), 1.0, 1.0)],
+)
+def test_times_in_a_range_are_the_usual_ones_of_this_range(
+    bounds: tuple[float, float], mean: float, factor: float
+) -> None:
+    """Compare quantiles with those of the usual times in the range, a fixed set of numbers."""
+    shares = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    normals = torch.special.ndtri(shares)
+    usual = timesteps(FlowConfig(timestep_mean=mean), normals, factor)
+    low, high = bounds
+    kept = usual[(usual >= low) & (usual <= high)]
+    found = timesteps(FlowConfig(timestep_mean=mean, timestep_range=bounds), normals, factor)
+    assert found.dtype is torch.float32 and len(kept) > 500
+    assert low <= float(found.min()) and float(found.max()) <= high
+    at = torch.linspace(0.02, 0.98, 25)
+    torch.testing.assert_close(found.quantile(at), kept.quantile(at), rtol=0, atol=1e-3)
+    # A larger number is a later time, in the range too.
+    assert bool((found.diff() >= 0).all())
+
+
+@pytest.mark.parametrize("bounds", [(0.999, 1.0), (0.0, 0.001)])
+def test_times_are_drawn_in_a_range_that_is_hardly_ever_reached(
+    bounds: tuple[float, float],
+) -> None:
+    config = FlowConfig(timestep_mean=-3.0 if bounds[0] else 4.0, timestep_range=bounds)
+    found = timesteps(config, torch.linspace(-3, 3, 50), 1.0)
+    assert len(found.unique()) == 50
+    assert bounds[0] <= float(found.min()) and float(found.max()) <= bounds[1]

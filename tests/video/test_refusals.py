@@ -268,8 +268,6 @@ ONLY = "has an effect only with"
 IGNORED_BY_WAN = {
     f"{TWIN} --i2v-head-weight 5": f"a {NO_REFERENCES}",
     f"{CAUSAL} --reference-loss all": f"a causal {NO_REFERENCES}",
-    f"{TWIN} --hidden-size 128": "`--video-dit-size` decides",
-    f"{CAUSAL} --num-attention-heads 2": "`--video-dit-size` decides",
     f"{TWIN} --apply-wd-to-qk-layernorm": "the norms of its queries and keys never decay",
 }
 """Flags that a video DiT ignores, and why."""
@@ -306,6 +304,17 @@ WRONG_FOR_WAN = {
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 SAMPLED = "--sample-interval 1 --sample-texts a --sample-dir x --sample-frames 9 --sample-fps 8"
 WRONG_IN_PART = {
+    f"{TWIN} --hidden-size 128": "`--video-dit-size` decides; leave it out, or give `--dit-hidden-",
+    f"{CAUSAL} --num-attention-heads 2": "decides; leave it out, or give `--dit-num-heads`.",
+    f"{CAUSAL} --dit-condition i2v": "`--dit-condition` (i2v) does not go with `--video-model "
+    "causal-video-dit`, which is given no frames; use `--video-model video-dit`, or leave it out.",
+    f"{TWIN} --dit-condition ti2v --reference-loss all": "`--reference-loss` (all) does not go with "
+    "`--dit-condition ti2v`, whose given frames have no noise; use masked.",
+    f"{TWIN} --dit-num-heads 5": "`hidden_size` (64) must be divisible by `num_heads` (5).",
+    f"{TWIN} --timestep-range 0.9 0.1": "`--timestep-range` (0.9 0.1) must be the lowest, then a "
+    "higher time; turn them round.",
+    f"{TWIN} {SAMPLED} --timestep-range 0 0.9": "`--sample-interval` (1) does not go with "
+    "`--timestep-range`: clips are sampled over all times, of which this network learns a part; ",
     f"{KINDS['causal']} {SAMPLED} --frame-block 5 --window-frames 6": "error: Sampled clips have 3 "
     "latent frames, which must be divisible by",
     f"{FP8} --first-last-layers-bf16": "does not go with `--first-last-layers-bf16`",

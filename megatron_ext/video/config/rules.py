@@ -371,7 +371,8 @@ def _unknown_to_network(config: RunConfig) -> list[FlagError]:
         if field not in network.streaming_flags.get(name, ())
     ]
     title = network.titles[name]
-    if not network.takes_references:
+    usual_of = network.flow_defaults(config)
+    if not network.is_given_references(config):
         conditions = config.section(ConditionConfig)
         errors += [
             FlagError(
@@ -382,7 +383,7 @@ def _unknown_to_network(config: RunConfig) -> list[FlagError]:
             )
             for x in flags_of("", ConditionConfig)
             if x.field != "t2v_weight"
-            and getattr(conditions, x.field) != network.flow_defaults.get(x.field, x.default)
+            and getattr(conditions, x.field) != usual_of.get(x.field, x.default)
         ]
     text = config.section(TextEncoderConfig).text_encoder
     if network.takes_pooled and text == UMT5:
@@ -451,6 +452,17 @@ def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
         for section, name, rule, remedy, works in rules
         if not works and getattr(sections[section], name) != default_of(sections[section], name)
     ]
+    ranged = config.section(FlowConfig).timestep_range is not None
+    if ranged and config.section(SampleConfig).sample_interval is not None:
+        errors.append(
+            FlagError(
+                "--sample-interval",
+                config.section(SampleConfig).sample_interval,
+                "does not go with `--timestep-range`: clips are sampled over all times, of which "
+                "this network learns a part",
+                "sample with all experts by tools/sample_video.py",
+            )
+        )
     if video.dry_run_shape is not None:
         errors += _shape_errors(config, video)
     elif not video.online_encoding:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from megatron_ext.video.sampling.velocity import ParallelVelocity
     from megatron_ext.video.step import FlowBatchBuilder, FlowMicrobatch
 
+WITHOUT_REFERENCES: Mapping[str, Any] = {f"{mode}_weight": 0.0 for mode in MODES if mode != "t2v"}
+"""Defaults of the flags of condition modes for a network that is given no reference frames."""
+
 STREAMING = "streaming"
 """Stands for the networks of ``--task streaming`` where others go by their ``--video-model``."""
 
@@ -72,11 +75,15 @@ class VideoNetwork:
             the flags that the run takes from the checkpoint. If the attribute is None, a run can
             start only from a checkpoint of its own kind.
         defaults: defaults of flow matching's flags that differ for this network, by field.
-            `flow_defaults` adds those that follow from ``takes_references``.
+            `flow_defaults` adds those of condition modes.
         streaming_flags: for each value of ``--video-model``, the field names of those flags of
             ``--task streaming`` that also have an effect on it in ``--task flow``.
         takes_pooled: whether the network is given a pooled vector of the text.
-        takes_references: whether the network is given reference frames.
+        takes_references: whether the network can be given reference frames.
+        conditions: a function of a run's configuration, by whose flags it is decided whether the
+            network is given reference frames: it returns the defaults of the flags of condition
+            modes, by field, or None if it is given none. If the attribute is None,
+            ``takes_references`` holds for every run.
         takes_adapters: whether LoRA adapters can be trained on its linear layers.
         streamed: place of the `StreamedNetwork`, an object; None if streaming cannot train it.
         streamed_sizes: sizes of a network that streaming can train, by name; each is a
@@ -98,20 +105,30 @@ class VideoNetwork:
     streaming_flags: Mapping[str, frozenset[str]] = field(default_factory=dict)
     takes_pooled: bool = False
     takes_references: bool = False
+    conditions: Callable[[RunConfig], Mapping[str, Any] | None] | None = None
     takes_adapters: bool = False
     even_times: bool = True
     streamed: str | None = None
     streamed_sizes: Mapping[str, Any] = field(default_factory=dict)
     conversion: str | None = None
 
-    @property
-    def flow_defaults(self) -> Mapping[str, Any]:
-        """Return the defaults of flow matching's flags that differ for this network, by field.
+    def is_given_references(self, config: RunConfig) -> bool:
+        """Return whether the network of a run is given reference frames."""
+        if self.conditions is None:
+            return self.takes_references
+        return self.conditions(config) is not None
 
-        If the network takes no reference frames, all condition modes except t2v have weight 0.
+    def flow_defaults(self, config: RunConfig) -> Mapping[str, Any]:
+        """Return the defaults of flow matching's flags that differ for a run's network, by field.
+
+        If the network is given no reference frames, all condition modes except t2v have weight 0.
         """
-        given = [mode for mode in MODES if mode != "t2v"] if not self.takes_references else []
-        return {**{f"{mode}_weight": 0.0 for mode in given}, **self.defaults}
+        if self.conditions is None:
+            own = {} if self.takes_references else WITHOUT_REFERENCES
+        else:
+            conditions = self.conditions(config)
+            own = WITHOUT_REFERENCES if conditions is None else conditions
+        return {**own, **self.defaults}
 
 
 @dataclass(frozen=True)

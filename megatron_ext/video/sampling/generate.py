@@ -62,7 +62,7 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
     requests = requests_of(sample)
     model = config.section(VideoConfig).video_model
     with_reference = next((x for x in requests if x.reference is not None), None)
-    if with_reference is not None and not chosen(config).takes_references:
+    if with_reference is not None and not chosen(config).is_given_references(config):
         raise ConfigError(
             f"The prompt {with_reference.text!r} has a reference ({with_reference.reference}), but "
             f"`--video-model {model}` is given no reference frames; leave it out."

@@ -19,6 +19,7 @@ from megatron_ext.video.data.given_frames import reference_latents
 from megatron_ext.video.data.randomness import draw_normals
 from megatron_ext.video.networks.lookup import (
     all_networks,
+    chosen,
     conversions,
     network_named,
     network_of,
@@ -253,17 +254,28 @@ def test_networks_are_found_by_all_their_names_and_listed_once() -> None:
     assert len(conversions()) == len(names)
     assert network_named("causal-video-dit") is network_named("video-dit")
     # Only a network that takes references has condition modes by default.
-    for name, dropout in (("mmdit", None), ("video-dit", 0.1)):
-        network = network_named(name)
-        defaults = network.flow_defaults
+    for config, given, dropout in ((mmdit(), True, None), (wan(), False, 0.1)):
+        network = chosen(config)
+        defaults = network.flow_defaults(config)
+        assert network.is_given_references(config) == given
         assert defaults.get("text_dropout") == dropout
         heads = {f"{mode}_weight": 0.0 for mode in MODES if mode != "t2v"}
-        assert {k: v for k, v in defaults.items() if k in heads} == (
-            {} if network.takes_references else heads
-        )
-    assert {**VIDEO_DEFAULTS, **network.flow_defaults}.items() <= VIDEO.choose(
-        wan()
-    ).defaults.items()
+        assert {k: v for k, v in defaults.items() if k in heads} == ({} if given else heads)
+        assert {**VIDEO_DEFAULTS, **defaults}.items() <= VIDEO.choose(config).defaults.items()
+
+
+@pytest.mark.parametrize(
+    ("kind", "modes", "loss"),
+    [
+        ("ti2v", ("t2v", "i2v_head"), "masked"),
+        ("i2v", ("i2v_head",), "all"),
+        ("i2v-clip", ("i2v_head",), "all"),
+        ("flf2v-clip", ("i2v_loop",), "all"),
+    ],
+)
+def test_given_frames_of_wan_decide_defaults(kind: str, modes: tuple[str, ...], loss: str) -> None:
+    conditions = wan(f"--dit-condition {kind}").section(ConditionConfig)
+    assert (conditions.modes, conditions.reference_loss) == (modes, loss)
 
 
 def test_all_folders_without_pooled_captions_are_named() -> None:

@@ -19,6 +19,8 @@ NETWORK = VideoNetwork(
     # The only condition is the text; a tenth of the clips get none.
     defaults={"text_dropout": 0.1},
     streaming_flags={BIDIRECTIONAL: _SHARED, CAUSAL: _SHARED.union(WINDOW)},
+    takes_references=True,
+    conditions=later(f"{_HERE}.rules:conditions"),
     takes_adapters=True,
     even_times=False,
     streamed=f"{_HERE}.streaming:STREAMED",

@@ -107,7 +107,7 @@ def is_causal(config: RunConfig) -> bool:
 I2V = ("i2v", "i2v-clip", "flf2v-clip")
 """The values of ``--dit-condition`` by which given frames enter as input channels."""
 CLIP = ("i2v-clip", "flf2v-clip")
-"""Those by which a vision encoder's tokens of given frames enter, too."""
+"""The values of ``--dit-condition`` by which a vision encoder's tokens of frames enter, too."""
 TI2V = "ti2v"
 """The value of ``--dit-condition`` by which given frames enter as frames with timestep 0."""
 MASK_CHANNELS = 4
@@ -115,7 +115,7 @@ MASK_CHANNELS = 4
 VISION_TOKENS = 257
 VISION_WIDTH = 1280
 """The tokens that CLIP ViT-H/14 gives for an image, and their features, where no data says."""
-_OWN_SIZES = {
+OWN_SIZES = {
     "hidden_size": "dit_hidden_size",
     "num_heads": "dit_num_heads",
     "ffn_size": "dit_ffn_size",
@@ -145,7 +145,10 @@ class VideoDiTConfig(Changeable):
         None, "hidden size of the video DiT, instead of the named size's", SIZE
     )
     dit_num_heads: int | None = flag(
-        None, "attention heads of the video DiT, instead of the named size's", SIZE
+        None,
+        "attention heads of the video DiT, instead of the named size's",
+        SIZE,
+        if_changed="refuse",
     )
     dit_ffn_size: int | None = flag(
         None, "width of its feed-forward layers, instead of the named size's", SIZE
@@ -160,6 +163,7 @@ class VideoDiTConfig(Changeable):
         "the first given frame (Wan 2.1 I2V); flf2v-clip: and of first and last frame (Wan 2.1 "
         "FLF2V)",
         choices=("none", TI2V, *I2V),
+        if_changed="refuse_to_resume",
     )
     independent_block_timesteps: bool = flag(
         False,
@@ -176,12 +180,14 @@ class VideoDiTConfig(Changeable):
     def sizes(self) -> VideoDiTSizes:
         """Return the sizes of ``--video-dit-size``, as changed by other flags and by the data."""
         named = SIZES[self.video_dit_size]
-        flags = {size: getattr(self, field) for size, field in _OWN_SIZES.items()}
         channels = self.dit_channels or named.channels
         masked = self.dit_condition in I2V
         return dataclasses.replace(
             named,
-            **{size: value for size, value in flags.items() if value is not None},
+            hidden_size=self.dit_hidden_size or named.hidden_size,
+            num_heads=self.dit_num_heads or named.num_heads,
+            ffn_size=self.dit_ffn_size or named.ffn_size,
+            num_blocks=self.dit_num_blocks or named.num_blocks,
             channels=channels,
             text_width=self.dit_text_width or named.text_width,
             condition_channels=self.dit_mask_channels + channels if masked else 0,
@@ -195,7 +201,7 @@ class VideoDiTConfig(Changeable):
         A name in `SIZES` is preferred to flags of single sizes. ``--dit-condition ti2v`` stays,
         since it does not change the sizes.
         """
-        own = {size: getattr(sizes, size) for size in _OWN_SIZES}
+        own = {size: getattr(sizes, size) for size in OWN_SIZES}
         alike = (n for n, z in SIZES.items() if own.items() <= dataclasses.asdict(z).items())
         name = next(alike, None)
         condition = TI2V if self.dit_condition == TI2V else "none"
@@ -208,7 +214,7 @@ class VideoDiTConfig(Changeable):
         return dataclasses.replace(
             self,
             video_dit_size=name or self.video_dit_size,
-            **{_OWN_SIZES[size]: None if name else value for size, value in own.items()},
+            **{OWN_SIZES[size]: None if name else value for size, value in own.items()},
             dit_condition=condition,
             dit_channels=sizes.channels,
             dit_text_width=sizes.text_width,
@@ -218,10 +224,17 @@ class VideoDiTConfig(Changeable):
         )
 
     @property
+    def vision_places(self) -> tuple[str, ...]:
+        """Return the frames whose vision tokens the network is given.
+
+        They are words that `video.data.conditions.image_embeds` takes.
+        """
+        return {"i2v-clip": ("first",), "flf2v-clip": ("head", "tail")}.get(self.dit_condition, ())
+
+    @property
     def num_vision(self) -> int:
         """Return the number of vision tokens that the network is given for a clip."""
-        images = {"i2v-clip": 1, "flf2v-clip": 2}.get(self.dit_condition, 0)
-        return images * self.dit_vision_tokens
+        return len(self.vision_places) * self.dit_vision_tokens
 
     @property
     def has_frame_timesteps(self) -> bool:

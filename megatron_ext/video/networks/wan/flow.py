@@ -201,7 +201,7 @@ class WanFlow(FlowNetwork):
         window = self.options.window
         return flops_of_frames(
             self.sizes, window, num_text=sequence.num_text, num_frames=frames,
-            tokens_per_frame=sequence.num_image // frames,
+            tokens_per_frame=sequence.num_image // frames, num_vision=self._dit.num_vision,
         )  # fmt: skip
 
     def planned(self, clip: Clip) -> DiTNetwork:
