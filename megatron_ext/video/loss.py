@@ -97,7 +97,8 @@ def _share_below(numbers: Tensor) -> Tensor:
 
     torch's ``ndtr`` is 0 from -9 down; this is exact to the smallest float64.
     """
-    return 0.5 * torch.special.erfc(-numbers / math.sqrt(2))
+    share: Tensor = 0.5 * torch.special.erfc(-numbers / math.sqrt(2))
+    return share
 
 
 def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Tensor, Tensor]:

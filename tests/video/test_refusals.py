@@ -308,8 +308,8 @@ WRONG_IN_PART = {
     f"{CAUSAL} --num-attention-heads 2": "decides; leave it out, or give `--dit-num-heads`.",
     f"{CAUSAL} --dit-condition i2v": "`--dit-condition` (i2v) does not go with `--video-model "
     "causal-video-dit`, which is given no frames; use `--video-model video-dit`, or leave it out.",
-    f"{TWIN} --dit-condition ti2v --reference-loss all": "`--reference-loss` (all) does not go with "
-    "`--dit-condition ti2v`, whose given frames have no noise; use masked.",
+    f"{TWIN} --dit-condition ti2v --reference-loss all": "`--reference-loss` (all) does not go "
+    "with `--dit-condition ti2v`, whose given frames have no noise; use masked.",
     f"{TWIN} --dit-num-heads 5": "`hidden_size` (64) must be divisible by `num_heads` (5).",
     f"{TWIN} --timestep-range 0.9 0.1": "`--timestep-range` (0.9 0.1) must be the lowest, then a "
     "higher time; turn them round.",

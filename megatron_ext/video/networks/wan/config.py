@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_ext.config.flags import SIZE, Changeable, derived, flag
 from megatron_ext.config.run import RunConfig
@@ -209,12 +209,15 @@ class VideoDiTConfig(Changeable):
             condition = "i2v-clip" if sizes.vision_width else "i2v"
         if sizes.vision_positions:
             condition = "flf2v-clip"
+        flags: dict[str, Any] = {
+            OWN_SIZES[size]: None if name else value for size, value in own.items()
+        }
         masks = sizes.condition_channels - sizes.channels
         images = 2 if condition == "flf2v-clip" else 1
         return dataclasses.replace(
             self,
             video_dit_size=name or self.video_dit_size,
-            **{OWN_SIZES[size]: None if name else value for size, value in own.items()},
+            **flags,
             dit_condition=condition,
             dit_channels=sizes.channels,
             dit_text_width=sizes.text_width,

@@ -15,19 +15,15 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.networks.wan.blocks import check_inputs
 from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
 from megatron_ext.video.networks.wan.convert.names import Naming, to_wan, wan_names
-from tests.ranks import on_ranks, ranks, run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 from tests.video.networks.harness import (
     Tensors,
     Truth,
     check_step,
-    gathered_weights,
     layout_of,
-    one,
     train_step,
     truth,
     write_weights,
