@@ -135,7 +135,10 @@ def open_published(source: Path, entry: str | None = None) -> Iterator[Published
     assert form.read_config is not None
     sizes = form.read_config(read_config(source), source / "config.json")
     with TensorFolder(source, form.stem) as folder:
-        yield Published(source, conversion, form, sizes, PlainTensors(folder, source))
+        tensors = PlainTensors(folder, source)
+        if form.completed is not None:
+            sizes = form.completed(sizes, tensors.shapes())
+        yield Published(source, conversion, form, sizes, tensors)
 
 
 def form_of_names(names: set[str], source: Path) -> tuple[Conversion, Form]:

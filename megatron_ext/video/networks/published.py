@@ -216,6 +216,8 @@ class Form:
             the sizes, and raises CheckpointError for what the network does not support.
         read_shapes: a function of ``(shapes, path)`` that returns the sizes of a model without
             config.json, from its tensors' shapes by name.
+        completed: a function of ``(sizes, shapes)`` that returns the sizes of config.json, completed
+            by those that only the shapes of the tensors tell; None if there are no such sizes.
         write_config: a function of sizes that returns the content of config.json, with the entry
             ``_class_name``.
         table: a function of sizes that returns the `Rule` of each of our parameters by name.
@@ -228,6 +230,7 @@ class Form:
     knows: Callable[[Collection[str]], bool]
     read_config: Callable[[Mapping[str, Any], Path], Any] | None = None
     read_shapes: Callable[[Shapes, Path], Any]
+    completed: Callable[[Any, Shapes], Any] | None = None
     write_config: Callable[[Any], dict[str, Any]] | None = None
     table: Callable[[Any], Mapping[str, Rule]]
     ignored: re.Pattern[str] | None = None

@@ -99,6 +99,16 @@ CAUSAL = "causal-video-dit"
 """The value of ``--video-model`` for Wan's network with causal attention; else `BIDIRECTIONAL`."""
 
 
+def name_of(sizes: VideoDiTSizes) -> str | None:
+    """Return the name in `SIZES` of hidden size, heads, feed-forward width and number of blocks.
+
+    Return None if they have no name.
+    """
+    own = {size: getattr(sizes, size) for size in OWN_SIZES}
+    alike = (n for n, z in SIZES.items() if own.items() <= dataclasses.asdict(z).items())
+    return next(alike, None)
+
+
 def is_causal(config: RunConfig) -> bool:
     """Return whether the network of a flow matching run has causal attention."""
     return config.section(VideoConfig).video_model == CAUSAL
@@ -202,8 +212,7 @@ class VideoDiTConfig(Changeable):
         since it does not change the sizes.
         """
         own = {size: getattr(sizes, size) for size in OWN_SIZES}
-        alike = (n for n, z in SIZES.items() if own.items() <= dataclasses.asdict(z).items())
-        name = next(alike, None)
+        name = name_of(sizes)
         condition = TI2V if self.dit_condition == TI2V else "none"
         if sizes.condition_channels:
             condition = "i2v-clip" if sizes.vision_width else "i2v"

@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import dataclasses
+import re
+from collections.abc import Collection, Sequence
 from functools import partial
 
+from megatron_ext.errors import CheckpointError
 from megatron_ext.video.networks.network import STREAMING, Sections
 from megatron_ext.video.networks.published import Conversion, Form
-from megatron_ext.video.networks.wan.config import BIDIRECTIONAL, CAUSAL, VideoDiTSizes
+from megatron_ext.video.networks.wan.config import (
+    BIDIRECTIONAL,
+    CAUSAL,
+    SIZES,
+    VideoDiTConfig,
+    VideoDiTSizes,
+    name_of,
+)
 from megatron_ext.video.networks.wan.convert.config import (
     CLASSES,
+    REFUSED,
     config_json,
-    name_of,
     read_config,
     read_shapes,
+    with_vision,
 )
 from megatron_ext.video.networks.wan.convert.names import ADAPTED, Naming, shapes, table
 
 
 def _knows(names: Collection[str], naming: Naming) -> bool:
-    mark = "text_embedder." if naming is Naming.DIFFUSERS else "text_embedding."
+    own = naming is Naming.DIFFUSERS
+    mark = "condition_embedder.text_embedder." if own else "text_embedding."
     return any(mark in name for name in names)
 
 
+def _kinds(sizes: VideoDiTSizes) -> Sequence[str]:
+    if sizes.condition_channels:
+        return (BIDIRECTIONAL,)
+    if name_of(sizes) is None:
+        return BIDIRECTIONAL, CAUSAL
+    return STREAMING, BIDIRECTIONAL, CAUSAL
+
+
 def _sections(sizes: VideoDiTSizes, kind: str) -> Sections:
-    size = name_of(sizes)
+    if kind not in _kinds(sizes):
+        takes = "is given frames" if sizes.condition_channels else "has sizes without a name"
+        raise CheckpointError(
+            f"The model {takes}, but `{kind}` trains networks of Wan 2.1 text to video of the "
+            f"sizes {', '.join(SIZES)}; give one of these, or train it by `--video-model "
+            f"{BIDIRECTIONAL}`."
+        )
+    name = name_of(sizes)
     if kind == STREAMING:
-        return {"streaming": {"generator_size": size, "text_features": sizes.text_width}}
-    return {"video_dit": {"video_dit_size": size, "dit_text_width": sizes.text_width}}
+        assert name is not None
+        flags = {"generator_size": name, "text_features": sizes.text_width}
+        if sizes.channels != SIZES[name].channels:
+            flags["latent_channels"] = sizes.channels
+        return {"streaming": flags}
+    own = VideoDiTConfig().with_sizes(sizes)
+    usual = VideoDiTConfig()
+    stated = {"video_dit_size", "dit_channels", "dit_text_width"}
+    fields = [field.name for field in dataclasses.fields(own)]
+    changed = [x for x in fields if x in stated or getattr(own, x) != getattr(usual, x)]
+    return {"video_dit": {field: getattr(own, field) for field in changed}}
 
 
 def _form(naming: Naming) -> Form:
@@ -37,16 +73,20 @@ def _form(naming: Naming) -> Form:
         knows=partial(_knows, naming=naming),
         read_config=partial(read_config, naming=naming),
         read_shapes=partial(read_shapes, naming=naming),
+        completed=partial(with_vision, naming=naming),
         write_config=partial(config_json, naming=naming),
         table=partial(table, naming=naming),
+        # diffusers ignores it, too.
+        ignored=re.compile("norm_added_q"),
     )
 
 
 CONVERSION = Conversion(
-    title="Wan 2.1 text to video",
+    title="Wan 2.1 or 2.2",
     forms=tuple(_form(naming) for naming in Naming),
     parameters=shapes,
-    kinds=lambda sizes: (STREAMING, BIDIRECTIONAL, CAUSAL),
+    kinds=_kinds,
     sections=_sections,
     adapted=ADAPTED,
+    refused=REFUSED,
 )
