@@ -320,8 +320,8 @@ LATENT_TARGETS = (
 )  # fmt: skip
 """LoRA targets in blocks with multi-latent attention: the linear layers that TP ranks split."""
 
-ALL_TARGETS = (*TARGETS, "linear_q", "linear_kv")
-"""Linear layers that may have adapters; the last two are projections of cross-attention."""
+ALL_TARGETS = (*TARGETS, "linear_q", "linear_kv", "linear_vision_kv")
+"""Linear layers that may have adapters; the last three are projections of cross-attention."""
 
 DEFAULT_ALPHA = 32.0
 

@@ -216,8 +216,8 @@ class Form:
             the sizes, and raises CheckpointError for what the network does not support.
         read_shapes: a function of ``(shapes, path)`` that returns the sizes of a model without
             config.json, from its tensors' shapes by name.
-        completed: a function of ``(sizes, shapes)`` that returns the sizes of config.json, completed
-            by those that only the shapes of the tensors tell; None if there are no such sizes.
+        completed: a function of ``(sizes, shapes)`` that returns the sizes of config.json with
+            those that only the shapes of the tensors tell; None if there are none.
         write_config: a function of sizes that returns the content of config.json, with the entry
             ``_class_name``.
         table: a function of sizes that returns the `Rule` of each of our parameters by name.

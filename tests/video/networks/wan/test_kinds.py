@@ -5,19 +5,30 @@ of their own), Wan 2.2 I2V-A14B (input channels alone) and TI2V-5B (a timestep f
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from megatron_ext.errors import DataError
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.video.convert.exporting import public_tensor
+from megatron_ext.video.convert.reading import fill, open_published
+from megatron_ext.video.networks.published import Mapped
+from megatron_ext.video.networks.wan.blocks import check_inputs
 from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
-from megatron_ext.video.networks.wan.convert.names import Naming, to_wan, wan_names
+from megatron_ext.video.networks.wan.convert.config import config_json
+from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
+from megatron_ext.video.networks.wan.convert.names import Naming, shapes
 from tests.ranks import on_ranks, run_on_ranks
 from tests.video.networks.harness import (
     Tensors,
@@ -28,6 +39,17 @@ from tests.video.networks.harness import (
     truth,
     write_weights,
 )
+from tests.video.networks.wan.convert.models import (
+    STEM,
+    bare,
+    inputs,
+    network,
+    options_of,
+    original_names,
+    tensors_of,
+    theirs,
+)
+from tests.video.networks.wan.convert.test_convert import check_flow
 from tests.video.networks.wan.plain import sinusoid
 from tests.video.networks.wan.problem import BIDIRECTIONAL, Problem, loss_of
 
@@ -55,14 +77,7 @@ class Diffusers(nn.Module):
 
     def __init__(self, z: VideoDiTSizes) -> None:
         super().__init__()
-        self.model = WanTransformer3DModel(
-            num_attention_heads=z.num_heads, attention_head_dim=z.head_dim,
-            in_channels=z.channels + z.condition_channels, out_channels=z.channels,
-            text_dim=z.text_width, ffn_dim=z.ffn_size, num_layers=z.num_blocks,
-            image_dim=z.vision_width or None,
-            added_kv_proj_dim=z.hidden_size if z.vision_width else None,
-            pos_embed_seq_len=z.vision_positions or None,
-        )  # fmt: skip
+        self.model = WanTransformer3DModel(**options_of(z))
         self.model.condition_embedder.timesteps_proj = Sinusoid()
         self.positions = z.vision_positions
 
@@ -119,12 +134,12 @@ class KindProblem(Problem):
             yield total, count, flow
 
     def to_plain(self, weights: Tensors) -> Tensors:
-        out: Tensors = {}
-        for name, tensor in weights.items():
-            names = wan_names(name, Naming.DIFFUSERS)
-            parts = to_wan(name, tensor, self.sizes)
-            out |= {f"model.{x}": part for x, part in zip(names, parts, strict=True)}
-        return out
+        mapped = Mapped.of(CONVERSION.forms[0], self.sizes, shapes(self.sizes))
+        dtype = next(iter(weights.values())).dtype
+        return {
+            f"model.{name}": public_tensor(mapped, name, dtype, weights.__getitem__)
+            for name in mapped.shapes
+        }
 
     @torch.no_grad()
     def prepare(self, chunk: Any) -> None:
@@ -180,3 +195,88 @@ def test_layouts_train_as_diffusers(
     problem = problem_of(kind, **fields)
     want = truth_of(kind)
     run_on_ranks(check, layout_of(sizes), {"problem": problem, "want": want})
+
+
+ODD = VideoDiTSizes(256, 2, 300, 3, channels=6, text_width=24)
+"""Sizes without a name, whose heads have 128 features as in all published models."""
+PUBLISHED = {
+    "t2v": ODD,
+    "i2v": dataclasses.replace(ODD, condition_channels=10),
+    "i2v-clip": dataclasses.replace(ODD, condition_channels=10, vision_width=20),
+    "flf2v-clip": dataclasses.replace(
+        ODD, condition_channels=10, vision_width=20, vision_positions=6
+    ),
+}
+SHAPES = [(1, 4, 4), (3, 4, 6), (5, 8, 2)]
+
+
+def written(kind: str, folder: Path) -> tuple[list[Path], WanTransformer3DModel]:
+    """Write a model as a folder of diffusers, a folder of the original, and a file of ComfyUI's."""
+    sizes = PUBLISHED[kind]
+    model = network(sizes)
+    diffusers, original, single = folder / "diffusers", folder / "original", folder / "one"
+    model.save_pretrained(diffusers)
+    original.mkdir()
+    single.mkdir()
+    content = {**config_json(sizes, Naming.ORIGINAL), "text_dim": sizes.text_width}
+    (original / "config.json").write_text(json.dumps(content))
+    names = original_names(sizes)
+    tensors = {names[name]: tensor for name, tensor in tensors_of(diffusers).items()}
+    save_file(tensors, original / f"{STEM}.safetensors")
+    path = single / "wan.safetensors"
+    tensors["model_type.Wan2_1-FLF2V-14B-720P"] = torch.zeros(1)
+    save_file({f"model.diffusion_model.{name}": x for name, x in tensors.items()}, path)
+    return [diffusers, original, path], model
+
+
+@torch.no_grad()
+def check_forms(
+    context: ParallelContext, kind: str, sources: Sequence[Path], wanted: Sequence[Tensor]
+) -> None:
+    for source in sources:
+        with open_published(source) as model:
+            model.check()
+            assert model.sizes == PUBLISHED[kind]
+            chunk = bare(context, model.sizes)
+            fill([chunk], model)
+        for shape, want in zip(SHAPES, wanted, strict=True):
+            for per_frame, flow in enumerate(want):
+                got = chunk(**inputs(model.sizes, per_frame=bool(per_frame), shape=shape))
+                check_flow(got, flow)
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_weights_compute_what_diffusers_does(tmp_path: Path, kind: str) -> None:
+    """Read three forms, and compare at three shapes, with a timestep a clip and one a frame."""
+    sources, model = written(kind, tmp_path)
+    sizes = PUBLISHED[kind]
+    wanted = [
+        [theirs(model, inputs(sizes, per_frame=per, shape=shape)) for per in (False, True)]
+        for shape in SHAPES
+    ]
+    run_on_ranks(check_forms, Layout(1), {"kind": kind, "sources": sources, "wanted": wanted})
+
+
+@pytest.mark.parametrize("kind", ["i2v-clip", "flf2v-clip"])
+def test_inputs_of_given_frames_are_checked(kind: str) -> None:
+    sizes = PUBLISHED[kind]
+    given = inputs(sizes)
+    check_inputs(sizes, **given)
+    for name, wrong, said in (
+        (
+            "condition",
+            None,
+            r"`condition` has the shape None, but the model takes \[2, 3, 10, 4, 6",
+        ),
+        ("condition", given["condition"][:, :2], "takes"),
+        ("vision", None, "`vision` has the shape None, but the model takes"),
+        ("vision", given["vision"][:, :, :4], "takes"),
+        ("vision", given["vision"][:1], "takes"),
+    ):
+        with pytest.raises(DataError, match=said):
+            check_inputs(sizes, **{**given, name: wrong})
+    if sizes.vision_positions:
+        with pytest.raises(DataError, match=r"\[2, 4, 20\], but the model takes \[2, 6, 20\]"):
+            check_inputs(sizes, **{**given, "vision": given["vision"][:, :4]})
+    with pytest.raises(DataError, match="takes None"):
+        check_inputs(ODD, **inputs(ODD), vision=given["vision"])

@@ -28,6 +28,9 @@ from megatron_ext.video.networks.wan.convert.config import (
 )
 from megatron_ext.video.networks.wan.convert.names import ADAPTED, Naming, shapes, table
 
+_IGNORED = re.compile(r"norm_added_q|^model_type\.")
+"""Names of a norm that diffusers ignores, too, and of the marks in single files of ComfyUI."""
+
 
 def _knows(names: Collection[str], naming: Naming) -> bool:
     own = naming is Naming.DIFFUSERS
@@ -76,8 +79,7 @@ def _form(naming: Naming) -> Form:
         completed=partial(with_vision, naming=naming),
         write_config=partial(config_json, naming=naming),
         table=partial(table, naming=naming),
-        # diffusers ignores it, too.
-        ignored=re.compile("norm_added_q"),
+        ignored=_IGNORED,
     )
 
 

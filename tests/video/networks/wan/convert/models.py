@@ -40,20 +40,36 @@ LINEARS = (
 NORMS = "self_attn.norm_q self_attn.norm_k cross_attn.norm_q cross_attn.norm_k".split()
 
 
-def original_names(num_blocks: int) -> dict[str, str]:
+VISION = "img_emb.proj.0 img_emb.proj.1 img_emb.proj.3 img_emb.proj.4".split()
+
+
+def original_names(sizes: VideoDiTSizes = TINY) -> dict[str, str]:
+    """Return the original's names of all tensors by those of diffusers, as diffusers converts."""
     names = ["head.modulation"]
-    names += [f"{module}.{kind}" for module in OUTER for kind in ("weight", "bias")]
-    for number in range(num_blocks):
+    linears, norms, outer = LINEARS, NORMS, OUTER
+    if sizes.vision_width:
+        linears = [*LINEARS, "cross_attn.k_img", "cross_attn.v_img"]
+        norms = [*NORMS, "cross_attn.norm_k_img"]
+        outer = [*OUTER, *VISION]
+    names += [f"{module}.{kind}" for module in outer for kind in ("weight", "bias")]
+    for number in range(sizes.num_blocks):
         block = f"blocks.{number}"
-        names += [f"{block}.{module}.{kind}" for module in LINEARS for kind in ("weight", "bias")]
-        names += [f"{block}.{module}.weight" for module in NORMS] + [f"{block}.modulation"]
-    return dict(convert_wan_transformer_to_diffusers({name: name for name in names}))
+        names += [f"{block}.{module}.{kind}" for module in linears for kind in ("weight", "bias")]
+        names += [f"{block}.{module}.weight" for module in norms] + [f"{block}.modulation"]
+    found = dict(convert_wan_transformer_to_diffusers({name: name for name in names}))
+    if sizes.vision_positions:
+        # diffusers knows this name in its script of conversion alone.
+        found["condition_embedder.image_embedder.pos_embed"] = "img_emb.emb_pos"
+    return found
 
 
-def options_of(sizes: VideoDiTSizes) -> dict[str, int]:
+def options_of(sizes: VideoDiTSizes) -> dict[str, int | None]:
     return {
         "num_attention_heads": sizes.num_heads, "attention_head_dim": sizes.head_dim,
-        "in_channels": sizes.channels, "out_channels": sizes.channels,
+        "in_channels": sizes.channels + sizes.condition_channels, "out_channels": sizes.channels,
+        "image_dim": sizes.vision_width or None,
+        "added_kv_proj_dim": sizes.hidden_size if sizes.vision_width else None,
+        "pos_embed_seq_len": sizes.vision_positions or None,
         "text_dim": sizes.text_width, "ffn_dim": sizes.ffn_size, "num_layers": sizes.num_blocks,
     }  # fmt: skip
 
@@ -84,7 +100,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def original_tensors(folder: Path) -> dict[str, Tensor]:
-    names = original_names(TINY.num_blocks)
+    names = original_names()
     found = tensors_of(folder)
     assert found.keys() == names.keys()
     return {names[name]: tensor for name, tensor in found.items()}
@@ -131,15 +147,29 @@ def exported(load: Path, target: Path, **options: Any) -> Path:
     return target
 
 
-def inputs(sizes: VideoDiTSizes = TINY, *, per_frame: bool = False) -> dict[str, Tensor]:
-    """Return inputs of `VideoDiT`: three frames of 4 x 6 latents, captions of 5 and 7 tokens."""
+def inputs(
+    sizes: VideoDiTSizes = TINY,
+    *,
+    per_frame: bool = False,
+    shape: tuple[int, int, int] = (3, 4, 6),
+) -> dict[str, Tensor]:
+    """Return inputs of `VideoDiT`: latents (t, h, w), captions of 5 and 7 tokens, given frames."""
     generator = torch.Generator().manual_seed(11)
-    x = torch.randn(2, 3, sizes.channels, 4, 6, generator=generator)
+    t, h, w = shape
+    x = torch.randn(2, t, sizes.channels, h, w, generator=generator)
     text = torch.randn(2, TEXT_ROWS, sizes.text_width, generator=generator)
     for row, length in zip(text, (5, 7), strict=True):
         row[length:] = 0
     timesteps = torch.tensor([[1000.0, 20.0, 0.0], [833.3333, 937.5, 500.0]])
-    return {"x": x, "text": text, "timesteps": timesteps if per_frame else timesteps[:, 0]}
+    if t != timesteps.size(1):
+        timesteps = 1000 * torch.rand(2, t, generator=generator)
+    given = {"x": x, "text": text, "timesteps": timesteps if per_frame else timesteps[:, 0]}
+    if sizes.condition_channels:
+        given["condition"] = torch.randn(2, t, sizes.condition_channels, h, w, generator=generator)
+    if sizes.vision_width:
+        count = sizes.vision_positions or 5
+        given["vision"] = torch.randn(2, count, sizes.vision_width, generator=generator)
+    return given
 
 
 @torch.no_grad()
@@ -149,8 +179,13 @@ def theirs(model: Any, given: dict[str, Tensor]) -> Tensor:
     if timesteps.dim() == 2:
         tokens = given["x"].shape[-2] * given["x"].shape[-1] // 4
         timesteps = timesteps.repeat_interleave(tokens, dim=1)
-    flow: Tensor = model(given["x"].transpose(1, 2), timesteps, given["text"], return_dict=False)[0]
-    return flow.transpose(1, 2)
+    x = torch.cat([given[name] for name in ("x", "condition") if name in given], dim=2)
+    vision = given.get("vision")
+    if vision is not None and model.config.pos_embed_seq_len:
+        # It takes the tokens of a clip's two images one after the other.
+        vision = vision.reshape(2 * vision.size(0), -1, vision.size(2))
+    (flow,) = model(x.transpose(1, 2), timesteps, given["text"], vision, return_dict=False)
+    return flow.transpose(1, 2)  # type: ignore[no-any-return]
 
 
 def load_ours(context: ParallelContext, root: Path, **how: bool) -> VideoDiT:
