@@ -15,20 +15,35 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.device.streams import to_device
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.config.window import WindowConfig
 from megatron_ext.video.cost.clip import Clip
+from megatron_ext.video.data.conditions import pixel_masks
 from megatron_ext.video.data.dataset import VideoBatch
+from megatron_ext.video.data.given_frames import (
+    image_embeds,
+    masked_latents,
+    reference_latents,
+)
+from megatron_ext.video.data.manifest import latent_factor
 from megatron_ext.video.data.randomness import Randomness, draw_normals
 from megatron_ext.video.data.sampler import Geometry
 from megatron_ext.video.loss import FlowTargets
 from megatron_ext.video.model.chunk import stage_blocks
 from megatron_ext.video.model.tokens import LatentShape, grid, pack, unpack
-from megatron_ext.video.networks.network import FlowNetwork
+from megatron_ext.video.networks.network import DataNeeds, FlowNetwork
 from megatron_ext.video.networks.wan.attention import VideoDiTOptions, wan_options
-from megatron_ext.video.networks.wan.config import VideoDiTConfig, VideoDiTSizes, is_causal
+from megatron_ext.video.networks.wan.blocks import check_inputs
+from megatron_ext.video.networks.wan.config import (
+    I2V,
+    TI2V,
+    VideoDiTConfig,
+    VideoDiTSizes,
+    is_causal,
+)
 from megatron_ext.video.networks.wan.cost import DiTNetwork
 from megatron_ext.video.networks.wan.flops import flops_of_frames
 from megatron_ext.video.networks.wan.model import VideoDiT
@@ -87,17 +102,66 @@ class WanBatchBuilder(FlowBatchBuilder):
         self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
     ) -> dict[str, Tensor | None]:
         """Return the inputs of `VideoDiT.forward`; stages after the first use only their shapes."""
-        return {
-            "x": x_t.transpose(1, 2),
-            "timesteps": MAX_TIMESTEP * times,
-            "text": self.text_of(batch, randomness).sequence,
-        }
+        dit = self._config.section(VideoDiTConfig)
+        modes = randomness.modes
+        timesteps = MAX_TIMESTEP * times
+        inputs: dict[str, Tensor | None] = {}
+        if dit.dit_condition == TI2V:
+            given = reference_latents(batch, modes, self._conditions)
+            x_t, timesteps = with_given_frames(x_t, timesteps, given, masks)
+        if dit.dit_condition in I2V:
+            masked = masked_latents(batch, modes, self._conditions)
+            num_frames = x_t.size(2)
+            pixels = pixel_masks(modes, num_frames, self._conditions, dit.dit_mask_channels)
+            inputs["condition"] = input_channels(to_device(pixels, masked.device), masked)
+        if dit.vision_places:
+            inputs["vision"] = image_embeds(batch, modes, self._conditions, dit.vision_places)
+        text = self.text_of(batch, randomness).sequence
+        return {"x": x_t.transpose(1, 2), "timesteps": timesteps, "text": text, **inputs}
+
+
+def with_given_frames(
+    x: Tensor, timesteps: Tensor, given: Tensor, masks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return latents ``[b, c, t, h, w]`` with given frames in place, and timesteps ``[b, t]``.
+
+    The frames where ``masks`` ``[b, t]`` is True are those of ``given``, without noise, so their
+    timestep is 0. The others have the timestep of their clip, ``[b]``.
+    """
+    latents = torch.where(masks[:, None, :, None, None], given.to(x.dtype), x)
+    return latents, torch.where(masks, 0.0, timesteps[:, None])
+
+
+def input_channels(pixel_masks: Tensor, masked: Tensor) -> Tensor:
+    """Return the channels behind the noised latents, ``[b, t, k + c, h, w]``.
+
+    They are masks of given pixel frames ``[b, k, t]``, the same for all latent pixels, then latents
+    ``[b, c, t, h, w]`` of clips whose other pixels are zero.
+    """
+    b, _, t, h, w = masked.shape
+    spread = pixel_masks[..., None, None].expand(b, pixel_masks.size(1), t, h, w)
+    return torch.cat([spread.to(masked.dtype), masked], dim=1).transpose(1, 2)
 
 
 class VideoDiTVelocity(ParallelVelocity):
-    """Predicts velocities with a `VideoDiT`, whose last stage returns all tokens on every rank."""
+    """Predicts velocities with a `VideoDiT`, whose last stage returns all tokens on every rank.
+
+    Args:
+        condition: how given frames enter, a value of ``--dit-condition``.
+    """
 
     gives_parts = False
+
+    def __init__(self, *arguments: Any, condition: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._condition = condition
+        # A network that reads given frames as input channels predicts these frames too.
+        self.keeps_references = condition == TI2V
+
+    @property
+    def takes_references(self) -> bool:
+        """Tell whether the model is given frames, in any form."""
+        return self._condition != "none"
 
     def of_shape(self, shape: LatentShape) -> Velocity:
         """Return a function that predicts the velocity of latents of shape (t, h, w).
@@ -119,13 +183,19 @@ class VideoDiTVelocity(ParallelVelocity):
     ) -> Tensor:
         """Return the velocity of all tokens of latents of ``shape`` (t, h, w), on every rank.
 
-        The other arguments are those of `Velocity`, of which ``pooled`` and ``given`` are unused.
+        The other arguments are those of `Velocity`, of which ``pooled`` is unused.
         """
-        inputs = {
-            "x": unpack(x, shape, self.patch_size).transpose(1, 2),
-            "timesteps": MAX_TIMESTEP * t,
-            "text": text,
-        }
+        latents = unpack(x, shape, self.patch_size)
+        timesteps = MAX_TIMESTEP * t
+        if self._condition == TI2V:
+            latents, timesteps = with_given_frames(latents, timesteps, given.latents, given.masks)
+        inputs = {"x": latents.transpose(1, 2), "timesteps": timesteps, "text": text}
+        if given.masked is not None and given.pixel_masks is not None:
+            inputs["condition"] = input_channels(given.pixel_masks, given.masked)
+        if given.image_embeds is not None:
+            inputs["vision"] = given.image_embeds
+        # Check this before a rank waits for another, so that all ranks raise the error.
+        check_inputs(self._models[0].sizes, **inputs)
         outputs = self._run(inputs, self._models[0].boundary_shape(**inputs))
         whole = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         if self.context.is_last_stage:
@@ -153,7 +223,18 @@ class WanFlow(FlowNetwork):
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
         widths = {"dit_channels": "latent_channels", "dit_text_width": "text_width"}
         given = {field: manifest[name] for field, name in widths.items()}
+        images = manifest.get("image_embeds")
+        if images is not None:
+            given |= {"dit_vision_width": images["width"], "dit_vision_tokens": images["tokens"]}
+        temporal = latent_factor(manifest, "temporal")
+        if temporal is not None:
+            given["dit_mask_channels"] = temporal
         return self.config.with_section(dataclasses.replace(self._dit, **given))
+
+    @property
+    def needs(self) -> DataNeeds:
+        dit = self._dit
+        return DataNeeds(masked=dit.dit_condition in I2V, image_places=dit.vision_places)
 
     @property
     def options(self) -> VideoDiTOptions:
@@ -215,7 +296,9 @@ class WanFlow(FlowNetwork):
     def sampled(
         self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
     ) -> ParallelVelocity:
-        return VideoDiTVelocity(engine, chunks, context, patch_size=self.patch_size)
+        return VideoDiTVelocity(
+            engine, chunks, context, patch_size=self.patch_size, condition=self._dit.dit_condition
+        )
 
     def velocity(self, output: Tensor) -> Tensor:
         """Return the output of the last stage, velocities ``[b, t, c, h, w]``, as packed tokens."""
