@@ -226,7 +226,8 @@ class WanFlow(FlowNetwork):
         images = manifest.get("image_embeds")
         if images is not None:
             given |= {"dit_vision_width": images["width"], "dit_vision_tokens": images["tokens"]}
-        temporal = latent_factor(manifest, "temporal")
+        # A shape to price has widths alone.
+        temporal = latent_factor(manifest, "temporal") if "codec" in manifest else None
         if temporal is not None:
             given["dit_mask_channels"] = temporal
         return self.config.with_section(dataclasses.replace(self._dit, **given))
