@@ -128,7 +128,8 @@ class JointConfig(Changeable):
         channels: number of channels of the dataset's latents.
         caption_width, pooled_caption_width: number of features of the dataset's text tokens and
             pooled text vectors.
-        cond_embed: whether the model takes reference frames, as any condition mode but t2v needs.
+        cond_embed: whether the model takes reference frames, as any condition mode but t2v needs,
+            and as the weights may do that the run starts from.
     """
 
     SECTION: ClassVar[str] = "joint"

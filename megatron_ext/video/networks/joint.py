@@ -119,13 +119,15 @@ class JointFlow(FlowNetwork):
     def checked(self) -> RunConfig:
         """Check the parallel layout; return the configuration with ``cond_embed`` filled in.
 
-        It is False if t2v (text to video) is the run's only condition mode, else True.
+        It is True if the run has another condition mode than t2v (text to video), or starts from
+        weights that take reference frames: without any, these get zeros and add a bias.
 
         Raises:
             ConfigError: there are too many stages, or ``a2a`` cannot split the heads equally.
         """
+        flags = self.config.section(JointConfig)
         references = self.config.section(ConditionConfig).modes != ("t2v",)
-        flags = dataclasses.replace(self.config.section(JointConfig), cond_embed=references)
+        flags = dataclasses.replace(flags, cond_embed=references or flags.cond_embed)
         sizes = self.sizes
         parallel = self.config.parallel
         stage_blocks(sizes, num_stages(parallel), flags.double_block_cost)

@@ -27,15 +27,20 @@ from megatron_ext.video.networks.network import Sections
 from megatron_ext.video.networks.published import Conversion, Form
 
 _OUTER = ("embedding.img_in.weight", "embedding.txt_in.weight", "final_layer.linear.weight")
-_PROJECTIONS = ("double_blocks.0.img.linear_qkv.weight", "single_blocks.0.linear_qkv.weight")
+_OWN = {
+    Naming.OPEN_SORA: "linear_qkv.weight",
+    Naming.COMFYUI: "norm.q_layernorm.weight",
+}
+"""The parameter of a block whose names only this naming has; `Naming.ORIGINAL` has the others."""
 
 
 def _knows(names: Collection[str], naming: Naming) -> bool:
     """Return whether these are names of FLUX.1, of Open-Sora 2.0 or of a close relative."""
-    outer = all(name in names for ours in _OUTER for name in public_names(ours, naming))
-    if naming is not Naming.OPEN_SORA:
-        return outer
-    return outer and any(public_names(ours, naming)[0] in names for ours in _PROJECTIONS)
+    if any(name not in names for ours in _OUTER for name in public_names(ours, naming)):
+        return False
+    blocks = ("double_blocks.0.img", "single_blocks.0")
+    own = [f"{block}.{_OWN[naming]}" for block in blocks if naming in _OWN]
+    return not own or any(public_names(ours, naming)[0] in names for ours in own)
 
 
 def _sections(sizes: JointSizes, _kind: str) -> Sections:

@@ -19,6 +19,8 @@ _PATCH = 2
 """The patch size of FLUX.1, which neither config.json nor the shapes of its tensors tell."""
 _RATIO = 4
 """The width of MLPs over the hidden size in diffusers' class."""
+_THETA = 10_000.0
+"""The base of the rotary frequencies in all published models."""
 _USE = "use FLUX.1 dev or schnell, or Open-Sora 2.0."
 _COPY = "copy the whole model again."
 
@@ -88,6 +90,7 @@ def write_config(sizes: JointSizes) -> dict[str, Any]:
         "takes reference frames": sizes.cond_embed,
         f"has patches of {sizes.patch_size} x {sizes.patch_size}": sizes.patch_size != _PATCH,
         f"has MLPs {sizes.mlp_ratio} times as wide as the rest": sizes.mlp_ratio != _RATIO,
+        f"rotates with the base {sizes.rope_theta:g}": sizes.rope_theta != _THETA,
     }
     for what, differs in lacks.items():
         if differs:

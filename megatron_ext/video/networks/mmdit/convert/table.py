@@ -39,10 +39,15 @@ from megatron_ext.video.networks.published import (
 
 
 class Naming(Enum):
-    """The code whose names the tensors have: diffusers, Open-Sora or FLUX.1's own repository."""
+    """The code whose names the tensors have.
+
+    It is diffusers, Open-Sora, the repository of FLUX.1 (which ComfyUI reads), or newer versions of
+    ComfyUI, which call the scales of norms weights. A file's names are compared in this order.
+    """
 
     DIFFUSERS = "diffusers"
     OPEN_SORA = "open-sora"
+    COMFYUI = "comfyui"
     ORIGINAL = "original"
 
 
@@ -198,7 +203,7 @@ def _rule(sizes: JointSizes, naming: Naming, module: str, kind: str) -> Rule | N
         block = f"transformer_blocks.{number}."
     name = _STREAMS[stream][layer][own]
     if layer == "linear_qkv":
-        if naming is Naming.ORIGINAL:
+        if naming is not Naming.OPEN_SORA and own:
             qkv = f"{block}{stream}_attn.qkv.{kind}"
             return unfused_by_head(qkv, 3, sizes.num_heads, sizes.head_dim)
         return _by_head(sizes, naming, [f"{block}{x}.{kind}" for x in expanded(name)])
@@ -209,7 +214,7 @@ def _single_rule(sizes: JointSizes, naming: Naming, block: str, layer: str, kind
     h = sizes.hidden_size
     own = naming is not Naming.DIFFUSERS
     name = f"{block}{_SINGLE[layer][own]}"
-    if naming is Naming.ORIGINAL and layer in ("linear_qkv", "linear_fc1"):
+    if own and naming is not Naming.OPEN_SORA and layer in ("linear_qkv", "linear_fc1"):
         tensor = f"{block}linear1.{kind}"
         if layer == "linear_fc1":
             return rows_from(tensor, 3 * h)
@@ -224,7 +229,7 @@ def _single_rule(sizes: JointSizes, naming: Naming, block: str, layer: str, kind
 
 
 def _norm_or_whole(sizes: JointSizes, naming: Naming, name: str, kind: str) -> Rule:
-    if naming is Naming.DIFFUSERS or not name.endswith("_norm"):
+    if naming in (Naming.DIFFUSERS, Naming.COMFYUI) or not name.endswith("_norm"):
         return whole(f"{name}.{kind}")
     if naming is Naming.OPEN_SORA:
         return partial(_interleaved, [(f"{name}.scale", True)], sizes.head_dim)

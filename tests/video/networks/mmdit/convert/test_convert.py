@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from diffusers.loaders.single_file_utils import (
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.joint import JointSizes
+from megatron_ext.video.convert.reading import form_of_names
 from megatron_ext.video.model.tokens import position_ids
 from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.networks.mmdit.convert.conversion import CONVERSION
@@ -144,7 +146,10 @@ def test_open_soras_weights_rotate_halves(context: ParallelContext) -> None:
     assert [*weights] == [*parameters(sizes)]
     original = public_of(weights, sizes, "original")
     public = open_sora_of(original, sizes)
-    for form, tensors in (("original", original), ("open-sora", public)):
+    comfyui = {re.sub(r"_norm\.scale$", "_norm.weight", n): x for n, x in original.items()}
+    forms = {"original": original, "open-sora": public, "comfyui": comfyui}
+    for form, tensors in forms.items():
+        assert form_of_names({*tensors}, Path("x"))[1].name == form
         back = ours_of(tensors, sizes, form)
         assert all(torch.equal(back[name], weights[name]) for name in weights)
         again = public_of(back, sizes, form)
