@@ -26,15 +26,19 @@ FOLDERS = {
 HASHED_WIDTH = 64
 
 
+TILE_FLAGS = ("codec_tile", "codec_tile_frames")
+"""The fields of `CodecConfig` that say how a VAE computes, not what its latents are."""
+
+
 @dataclass(frozen=True)
 class CodecConfig:
-    """The flags that choose a codec (a VAE, or the built-in patch codec), and the latter's sizes.
+    """The flags that choose a codec: a VAE and its tiles, or the patch codec and its sizes.
 
     ConfigError is raised for a value out of range, for more latent channels than a patch has
-    values, and for sizes of the patch codec that are given with a VAE.
+    values, and for flags of the one codec that are given with the other.
     """
 
-    codec: str = flag(PATCH, f"{PATCH}, or the folder of a diffusers video VAE")
+    codec: str = flag(PATCH, f"{PATCH}, or the folder of a VAE of diffusers")
     codec_spatial: int = flag(8, "pixels of a latent cell on each side (patch)", SIZE, "pixels")
     codec_temporal: int = flag(
         4, "frames of a latent frame after the first (patch)", SIZE, "frames"
@@ -47,6 +51,20 @@ class CodecConfig:
     codec_shift: float = flag(0.0, "pixel value that becomes zero (patch)", FINITE)
     codec_scale: float = flag(
         1.0, "factor on the latents, best 1 / their deviation (patch)", FINITE
+    )
+    codec_tile: int | None = flag(
+        None,
+        "side of the square tiles in which a VAE computes large frames, which saves memory; "
+        "neighbours overlap by a quarter; default: whole frames",
+        SIZE,
+        "pixels",
+    )
+    codec_tile_frames: int | None = flag(
+        None,
+        "frames of the parts in which a VAE computes long clips, which saves memory; neighbours "
+        "overlap by a quarter; default: as the VAE does it by itself",
+        SIZE,
+        "frames",
     )
 
     def __post_init__(self) -> None:
@@ -62,15 +80,22 @@ class CodecConfig:
                 f"`codec_scale` ({self.codec_scale}) must differ from 0; use 1 / standard "
                 "deviation of the latents."
             )
-        given = [
-            f"`{f.name}` ({getattr(self, f.name)})"
+        given = {
+            f.name: f"`{f.name}` ({getattr(self, f.name)})"
             for f in fields(self)
             if f.name != "codec" and getattr(self, f.name) != f.default
-        ]
-        if given and self.codec != PATCH:
+        }
+        sizes = [text for name, text in given.items() if name not in TILE_FLAGS]
+        if sizes and self.codec != PATCH:
             raise ConfigError(
-                f"{' and '.join(given)} must be left out with `codec` {self.codec}: a VAE's own "
+                f"{' and '.join(sizes)} must be left out with `codec` {self.codec}: a VAE's own "
                 f"configuration decides; only `{PATCH}` takes sizes."
+            )
+        if self.codec == PATCH and len(given) > len(sizes):
+            named = " and ".join(text for name, text in given.items() if name in TILE_FLAGS)
+            raise ConfigError(
+                f"{named} must be left out with `codec` {PATCH}, which computes every patch by "
+                "itself; only a VAE needs tiles."
             )
 
 

@@ -1,4 +1,4 @@
-"""The interface of video codecs, a built-in codec without weights, and the video VAEs of diffusers.
+"""The interface of video codecs, and a built-in codec without weights.
 
 Pixels are ``[b, 3, f, H, W]`` float32 in [-1, 1]; latents are ``[b, c, t, h, w]``. All codecs are
 causal: the first latent frame depends only on the first frame, and each further one encodes
@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.config.encoding import PATCH, CodecConfig
-from megatron_ext.video.data.randomness import generator
+from megatron_ext.video.config.encoding import PATCH, TILE_FLAGS, CodecConfig
 
 
 class VideoCodec(ABC):
@@ -32,12 +28,14 @@ class VideoCodec(ABC):
         spatial: side of the square that a latent pixel encodes, in pixels.
         temporal: number of frames that a latent frame encodes; the first latent frame encodes one.
         identity: settings that determine the latents; a dataset stores them for comparison.
+        images_only: whether the codec encodes single pictures only.
     """
 
     channels: int
     spatial: int
     temporal: int
     identity: dict[str, Any]
+    images_only = False
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -71,6 +69,12 @@ class VideoCodec(ABC):
 
         Raise ConfigError for a number of frames, a height or a width that the codec cannot encode.
         """
+        if self.images_only and num_frames != 1:
+            raise ConfigError(
+                f"The number of frames ({num_frames}) must be 1, since the codec "
+                f"({self.identity['codec']}) encodes pictures only; choose 1, or the codec of a "
+                "video model."
+            )
         if num_frames < 1 or (num_frames - 1) % self.temporal:
             raise ConfigError(
                 f"The number of frames ({num_frames}) must be a multiple of the codec's temporal "
@@ -93,31 +97,6 @@ class VideoCodec(ABC):
                 f"The latents have {latents.size(1)} channels, but the codec has {self.channels}; "
                 "decode with the codec that made them."
             )
-
-
-def public(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config.json that describe the model itself.
-
-    Entries whose names begin with ``_``, the version of transformers and the dtype are left out.
-    """
-    incidental = ("transformers_version", "torch_dtype", "dtype")
-    return {k: v for k, v in settings.items() if k[:1] != "_" and k not in incidental}
-
-
-def compared(earlier: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Describe the first difference between two mappings of settings; return "" if they agree.
-
-    The result is a clause for an error message, such as "`channels` was 4, but is 8".
-    """
-    for name in sorted({*earlier, *current}):
-        before = earlier.get(name)
-        now = current.get(name)
-        if before == now:
-            continue
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            return compared(before, now)
-        return f"`{name}` was {before!r}, but is {now!r}"
-    return ""
 
 
 _ROTATION_SEED = 20250312
@@ -143,7 +122,8 @@ class PatchCodec(VideoCodec):
         kept = band_order(self.temporal, self.spatial)[: self.channels]
         basis = cosine_basis(self.temporal, self.spatial, kept)
         self._matrix = (rotation(self.channels) @ basis).float()
-        self.identity = {**asdict(config), "codec": PATCH, "codec_channels": self.channels}
+        settings = {k: v for k, v in asdict(config).items() if k not in TILE_FLAGS}
+        self.identity = {**settings, "codec": PATCH, "codec_channels": self.channels}
 
     def encode(
         self, pixels: Tensor, *, number: int = 0, piece: str = "clip", mean: bool = False
@@ -213,148 +193,3 @@ def rotation(size: int) -> Tensor:
     q, r = torch.linalg.qr(gaussian)
     fixed: Tensor = q * torch.sign(torch.diagonal(r))
     return fixed
-
-
-class DiffusersCodec(VideoCodec):
-    """A video VAE of diffusers (AutoencoderKLHunyuanVideo, AutoencoderKLWan, ...) from a folder.
-
-    The latents are a posterior sample z, normalized as in diffusers' pipelines. If the VAE's
-    configuration has a mean and a std, the latents are ``scaling_factor * (z - mean) / std`` for
-    each channel, otherwise ``scaling_factor * (z - shift_factor)``.
-
-    Args:
-        folder: the folder of ``config.json`` and the weights; nothing is downloaded.
-        seed: seed of the posterior samples.
-
-    Raises:
-        ConfigError: the folder holds no causal video VAE, or diffusers is missing.
-    """
-
-    def __init__(self, folder: str, device: torch.device, seed: int = 0) -> None:
-        settings = read_config(folder)
-        self.identity = {"codec": settings["_class_name"], "config": public(settings)}
-        self.vae = _load_vae(folder, settings["_class_name"]).to(device).eval()
-        self.vae.requires_grad_(False)
-        self.folder = folder
-        self.device = device
-        self._seed = seed
-        self.channels = self._number("latent_channels", "z_dim")
-        self.spatial = self._number("spatial_compression_ratio", "scale_factor_spatial")
-        self.temporal = self._number("temporal_compression_ratio", "scale_factor_temporal")
-        self._mean, self._std = self._statistics()
-
-    def _number(self, *names: str) -> int:
-        """Return the value of the first of ``names`` under which the VAE has a number.
-
-        A name is looked up in the VAE's configuration, then among its attributes, since old
-        configurations lack some names. ConfigError is raised if all ``names`` are missing.
-        """
-        for name in names:
-            value = self.vae.config.get(name) or getattr(self.vae, name, None)
-            if value is not None:
-                return int(value)
-        raise ConfigError(
-            f"`codec` ({self.folder}) must be a causal video VAE, but it has neither of "
-            f"{', '.join(names)}; use another VAE."
-        )
-
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Return the mean and deviation that normalize raw latents, ``[c, 1, 1, 1]`` each.
-
-        Normalized latents are ``(raw - mean) / deviation``. The deviation is the standard deviation
-        divided by the VAE's scaling factor.
-        """
-        config = self.vae.config
-        means = config.get("latents_mean")
-        stds = config.get("latents_std")
-        if means is None or stds is None:
-            means = [config.get("shift_factor") or 0.0] * self.channels
-            stds = [1.0] * self.channels
-        mean, std = (
-            torch.tensor(values, dtype=torch.float32, device=self.device).reshape(-1, 1, 1, 1)
-            for values in (means, stds)
-        )
-        return mean, std / (config.get("scaling_factor") or 1.0)
-
-    @torch.no_grad()
-    def encode(
-        self, pixels: Tensor, *, number: int = 0, piece: str = "clip", mean: bool = False
-    ) -> Tensor:
-        shape = (len(pixels), *self.latent_shape(*pixels.shape[2:]))
-        posterior = self.vae.encode(pixels.to(self.device, self.vae.dtype)).latent_dist
-        if tuple(posterior.mean.shape) != shape:
-            raise ConfigError(
-                f"`codec` ({self.folder}) gives latents of shape {tuple(posterior.mean.shape)}, "
-                f"but a causal VAE gives {shape}; use another VAE."
-            )
-        if mean:
-            middle: Tensor = posterior.mean.float()
-            return (middle - self._mean) / self._std
-        # Noise depends on the number of the clip, not on the order or the number of processes.
-        draws = generator(self._seed, number, f"posterior {piece}")
-        noise = torch.from_numpy(draws.standard_normal(shape, dtype=np.float32))
-        sample: Tensor = posterior.mean.float() + posterior.std.float() * noise.to(self.device)
-        return (sample - self._mean) / self._std
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        self.check_channels(latents)
-        decoded: Tensor = self.vae.decode(self.raw(latents)).sample
-        return decoded.float()
-
-    def raw(self, latents: Tensor) -> Tensor:
-        """Undo the normalization of latents ``[b, c, t, h, w]``.
-
-        The result is on the VAE's device and has the VAE's dtype.
-        """
-        raw: Tensor = latents.to(self.device).float() * self._std + self._mean
-        return raw.to(self.vae.dtype)
-
-
-def read_config(folder: str) -> dict[str, Any]:
-    """Return the content of the config.json in the folder of a VAE.
-
-    ConfigError is raised if the file is missing, cannot be read, or does not name the VAE's class.
-    """
-    path = Path(folder) / "config.json"
-    try:
-        settings = read_json_object(path, not_finite=True)
-        reason = None if isinstance(settings.get("_class_name"), str) else "it names no class"
-    except UnreadableFile as error:
-        reason = error.reason
-    if reason is not None:
-        raise ConfigError(
-            f"`codec` ({folder}) must be `{PATCH}` or a local folder with a diffusers VAE, but "
-            f"{path} cannot be used ({reason}); correct the path."
-        )
-    return settings
-
-
-def _load_vae(folder: str, name: str) -> Any:
-    try:
-        import diffusers
-    except ImportError:
-        raise ConfigError(
-            f"`codec` ({folder}) needs the package diffusers, which is not installed; run `pip "
-            f"install diffusers`, or use `{PATCH}`."
-        ) from None
-    kind = getattr(diffusers, name, None) if str(name).startswith("Autoencoder") else None
-    if kind is None:
-        raise ConfigError(
-            f"`codec` ({folder}) is of the class {name}, which is no VAE of the installed "
-            "diffusers; give the folder of a VAE, or install a newer diffusers."
-        )
-    try:
-        vae, info = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True)
-    # Damaged weights raise errors of safetensors, pickle or torch, which have no common class.
-    except Exception as error:
-        raise ConfigError(
-            f"`codec` ({folder}) holds an {name} whose weights cannot be loaded ({error}); copy "
-            "the whole folder again."
-        ) from error
-    if info["missing_keys"]:
-        raise ConfigError(
-            f"`codec` ({folder}) lacks the weights {', '.join(sorted(info['missing_keys']))}; copy "
-            "the whole folder again."
-        )
-    return vae

@@ -23,13 +23,9 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import PATCH, CodecConfig
-from megatron_ext.video.data.codec import (
-    DiffusersCodec,
-    PatchCodec,
-    VideoCodec,
-    compared,
-    read_config,
-)
+from megatron_ext.video.data.codec import PatchCodec, VideoCodec
+from megatron_ext.video.data.model_folders import compared
+from megatron_ext.video.data.vae import WAN, DiffusersCodec, read_config
 
 
 def build_codec(
@@ -41,7 +37,7 @@ def build_codec(
     """
     if config.codec == PATCH:
         return PatchCodec(config)
-    return DiffusersCodec(config.codec, device or torch.device("cpu"), seed)
+    return DiffusersCodec(config, device or torch.device("cpu"), seed)
 
 
 def check_codec_folder(config: CodecConfig) -> None:
@@ -58,11 +54,13 @@ def codec_from_manifest(
     codec_folder: str | None = None,
     device: torch.device | None = None,
     seed: int = 0,
+    **tiles: Any,
 ) -> VideoCodec:
     """Build the codec that made the latents of a dataset, to decode samples or encode references.
 
     The patch codec needs only the manifest of the dataset; a VAE needs its ``codec_folder``, and
-    runs on ``device`` (None for the CPU). ``seed`` is the seed of a VAE's posterior samples.
+    runs on ``device`` (None for the CPU). ``seed`` is the seed of a VAE's posterior samples, and
+    ``tiles`` has the values of `TILE_FLAGS`.
 
     Raises:
         ConfigError: ``codec_folder`` is missing for a VAE, is given for the patch codec, or holds a
@@ -82,7 +80,7 @@ def codec_from_manifest(
                 f"The latents were made with the VAE {identity['codec']}, so decoding needs its "
                 "local folder; give it as `--codec`."
             )
-        codec = build_codec(CodecConfig(codec_folder), device, seed)
+        codec = build_codec(CodecConfig(codec_folder, **tiles), device, seed)
         if differing := compared(identity, codec.identity):
             raise DataError(
                 f"The latents were not made with the VAE of `--codec` ({codec_folder}): "
@@ -126,8 +124,8 @@ def block_decoder(codec: VideoCodec) -> BlockDecoder:
         # The codec decodes the first frame of a call to a single frame. One frame of overlap
         # prevents that for all but the first frame of the video.
         return OverlapDecoder(codec, overlap=1)
-    if isinstance(codec, DiffusersCodec) and type(codec.vae).__name__ == "AutoencoderKLWan":
-        return FeatureCacheDecoder(codec)
+    if isinstance(codec, DiffusersCodec) and type(codec.vae).__name__ == WAN:
+        return TiledDecoder(codec)
     return OverlapDecoder(codec)
 
 
@@ -152,6 +150,26 @@ class OverlapDecoder:
         self._before = joined[:, :, -self._overlap :].clone()
         pixels = self._codec.decode(joined)
         return pixels if before is None else pixels[:, :, -num_new * self._codec.temporal :]
+
+
+class TiledDecoder:
+    """Decodes a video part by part with Wan's VAE, on the tiles of ``--codec-tile`` if given.
+
+    Each tile has a cache of its own.
+    """
+
+    def __init__(self, codec: DiffusersCodec) -> None:
+        self._codec = codec
+        self._decoders: dict[int, FeatureCacheDecoder] = {}
+
+    def __call__(self, latents: Tensor) -> Tensor:
+        self._codec.check_channels(latents)
+        return self._codec.over_tiles(self._decoded, latents, decodes=True)
+
+    def _decoded(self, latents: Tensor, tile: int) -> Tensor:
+        if tile not in self._decoders:
+            self._decoders[tile] = FeatureCacheDecoder(self._codec)
+        return self._decoders[tile](latents)
 
 
 class FeatureCacheDecoder:

@@ -130,13 +130,19 @@ class ClipEncoder:
                  "middle": "middle" in masked}  # fmt: skip
         return tuple(side for side, wanted in sides.items() if wanted)
 
-    def sample(self, planned: PlannedClip) -> VideoSample:
-        """Read and encode one clip and its caption; raise DataError if its file cannot be read."""
+    def _rates(self) -> dict[str, Any]:
+        return {"fps_cap": self.config.fps_cap, "video_fps": self.config.video_fps}
+
+    def pixels(self, planned: PlannedClip) -> Tensor:
+        """Read the frames of a sample, ``[1, 3, f, H, W]`` float32 in [-1, 1].
+
+        DataError is raised if the file cannot be read.
+        """
         config = self.config
         clip = planned.clip
         count = planned.bucket.num_frames
-        rates: dict[str, Any] = {"fps_cap": config.fps_cap, "video_fps": config.video_fps}
-        interval, fps = subsampling(planned.shape.fps, **rates)
+        rates = self._rates()
+        interval = subsampling(planned.shape.fps, **rates)[0]
         first: float = 0
         if planned.window is not None:
             first = interval * planned.window[1]
@@ -144,11 +150,19 @@ class ClipEncoder:
             seed = config.clip_seed
             first = first_frame(planned.shape, count, planned.number, seed=seed, **rates)
         size = (planned.bucket.height, planned.bucket.width)
-        pixels = decode(
+        return decode(
             clip, first, interval, count, size, shape=planned.shape, blend=config.video_blend,
             background=config.video_background,
         )[None]  # fmt: skip
-        fps, motion = (fps, clip.motion) if count > 1 else (0, None)
+
+    def sample(self, planned: PlannedClip) -> VideoSample:
+        """Read and encode one clip and its caption; raise DataError if its file cannot be read."""
+        config = self.config
+        clip = planned.clip
+        pixels = self.pixels(planned)
+        moving = planned.bucket.num_frames > 1
+        fps = subsampling(planned.shape.fps, **self._rates())[1] if moving else 0
+        motion = clip.motion if moving else None
         shown_fps = fps if config.fps_words else None
         caption = caption_for(clip.caption, shown_fps, motion, self.text_encoder)
         text, pooled = self.text_encoder.encode([caption])

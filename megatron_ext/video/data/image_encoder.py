@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import ImageEncoderConfig
-from megatron_ext.video.data.codec import compared, public
-from megatron_ext.video.data.text_encoders import read_settings
+from megatron_ext.video.data.model_folders import compared, public, read_settings, variant_of
 
 _PREPROCESSOR = "preprocessor_config.json"
 _TYPES = ("clip", "clip_vision_model")
@@ -50,8 +49,9 @@ class ImageEncoder:
                 processor, local_files_only=True
             )
             model, info = transformers.CLIPVisionModel.from_pretrained(
-                path, local_files_only=True, output_loading_info=True
-            )
+                path, local_files_only=True, output_loading_info=True,
+                variant=variant_of(path, ("model", "pytorch_model")),
+            )  # fmt: skip
         # Damaged files raise errors of safetensors, pickle or torch, which have no common class.
         except Exception as error:
             raise ConfigError(

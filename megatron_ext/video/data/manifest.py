@@ -17,6 +17,7 @@ from megatron_ext.video.config.encoding import (
     FOLDERS,
     HASHED,
     PATCH,
+    TILE_FLAGS,
 )
 from megatron_ext.video.data import shards
 from megatron_ext.video.data.geometry import Bucket, BucketPlan
@@ -46,6 +47,9 @@ def sample_options(options: VideoPreprocessOptions, encoder: ClipEncoder) -> dic
         "pooled_width": text_encoder.pooled_width,
         "latents": codec.facts,
     }
+    tiles = {name: getattr(options.codec, name) for name in TILE_FLAGS}
+    if any(tiles.values()):
+        about["tiles"] = tiles
     image_encoder = encoder.image_encoder
     if image_encoder is not None:
         about["image_encoder"] = image_encoder.identity

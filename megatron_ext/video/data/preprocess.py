@@ -64,6 +64,7 @@ from megatron_ext.video.data.register import (
     row_keys,
     write_register,
 )
+from megatron_ext.video.data.vae import needs_tiles, seam_report
 
 Say = Callable[[str], None]
 _PARTS = "parts"
@@ -108,6 +109,7 @@ def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
         null = encoder.text_encoder.encode([""])
         shards.write_null(folder, null[0][0], null[1][0], options.storage)
         todo = _Todo(options, register, samples, planned)
+        _say_seams(encoder, todo, say)
         work = partial(_encode_part, encoder, options, register.fingerprint)
         alone = options.workers == 1 or len(todo.parts) <= 1
         # Worker processes load models of their own, so free the memory of this process's models.
@@ -584,6 +586,17 @@ class _Todo:
         for path in self.folder.iterdir() if joined else ():
             if _part_of(path) in joined:
                 path.unlink()
+
+
+def _say_seams(encoder: ClipEncoder, todo: _Todo, say: Say) -> None:
+    """Say how far the codec's tiles change latents, if it needs tiles for some clip to encode."""
+    for part in todo.parts:
+        for planned in part.clips:
+            if not needs_tiles(encoder.codec, planned.bucket):
+                continue
+            with suppress(DataError):
+                say(seam_report(encoder.codec, encoder.pixels(planned)))
+                return
 
 
 def _encode_here(work: Work, todo: _Todo, progress: Progress) -> None:

@@ -10,14 +10,12 @@ import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import (
     FOLDERS,
@@ -27,7 +25,13 @@ from megatron_ext.video.config.encoding import (
     TextEncoderConfig,
 )
 from megatron_ext.video.config.encoding import UMT5 as UMT5_NAME
-from megatron_ext.video.data.codec import compared, public
+from megatron_ext.video.data.model_folders import (
+    compared,
+    public,
+    read_settings,
+    tokenizer_folder,
+    variant_of,
+)
 
 
 class TextEncoder(Protocol):
@@ -140,8 +144,9 @@ def load_model(
             tokenizer_folder(path), local_files_only=True, trust_remote_code=False
         )
         model, info = getattr(transformers, model_class).from_pretrained(
-            path, local_files_only=True, output_loading_info=True
-        )
+            path, local_files_only=True, output_loading_info=True,
+            variant=variant_of(path, ("model", "pytorch_model")),
+        )  # fmt: skip
     # Damaged files raise errors of safetensors, tokenizers, pickle or torch, of no common class.
     except Exception as error:
         raise ConfigError(
@@ -168,45 +173,6 @@ def is_cut(tokenizer: Any, caption: str, length: int) -> bool:
     """Tell whether `tokenized` would truncate a caption to ``length`` tokens."""
     # `verbose=False` avoids a warning about captions that are too long for the model.
     return len(tokenizer(caption, truncation=False, verbose=False)["input_ids"]) > length
-
-
-def read_settings(name: str, path: str, file: str = "config.json") -> dict[str, Any]:
-    """Return the content of the config.json, or of another ``file``, in the folder ``path``.
-
-    If the file cannot be read, a ConfigError names ``name``, the option that gives the folder.
-    """
-    try:
-        return read_json_object(Path(path) / file, not_finite=True)
-    except UnreadableFile as error:
-        if error.missing:
-            raise ConfigError(
-                f"`{name}` ({path}) must be a local folder with a {file}; nothing is loaded from a "
-                f"hub, so {pipeline_advice(path) or 'correct the path'}."
-            ) from None
-        raise ConfigError(
-            f"`{name}` ({path}) has a {file} that cannot be read ({error.reason}); copy it again."
-        ) from None
-
-
-def pipeline_advice(path: str) -> str:
-    """Return advice for a folder that holds a whole pipeline of diffusers, else ""."""
-    if not (Path(path) / "model_index.json").is_file():
-        return ""
-    models = sorted(x.parent.name for x in Path(path).glob("*/config.json"))
-    return f"give one of the folders in it ({', '.join(models)})"
-
-
-def tokenizer_folder(path: str) -> str:
-    """Return the folder of a text encoder's tokenizer: its own or, if it has none, its sibling's.
-
-    In diffusers' pipelines, the tokenizer of ``text_encoder_2`` is in ``tokenizer_2`` beside it.
-    """
-    folder = Path(path).resolve()
-    sibling = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
-    siblings = (sibling, folder.with_name("tokenizer"))
-    if (Path(path) / "tokenizer_config.json").is_file():
-        return path
-    return next((str(x) for x in siblings if x != folder and x.is_dir()), path)
 
 
 class _PooledClip:
@@ -330,11 +296,8 @@ class LlamaAndClip:
         model, self._tokenizer = load_model(LLAMA_CLIP, "AutoModel", "llama_path", path, types)
         # The whole model of the original repository also sees pictures.
         self._llama = getattr(model, "language_model", model).to(device)
-        if self._tokenizer.padding_side != "right":
-            raise ConfigError(
-                f"`llama_path` ({path}) has a tokenizer that pads on the left, where the template "
-                "is cut off; give the tokenizer of HunyuanVideo, which pads on the right."
-            )
+        # Rows are cut off at the left; tokenizers of chat models may pad there.
+        self._tokenizer.padding_side = "right"
         self._skipped = len(self._tokenizer(_INSTRUCTION)["input_ids"])
         self.width = int(self._llama.config.hidden_size)
         self._clip = _PooledClip(LLAMA_CLIP, clip, device)
@@ -363,7 +326,7 @@ class LlamaAndClip:
 
 
 def _in_template(caption: str) -> str:
-    return f"{_INSTRUCTION}{caption.strip()}{_ENDING}"
+    return f"{_INSTRUCTION}{caption}{_ENDING}"
 
 
 def _cleaned(caption: str) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import (
     PATCH,
+    TILE_FLAGS,
     CodecConfig,
     TextEncoderConfig,
 )
@@ -47,7 +48,9 @@ def build_codec_of(
 
     If it is a VAE, its weights are read from the folder ``--codec``. ``device`` None is the CPU.
     """
-    return codec_from_manifest(manifest, None if codec.codec == PATCH else codec.codec, device)
+    tiles = {name: getattr(codec, name) for name in TILE_FLAGS}
+    folder = None if codec.codec == PATCH else codec.codec
+    return codec_from_manifest(manifest, folder, device, **tiles)
 
 
 def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:

@@ -107,6 +107,19 @@ def write_vaes(root: Path) -> dict[str, Path]:
             base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
             latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 2.0, 0.5, 3.0],
         ),
+        "AutoencoderKL": diffusers.AutoencoderKL(
+            latent_channels=4, block_out_channels=(8, 8, 8, 8), norm_num_groups=4,
+            down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+            scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False,
+            use_post_quant_conv=False,
+        ),
+        "AutoencoderDC": diffusers.AutoencoderDC(
+            latent_channels=4, attention_head_dim=4, scaling_factor=0.41407,
+            encoder_block_types="ResBlock", decoder_block_types="ResBlock",
+            encoder_block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
+            encoder_layers_per_block=(1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1),
+            encoder_qkv_multiscales=((), (), (), ()), decoder_qkv_multiscales=((), (), (), ()),
+        ),
     }  # fmt: skip
     for name, vae in made.items():
         vae.save_pretrained(root / name)

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig
 from megatron_ext.video.data import codecs
 from megatron_ext.video.data.cli import main
 from megatron_ext.video.data.codec import (
-    DiffusersCodec,
     PatchCodec,
     VideoCodec,
     band_order,
@@ -30,6 +30,8 @@ from megatron_ext.video.data.dataset import OnlineVideos, ShardedVideos
 from megatron_ext.video.data.encode import ClipEncoder
 from megatron_ext.video.data.randomness import generator
 from megatron_ext.video.data.text_encoders import text_encoder_from_manifest
+from megatron_ext.video.data.tiles import frames_in_tiles, in_tiles
+from megatron_ext.video.data.vae import DiffusersCodec, seam_report
 from tests.video.data.making import PLAN, pictures, planned, write_gif, write_vaes
 
 CODECS = [
@@ -166,7 +168,7 @@ def test_the_vae_of_wan_is_exact_whatever_else_it_does(folders: dict[str, Path])
     codec = codecs.build_codec(CodecConfig(str(folders["AutoencoderKLWan"])))
     latents = latents_of(codec)
     decoder, other = codecs.block_decoder(codec), codecs.block_decoder(codec)
-    assert isinstance(decoder, codecs.FeatureCacheDecoder)
+    assert isinstance(decoder, codecs.TiledDecoder)
     with pytest.raises(DataError, match=r"have 5 channels, but the codec has 4"):
         decoder(torch.zeros(1, 5, 1, 4, 6))
     parts = []
@@ -367,15 +369,146 @@ def test_folders_of_no_use(
     with pytest.raises(ConfigError, match=r"gives latents of shape .* but a causal VAE gives"):
         codec.encode(pixels())
     diffusers = pytest.importorskip("diffusers")
-    diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).save_pretrained(tmp_path)
+    shutil.rmtree(folder)
+    diffusers.AutoencoderTiny(
+        encoder_block_out_channels=(8,), decoder_block_out_channels=(8,), num_encoder_blocks=(1,),
+        num_decoder_blocks=(1,),
+    ).save_pretrained(folder)  # fmt: skip
     with pytest.raises(ConfigError, match=r"neither of spatial_compression_ratio, scale_factor_sp"):
-        load(tmp_path)
+        load(folder)
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKLWan"}))
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(ConfigError, match=r"needs the package diffusers, which is not installed"):
         load(tmp_path)
     with pytest.raises(ConfigError, match=r"`codec_spatial` \(4\) must be left out with `codec`"):
         CodecConfig(str(tmp_path), codec_spatial=4)
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderKL", "AutoencoderDC"])
+def test_vaes_of_pictures(folders: dict[str, Path], kind: str) -> None:
+    """Compare with the normalization of diffusers' pipelines, FLUX's and SANA's."""
+    diffusers = pytest.importorskip("diffusers")
+    codec = load(folders[kind])
+    assert (codec.channels, codec.spatial, codec.temporal) == (4, 8, 1)
+    picture = pixels(1)
+    vae = getattr(diffusers, kind).from_pretrained(folders[kind])
+    with torch.no_grad():
+        encoded = vae.encode(picture[:, :, 0])
+        raw = encoded.latent if kind == "AutoencoderDC" else encoded.latent_dist.mean
+        decoded = vae.decode(raw).sample[:, :, None]
+    shift = 0.1159 if kind == "AutoencoderKL" else 0.0
+    scale = 0.3611 if kind == "AutoencoderKL" else 0.41407
+    wanted = ((raw - shift) * scale)[:, :, None]
+    latents = codec.encode(picture, mean=True)
+    torch.testing.assert_close(latents, wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(codec.decode(latents), decoded, atol=1e-5, rtol=1e-5)
+    assert torch.equal(codec.encode(picture), latents) == (kind == "AutoencoderDC")
+    assert codec.facts["std"] == [pytest.approx(1 / scale)] * 4
+    assert codec.facts["mean"] == [pytest.approx(shift)] * 4
+    with pytest.raises(ConfigError, match=rf"frames \(5\) must be 1, since the codec \({kind}\)"):
+        codec.latent_shape(5, 32, 32)
+
+
+def test_what_decides_the_scale_must_be_given(folders: dict[str, Path], tmp_path: Path) -> None:
+    kept = folders["AutoencoderKL"]
+    unscaled = resaved(kept, tmp_path / "unscaled", lambda x: x.pop("scaling_factor"))
+    with pytest.raises(ConfigError, match="has the `scaling_factor` None, which must be a number"):
+        load(unscaled)
+    wan = folders["AutoencoderKLWan"]
+    wrong = resaved(wan, tmp_path / "wrong", lambda x: x.update(latents_mean=[0.0] * 16))
+    with pytest.raises(ConfigError, match="`latents_mean` of 16 numbers, but must have one for"):
+        load(wrong)
+
+
+def test_folders_as_they_are_published(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Read shards, pickles and variants; explain a folder and a file that hold no single VAE."""
+    diffusers = pytest.importorskip("diffusers")
+    kept = folders["AutoencoderKL"]
+    wanted = load(kept).encode(pixels(1))
+    vae = diffusers.AutoencoderKL.from_pretrained(kept)
+    for name, how in {
+        "sharded": {"max_shard_size": "20KB"},
+        "pickled": {"safe_serialization": False},
+        "fp16": {"variant": "fp16"},
+        "sharded16": {"variant": "fp16", "max_shard_size": "20KB"},
+        "pipeline/vae": {},
+    }.items():
+        vae.save_pretrained(tmp_path / name, **how)
+        assert torch.equal(load(tmp_path / name).encode(pixels(1)), wanted), name
+    with pytest.raises(ConfigError, match=r"give one of the folders in it \(vae\)"):
+        load(tmp_path / "pipeline")
+    file = tmp_path / "pipeline" / "vae" / "diffusion_pytorch_model.safetensors"
+    with pytest.raises(ConfigError, match="a single file has no settings.*from_single_file"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    "kind", ["AutoencoderKLWan", "AutoencoderKLHunyuanVideo", "AutoencoderKL", "AutoencoderDC"]
+)
+def test_tiles_are_blended(folders: dict[str, Path], kind: str) -> None:
+    """Tiles change what lies near their edges only; the corner of the first tile is that of all."""
+    frames = 1 if kind in ("AutoencoderKL", "AutoencoderDC") else 5
+    size = (1, 3, frames, 96, 64)
+    large = torch.rand(size, generator=torch.Generator().manual_seed(3)) * 2 - 1
+    flags: dict[str, Any] = {"codec_tile": 64}
+    if kind == "AutoencoderKLHunyuanVideo":
+        flags["codec_tile_frames"] = 5
+        large = large.repeat(1, 1, 4, 1, 1)[:, :, :17]
+    codec: Any = codecs.build_codec(CodecConfig(str(folders[kind]), **flags), seed=3)
+    tiled = codec.encode(large, mean=True)
+    decoded = codec.decode(tiled)
+    parts = codecs.block_decoder(codec)
+    if kind == "AutoencoderKLWan":
+        blocks = torch.cat([parts(part) for part in tiled.split([1, 1], dim=2)], dim=2)
+        torch.testing.assert_close(blocks, decoded, atol=1e-5, rtol=0)
+    assert "of the first clip that needs them" in seam_report(codec, large)
+    with codec.untiled():
+        whole = codec.encode(large, mean=True)
+        wanted = codec.decode(tiled)
+    assert tiled.shape == whole.shape and decoded.shape == wanted.shape
+    assert not torch.equal(tiled, whole)
+    far = float((tiled - whole).abs().mean() / whole.std())
+    assert 0 < far < 0.7
+    assert 0 < float((decoded - wanted).abs().mean() / wanted.std()) < 0.7
+    # What no tile divides is computed as without tiles.
+    small = large[:, :, : min(frames, 5), :64]
+    with codec.untiled():
+        wanted = codec.encode(small, number=2)
+    assert torch.equal(codec.encode(small, number=2), wanted)
+
+
+def test_tiles_that_no_codec_takes(folders: dict[str, Path]) -> None:
+    wan, hunyuan = (str(folders[x]) for x in ("AutoencoderKLWan", "AutoencoderKLHunyuanVideo"))
+    for folder, flags, sentence in (
+        (wan, {"codec_tile": 60}, r"`--codec-tile` \(60\) must be a multiple .* \(8\), .*; use 64"),
+        (wan, {"codec_tile": 8}, r"at least 16; use 16"),
+        (wan, {"codec_tile_frames": 9}, r"has no effect, since the VAE .* computes frame after"),
+        (hunyuan, {"codec_tile_frames": 8}, r"temporal factor plus 1 \(4k \+ 1\), and .*; use 5"),
+        ("patch", {"codec_tile": 64}, r"`codec_tile` \(64\) must be left out with `codec` patch"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            codecs.build_codec(CodecConfig(folder, **flags))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_parts_in_time_of_a_codec_without_reach_are_exact(decodes: bool) -> None:
+    codec = PatchCodec(CodecConfig(codec_spatial=4, codec_temporal=2, codec_channels=24))
+    clip = torch.rand(1, 3, 15, 8, 12, generator=torch.Generator().manual_seed(0))
+    given = codec.encode(clip) if decodes else clip
+    compute = codec.decode if decodes else codec.encode
+    parts: list[int] = []
+
+    def spatial(part: Tensor) -> Tensor:
+        parts.append(part.size(2))
+        ratio = Fraction(4) if decodes else Fraction(1, 4)
+        unit = 1 if decodes else 4
+        return in_tiles(
+            lambda piece, _: compute(piece), part, tile=2 * unit, overlap=unit, ratio=ratio
+        )
+
+    made = frames_in_tiles(spatial, given, tile=3, overlap=1, temporal=2, decodes=decodes)
+    torch.testing.assert_close(made, compute(given), atol=1e-5, rtol=1e-5)
+    assert parts == ([3, 4, 4, 4] if decodes else [5, 7, 7, 7])
 
 
 def test_shards_of_a_vae_hold_online_encodings(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import TextEncoderConfig
 from megatron_ext.video.data.cli import main
-from megatron_ext.video.data.codec import public
+from megatron_ext.video.data.conditions import text_mask
 from megatron_ext.video.data.dataset import ShardedVideos, collate
+from megatron_ext.video.data.model_folders import public
 from megatron_ext.video.data.text_encoders import (
     build_text_encoder,
     encoder_checks,
@@ -134,6 +135,72 @@ def test_t5_and_clip(folders: tuple[Path, Path]) -> None:
         with torch.no_grad():
             hidden = clip(input_ids=torch.tensor([text])).last_hidden_state
         torch.testing.assert_close(row, hidden[0, -1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write ``text_encoder``, a tiny Llama, and its tokenizer beside it, as a pipeline has them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    root = tmp_path_factory.mktemp("hunyuan")
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<unk>", "<begin>", *WORDS])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", 2)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<begin>", unk_token="<unk>",
+    ).save_pretrained(root / "tokenizer")  # fmt: skip
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
+    transformers.LlamaModel(
+        transformers.LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes)
+    ).save_pretrained(root / "text_encoder")
+    return root / "text_encoder"
+
+
+def test_llama_and_clip_are_those_of_hunyuan_video(
+    folders: tuple[Path, Path], llama: Path, tmp_path: Path
+) -> None:
+    pipelines = pytest.importorskip("diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video")
+    transformers = pytest.importorskip("transformers")
+    flags = TextEncoderConfig(
+        "llama-clip", clip_path=str(folders[1]), llama_path=str(llama), text_length=11
+    )
+    encoder = build_text_encoder(flags)
+    assert width_of(flags) == 16
+    rows, pooled = encoder.encode(captions := ["a red square", "", "red " * 40])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama.with_name("tokenizer"))
+    template = pipelines.DEFAULT_PROMPT_TEMPLATE["template"]
+    first = tokenizer(template.format("red"))["input_ids"].index(tokenizer("red")["input_ids"][1])
+    pipeline: Any = SimpleNamespace(
+        tokenizer=tokenizer, text_encoder=transformers.LlamaModel.from_pretrained(llama).eval()
+    )
+    with torch.no_grad():
+        wanted, mask = pipelines.HunyuanVideoPipeline._get_llama_prompt_embeds(
+            pipeline, captions, {"template": template, "crop_start": first},
+            device=torch.device("cpu"), dtype=torch.float32, max_sequence_length=11,
+        )  # fmt: skip
+    assert mask.sum(dim=1).tolist()[0] < 11
+    torch.testing.assert_close(rows, wanted * mask[..., None])
+    assert torch.equal(text_mask(rows), mask.bool())
+    clip = build_text_encoder(config(folders)).encode(captions)[1]
+    assert torch.equal(pooled, clip)
+    assert encoder.cuts("red " * 40) and not encoder.cuts("red")
+    manifest = json.loads(json.dumps({"text_encoder": encoder.identity}))
+    again = text_encoder_from_manifest(manifest, clip_path=str(folders[1]), llama_path=str(llama))
+    assert torch.equal(again.encode(captions)[0], rows)
+    with pytest.raises(ConfigError, match=r"`llama_path` \(None\) must be a local folder when"):
+        text_encoder_from_manifest(manifest, clip_path=str(folders[1]))
+    # Tokenizers of chat models may pad on the left, where the template is cut off.
+    shutil.copytree(llama.parent, tmp_path / "left")
+    settings = tmp_path / "left" / "tokenizer" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "padding_side": "left"}))
+    left = TextEncoderConfig(
+        "llama-clip", None, str(folders[1]), 11, llama_path=str(tmp_path / "left" / "text_encoder")
+    )
+    assert torch.equal(build_text_encoder(left).encode(captions)[0], rows)
 
 
 def test_from_a_manifest(folders: tuple[Path, Path], tmp_path: Path) -> None:
