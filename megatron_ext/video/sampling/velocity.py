@@ -62,6 +62,9 @@ class ParallelVelocity:
 
     gives_parts = True
     """Whether each context-parallel rank outputs only its own tokens, instead of all of them."""
+
+    masks_text = False
+    """Whether the model's attention leaves out rows of text that are all zero."""
     keeps_references = True
     """Whether reference frames stand in finished clips as they were given."""
 
@@ -114,7 +117,8 @@ class ParallelVelocity:
         """Predict the velocity of tokens, in evaluation mode and without gradients.
 
         Inputs and result are the same on all ranks of the replica. As in training, the text is
-        padded with copies of its last row, so that the ranks can divide the sequence equally.
+        padded with copies of its last row, or with zeros if the model masks them, so that the ranks
+        can divide the sequence equally.
 
         Args:
             ids: positions of the tokens, ``[n, 3]``; the other arguments are those of `Velocity`.
@@ -126,7 +130,7 @@ class ParallelVelocity:
             DataError: the inputs do not fit the model (raised on all ranks).
         """
         b, n, _ = x.shape
-        text = pad_text(text, n, self._multiple)
+        text = pad_text(text, n, self._multiple, zeros=self.masks_text)
         inputs = {
             "img": x,
             "img_ids": ids.expand(b, -1, -1),
