@@ -140,12 +140,15 @@ class FrozenBase:
     """The identity of the frozen weights under adapters.
 
     Attributes:
-        path: folder of the checkpoint that holds the weights; None for random weights.
+        path: folder of the checkpoint that holds the weights, or folder or file of published
+            weights; None for random weights.
         identity: a digest or a seed, which is the same for the same weights.
+        flag: the flag that gave the weights, if they are published ones.
     """
 
     path: str | None
     identity: str
+    flag: str | None = None
 
     @classmethod
     def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
@@ -182,12 +185,17 @@ class FrozenBase:
         return cls.recorded(common_state_of(standing_folder_of(root, iteration)))
 
     @classmethod
-    def of_run(cls, lora: LoraConfig, seed: int) -> FrozenBase | None:
-        """Return the identity of the random weights under a run's adapters, drawn from ``seed``.
+    def of_run(
+        cls, lora: LoraConfig, seed: int, published: tuple[str, str, str] | None = None
+    ) -> FrozenBase | None:
+        """Return the identity of the first weights under a run's adapters.
 
-        The result is None if the run trains no adapters, or saves the frozen weights too.
+        They are ``published`` ones (`CheckpointConfig.published`), or random ones drawn from
+        ``seed``. The result is None if the run trains no adapters, or saves the frozen weights too.
         """
-        return cls.drawn(seed) if lora.lora_rank is not None and lora.saves_adapters_only else None
+        if lora.lora_rank is None or not lora.saves_adapters_only:
+            return None
+        return cls.drawn(seed) if published is None else cls(*published)
 
     @classmethod
     def drawn(cls, seed: int) -> FrozenBase:
@@ -218,6 +226,7 @@ class FrozenBase:
         """
         if self.identity == recorded.identity:
             return
+        flag = recorded.flag or flag
         there = f"random ones of {recorded.identity}; leave it out"
         if recorded.path is not None:
             there = f"those of {recorded.path} ({recorded.identity}); give these"

@@ -12,23 +12,29 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from megatron_ext.checkpoint.adapters import FrozenBase, adapters_among, load_adapters
+from megatron_ext.checkpoint import publish
+from megatron_ext.checkpoint.adapters import MARK, FrozenBase, adapters_among, load_adapters
 from megatron_ext.checkpoint.files import published
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.state import CRITIC
+from megatron_ext.checkpoint.prepared import SavePreparer
+from megatron_ext.checkpoint.state import CRITIC, common_state, content_metadata
 from megatron_ext.checkpoint.stored import CheckpointRef, check_files, choose, stored_progress
 from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
+from megatron_ext.checkpoint.writing import Value, write_common, write_shards
 from megatron_ext.config.finalize import derived
 from megatron_ext.config.optimizer import DEFAULT_ALPHA, LoraConfig
 from megatron_ext.config.output import CheckpointConfig
@@ -38,6 +44,8 @@ from megatron_ext.device import Device, select
 from megatron_ext.disk.writing import cleared, write_text
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.chunks import ModelChunk, build_chunks
+from megatron_ext.layers.fp8.scaling import HISTORY
+from megatron_ext.layers.initialization import Shard, shards_of
 from megatron_ext.layers.lora import merge_adapters
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
@@ -65,6 +73,16 @@ def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContex
         context.destroy()
 
 
+def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
+    """Yield this rank's shards of the weights and buffers that a published model also has.
+
+    ``chunk`` is a model chunk without wrappers. LoRA adapters and fp8 scale histories are left out.
+    """
+    for shard in shards_of(chunk, buffers=True):
+        if MARK not in shard.name and not shard.name.endswith(HISTORY):
+            yield shard
+
+
 def refuse_checkpoints(save: Path) -> None:
     """Raise a CheckpointError if the folder for an imported model already holds checkpoints."""
     if published(save):
@@ -81,6 +99,51 @@ def save_imported(
     progress = {"iteration": 0, "consumed_train_samples": 0}
     manager = CheckpointManager(config, context)
     manager.save(0, model=[chunk], progress=progress, run_config=run_config)
+
+
+def save_streamed(
+    root: Path,
+    shapes: Mapping[str, Sequence[int]],
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    run_config: dict[str, Any],
+) -> None:
+    """Save a model as the checkpoint of iteration 0 in ``root``, one parameter at a time.
+
+    The process group of one rank must exist.
+
+    Args:
+        shapes: the shape of each parameter by its name in the checkpoint.
+        read: takes the name of a parameter, and returns its values in ``dtype``. It is called when
+            the parameter is written, and nothing keeps the result.
+        run_config: the run's configuration, by section and field, to store in the checkpoint.
+    """
+    progress = {"iteration": 0, "consumed_train_samples": 0}
+    # These tensors have a shape, but only one value, so that they take no memory.
+    unwritten = {name: torch.empty(1, dtype=dtype).expand(*shape) for name, shape in shapes.items()}
+    state = {
+        "model": {
+            name: ShardedTensor.from_rank_offsets(name, values, replica_id=0)
+            for name, values in unwritten.items()
+        },
+        "content_metadata": content_metadata(None, reshardable=True),
+        **common_state(0, progress, run_config),
+    }
+    prepared = SavePreparer(CheckpointConfig(save=str(root)), []).prepare(state)
+    plan = prepared.plan
+    assert plan.metadata is not None
+    values: list[Value] = [partial(read, item.index.fqn) for item in plan.items.items]
+    publish.prepare(root, 0)
+    temporary = publish.temporary_folder_of(root, 0)
+    try:
+        written, files = write_shards(temporary, plan.items, values)
+        files |= write_common(
+            temporary, prepared.common, progress, run_config, plan.metadata, [written]
+        )
+        publish.publish(root, 0, files)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def verified_folder(root: Path, step: int | None) -> Path:

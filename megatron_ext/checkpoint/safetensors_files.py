@@ -193,17 +193,21 @@ def write_others(folder: Path, config: Mapping[str, Any], copied: Sequence[Path]
 
 
 def check_target(target: Path) -> None:
-    """Raise a CheckpointError if the target is not a new or empty folder."""
+    """Raise a CheckpointError if the target is not a new or empty folder, or a new file."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"`--hf` ({target}) holds something already; give a new folder.")
 
 
 @contextmanager
-def written_aside(target: Path, flag: str = "--hf") -> Iterator[Path]:
+def written_aside(target: Path, flag: str = "--hf", *, is_file: bool = False) -> Iterator[Path]:
     """Yield a temporary folder to write to, which replaces the folder ``target`` on success.
 
     If writing fails, the temporary folder is removed, and an existing target stays as it was.
-    ``flag`` is the flag that gave the target, for the error if it cannot be written.
+
+    Args:
+        flag: the flag that gave the target, for the error if it cannot be written.
+        is_file: whether the target is a file; the file of this name in the temporary folder then
+            becomes the target.
     """
     folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -216,7 +220,7 @@ def written_aside(target: Path, flag: str = "--hf") -> Iterator[Path]:
             sync_folder(folder)
             if target.is_dir():
                 shutil.rmtree(target)
-            folder.rename(target)
+            (folder / target.name if is_file else folder).rename(target)
             sync_folder(target.parent)
         finally:
             if folder.exists():

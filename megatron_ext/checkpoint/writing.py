@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +43,8 @@ from megatron_ext.disk.writing import cleared, write_text
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import on_first_rank, to_first_rank
 
+Value = Tensor | bytes | Callable[[], Tensor]
+"""What a checkpoint holds under one name: a tensor, bytes, or a function that returns a tensor."""
 _FORMAT = "metadata.json"
 _LARGE_WRITE = 1 << 16
 """Bytes from which a write is worth a second thread for its checksum."""
@@ -229,10 +231,10 @@ class _ValuePlanner(DefaultSavePlanner):
     """A torch save planner that takes the data of each item from a list instead of a state dict.
 
     Args:
-        values: the tensor or bytes of each item of ``plan``, in the same order.
+        values: the value of each item of ``plan``, in the same order.
     """
 
-    def __init__(self, plan: SavePlan, values: Sequence[Tensor | bytes]) -> None:
+    def __init__(self, plan: SavePlan, values: Sequence[Value]) -> None:
         super().__init__()
         self._values = dict(zip((item.index for item in plan.items), values, strict=True))
 
@@ -241,6 +243,9 @@ class _ValuePlanner(DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             assert isinstance(value, bytes)
             return io.BytesIO(value)
+        if not isinstance(value, Tensor):
+            assert callable(value)
+            value = value()
         assert isinstance(value, Tensor)
         return compact(value) if value.is_cpu else value
 
@@ -258,7 +263,7 @@ def compact(value: Tensor) -> Tensor:
 
 
 def write_shards(
-    folder: Path, plan: SavePlan, values: Sequence[Tensor | bytes], **options: Any
+    folder: Path, plan: SavePlan, values: Sequence[Value], **options: Any
 ) -> tuple[list[WriteResult], Files]:
     """Write a rank's file of shards and flush it to the disk, without communication.
 
@@ -267,7 +272,8 @@ def write_shards(
 
     Args:
         plan: the items to write.
-        values: the tensor or bytes of each item.
+        values: the value of each item. A function is called when its tensor is written, so that
+            only one such tensor is in memory.
         options: further options of torch's storage writer.
 
     Returns:
@@ -275,7 +281,7 @@ def write_shards(
     """
     first = dict[Any, MetadataIndex]()
     copies = list[tuple[MetadataIndex, MetadataIndex]]()
-    kept = list[tuple[WriteItem, Tensor | bytes]]()
+    kept = list[tuple[WriteItem, Value]]()
     for item, value in zip(plan.items, values, strict=True):
         original = item.index
         if isinstance(value, Tensor) and value.numel():

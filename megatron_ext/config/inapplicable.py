@@ -240,6 +240,7 @@ def _loads_nothing(values: Values) -> bool:
         or values["resume_mode"] == "auto"
         or values["starts_others"]
         or values.get("load_hf")
+        or values.get("load_weights")
     )
 
 

@@ -154,6 +154,8 @@ class CheckpointConfig(UsersOwn):
     """Whether a network beside the run's model, such as a teacher, starts from a checkpoint."""
     starts_elsewhere: bool = False
     """Whether the task gives the model its first weights, so that no checkpoint is needed."""
+    published: tuple[str, str, str] | None = None
+    """Place and digest of published weights that the task gives a new model, and their flag."""
     passes_over_damaged: bool = False
     """Whether to report a damaged checkpoint and load an older one; restarted runs always do."""
 

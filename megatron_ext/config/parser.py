@@ -125,6 +125,11 @@ def parse_args(
         layers = [_by_section(task.defaults, program), replaced]
         bare = RunConfig.from_dict(_joined([*layers, user_values]), program.sections)
         described = _joined([task.described_model(bare)])
+        if described:
+            # The model may choose another task than the defaults of the flags do.
+            values = _joined([replaced, described, user_values])
+            task = program.choose(RunConfig.from_dict(values, program.sections))
+            layers[0] = _by_section(task.defaults, program)
         layers.append(described)
         if checkpoint_config is not None:
             stored = sections.described(checkpoint_config, program.sections)

@@ -75,7 +75,8 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         "--hf",
         required=True,
         type=Path,
-        help="folder of the model to read; for Wan, a file of safetensors or torch.save as well",
+        help="folder of the model to read; for a video model, also a file of safetensors or "
+        "torch.save",
     )
     parser.add_argument("--save", required=True, type=Path, help="new folder for the checkpoint")
     language = parser.add_argument_group("language models")
@@ -100,7 +101,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         help="compare logits of the imported model with those of transformers, which takes memory "
         "for the model in float32, before the import",
     )
-    video = parser.add_argument_group("Wan")
+    video = parser.add_argument_group("video models")
     video.add_argument(
         "--entry", help="entry of a .pt file to read, such as generator_ema (the only one)"
     )
@@ -111,12 +112,17 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ckpt-step", type=NATURAL.integer, help="iteration of the checkpoint to read (the latest)"
     )
-    parser.add_argument("--hf", required=True, type=Path, help="new folder for the model")
+    parser.add_argument(
+        "--hf",
+        required=True,
+        type=Path,
+        help="new folder for the model; for a video model, also a new file NAME.safetensors",
+    )
     parser.add_argument(
         "--ema", action="store_true", help="write the averaged weights of a run with --ema-decay"
     )
     parser.add_argument(
-        "--max-shard-size", default="5GB", help="largest size of a file of weights (5GB)"
+        "--max-shard-size", help="largest size of a file of weights in a folder (5GB)"
     )
     language = parser.add_argument_group("language models")
     language.add_argument(
@@ -129,17 +135,24 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         type=COUNT.integer,
         help="rows of the vocabulary to write (those of --hf-like)",
     )
-    video = parser.add_argument_group("Wan")
+    video = parser.add_argument_group("video models")
     video.add_argument(
         "--network", choices=STORED_ROLES, help="network of a streaming run to write (generator)"
     )
-    video.add_argument("--naming", help="tensor names to write, diffusers or original (diffusers)")
+    video.add_argument(
+        "--naming",
+        help="tensor names to write, such as diffusers or original (diffusers for a folder, "
+        "original for a file)",
+    )
+    video.add_argument(
+        "--prefix", help="text before all names of a file, such as model.diffusion_model. (none)"
+    )
 
 
 _LANGUAGE = (
     "target_tensor_parallel_size make_vocab_size_divisible_by seq_length hf_like vocab_size"
 ).split()
-_VIDEO = "entry network naming".split()
+_VIDEO = "entry network naming prefix".split()
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -200,7 +213,6 @@ def _export(args: argparse.Namespace) -> None:
         "target": args.hf,
         "step": args.ckpt_step,
         "dtype": args.dtype,
-        "max_shard_size": args.max_shard_size,
         "ema": args.ema,
     }
     notes: list[str] = []
@@ -210,10 +222,12 @@ def _export(args: argparse.Namespace) -> None:
         if args.naming not in (None, *conversion.namings):
             known = ", ".join(conversion.namings)
             raise CheckpointError(f"`--naming` ({args.naming}) must be one of {known}.")
-        order |= {"network": args.network, "naming": args.naming}
+        order |= {"network": args.network, "naming": args.naming, "prefix": args.prefix or ""}
+        order["max_shard_size"] = args.max_shard_size
         export_video(conversion, ExportOfVideo(**order))
     else:
         _refuse(args, _VIDEO, "a language model")
+        order["max_shard_size"] = args.max_shard_size or "5GB"
         notes = export_model(Export(**order, like=args.hf_like, vocab_size=args.vocab_size))
     for note in notes:
         print(f"> {note}")

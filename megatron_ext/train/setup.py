@@ -87,6 +87,9 @@ def build_run(
     checkpoints = None
     loaded: LoadedCheckpoint | None = None
     source, saved_at = "start", 0
+    notes: list[str] | None = None
+    if task.initial_weights is not None and _needs_base(config):
+        notes = task.initial_weights(config, context, chunks)
     if config.checkpoint.is_used or stores:
         from megatron_ext.checkpoint.resume import Resume
 
@@ -98,7 +101,7 @@ def build_run(
     if loaded is not None:
         _continue_schedules(runner, config, loaded, context)
     if loaded is None and task.initial_weights is not None:
-        notes = task.initial_weights(config, context, chunks)
+        notes = notes or task.initial_weights(config, context, chunks)
         _follow_new_weights(notes, optimizer, ema, context)
     overlap = config.optimizer.gathers_in_forward and trains
     parameter_gather = ParameterGather(chunks, transformer_config, overlap=overlap)
@@ -193,6 +196,16 @@ def _background(
     return BackgroundSaves(config.checkpoint, context, device, helper, seconds=limit)
 
 
+def _needs_base(config: RunConfig) -> bool:
+    """Return whether the run's checkpoints hold adapters alone, on published weights."""
+    lora = config.lora
+    return (
+        lora.lora_rank is not None
+        and lora.saves_adapters_only
+        and bool(config.checkpoint.published)
+    )
+
+
 def _checkpoints(
     config: RunConfig, context: ParallelContext, background: BackgroundSaves | None
 ) -> CheckpointManager:
@@ -204,8 +217,9 @@ def _checkpoints(
     from megatron_ext.checkpoint.adapters import FrozenBase
     from megatron_ext.checkpoint.manager import CheckpointManager
 
-    frozen = FrozenBase.of_run(config.lora, config.training.seed)
-    return CheckpointManager(config.checkpoint, context, frozen, background=background)
+    checkpoint = config.checkpoint
+    frozen = FrozenBase.of_run(config.lora, config.training.seed, checkpoint.published)
+    return CheckpointManager(checkpoint, context, frozen, background=background)
 
 
 def _saves(

@@ -22,6 +22,7 @@ from megatron_ext.video.config.rules import (
 )
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.stored import stored_video_model
+from megatron_ext.video.config.weights import initial_weights, model_of_weights
 from megatron_ext.video.inputs import video_inputs
 from megatron_ext.video.networks.lookup import chosen, network_of
 from megatron_ext.video.streaming.task import STREAMING
@@ -36,6 +37,8 @@ FLOW = Task(
     resolve=resolve_flow,
     rules=flow_rules,
     stored_model=stored_video_model,
+    described_model=model_of_weights,
+    initial_weights=initial_weights,
     preflight=later(f"{DATA}:prepare_video"),
     inputs=video_inputs,
     datasets=later(f"{DATA}:build_video_datasets"),

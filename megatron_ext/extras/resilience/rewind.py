@@ -79,7 +79,9 @@ class Rewind:
         )
         assert run.scheduler is not None
         run.scheduler.num_steps = 0  # megatron-core adds the loaded steps to the present ones
-        frozen = FrozenBase.of_run(run.config.lora, run.config.training.seed)
+        frozen = FrozenBase.of_run(
+            run.config.lora, run.config.training.seed, run.config.checkpoint.published
+        )
         with run.parameter_gather.paused():
             loaded = CheckpointManager(config, run.context, frozen).load(
                 model=run.chunks,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,11 +17,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.checkpoint.adapters import MARK
+from megatron_ext.checkpoint.conversion import weight_shards
 from megatron_ext.checkpoint.safetensors_files import TensorFolder, check_dtype
 from megatron_ext.errors import CheckpointError
-from megatron_ext.layers.fp8.scaling import HISTORY
-from megatron_ext.layers.initialization import Shard, shards_of
+from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import on_every_rank, union_of_all_ranks
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.config import HuggingFaceModel, read_model
@@ -221,16 +220,6 @@ class WeightFolder(TensorFolder):
                 target[:, some] = part.t()
             else:
                 target[some] = part
-
-
-def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
-    """Yield this rank's shards of the weights and buffers that a Hugging Face model also has.
-
-    ``chunk`` is a model chunk without wrappers. LoRA adapters and fp8 scale histories are left out.
-    """
-    for shard in shards_of(chunk, buffers=True):
-        if MARK not in shard.name and not shard.name.endswith(HISTORY):
-            yield shard
 
 
 def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:

@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_ext.checkpoint.conversion import weight_shards
 from megatron_ext.checkpoint.safetensors_files import (
     plan_files,
     write_others,
@@ -29,7 +30,6 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.convert.reading import weight_shards
 from megatron_ext.text.convert.table import Index, Shapes, Table, widen
 
 

@@ -33,6 +33,7 @@ from megatron_ext.video.config.run import (
     TextDropoutConfig,
     VideoConfig,
 )
+from megatron_ext.video.config.weights import PublishedConfig, starting, weights_errors
 from megatron_ext.video.networks import NETWORKS
 from megatron_ext.video.networks.lookup import (
     all_networks,
@@ -51,7 +52,7 @@ STREAMING_ONLY = ("streaming", "streaming_sample")
 SECTIONS: tuple[type, ...] = (
     VideoConfig, *_OWN, FlowConfig, ConditionConfig, TextDropoutConfig, CodecConfig,
     TextEncoderConfig, ImageEncoderConfig, EncodeConfig, SampleConfig, StreamingConfig,
-    StreamingSampleConfig,
+    StreamingSampleConfig, PublishedConfig,
 )  # fmt: skip
 """The sections of flags that pretrain_video.py adds to the general ones of this package."""
 
@@ -161,6 +162,7 @@ def resolve_flow(config: RunConfig) -> RunConfig:
     It sets the section ``model``; with LoRA, the layers that get adapters, and that only adapters
     are saved. Sizes that do not fit together raise ConfigError.
     """
+    config = starting(config)
     network = chosen(config)
     resolved = network.resolve(config)
     if not network.takes_adapters:
@@ -187,6 +189,7 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
     are saved; with averaged weights, the first step of the average, and whether it warms up; and
     whether a checkpoint gives the critic's or the teacher's initial weights.
     """
+    config = starting(config)
     streaming = config.section(StreamingConfig)
     ema = config.ema
     if ema.ema_decay:
@@ -206,6 +209,7 @@ def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
     ``config`` has the flags as given, ``resolved`` also values derived from them.
     """
     errors = resolved.section(SampleConfig).own_errors(resolved.checkpoint.save)
+    errors += weights_errors(config, resolved)
     errors += target_errors(resolved.lora, ALL_TARGETS)
     schedule = config.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
@@ -229,14 +233,18 @@ def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
         )
     if not _samples(config.section(SampleConfig), config.training):
         streams = config.section(VideoConfig).streams
+        usual = {} if streams else chosen(config).flow_defaults(config)
+        sections = config.by_name()
         errors += [
             FlagError(
-                x,
+                spelling_of(sections[name], field),
                 None,
                 "has an effect only with `--sample-interval`",
                 "give it too, or leave this out",
             )
-            for x in changed(config, ("sample", "streaming_sample") if streams else ("sample",))
+            for name in (("sample", "streaming_sample") if streams else ("sample",))
+            for field in changed_fields(sections[name])
+            if field not in usual or getattr(sections[name], field) != usual[field]
         ]
     return errors
 
@@ -465,6 +473,8 @@ def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
         )
     if video.dry_run_shape is not None:
         errors += _shape_errors(config, video)
+    elif _samples_without_data(config):
+        return [*_shared_errors(config, resolved), *errors]
     elif not video.online_encoding:
         # Preprocessed data says itself how it was encoded, but sampling finds the weights of a VAE
         # and of text encoders by these flags.
@@ -474,6 +484,13 @@ def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
             for spelled in changed(config, ("encode",) if samples else ENCODING)
         ]
     return [*_shared_errors(config, resolved), *errors, *video.own_errors()]
+
+
+def _samples_without_data(config: RunConfig) -> bool:
+    """Return whether the run samples clips from published weights, by the encoders of its flags."""
+    weights = config.section(PublishedConfig).load_weights
+    has_data = config.section(VideoConfig).video_data_path is not None
+    return config.training.skip_train and weights is not None and not has_data
 
 
 def _shape_errors(config: RunConfig, video: VideoConfig) -> list[str]:

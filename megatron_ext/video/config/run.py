@@ -328,16 +328,6 @@ class SampleConfig(UsersOwn):
                     "turn them round, or give the flag no such range",
                 )
             )
-        scales = {self.sample_text_scale, self.sample_low_noise_text_scale or 1.0}
-        if self.sample_negative_prompt is not None and scales == {1.0}:
-            errors.append(
-                FlagError(
-                    "--sample-negative-prompt",
-                    self.sample_negative_prompt,
-                    "has no effect without guidance, that is with `--sample-text-scale 1`",
-                    "leave it out, or give a larger scale",
-                )
-            )
         return errors
 
     def _expert_errors(self) -> list[FlagError]:

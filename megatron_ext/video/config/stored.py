@@ -23,6 +23,15 @@ Other flags that describe these networks are those in `WINDOW`, and the sections
 def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections:
     """Return the flags stored in a checkpoint from which this run builds its network.
 
+    They are those of `_stored_flags`, and where the published weights came from, if any did.
+    """
+    origin = stored.get("weights", {}).get("weights_origin")
+    return {**_stored_flags(stored, config), "weights": {"weights_origin": origin}}
+
+
+def _stored_flags(stored: Mapping[str, Any], config: RunConfig) -> Sections:
+    """Return the flags stored in a checkpoint from which this run builds its network.
+
     The flags are grouped by section. ``stored`` is the configuration in the checkpoint, ``config``
     that of the run. ConfigError is raised if the checkpoint holds a kind of model that the run
     cannot start from.

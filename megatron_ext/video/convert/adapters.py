@@ -11,11 +11,8 @@ from torch import Tensor
 from megatron_ext.checkpoint.conversion import Part, PeftLayers
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.convert.find import writer_of
-from megatron_ext.video.networks.lookup import network_of
+from megatron_ext.video.convert.find import sizes_of, writer_of
 from megatron_ext.video.networks.published import Conversion, Mapped
-from megatron_ext.video.streaming.config import Role, StreamingConfig
 
 _BLOCK = re.compile(r"^.*?\.\d+\.")
 """The beginning of a layer's name that differs between blocks, such as ``blocks.3.``."""
@@ -31,10 +28,7 @@ def adapters_of(run: RunConfig, network: str | None = None) -> PeftLayers:
     """
     conversion = writer_of(run.to_dict())
     assert conversion is not None
-    streams = run.section(VideoConfig).streams
-    role: Role = "critic" if network == "critic" else "generator"
-    sizes = run.section(StreamingConfig).sizes(role) if streams else network_of(run).sizes
-    return layers_of(conversion, sizes)
+    return layers_of(conversion, sizes_of(run, network))
 
 
 def layers_of(conversion: Conversion, sizes: Any) -> PeftLayers:

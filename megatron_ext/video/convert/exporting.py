@@ -7,7 +7,7 @@ of them and the parameters that it is made of.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -37,9 +37,9 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.networks.lookup import network_of
+from megatron_ext.video.convert.find import SAFETENSORS, sizes_of
 from megatron_ext.video.networks.published import Conversion, Mapped, seen_as
-from megatron_ext.video.streaming.config import STORED_ROLES, Role, StreamingConfig
+from megatron_ext.video.streaming.config import STORED_ROLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +48,29 @@ class Export:
 
     Attributes:
         load: folder of checkpoints, the run's ``--save``.
-        target: folder to create for config.json and safetensors.
+        target: folder to create for config.json and safetensors, or file to create, if its name
+            ends with ``.safetensors``.
         step: iteration of the checkpoint; None takes the latest.
         dtype: dtype to write; None takes the dtype of the run's parameters.
-        max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
+        max_shard_size: largest size of one file in a folder, in bytes or as text; None is 5 GB.
         ema: whether to write the averages of the weights (``--ema-decay``), which a streaming run
             keeps of its generator, instead of the weights themselves.
         network: the network of ``--task streaming`` to write, ``"generator"`` (None) or
             ``"critic"``; None for ``--task flow``.
-        naming: the form to write, by its name; None takes the conversion's first.
+        naming: the form to write, by its name; None takes the conversion's first for a folder, and
+            its last, which is that of ComfyUI, for a file.
+        prefix: text before all names of a file, such as ``model.diffusion_model.``.
     """
 
     load: Path
     target: Path
     step: int | None = None
     dtype: str | None = None
-    max_shard_size: int | str = "5GB"
+    max_shard_size: int | str | None = None
     ema: bool = False
     network: str | None = None
     naming: str | None = None
+    prefix: str = ""
 
 
 def export_weights(conversion: Conversion, order: Export) -> None:
@@ -83,15 +87,28 @@ def export_weights(conversion: Conversion, order: Export) -> None:
             f"`--ema` is for the generator, but `--network` is {order.network}, of which a run "
             "keeps no averages; leave one of them out."
         )
-    sizes = _sizes(run, order)
+    if order.network is not None and not run.section(VideoConfig).streams:
+        raise CheckpointError(
+            f"`--network {order.network}` is for a run of `--task streaming`, but {order.load} is "
+            "of `--task flow`, which has one network; leave it out."
+        )
+    sizes = sizes_of(run, order.network)
     check_target(order.target)
     path = verified_folder(order.load, order.step)
     prefix = PREFIX if order.ema else STORED_ROLES[order.network or "generator"]
-    form = conversion.form(order.naming)
-    if form.write_config is None:
+    is_file = order.target.suffix == SAFETENSORS
+    form = conversion.form(order.naming or conversion.namings[-1 if is_file else 0])
+    for option, value in (("max-shard-size", order.max_shard_size), ("prefix", order.prefix)):
+        if value and is_file == (option == "max-shard-size"):
+            kind = "a single file" if is_file else "a folder"
+            raise CheckpointError(
+                f"`--{option}` ({value}) has no effect on {kind}, which `--hf` ({order.target}) "
+                "is; leave it out."
+            )
+    if form.write_config is None and not is_file:
         raise CheckpointError(
-            f"`--naming {form.name}` has no config.json; choose another of "
-            f"{', '.join(conversion.namings)}."
+            f"`--naming {form.name}` is published as a single file, but `--hf` ({order.target}) is "
+            f"a folder; give a file that ends with {SAFETENSORS}."
         )
     weights = _Weights(path, prefix, Mapped.of(form, sizes, conversion.parameters(sizes)))
     weights.check(conversion, sizes)
@@ -100,27 +117,18 @@ def export_weights(conversion: Conversion, order: Export) -> None:
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in weights.mapped.shapes.items()
     }
-    with written_aside(order.target) as folder:
-        files = plan_files(folder, tensors, order.max_shard_size, form.stem)
+    with written_aside(order.target, is_file=is_file) as folder:
+        if is_file:
+            files = {order.target.name: [*tensors]}
+        else:
+            files = plan_files(folder, tensors, order.max_shard_size or "5GB", form.stem)
         shown = {"unit": "tensor", "delay": 1.0, "leave": False, "disable": None}
         bar = tqdm(total=len(tensors), desc="Exporting", **shown)
         for file, names in files.items():
-            some = {name: tensors[name] for name in names}
-            write_tensors(folder / file, some, weights.values(some, bar))
-        write_others(folder, form.write_config(sizes), ())
-
-
-def _sizes(run: RunConfig, order: Export) -> Any:
-    """Return the sizes of the network to write."""
-    if run.section(VideoConfig).streams:
-        role: Role = "critic" if order.network == "critic" else "generator"
-        return run.section(StreamingConfig).sizes(role)
-    if order.network is not None:
-        raise CheckpointError(
-            f"`--network {order.network}` is for a run of `--task streaming`, but {order.load} is "
-            "of `--task flow`, which has one network; leave it out."
-        )
-    return network_of(run).sizes
+            some = {f"{order.prefix}{name}": tensors[name] for name in names}
+            write_tensors(folder / file, some, weights.values(names, dtype, bar))
+        if form.write_config is not None and not is_file:
+            write_others(folder, form.write_config(sizes), ())
 
 
 class _Weights:
@@ -178,10 +186,10 @@ class _Weights:
                 "have; export a checkpoint of the plain model, adapters merged."
             )
 
-    def values(self, described: dict[str, Tensor], bar: Any) -> Iterator[Tensor]:
-        """Yield the values of public tensors, of which ``described`` has shapes and dtypes."""
-        for name, like in described.items():
-            yield public_tensor(self.mapped, name, like.dtype, self._parameter)
+    def values(self, names: Iterable[str], dtype: torch.dtype, bar: Any) -> Iterator[Tensor]:
+        """Yield the values of public tensors."""
+        for name in names:
+            yield public_tensor(self.mapped, name, dtype, self._parameter)
             bar.update()
 
     def _read(self, name: str) -> Tensor:

@@ -29,6 +29,8 @@ _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_or
 """Parts that torch's wrappers (FSDP, checkpointing, compile) add to parameter names."""
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "model.")
 """Prefixes that the modules around a network add to all names, in ComfyUI and in Self-Forcing."""
+_BESIDE = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.")
+"""Prefixes of other models in a file of ComfyUI that holds a whole pipeline."""
 
 _EIGHT_BITS = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -95,8 +97,10 @@ class PlainTensors:
         self._source = source
         stored = {_WRAPPERS.sub("", name): name for name in source.names}
         for prefix in _PREFIXES:
-            if stored and all(name.startswith(prefix) for name in stored):
-                stored = {name.removeprefix(prefix): full for name, full in stored.items()}
+            own = {name: full for name, full in stored.items() if name.startswith(prefix)}
+            others = [name for name in stored if name not in own and not name.startswith(_BESIDE)]
+            if own and set(others) <= {_MARK}:
+                stored = {name.removeprefix(prefix): full for name, full in own.items()}
                 break
         self._scales = {
             f"{name.removesuffix(ending)}.weight": full

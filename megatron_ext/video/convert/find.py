@@ -1,50 +1,139 @@
-"""Finds the conversion that reads, or writes, public weights of a video network."""
+"""Finds what lies at a path: published weights of a video network, or what was given instead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.reading import read_model_settings
 from megatron_ext.errors import CheckpointError
+from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.networks import NETWORKS
 from megatron_ext.video.networks.lookup import (
     conversion_of,
     conversions,
     named_by,
     network_named,
+    network_of,
     streamed_conversion,
 )
 from megatron_ext.video.networks.published import CLASS, Conversion, Form
+from megatron_ext.video.streaming.config import Role, StreamingConfig
 
 SAFETENSORS = ".safetensors"
 SUFFIXES = (SAFETENSORS, ".pt", ".pth", ".bin")
 """The endings of files of weights that can be read."""
+_INDEX = ".safetensors.index.json"
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.(safetensors|bin)$")
+_POINTER = b"version https://git-lfs.github.com/spec/"
+"""The beginning of the small file that git keeps in place of a large one."""
+_LEVELS = ("transformer", "transformer_2", "high_noise_model", "low_noise_model")
+"""Folders of the networks within a folder of a whole pipeline, of diffusers or of Wan 2.2."""
+_ADAPTERS = re.compile(r"lora_(A|B|up|down|linear_layer)\b|\.(hada|lokr)_w|\.lora\.(up|down)\.")
+_QUANTIZED = {
+    ".absmax": "bitsandbytes",
+    ".quant_map": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".qweight": "nunchaku or GPTQ",
+    ".wscales": "nunchaku",
+    ".qzeros": "GPTQ or AWQ",
+    ".weight._data": "quanto",
+}
+"""Endings of names of tensors -> the library that has quantized the weights."""
+_PARTS = (
+    (re.compile(r"^(first_stage_model\.|vae\.)?(de|en)coder\.(conv_in|conv1|mid|up_blocks|"
+                r"down_blocks|upsamples|downsamples|middle)\b"), "a VAE"),
+    (re.compile(r"^(text_model|shared|token_embedding|model\.embed_tokens|embed_tokens|"
+                r"encoder\.block)\b"), "a text encoder"),
+    (re.compile(r"^(vision_model|visual)\b"), "an image encoder"),
+)  # fmt: skip
+"""Patterns of the names of tensors -> the part of a pipeline that has such tensors."""
+_PART_CLASSES = (
+    ("Autoencoder", "a VAE"),
+    ("Scheduler", "a scheduler, which has no weights"),
+    ("Encoder", "a text encoder"),
+)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a video network; raise CheckpointError if it cannot be read."""
     path = folder / "config.json"
-    if not path.is_file() and (folder / "transformer" / "config.json").is_file():
-        raise CheckpointError(f"{folder} holds a whole pipeline; give {folder / 'transformer'}.")
+    if not path.is_file():
+        _refuse_level(folder)
     return read_model_settings(path, "give the folder of the model.")
+
+
+def _refuse_level(folder: Path) -> None:
+    """Raise a CheckpointError for a folder without config.json that shows what to give instead."""
+    inner = [folder / name for name in _LEVELS if (folder / name).is_dir()]
+    if inner:
+        experts = " with two experts, each for some noise levels" if len(inner) > 1 else ""
+        raise CheckpointError(
+            f"{folder} holds a whole pipeline{experts}; give {' or '.join(map(str, inner))}."
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds LoRA adapters instead of whole weights; give the model that they are "
+            "for."
+        )
+    files = sorted(x.name for x in folder.glob("*") if x.suffix in SUFFIXES)
+    if len(files) == 1 and not _SHARD.search(files[0]):
+        raise CheckpointError(f"{folder} has no config.json; give the file {folder / files[0]}.")
+    if files and not any(map(_SHARD.search, files)):
+        shown = ", ".join(files[:4]) + (" and others" if len(files) > 4 else "")
+        raise CheckpointError(
+            f"{folder} has no config.json, but several files of weights ({shown}); give one of "
+            "them."
+        )
+
+
+def check_file(path: Path) -> None:
+    """Raise a CheckpointError for a file that cannot be one of published weights."""
+    if path.name.endswith(_INDEX) or path.name in ("config.json", "model_index.json"):
+        raise CheckpointError(f"{path} describes a model; give its folder, {path.parent}.")
+    if path.suffix == ".gguf":
+        raise CheckpointError(
+            f"{path} holds weights that are quantized as GGUF; give the model before it was "
+            "quantized."
+        )
+    if path.suffix not in SUFFIXES:
+        raise CheckpointError(
+            f"{path} must be a folder, or a file that ends with {', '.join(SUFFIXES[:-1])} or "
+            f"{SUFFIXES[-1]}; give another."
+        )
+    if _SHARD.search(path.name):
+        raise CheckpointError(
+            f"{path} is only one of several files of a model; give their folder, {path.parent}."
+        )
+    check_no_pointer(path)
+
+
+def check_no_pointer(path: Path) -> None:
+    """Raise a CheckpointError if git has left a pointer in place of a large file."""
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise CheckpointError(
+                f"{path} is only a pointer of Git LFS; fetch the file itself by `git lfs pull`."
+            )
 
 
 def holds_video_weights(source: Path) -> bool:
     """Return whether a folder or file is to be read as public weights of a video network.
 
-    A file is if it has a suffix of `SUFFIXES`. A folder is if its config.json names a class, or if
-    it has a model_index.json.
+    It is not if it shows to be a language model, whose config.json names no class.
 
     Raises:
-        CheckpointError: config.json cannot be read, or the folder has a model_index.json but no
-            config.json.
+        CheckpointError: config.json cannot be read, or the folder or file is neither.
     """
     if source.is_file():
-        return source.suffix in SUFFIXES
-    if not (source / "config.json").is_file() and not (source / "model_index.json").is_file():
-        return False
+        check_file(source)
+        return True
+    if not (source / "config.json").is_file():
+        _refuse_level(source)
+        return (source / "model_index.json").is_file()
     return CLASS in read_config(source)
 
 
@@ -52,24 +141,80 @@ def form_of_folder(folder: Path) -> tuple[Conversion, Form]:
     """Return the conversion and the form for the class that a folder's config.json names.
 
     Raises:
-        CheckpointError: no conversion reads this class.
+        CheckpointError: no conversion reads this class, or the weights are quantized.
     """
     content = read_config(folder)
+    path = folder / "config.json"
+    if content.get("quantization_config"):
+        method = content["quantization_config"].get("quant_method", "another program")
+        raise CheckpointError(
+            f"{folder} holds weights that are quantized by {method}; give the model before it was "
+            "quantized."
+        )
     readers = conversions()
     for reader in readers:
         for form in reader.forms:
             if content.get(CLASS) in form.classes:
                 return reader, form
     known = ", ".join(name for reader in readers for name in reader.classes)
-    name = str(content.get(CLASS))
-    said = f"{folder / 'config.json'} says `{CLASS}` {name!r}"
+    if CLASS not in content:
+        kind = content.get("model_type", "no known model")
+        raise CheckpointError(
+            f"{path} names no `{CLASS}` but is of {kind}, such as a text encoder; give the folder "
+            f"of a video network, whose class is one of {known}."
+        )
+    name = str(content[CLASS])
+    said = f"{path} says `{CLASS}` {name!r}"
     for reader in readers:
         if name in reader.refused:
             raise CheckpointError(
                 f"{said}, which is {reader.refused[name]}, and cannot be converted; give "
                 f"{reader.title}."
             )
+    for part, what in _PART_CLASSES:
+        if part in name:
+            raise CheckpointError(
+                f"{said}, which is {what}; give the folder of the network, such as `transformer` "
+                "beside it."
+            )
     raise CheckpointError(f"{said}, which cannot be converted; use one of {known}.")
+
+
+def form_of_names(names: Collection[str], source: Path) -> tuple[Conversion, Form]:
+    """Return the conversion and the form that know these names of tensors.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    readers = conversions()
+    for name in names:
+        if _ADAPTERS.search(name):
+            raise CheckpointError(
+                f"{source} holds LoRA adapters, such as `{name}`, instead of whole weights; give "
+                "the model that they are for."
+            )
+        for ending, library in _QUANTIZED.items():
+            if name.endswith(ending):
+                raise CheckpointError(
+                    f"{source} holds `{name}`, as weights have that are quantized by {library}; "
+                    "give the model before it was quantized."
+                )
+    for reader in readers:
+        for form in reader.forms:
+            if form.knows(names):
+                return reader, form
+    known = ", ".join(reader.title for reader in readers)
+    for pattern, what in _PARTS:
+        named = next(filter(pattern.search, sorted(names)), None)
+        if named is not None:
+            raise CheckpointError(
+                f"{source} holds {what}, with tensors such as `{named}`; give the weights of the "
+                f"network, {known}."
+            )
+    example = f", such as `{min(names)}`," if names else ""
+    raise CheckpointError(
+        f"{source} holds tensors{example} of no network that can be read; give weights of {known}."
+    )
 
 
 def writer_of(stored: Mapping[str, Any]) -> Conversion | None:
@@ -103,3 +248,15 @@ def is_streaming(stored: Mapping[str, Any]) -> bool:
     can train.
     """
     return (stored.get("video") or {}).get("task") == "streaming"
+
+
+def sizes_of(run: RunConfig, network: str | None = None) -> Any:
+    """Return the sizes of a run's network.
+
+    ``network`` chooses one of a streaming run: ``"generator"`` (None), ``"critic"`` or
+    ``"teacher"``.
+    """
+    if not run.section(VideoConfig).streams:
+        return network_of(run).sizes
+    role: Role = network or "generator"  # type: ignore[assignment]
+    return run.section(StreamingConfig).sizes(role)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.checkpoint.conversion import (
     one_rank,
     refuse_checkpoints,
-    save_imported,
+    save_streamed,
 )
 from megatron_ext.checkpoint.safetensors_files import torch_dtype
 from megatron_ext.config.flag_line import words_of
@@ -20,8 +18,7 @@ from megatron_ext.config.precision import PRECISIONS
 from megatron_ext.config.run import RunConfig, named
 from megatron_ext.errors import CheckpointError
 from megatron_ext.video.config.rules import SECTIONS, resolve_flow
-from megatron_ext.video.convert.reading import Published, fill, open_published
-from megatron_ext.video.networks.lookup import network_of, streamed_network
+from megatron_ext.video.convert.reading import Published, open_published
 from megatron_ext.video.networks.network import STREAMING, Sections
 from megatron_ext.video.streaming.config import StreamingConfig
 
@@ -55,7 +52,7 @@ class Imported:
 def import_weights(
     source: Path, save: Path, dtype: str | None = None, entry: str | None = None
 ) -> Imported:
-    """Write published weights as a checkpoint of iteration 0.
+    """Write published weights as a checkpoint of iteration 0, one parameter at a time.
 
     Args:
         source: folder with config.json and safetensors, or a file of safetensors or torch.save.
@@ -78,19 +75,10 @@ def import_weights(
         kind = model.conversion.kinds(model.sizes)[0]
         sections = model.conversion.sections(model.sizes, kind)
         config = run_config(sections, kind, dtype, save)
-        with one_rank(config.training.seed) as context:
-            # The whole model on the CPU, with arbitrary weights.
-            dtype_of_torch = torch_dtype(dtype)
-            transformer_config = TransformerConfig(
-                **model.sizes.transformer_fields(),
-                params_dtype=dtype_of_torch,
-                use_cpu_initialization=True,
-                perform_initialization=False,
-            )
-            network, options = _network(config, kind)
-            chunk = network.chunk.build(model.sizes, options, transformer_config, context)
-            fill([chunk.to(dtype_of_torch)], model, "Importing")
-            save_imported(chunk, config.checkpoint, context, config.to_dict())
+        shapes = model.mapped.parameters
+        with one_rank(config.training.seed):
+            parameter = partial(model.parameter, dtype=torch_dtype(dtype))
+            save_streamed(save, shapes, parameter, torch_dtype(dtype), config.to_dict())
     return Imported(kind, sections, dtype)
 
 
@@ -103,16 +91,6 @@ def _only_dtype(model: Published) -> str:
             "dtype; give it as `--dtype`."
         )
     return dtypes[0]
-
-
-def _network(config: RunConfig, kind: str) -> tuple[Any, Any]:
-    """Return the network of a kind of run, and the options to build it with."""
-    if kind == STREAMING:
-        network = streamed_network()
-        streaming = config.section(StreamingConfig)
-        return network, network.options(streaming, config.parallel, causal=False)
-    flow = network_of(config)
-    return flow, flow.options
 
 
 def run_config(sections: Sections, kind: str, dtype: str, save: Path) -> RunConfig:

@@ -5,7 +5,8 @@ Each rank reads only the slices of its own parameters, in any layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,15 @@ from tqdm import tqdm
 
 from megatron_ext.checkpoint.safetensors_files import TensorFolder
 from megatron_ext.errors import CheckpointError
-from megatron_ext.layers.initialization import shards_of
+from megatron_ext.layers.initialization import Shard
 from megatron_ext.video.convert.files import PlainTensors, open_file
-from megatron_ext.video.convert.find import form_of_folder, read_config
-from megatron_ext.video.networks.lookup import conversions
+from megatron_ext.video.convert.find import (
+    check_file,
+    check_no_pointer,
+    form_of_folder,
+    form_of_names,
+    read_config,
+)
 from megatron_ext.video.networks.published import Conversion, Form, Mapped, Part, seen_as
 
 
@@ -40,6 +46,10 @@ class Published:
     form: Form
     sizes: Any
     tensors: PlainTensors
+
+    def of_sizes(self, sizes: Any) -> Published:
+        """Return the same tensors as those of a network of other sizes, such as with a branch."""
+        return dataclasses.replace(self, sizes=sizes)
 
     @cached_property
     def mapped(self) -> Mapped:
@@ -77,6 +87,13 @@ class Published:
                 "without it."
             )
         self.tensors.dtypes()
+
+    def parameter(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return our whole parameter ``name``."""
+        shape = self.mapped.parameters[name]
+        values = torch.empty(shape, dtype=dtype)
+        self.copy(name, [0] * len(shape), values)
+        return values
 
     @torch.no_grad()
     def copy(self, name: str, offset: Sequence[int], target: Tensor) -> None:
@@ -120,7 +137,10 @@ def open_published(source: Path, entry: str | None = None) -> Iterator[Published
     Raises:
         CheckpointError: the weights cannot be read or converted.
     """
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist; give a folder or file of weights.")
     if source.is_file():
+        check_file(source)
         with open_file(source, entry) as tensors:
             conversion, form = form_of_names(tensors.names, source)
             sizes = form.read_shapes(tensors.shapes(), source)
@@ -134,6 +154,8 @@ def open_published(source: Path, entry: str | None = None) -> Iterator[Published
     conversion, form = form_of_folder(source)
     assert form.read_config is not None
     sizes = form.read_config(read_config(source), source / "config.json")
+    for path in source.glob(f"{form.stem}*.safetensors"):
+        check_no_pointer(path)
     with TensorFolder(source, form.stem) as folder:
         tensors = PlainTensors(folder, source)
         if form.completed is not None:
@@ -141,27 +163,16 @@ def open_published(source: Path, entry: str | None = None) -> Iterator[Published
         yield Published(source, conversion, form, sizes, tensors)
 
 
-def form_of_names(names: set[str], source: Path) -> tuple[Conversion, Form]:
-    """Return the conversion and the form that know these names of tensors.
+def fill(shards: Iterable[Shard], model: Published, bar: str = "Loading") -> None:
+    """Fill shards of parameters from published weights.
 
-    Raises:
-        CheckpointError: there is none.
+    A CheckpointError is raised for a parameter that the published model does not have.
     """
-    readers = conversions()
-    for reader in readers:
-        for form in reader.forms:
-            if form.knows(names):
-                return reader, form
-    known = ", ".join(reader.title for reader in readers)
-    example = f", such as `{min(names)}`," if names else ""
-    raise CheckpointError(
-        f"{source} holds tensors{example} of no network that can be read; give weights of {known}."
-    )
-
-
-def fill(chunks: Sequence[torch.nn.Module], model: Published, bar: str = "Loading") -> None:
-    """Fill the parameters of this rank's unwrapped model chunks from published weights."""
-    shards = [shard for chunk in chunks for shard in shards_of(chunk)]
     shown = {"unit": "tensor", "delay": 1.0, "leave": False, "disable": None}
-    for shard in tqdm(shards, bar, **shown):
+    for shard in tqdm(list(shards), bar, **shown):
+        if shard.name not in model.mapped.parameters:
+            raise CheckpointError(
+                f"`{shard.name}` has no place in {model.conversion.title} ({model.source}); leave "
+                "out the flag that adds it."
+            )
         model.copy(shard.name, shard.offset, shard.tensor)

@@ -31,7 +31,7 @@ from megatron_ext.disk.bus import worker_setup
 from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.run import Run
-from megatron_ext.train.task import Datasets
+from megatron_ext.train.task import Datasets, later
 from megatron_ext.video.config.encoding import (
     CodecConfig,
     EncodeConfig,
@@ -68,8 +68,10 @@ from megatron_ext.video.data.sets import (
 from megatron_ext.video.data.shards import MANIFEST, read_null
 from megatron_ext.video.model.tokens import grid
 from megatron_ext.video.networks.lookup import chosen, network_of, with_widths
-from megatron_ext.video.sampling.generate import check_sampling
 from megatron_ext.video.step import FlowMicrobatch
+
+# A run that samples no clips imports no code for it.
+check_sampling = later("megatron_ext.video.sampling.check:check_sampling")
 
 
 def open_videos(config: RunConfig, paths: Sequence[str]) -> VideoClips:
@@ -247,7 +249,7 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
         return prepare_shape(config), None
     manifest = open_videos(config, _training_paths(config)).manifest
     if config.section(SampleConfig).sample_interval is not None:
-        check_sampling(config, manifest)
+        check_sampling(config)
     config = network_of(with_widths(config, manifest)).checked()
     _check_needs(config, " ".join(_training_paths(config)), manifest)
     train = open_split(config)

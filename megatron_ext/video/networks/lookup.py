@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.weights import check_sizes
 from megatron_ext.video.networks import NETWORKS
 from megatron_ext.video.networks.network import (
     FlowNetwork,
@@ -107,4 +108,4 @@ def with_widths(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
             f"{network.titles[video.video_model]} needs these",
             f"give {without_pooled()}, or encode the captions with t5-clip",
         )
-    return network_of(config).with_widths(manifest)
+    return check_sizes(network_of(config).with_widths(manifest))

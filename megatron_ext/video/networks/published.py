@@ -243,7 +243,8 @@ class Conversion:
 
     Attributes:
         title: the name of the published models, such as "Wan 2.1 text to video".
-        forms: the published forms; exports take the first if ``--naming`` does not choose.
+        forms: the published forms. If ``--naming`` does not choose, an export takes the first for
+            a folder, and the last, which has ComfyUI's names, for a single file.
         parameters: a function of sizes that returns the unsharded shape of each of our parameters
             by its name in a checkpoint, in module order.
         kinds: a function of sizes that returns the kinds of run which can train a network of these
@@ -254,6 +255,9 @@ class Conversion:
             run, it raises CheckpointError.
         adapted: pattern that matches the names of our layers that can have LoRA adapters. Layers
             of the first form get the adapters.
+        sampling: a function of sizes that returns the values of flags, by field, with which the
+            published models sample: size, frames and rate of clips, the words in captions, and the
+            scales of guidance.
         refused: values of ``_class_name`` of related models that are not supported, with what they
             are, such as "Wan VACE, which has control blocks"; so a message can name them.
         adds: fields of the sizes by which a run may add a branch that the weights lack, such as an
@@ -266,6 +270,7 @@ class Conversion:
     parameters: Callable[[Any], Shapes]
     kinds: Callable[[Any], Sequence[str]]
     sections: Callable[[Any, str], Sections]
+    sampling: Callable[[Any], Mapping[str, Any]] = lambda sizes: {}
     adapted: re.Pattern[str] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     adds: frozenset[str] = field(default_factory=frozenset)

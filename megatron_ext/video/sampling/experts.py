@@ -14,6 +14,8 @@ from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.run import SampleConfig
+from megatron_ext.video.convert.training import load_weights
+from megatron_ext.video.networks.lookup import network_of
 
 
 def load_low_noise_expert(run: Run) -> str:
@@ -27,13 +29,16 @@ def load_low_noise_expert(run: Run) -> str:
     sample = run.config.section(SampleConfig)
     assert sample.sample_low_noise_expert is not None
     place = Path(sample.sample_low_noise_expert)
+    if place.is_file() or (place / "config.json").is_file():
+        sizes = network_of(run.config).sizes
+        loaded = load_weights(run.config, run.chunks, place, None, sizes)
+        return f"the low-noise expert: {loaded.notes[0]}"
     config = dataclasses.replace(
         CheckpointConfig(),
         pretrained_checkpoint=str(place),
         pretrained_average=sample.sample_ema,
     )
-    loaded = CheckpointManager(config, run.context).load(model=run.chunks)
-    assert loaded is not None
-    averaged = sample.sample_ema and not loaded.notes
-    kind = "averaged weights" if averaged else "weights"
-    return f"the low-noise expert has the {kind} of {loaded.path}"
+    checkpoint = CheckpointManager(config, run.context).load(model=run.chunks)
+    assert checkpoint is not None
+    kind = "averaged weights" if sample.sample_ema and not checkpoint.notes else "weights"
+    return f"the low-noise expert: loaded the {kind} of {checkpoint.path}"

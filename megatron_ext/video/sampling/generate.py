@@ -2,83 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.encoding import (
-    PATCH,
-    TILE_FLAGS,
-    CodecConfig,
-    TextEncoderConfig,
-)
 from megatron_ext.video.config.run import (
-    ConditionConfig,
     FlowConfig,
     SampleConfig,
-    VideoConfig,
 )
 from megatron_ext.video.data.codec import VideoCodec
-from megatron_ext.video.data.codecs import codec_from_manifest
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.randomness import draw_noise
-from megatron_ext.video.data.text_encoders import check_text_encoder
-from megatron_ext.video.networks.lookup import chosen, network_of
-from megatron_ext.video.sampling.encoding import EncodedRequests, reference_parts
+from megatron_ext.video.networks.lookup import chosen
+from megatron_ext.video.sampling.encoding import EncodedRequests
 from megatron_ext.video.sampling.flow import ClipsInProgress
-from megatron_ext.video.sampling.groups import groups_of, shape_of
 from megatron_ext.video.sampling.guidance import Guidance
-from megatron_ext.video.sampling.requests import requests_of
 from megatron_ext.video.sampling.solvers import Schedule, read_scheduler
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
-
-
-def build_codec_of(
-    codec: CodecConfig, manifest: Mapping[str, Any], device: torch.device | None = None
-) -> VideoCodec:
-    """Build the codec with which a dataset was encoded; its ``manifest`` says which.
-
-    If it is a VAE, its weights are read from the folder ``--codec``. ``device`` None is the CPU.
-    """
-    tiles = {name: getattr(codec, name) for name in TILE_FLAGS}
-    folder = None if codec.codec == PATCH else codec.codec
-    return codec_from_manifest(manifest, folder, device, **tiles)
-
-
-def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
-    """Check that clips can be sampled with the flags of a run, before it starts.
-
-    Raises:
-        ConfigError, DataError: prompts or references cannot be read, the size does not fit codec or
-            model, or encoders cannot be built.
-    """
-    sample = config.section(SampleConfig)
-    text = config.section(TextEncoderConfig)
-    requests = requests_of(sample)
-    model = config.section(VideoConfig).video_model
-    with_reference = next((x for x in requests if x.reference is not None), None)
-    if with_reference is not None and not chosen(config).is_given_references(config):
-        raise ConfigError(
-            f"The prompt {with_reference.text!r} has a reference ({with_reference.reference}), but "
-            f"`--video-model {model}` is given no reference frames; leave it out."
-        )
-    check_text_encoder(manifest, text.t5_path, text.clip_path, text.llama_path)
-    codec = build_codec_of(config.section(CodecConfig), manifest)
-    for group in groups_of(requests, shape_of(sample, manifest), sample):
-        shape = group.shape
-        latent = codec.latent_shape(shape.num_frames, shape.height, shape.width)
-        network_of(config).check_clips(latent[1:], "Sampled clips")
-        for request in group.requests:
-            if request.reference is not None:
-                reference_parts(request, shape, codec, config.section(ConditionConfig))
 
 
 @torch.no_grad()

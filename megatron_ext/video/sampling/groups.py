@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import EncodeConfig, encode_of
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.geometry import Bucket
@@ -74,11 +75,20 @@ def groups_of(
 def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
     """Return the size of clips to sample, from the flags or the dataset's ``manifest``.
 
-    Values that the flags leave out are those of the dataset's largest bucket.
+    Values that the flags leave out are those of the dataset's largest bucket; ConfigError is raised
+    if it has none.
     """
-    buckets = [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
-    largest = max(buckets, key=lambda b: (b.height * b.width, b.num_frames, b))
-    height, width = sample.sample_size or (largest.height, largest.width)
-    frames = sample.sample_frames or largest.num_frames
     fps = sample.sample_fps or manifest["fps"]
-    return SampleShape(frames, height, width, fps, encode_of(manifest))
+    size = sample.sample_size
+    frames = sample.sample_frames
+    if size is None or frames is None:
+        buckets = [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
+        if not buckets:
+            raise ConfigError(
+                "`--sample-size` and `--sample-frames` are missing, which no data gives here; give "
+                "the height and width of clips, and the number of their frames."
+            )
+        largest = max(buckets, key=lambda b: (b.height * b.width, b.num_frames, b))
+        size = size or (largest.height, largest.width)
+        frames = frames or largest.num_frames
+    return SampleShape(frames, *size, fps, encode_of(manifest))

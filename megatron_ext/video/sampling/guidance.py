@@ -67,6 +67,11 @@ class Guidance:
         return torch.linspace(1, end, num_frames)
 
 
+def has_guidance(sampling: SampleConfig) -> bool:
+    """Return whether the caption guides any clip, so that a negative prompt has an effect."""
+    return {sampling.sample_text_scale, sampling.sample_low_noise_text_scale or 1.0} != {1.0}
+
+
 def guided(c: Tensor, u: Tensor, u2: Tensor, text: float, image: Tensor | float) -> Tensor:
     """Return the velocity v of the module's formula, guided by caption and references.
 

@@ -11,16 +11,12 @@ import torch
 from megatron_ext.config.run import RunConfig
 from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig
 from megatron_ext.video.data.codec import VideoCodec
-from megatron_ext.video.data.conditions import Text
-from megatron_ext.video.data.setup import manifest_of, null_text_of
-from megatron_ext.video.data.text_encoders import text_encoder_from_manifest
 from megatron_ext.video.sampling.encoding import EncodedRequests, encode_on_reporting_rank
-from megatron_ext.video.sampling.generate import build_codec_of
 from megatron_ext.video.sampling.groups import RequestGroup, SampleShape, groups_of, shape_of
 from megatron_ext.video.sampling.requests import ClipRequest, requests_of
+from megatron_ext.video.sampling.source import source_of
 
 
 @dataclass(frozen=True)
@@ -41,9 +37,7 @@ class EncodedPrompts:
     codec: Callable[[], VideoCodec | None]
 
 
-def encode_prompts(
-    config: RunConfig, context: ParallelContext, device: torch.device
-) -> EncodedPrompts:
+def encode_prompts(config: RunConfig, context: ParallelContext) -> EncodedPrompts:
     """Read and encode a run's prompts; all ranks call this together.
 
     The text encoder is freed when it returns. With ``--sample-offload`` so is the codec, which is
@@ -52,25 +46,17 @@ def encode_prompts(
     Raises:
         ConfigError, DataError: prompts, references or encoders are unusable (raised on all ranks).
     """
+    # It may be called before there is a run, which has the device.
+    device = torch.empty(0, device=torch.cuda.current_device()).device
     sample = config.section(SampleConfig)
     requests = requests_of(sample)
-    manifest = manifest_of(config)
-    shape = shape_of(sample, manifest)
+    source = source_of(config)
+    shape = shape_of(sample, source.manifest)
     groups = groups_of(requests, shape, sample)
-    build = partial(build_codec_of, config.section(CodecConfig), manifest, device)
-    built = partial(on_reporting_rank, build, "Building the codec", context)
+    built = partial(on_reporting_rank, partial(source.codec, device), "Building the codec", context)
     codec = built()
-    flags = config.section(TextEncoderConfig)
-    encoder = partial(
-        text_encoder_from_manifest,
-        manifest,
-        flags.t5_path,
-        flags.clip_path,
-        llama_path=flags.llama_path,
-        device=device,
-    )
+    encoder = partial(source.text_encoder, device)
     text_encoder = on_reporting_rank(encoder, "Building the text encoder", context)
-    text, pooled = null_text_of(config, manifest)
     encoded = [
         encode_on_reporting_rank(
             group.requests,
@@ -78,7 +64,7 @@ def encode_prompts(
             codec,
             text_encoder,
             context,
-            null=Text(text[None].float(), pooled[None].float()),
+            null=source.null,
             conditions=config.section(ConditionConfig),
         )
         for group in groups

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.disk.iterations import name_of
@@ -49,6 +51,18 @@ def facts_of_weights(run: Run, *, averaged: bool) -> dict[str, Any]:
     return {**facts, "share_of_start": run.progress.average_start} if averaged else facts
 
 
+def free(modules: Sequence[torch.nn.Module]) -> None:
+    """Give back the memory of all parameters and buffers, which cannot be used afterwards.
+
+    Whatever else refers to them, such as megatron-core's buffers, keeps no memory.
+    """
+    for module in unwrap_model(list(modules)):
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.untyped_storage().resize_(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class ClipSampler:
     """Samples clips for a run's prompts with the run's model; all ranks build and call it together.
 
@@ -56,15 +70,20 @@ class ClipSampler:
 
     Args:
         prompts: the run's prompts, if they have been encoded already.
+        frees_model: whether the model is not needed again, so that its memory is given back before
+            clips are decoded.
 
     Raises:
         ConfigError, DataError: prompts, references or encoders are unusable (raised on all ranks).
     """
 
-    def __init__(self, run: Run, prompts: EncodedPrompts | None = None) -> None:
+    def __init__(
+        self, run: Run, prompts: EncodedPrompts | None = None, *, frees_model: bool = False
+    ) -> None:
         self._run = run
+        self._frees_model = frees_model
         self._sample = run.config.section(SampleConfig)
-        self._prompts = prompts or encode_prompts(run.config, run.context, run.device)
+        self._prompts = prompts or encode_prompts(run.config, run.context)
         self._velocity = velocity_of(run)
 
     def _latents(self) -> list[Tensor | None]:
@@ -109,6 +128,8 @@ class ClipSampler:
             **facts_of_weights(run, averaged=ema is not None),
             "steps": sample.sample_steps,
         }
+        if self._frees_model:
+            free(run.chunks)
         codec = prompts.codec()
 
         def write() -> None:

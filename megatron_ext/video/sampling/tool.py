@@ -17,6 +17,7 @@ from megatron_ext.video.config.rules import ENCODING
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.config.stored import stored_network
 from megatron_ext.video.networks.lookup import with_widths
+from megatron_ext.video.sampling.pipeline import Pipeline
 from megatron_ext.video.task import VIDEO
 
 if TYPE_CHECKING:
@@ -25,14 +26,22 @@ if TYPE_CHECKING:
 
 # Imported when they are called, so that the flags are read without torch.
 ClipSampler = later("megatron_ext.video.sampling.samples:ClipSampler")
-check_sampling = later("megatron_ext.video.sampling.generate:check_sampling")
-manifest_of = later("megatron_ext.video.data.setup:manifest_of")
+check_sampling = later("megatron_ext.video.sampling.check:check_sampling")
+encode_prompts = later("megatron_ext.video.sampling.prompts:encode_prompts")
+build_chunk = later("megatron_ext.video.flow:build_chunk")
+open_published = later("megatron_ext.video.convert.reading:open_published")
 
 DefaultsOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 """A function of (configuration stored in a checkpoint, the command line's flags of checkpoints).
 
 It returns the defaults, by field name, that the checkpoint sets for the flags of sampling; flags
 on the command line override them. It may raise MegatronExtError."""
+
+DefaultsOfWeights = Callable[[str, "str | None"], "tuple[Mapping[str, Any], str]"]
+"""A function of the values of ``--load-weights`` and ``--load-weights-entry``.
+
+It returns the defaults, by field name, that the weights set for the flags of sampling, and the
+folder or file of the network itself. It may raise MegatronExtError."""
 
 _STORED = ("flow", "conditions", *ENCODING)
 """Sections of a checkpoint's configuration whose flags become the defaults of sampling."""
@@ -105,16 +114,34 @@ def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
     The configuration now has the dataset's latent channels and text widths. None takes the place
     of the assets that `Task.preflight` returns, since sampling needs none.
     """
-    manifest = manifest_of(config)
-    check_sampling(config, manifest)
-    return with_widths(config, manifest), None
+    source = check_sampling(config)
+    return with_widths(config, source.manifest), None
 
 
-def sample_at_once(run: Run) -> None:
-    """Sample the clips and write them into ``--sample-dir``."""
-    folder = run.config.section(SampleConfig).sample_dir
-    assert folder is not None
-    ClipSampler(run)(Path(folder))
+class Sampling:
+    """Samples the clips of a run at once.
+
+    With ``--sample-offload`` the prompts are encoded before the model is built, so that text
+    encoder and network are never in memory together.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: Any = None
+
+    def model_chunk(
+        self, config: RunConfig, transformer_config: Any, context: Any, **stage: Any
+    ) -> Any:
+        """Build a pipeline chunk of the model on this rank, after the prompts are encoded."""
+        if config.section(SampleConfig).sample_offload and self._prompts is None:
+            self._prompts = encode_prompts(config, context)
+        return build_chunk(config, transformer_config, context, **stage)
+
+    def __call__(self, run: Run) -> None:
+        """Sample the clips and write them into ``--sample-dir``."""
+        sample = run.config.section(SampleConfig)
+        assert sample.sample_dir is not None
+        sampler = ClipSampler(run, self._prompts, frees_model=sample.sample_offload)
+        sampler(Path(sample.sample_dir))
 
 
 def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
@@ -123,8 +150,31 @@ def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
     ``program`` holds the tasks of pretrain_video.py, among which ``--task`` chooses; it builds the
     model. ``argv`` are the arguments after the program's name.
     """
-    sampling = program.replace(preflight=prepare_sampling, datasets=no_datasets, callbacks=())
-    return run_sampling(sampling, argv, defaults_of, sample_at_once)
+    sampling = Sampling()
+    task = program.replace(
+        preflight=prepare_sampling, datasets=no_datasets, callbacks=(),
+        model_chunk=sampling.model_chunk,
+    )  # fmt: skip
+    return run_sampling(task, argv, defaults_of, sampling, of_weights=defaults_of_weights)
+
+
+def defaults_of_weights(path: str, entry: str | None) -> tuple[dict[str, Any], str]:
+    """Return the flags of sampling, by field, that published weights give, and the network's place.
+
+    Args:
+        path: value of ``--load-weights``: a folder of a pipeline or network, or a file.
+        entry: value of ``--load-weights-entry``.
+
+    Raises:
+        ConfigError, CheckpointError: the folder or file cannot be read.
+    """
+    pipeline = Pipeline.at(Path(path))
+    network = Path(path) if pipeline is None else pipeline.network
+    with open_published(network, entry) as model:
+        values = dict(model.conversion.sampling(model.sizes))
+    if pipeline is not None:
+        values |= pipeline.defaults()
+    return {**values, "eval_iters": 0}, str(network)
 
 
 def run_sampling(
@@ -132,6 +182,7 @@ def run_sampling(
     argv: Sequence[str],
     defaults_of: DefaultsOf,
     sample: Callable[[Run], None],
+    of_weights: DefaultsOfWeights | None = None,
 ) -> int:
     """Start the ranks of a sampling program, and return its exit code.
 
@@ -140,34 +191,71 @@ def run_sampling(
         argv: command-line arguments after the program's name, which override all defaults.
         defaults_of: returns the defaults that the checkpoint in ``--load`` sets; see `DefaultsOf`.
         sample: called with the `Run` on all ranks, instead of training.
+        of_weights: returns what published weights set, see `defaults_of_weights`; None if the
+            program samples from checkpoints only.
     """
+    words = list(argv)
     try:
-        defaults = {} if help_question(argv) is not None else _defaults(argv, defaults_of)
+        defaults: dict[str, Any] = {}
+        if help_question(argv) is None:
+            defaults, places = _defaults(argv, defaults_of, of_weights)
+            if places is not None:
+                words = _replaced(argv, *places)
     except MegatronExtError as error:
         return refuse(error)
-    return main(program, argv, defaults=defaults, work=sample)
+    return main(program, words, defaults=defaults, work=sample)
 
 
-def _defaults(argv: Sequence[str], defaults_of: DefaultsOf) -> dict[str, Any]:
-    """Return the defaults of flags, by field name, that the checkpoint in ``--load`` sets.
+def _replaced(argv: Sequence[str], given: str, place: str) -> list[str]:
+    """Return the arguments with ``place`` as ``--load-weights``, where ``given`` stands there."""
+    if given == place:
+        return list(argv)
+    new = {given: place, f"--load-weights={given}": f"--load-weights={place}"}
+    words = [new.get(word, word) for word in argv]
+    # A file of flags (``--config``) may give it; the last value of a flag counts.
+    return words if words != [*argv] else [*words, "--load-weights", place]
+
+
+def _defaults(
+    argv: Sequence[str], defaults_of: DefaultsOf, of_weights: DefaultsOfWeights | None = None
+) -> tuple[dict[str, Any], tuple[str, str] | None]:
+    """Return the defaults of flags, by field name, that the model sets; and where its weights are.
+
+    The latter is None for the checkpoint in ``--load``. For published weights it is the value of
+    ``--load-weights`` and the place of the network in it.
 
     Raises:
-        ConfigError: ``--load``, captions or ``--sample-dir`` are missing, or the checkpoint is not
+        ConfigError: the model, captions or ``--sample-dir`` are missing, or the checkpoint is not
             of a video model.
         CheckpointError: the checkpoint or its configuration is missing.
     """
     flags = read_words(argv, VIDEO).values
     given = flags.get("checkpoint", {})
     sample = flags.get("sample", {})
+    published = flags.get("weights", {})
+    load = given.get("load")
+    weights = published.get("load_weights") if of_weights is not None else None
     missing = []
-    if not given.get("load"):
-        missing.append("`--load` is missing; give the --save folder of a run of pretrain_video.py.")
+    if load and weights:
+        missing.append(
+            f"`--load` ({load}) and `--load-weights` ({weights}) both give a model; leave one out."
+        )
+    if not load and not weights:
+        folder = "" if of_weights is None else ", or published weights as `--load-weights`"
+        missing.append(
+            f"`--load` is missing; give the --save folder of a run of pretrain_video.py{folder}."
+        )
     if not sample.get("sample_prompts") and not sample.get("sample_texts"):
         missing.append("Captions are missing; give `--sample-prompts` or `--sample-texts`.")
     if not sample.get("sample_dir"):
         missing.append("`--sample-dir` is missing; give the folder for the clips.")
     if missing:
         raise ConfigError(missing)
+    samples_only = {"skip_train": True, "micro_batch_size": 1, "ema_decay": None}
+    if weights:
+        assert of_weights is not None
+        values, place = of_weights(weights, published.get("load_weights_entry"))
+        return {**values, **samples_only}, (weights, place)
     stored = read_run_config(Path(given["load"]), given.get("ckpt_step"))
     stored = described(stored, VIDEO.sections)
     if not stored.get("video", {}).get("video"):
@@ -175,10 +263,5 @@ def _defaults(argv: Sequence[str], defaults_of: DefaultsOf) -> dict[str, Any]:
             f"`--load` ({given['load']}) must be a checkpoint of pretrain_video.py, but holds "
             "another kind of model; give another."
         )
-    return {
-        **defaults_of(stored, given),
-        "skip_train": True,
-        "micro_batch_size": 1,
-        "ema_decay": None,
-        "for_sampling": bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True),
-    }
+    averaged = bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True)
+    return {**defaults_of(stored, given), **samples_only, "for_sampling": averaged}, None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.checkpoint.adapters import FrozenBase
@@ -23,6 +26,8 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.schedule import Schedule, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
+from megatron_ext.train.task import later
+from megatron_ext.video.config.weights import is_published
 from megatron_ext.video.model.chunk import VideoChunk
 from megatron_ext.video.networks.lookup import streamed_network
 from megatron_ext.video.streaming.config import Role, StreamingConfig
@@ -119,10 +124,10 @@ def build_critic(
     built = build_optimizer(own, chunks, context.pgs)
     path = streaming.critic_checkpoint
     checkpoint = config.checkpoint
-    load_weights(checkpoint, context, path, chunks, built, section=CRITIC)
+    load_weights(own, context, path, chunks, built, section=CRITIC)
     base = FrozenBase.of_run(config.lora, config.training.seed)
     if base is not None and path is not None:
-        base = FrozenBase.given(path, average=checkpoint.pretrained_average)
+        base = base_of(path, checkpoint)
     scheduler = build_scheduler(own, built)
     return TrainedNetwork(chunks, built, scheduler, streaming.critic_clip_grad, base)
 
@@ -133,28 +138,50 @@ def of_role(config: RunConfig, role: Role) -> RunConfig:
     return dataclasses.replace(config, model=model)
 
 
+def base_of(path: str, checkpoint: CheckpointConfig) -> FrozenBase:
+    """Return the identity of the weights of ``--critic-checkpoint``, for adapters on them."""
+    if not is_published(path):
+        return FrozenBase.given(path, average=checkpoint.pretrained_average)
+    look = later("megatron_ext.video.convert.training:base_of")
+    published: FrozenBase = look(path, "--critic-checkpoint")
+    return published
+
+
 def load_weights(
-    checkpoint: CheckpointConfig,
+    config: RunConfig,
     context: ParallelContext,
     path: str | None,
     chunks: list[Any],
     optimizer: MegatronOptimizer | None,
     section: str | None = None,
 ) -> None:
-    """Load the weights of the checkpoint ``path`` into ``chunks``; do nothing if ``path`` is None.
+    """Load the weights in ``path`` into ``chunks``; do nothing if ``path`` is None.
+
+    They are a checkpoint, or published weights of the network.
 
     Args:
-        checkpoint: flags on how checkpoints are read; the paths in it are not used.
+        config: the configuration of the network; in the section ``checkpoint``, flags on how
+            checkpoints are read, whose paths are not used.
         optimizer: None, or the optimizer of ``chunks``, whose fp32 copies of the weights are
             replaced too.
         section: `CRITIC` to load the critic of a streaming run; None to load the generator, or the
             model of another run.
 
     Raises:
-        CheckpointError: ``path`` has no checkpoint, or one of another model.
+        CheckpointError: ``path`` has no checkpoint and no published weights, or those of another
+            model.
     """
     if path is None:
         return
+    if is_published(path):
+        sizes = unwrap_model(chunks)[0].sizes
+        load = later("megatron_ext.video.convert.training:load_weights")
+        done = load(config, chunks, Path(path), None, sizes)
+        if optimizer is not None:
+            optimizer.reload_model_params()
+        _tell(done.notes, context)
+        return
+    checkpoint = config.checkpoint
     kept = (
         "pretrained_average", "ckpt_format", "ckpt_fully_parallel_load", "dist_ckpt_strictness",
     )  # fmt: skip
@@ -162,8 +189,12 @@ def load_weights(
     flags = CheckpointConfig(pretrained_checkpoint=path, **same)
     manager = CheckpointManager(flags, context, section=section)
     loaded = manager.load(model=chunks, optimizer=optimizer, scheduler=None)
-    if loaded is not None and context.is_reporting_rank:
-        print("\n".join(f"> {note}" for note in loaded.notes), end="\n" * bool(loaded.notes))
+    _tell([] if loaded is None else loaded.notes, context)
+
+
+def _tell(notes: Sequence[str], context: ParallelContext) -> None:
+    for note in notes if context.is_reporting_rank else ():
+        print(f"> {note}", flush=True)
 
 
 def network_of(name: str | None) -> Network:

@@ -9,9 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.stored import check_weights
-from megatron_ext.errors import ConfigError, FlagError
+from megatron_ext.errors import ConfigError, FlagError, all_of
+from megatron_ext.train.task import later
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import SampleConfig
+from megatron_ext.video.config.weights import check_sizes, is_published, weights_inputs
 from megatron_ext.video.data.codecs import build_codec, check_codec_folder
 from megatron_ext.video.data.text_encoders import encoder_checks, width_of
 from megatron_ext.video.streaming.config import Role, StreamingConfig, StreamingSampleConfig
@@ -37,8 +39,7 @@ def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
     """
     streaming = config.section(StreamingConfig)
     sample = config.section(SampleConfig)
-    check_weights("--critic-checkpoint", streaming.critic_checkpoint)
-    check_weights("--teacher-checkpoint", streaming.teacher_checkpoint)
+    _check_others(streaming)
     rows = read_training_prompts(streaming)
     streaming = dataclasses.replace(
         streaming,
@@ -67,12 +68,29 @@ def streaming_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     streaming = config.section(StreamingConfig)
     encoder = config.section(TextEncoderConfig)
     return [
-        partial(check_weights, "--critic-checkpoint", streaming.critic_checkpoint),
-        partial(check_weights, "--teacher-checkpoint", streaming.teacher_checkpoint),
+        *weights_inputs(config),
+        partial(_check_others, streaming),
         *prompt_checks(streaming),
         *encoder_checks(encoder),
         partial(check_codec_folder, config.section(CodecConfig)),
     ]
+
+
+def _check_others(streaming: StreamingConfig) -> None:
+    """Raise an error if critic or teacher cannot start from the weights that are given for it."""
+    checks: list[Callable[[], Any]] = []
+    given: dict[Role, str | None] = {
+        "critic": streaming.critic_checkpoint,
+        "teacher": streaming.teacher_checkpoint,
+    }
+    for role, path in given.items():
+        flag = f"--{role}-checkpoint"
+        if path is not None and is_published(path):
+            check = later("megatron_ext.video.convert.training:check_network")
+            checks.append(partial(check, flag, path, streaming.sizes(role)))
+        else:
+            checks.append(partial(check_weights, flag, path))
+    all_of(checks)
 
 
 def sized(config: RunConfig) -> RunConfig:
@@ -89,7 +107,7 @@ def sized(config: RunConfig) -> RunConfig:
     length = clip_tokens(streaming)
     described = streaming.described(config.model)
     model = dataclasses.replace(described, padded_vocab_size=None, seq_length=length)
-    return dataclasses.replace(config.with_section(streaming), model=model)
+    return check_sizes(dataclasses.replace(config.with_section(streaming), model=model))
 
 
 def coverage(streaming: StreamingConfig, accumulation: int) -> str:

@@ -12,6 +12,7 @@ from megatron_ext.video.config.rules import (
     streaming_rules,
 )
 from megatron_ext.video.config.stored import stored_video_model
+from megatron_ext.video.config.weights import initial_weights, model_of_weights
 
 HERE = "megatron_ext.video.streaming"
 
@@ -22,6 +23,8 @@ STREAMING = Task(
     resolve=resolve_streaming,
     rules=streaming_rules,
     stored_model=stored_video_model,
+    described_model=model_of_weights,
+    initial_weights=initial_weights,
     datasets=no_datasets,
     model_chunk=later(f"{HERE}.networks:build_network"),
     source=later(f"{HERE}.run:no_batches"),

@@ -101,7 +101,7 @@ def _network(
     bare = bare.to(device).requires_grad_(False).eval()
     network: Any = Float16Module(transformer_config, bare) if config.precision.bf16 else bare
     path = config.section(StreamingConfig).teacher_checkpoint
-    load_weights(config.checkpoint, context, path, [network], None)
+    load_weights(config, context, path, [network], None)
     return network  # type: ignore[no-any-return]
 
 

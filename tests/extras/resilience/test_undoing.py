@@ -80,7 +80,7 @@ def test_going_back_restores_the_state_and_counts_what_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rewind_module, "on_first_rank", lambda look, what: look())
-    monkeypatch.setattr(rewind_module.FrozenBase, "of_run", lambda lora, seed: None)
+    monkeypatch.setattr(rewind_module.FrozenBase, "of_run", lambda *_: None)
     asked: list[str] = []
     loaded = Progress(iteration=6, skipped_iterations=2, average_updates=4, average_start=0.25)
 

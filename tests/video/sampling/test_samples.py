@@ -144,7 +144,7 @@ def test_clips_are_written_in_the_order_of_their_requests(
         events.append("goes on")
 
     found = ClipSampler.__new__(ClipSampler)
-    found._sample = sample
+    found._sample, found._frees_model = sample, False
     shape = SampleShape(9, 32, 48, fps=7.5)
     groups = groups_of(requests, shape, sample)
     encoded: Any = [f"of {i}" for i, _ in enumerate(groups)]

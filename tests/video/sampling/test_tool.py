@@ -39,7 +39,8 @@ def defaults(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     def call(content: dict[str, Any], words: str = "", of: Any = tool.defaults_of) -> Any:
         asked: list[Any] = []
         monkeypatch.setattr(tool, "read_run_config", lambda *x: asked.append(x) or content)
-        found = tool._defaults([*ARGV.split(), *words.split()], of)
+        found, places = tool._defaults([*ARGV.split(), *words.split()], of)
+        assert places is None
         step = 7 if "--ckpt-step" in words else None
         assert asked == [(Path("saved"), step)]
         return found

@@ -8,6 +8,9 @@ from megatron_ext.video.networks.wan.config import BIDIRECTIONAL, CAUSAL, SIZES,
 _HERE = "megatron_ext.video.networks.wan"
 _SHARED = frozenset({"zero_head", "recompute_blocks"})
 
+_SAMPLING = {"sample_text_scale": 5.0, "sample_image_scale": 1.0, "sample_oscillation": False}
+"""Defaults of the flags of sampling that are those of Wan's own program."""
+
 NETWORK = VideoNetwork(
     titles={BIDIRECTIONAL: "a video DiT", CAUSAL: "a causal video DiT"},
     sections=(VideoDiTConfig,),
@@ -17,7 +20,7 @@ NETWORK = VideoNetwork(
     stored_model=later(f"{_HERE}.rules:stored_model"),
     restated=later(f"{_HERE}.rules:restated"),
     # The only condition is the text; a tenth of the clips get none.
-    defaults={"text_dropout": 0.1},
+    defaults={"text_dropout": 0.1, **_SAMPLING},
     streaming_flags={BIDIRECTIONAL: _SHARED, CAUSAL: _SHARED.union(WINDOW)},
     takes_references=True,
     conditions=later(f"{_HERE}.rules:conditions"),

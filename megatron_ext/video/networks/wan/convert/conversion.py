@@ -6,8 +6,10 @@ import dataclasses
 import re
 from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Any
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.video.config.encoding import UMT5
 from megatron_ext.video.networks.network import STREAMING, Sections
 from megatron_ext.video.networks.published import Conversion, Form
 from megatron_ext.video.networks.wan.config import (
@@ -69,6 +71,17 @@ def _sections(sizes: VideoDiTSizes, kind: str) -> Sections:
     return {"video_dit": {field: getattr(own, field) for field in changed}}
 
 
+def _sampling(sizes: VideoDiTSizes) -> dict[str, Any]:
+    """Return the flags of sampling that Wan's own program and diffusers have."""
+    return {
+        "sample_size": (480, 832),
+        "sample_frames": 81,
+        "sample_fps": 16.0,
+        "fps_words": False,
+        "text_encoder": UMT5,
+    }
+
+
 def _form(naming: Naming) -> Form:
     return Form(
         name=naming.value,
@@ -89,6 +102,7 @@ CONVERSION = Conversion(
     parameters=shapes,
     kinds=_kinds,
     sections=_sections,
+    sampling=_sampling,
     adapted=ADAPTED,
     refused=REFUSED,
 )

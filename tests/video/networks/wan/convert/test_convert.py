@@ -12,6 +12,7 @@ from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_ext.checkpoint.conversion import weight_shards
 from megatron_ext.checkpoint.safetensors_files import TensorFolder
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
@@ -273,7 +274,7 @@ def check_fill(context: ParallelContext, sizes: VideoDiTSizes, source: Path, wan
         tensors = PlainTensors(folder, source)
         model = Published(source, CONVERSION, CONVERSION.form("diffusers"), sizes, tensors)
         model.check()
-        fill([chunk], model)
+        fill(weight_shards(chunk), model)
     check_flow(chunk(**inputs(sizes)), want)
 
 

@@ -1,0 +1,114 @@
+"""Flags that name published weights, from which `video.convert.training` starts a run.
+
+The functions here import that module only for runs that have such a flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_ext.config.flags import Changeable, derived, flag
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import FlagError
+from megatron_ext.train.task import later
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.parallel.context import ParallelContext
+
+_TRAINING = "megatron_ext.video.convert.training"
+
+
+@dataclass(frozen=True)
+class PublishedConfig(Changeable):
+    """The flags for starting a run from published weights.
+
+    Attributes:
+        weights_origin: path, form and digest of the published weights from which the run started;
+            None for a run that started otherwise. It is stored in checkpoints.
+    """
+
+    SECTION: ClassVar[str] = "weights"
+
+    load_weights: str | None = flag(
+        None,
+        "folder or file of published weights, such as diffusers or ComfyUI have; it gives the "
+        "sizes of the network and, where no checkpoint is loaded, the initial weights",
+        from_checkpoint=False,
+    )
+    load_weights_entry: str | None = flag(
+        None,
+        "entry of a .pt file of --load-weights, such as generator_ema; default: the only one",
+        from_checkpoint=False,
+    )
+    weights_origin: dict[str, Any] | None = derived()
+
+
+def is_published(path: str) -> bool:
+    """Return whether a path is that of published weights, and not of a folder of checkpoints."""
+    names = ("config.json", "model_index.json")
+    return Path(path).is_file() or any((Path(path) / name).is_file() for name in names)
+
+
+def model_of_weights(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
+    """Return the values of flags that ``--load-weights`` determines; {} without the flag."""
+    if config.section(PublishedConfig).load_weights is None:
+        return {}
+    values: Mapping[str, Mapping[str, Any]] = later(f"{_TRAINING}:model_of_weights")(config)
+    return values
+
+
+def starting(config: RunConfig) -> RunConfig:
+    """Return the configuration with what follows from ``--load-weights``, if it is given."""
+    if config.section(PublishedConfig).load_weights is None:
+        return config
+    resolved: RunConfig = later(f"{_TRAINING}:resolve_weights")(config)
+    return resolved
+
+
+def weights_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
+    """Return an error for each fault in ``--load-weights`` and the flags beside it.
+
+    ``config`` has the flags as given, ``resolved`` also values derived from them.
+    """
+    given = config.section(PublishedConfig)
+    if (given.load_weights, given.load_weights_entry) == (None, None):
+        return []
+    errors: list[FlagError] = later(f"{_TRAINING}:weights_errors")(config, resolved)
+    return errors
+
+
+def check_sizes(config: RunConfig) -> RunConfig:
+    """Return ``config``, whose network must have the sizes of ``--load-weights``, if it is given.
+
+    Raises:
+        ConfigError: the flags or the data give the network other sizes.
+    """
+    if config.section(PublishedConfig).load_weights is not None:
+        later(f"{_TRAINING}:check_sizes")(config)
+    return config
+
+
+def weights_inputs(config: RunConfig) -> list[Callable[[], Any]]:
+    """Return a check of the folder or file of ``--load-weights``, if it is given."""
+    if config.section(PublishedConfig).load_weights is None:
+        return []
+    return [partial(later(f"{_TRAINING}:described"), config)]
+
+
+def initial_weights(
+    config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module]
+) -> list[str] | None:
+    """Load the weights of ``--load-weights`` into the model chunks of this rank.
+
+    Return notes for the user, or None if the flag is not given.
+    """
+    if config.section(PublishedConfig).load_weights is None:
+        return None
+    notes: list[str] = later(f"{_TRAINING}:load_initial_weights")(config, chunks)
+    return notes

@@ -1,0 +1,309 @@
+"""Starts a run from published weights (``--load-weights``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from megatron_ext.checkpoint.adapters import FrozenBase
+from megatron_ext.checkpoint.conversion import weight_shards
+from megatron_ext.config.flags import flags_of, spelling_of
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import CheckpointError, ConfigError, FlagError
+from megatron_ext.parallel.collectives import on_every_rank
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.weights import PublishedConfig
+from megatron_ext.video.convert.find import sizes_of
+from megatron_ext.video.convert.reading import Published, fill, open_published
+from megatron_ext.video.networks.lookup import named_by
+from megatron_ext.video.networks.network import STREAMING
+
+
+@dataclass(frozen=True)
+class _Described:
+    """The published weights that a run starts from, without the tensors.
+
+    Attributes:
+        kinds: the kinds of run that can train them, of the run's task alone.
+    """
+
+    model: Published
+    kinds: Sequence[str]
+
+    @property
+    def sizes(self) -> Any:
+        return self.model.sizes
+
+
+def described(config: RunConfig) -> _Described:
+    """Return the weights of ``--load-weights``, which must be given.
+
+    Raises:
+        CheckpointError: they cannot be read, or no run of this task can train them.
+    """
+    given = config.section(PublishedConfig)
+    assert given.load_weights is not None
+    with open_published(Path(given.load_weights), given.load_weights_entry) as model:
+        streams = config.section(VideoConfig).streams
+        own = model.conversion.kinds(model.sizes)
+        kinds = [kind for kind in own if (kind == STREAMING) == streams]
+        if not kinds:
+            task = "flow" if streams else "streaming"
+            raise CheckpointError.about(
+                "--load-weights",
+                given.load_weights,
+                f"holds {model.conversion.title} of a kind that only `--task {task}` can train",
+                "give it, or other weights",
+            )
+        return _Described(model, kinds)
+
+
+def model_of_weights(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
+    """Return the values of flags, by section and field, that ``--load-weights`` determines."""
+    weights = described(config)
+    name = config.section(VideoConfig).video_model
+    kind = name if name in weights.kinds else weights.kinds[0]
+    sections: dict[str, Mapping[str, Any]] = dict(
+        weights.model.conversion.sections(weights.sizes, kind)
+    )
+    if kind != STREAMING:
+        sections["video"] = {"video_model": kind}
+    return sections
+
+
+def resolve_weights(config: RunConfig) -> RunConfig:
+    """Return the configuration with what follows from ``--load-weights``, which must be given."""
+    given = config.section(PublishedConfig)
+    assert given.load_weights is not None
+    model = described(config).model
+    source = str(model.source.resolve())
+    origin = {"path": source, "form": model.form.name, "digest": digest_of(model.source)}
+    checkpoint = dataclasses.replace(
+        config.checkpoint,
+        starts_elsewhere=True,
+        published=(source, origin["digest"], "--load-weights"),
+    )
+    return dataclasses.replace(config, checkpoint=checkpoint).with_section(
+        dataclasses.replace(given, weights_origin=origin)
+    )
+
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+def digest_of(source: Path) -> str:
+    """Return a digest that identifies the weights in a folder or file without reading all of them.
+
+    It covers the size of each file, its beginning, which holds names and shapes, and parts of it.
+    """
+    paths = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name if source.is_dir() else ''} {size};".encode())
+        with path.open("rb") as file:
+            for number in range(_SAMPLES):
+                file.seek(number * size // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def weights_errors(given: RunConfig, run: RunConfig) -> list[FlagError]:
+    """Return a sentence on each error in ``--load-weights`` and the flags beside it.
+
+    ``given`` has the flags as given, ``run`` also values derived from them.
+    """
+    own = run.section(PublishedConfig)
+    path = own.load_weights
+    if path is None:
+        return [
+            FlagError("--load-weights-entry", own.load_weights_entry, "needs `--load-weights`",
+                      "give both")
+        ]  # fmt: skip
+    errors = []
+    pretrained = run.checkpoint.pretrained_checkpoint
+    if pretrained is not None:
+        errors.append(
+            FlagError(
+                "--load-weights",
+                path,
+                f"and `--pretrained-checkpoint` ({pretrained}) both give initial weights",
+                "leave one out",
+            )
+        )
+    if run.checkpoint.use_checkpoint_args:
+        errors.append(
+            FlagError(
+                "--load-weights",
+                path,
+                "and `--use-checkpoint-args` both give the shape of the model",
+                "leave one out",
+            )
+        )
+    weights = described(run)
+    name = run.section(VideoConfig).video_model
+    if STREAMING not in weights.kinds and name not in weights.kinds:
+        title = weights.model.conversion.title
+        errors.append(
+            FlagError(
+                "--video-model",
+                name,
+                f"cannot start from `--load-weights` ({path}), which holds {title}",
+                f"leave it out, or give {named_by(weights.kinds)}",
+            )
+        )
+        return errors
+    kind = STREAMING if STREAMING in weights.kinds else name
+    contradictions = [*_contradictions(given, weights.model, kind)]
+    return errors + (contradictions or _size_errors(run, weights.model))
+
+
+def _contradictions(given: RunConfig, model: Published, kind: str) -> Iterator[FlagError]:
+    """Yield an error for each flag whose value is not that of the model."""
+    sections = given.by_name()
+    for name, values in model.conversion.sections(model.sizes, kind).items():
+        kind_of_section: Any = type(sections[name])
+        for flag in flags_of(name, kind_of_section):
+            value = getattr(sections[name], flag.field)
+            theirs = values.get(flag.field, value)
+            if value != theirs and not _adds(model, flag.field, theirs, value):
+                yield FlagError(
+                    spelling_of(sections[name], flag.field),
+                    value,
+                    f"contradicts `--load-weights` ({model.source}), whose model has {theirs}",
+                    "leave it out",
+                )
+
+
+def _adds(model: Published, field: str, theirs: Any, ours: Any) -> bool:
+    """Return whether a size differs by a branch that the run may add to the model."""
+    return field in model.conversion.adds and not theirs and bool(ours)
+
+
+def _size_errors(run: RunConfig, model: Published) -> list[FlagError]:
+    """Return an error if the network that the run builds has not the sizes of the weights."""
+    words = _differences(sizes_of(run), model)
+    if not words:
+        return []
+    return [
+        FlagError(
+            "--load-weights",
+            model.source,
+            f"holds a model with {words} as this run by its flags and its data",
+            "leave out the flags of its size, or give data that is encoded for it",
+        )
+    ]
+
+
+def _differences(ours: Any, model: Published) -> str:
+    """Return text on the sizes of a model that are not ``ours``; "" if it has all of them."""
+    if type(ours) is not type(model.sizes):
+        return f"the blocks of {model.conversion.title}"
+    differing = [
+        (f.name, getattr(model.sizes, f.name), getattr(ours, f.name))
+        for f in dataclasses.fields(ours)
+        if getattr(model.sizes, f.name) != getattr(ours, f.name)
+    ]
+    differing = [x for x in differing if not _adds(model, *x)]
+    return " and ".join(f"{name} {theirs}, not {value}" for name, theirs, value in differing)
+
+
+def check_network(flag: str, path: str, sizes: Any) -> None:
+    """Raise an error unless the published weights that ``flag`` gives have these sizes.
+
+    They are those of a second network, such as a critic, whose size other flags give.
+    """
+    with open_published(Path(path)) as model:
+        words = _differences(sizes, model)
+        if words:
+            raise ConfigError.about(
+                flag,
+                path,
+                f"holds a model with {words} as this run by its flags",
+                f"give `{flag.replace('checkpoint', 'size')}` for it, or other weights",
+            )
+
+
+def check_sizes(config: RunConfig) -> None:
+    """Raise ConfigError if the run builds a network of other sizes than its ``--load-weights``.
+
+    It is checked again when the data has been opened, which decides some of the sizes.
+    """
+    if config.section(PublishedConfig).load_weights is not None:
+        errors = _size_errors(config, described(config).model)
+        if errors:
+            raise ConfigError(errors)
+
+
+@dataclass
+class Loaded:
+    """The result of loading published weights on one rank.
+
+    Attributes:
+        bytes_read: number of bytes of tensors that this rank has read.
+        notes: sentences on what was loaded, and on what the weights lack.
+    """
+
+    bytes_read: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def load_initial_weights(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """Load the weights of ``--load-weights`` into the model chunks of this rank; return notes."""
+    given = config.section(PublishedConfig)
+    assert given.load_weights is not None
+    source = Path(given.load_weights)
+    return load_weights(config, chunks, source, given.load_weights_entry, sizes_of(config)).notes
+
+
+def load_weights(
+    config: RunConfig,
+    chunks: Sequence[torch.nn.Module],
+    source: Path,
+    entry: str | None,
+    sizes: Any,
+) -> Loaded:
+    """Fill this rank's chunks of a network of these sizes from published weights.
+
+    All ranks call this together. Adapters keep their values, and so do branches that the weights
+    lack. An optimizer that was built before must copy the model's new weights afterwards.
+
+    Raises:
+        CheckpointError: on every rank, if the weights are not those of such a network.
+    """
+
+    def load() -> Loaded:
+        with open_published(source, entry) as model:
+            model.check()
+            ours = model.of_sizes(sizes)
+            new = ours.mapped.parameters.keys() - model.mapped.parameters.keys()
+            shards = [
+                shard for chunk in unwrap_model(list(chunks)) for shard in weight_shards(chunk)
+            ]
+            fill([shard for shard in shards if shard.name not in new], ours)
+            notes = [f"loaded {source} ({model.conversion.title}, {model.form.name})"]
+            notes += [f"{source} holds no `{name}`, so it starts anew." for name in sorted(new)]
+            return Loaded(ours.tensors.bytes_read, notes)
+
+    held: Any = nullcontext()
+    if config.optimizer.shards_weights:
+        from megatron_ext.layers.weight_shards import whole_weights
+
+        held = whole_weights(chunks, writes=True)
+    with held:
+        return on_every_rank(load, f"{source} cannot be read")
+
+
+def base_of(path: str, flag: str) -> FrozenBase:
+    """Return the identity of the published weights that ``flag`` gives, for adapters on them."""
+    source = Path(path).resolve()
+    return FrozenBase(str(source), digest_of(source), flag)

@@ -1,0 +1,181 @@
+"""What clips are sampled with besides a network: codec, text encoder, and how captions are worded.
+
+A run samples as its training data was encoded. Without data, as with published weights, the flags
+name codec and text encoder.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.encoding import (
+    FOLDERS,
+    HASHED,
+    PATCH,
+    TILE_FLAGS,
+    CodecConfig,
+    EncodeConfig,
+    TextEncoderConfig,
+)
+from megatron_ext.video.config.run import SampleConfig, VideoConfig
+from megatron_ext.video.data.codec import VideoCodec
+from megatron_ext.video.data.codecs import build_codec, codec_from_manifest
+from megatron_ext.video.data.conditions import Text
+from megatron_ext.video.data.setup import manifest_of, null_text_of
+from megatron_ext.video.data.text_encoders import (
+    TextEncoder,
+    build_text_encoder,
+    check_text_encoder,
+    read_settings,
+    text_encoder_from_manifest,
+)
+
+_FPS = 24
+"""Frames per second of clips for which neither flags nor data give a rate."""
+
+
+class SampleSource(ABC):
+    """The encoders with which a run samples.
+
+    Attributes:
+        manifest: facts on latents and captions, as the manifest of a dataset has them: the widths,
+            ``encode``, ``fps`` and ``buckets``.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @property
+    @abstractmethod
+    def manifest(self) -> Mapping[str, Any]: ...
+
+    @abstractmethod
+    def codec(self, device: torch.device | None = None) -> VideoCodec:
+        """Build the codec; ``device`` None is the CPU.
+
+        Raises:
+            ConfigError, DataError: it cannot be built, or did not make the data.
+        """
+
+    @abstractmethod
+    def text_encoder(self, device: torch.device | None = None) -> TextEncoder:
+        """Build the text encoder, as `codec` builds the codec."""
+
+    @abstractmethod
+    def check_text_encoder(self) -> None:
+        """Raise ConfigError or DataError if the folders of the text encoder cannot be used."""
+
+    @property
+    @abstractmethod
+    def null(self) -> Text | None:
+        """Return the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, if data has it."""
+
+
+class DataSource(SampleSource):
+    """The encoders that made a run's training data; the flags say where their weights are."""
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        return manifest_of(self.config)
+
+    def codec(self, device: torch.device | None = None) -> VideoCodec:
+        flags = self.config.section(CodecConfig)
+        tiles = {name: getattr(flags, name) for name in TILE_FLAGS}
+        folder = None if flags.codec == PATCH else flags.codec
+        return codec_from_manifest(self.manifest, folder, device, **tiles)
+
+    def text_encoder(self, device: torch.device | None = None) -> TextEncoder:
+        flags = self.config.section(TextEncoderConfig)
+        return text_encoder_from_manifest(
+            self.manifest,
+            flags.t5_path,
+            flags.clip_path,
+            llama_path=flags.llama_path,
+            device=device,
+        )
+
+    def check_text_encoder(self) -> None:
+        flags = self.config.section(TextEncoderConfig)
+        check_text_encoder(self.manifest, flags.t5_path, flags.clip_path, flags.llama_path)
+
+    @property
+    def null(self) -> Text:
+        text, pooled = null_text_of(self.config, self.manifest)
+        return Text(text[None].float(), pooled[None].float())
+
+
+class FlagSource(SampleSource):
+    """The encoders that flags name, for a run without data."""
+
+    @cached_property
+    def _on_cpu(self) -> VideoCodec:
+        return build_codec(self.config.section(CodecConfig))
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        text = self.config.section(TextEncoderConfig)
+        width, pooled_width = widths_of(text)
+        return {
+            "latent_channels": self._on_cpu.channels,
+            "text_length": text.text_length,
+            "text_width": width,
+            "pooled_width": pooled_width,
+            "encode": asdict(self.config.section(EncodeConfig)),
+            "fps": self.config.section(SampleConfig).sample_fps or _FPS,
+            "buckets": [],
+        }
+
+    def codec(self, device: torch.device | None = None) -> VideoCodec:
+        if device is None:
+            return self._on_cpu
+        return build_codec(self.config.section(CodecConfig), device)
+
+    def text_encoder(self, device: torch.device | None = None) -> TextEncoder:
+        return build_text_encoder(self.config.section(TextEncoderConfig), device)
+
+    def check_text_encoder(self) -> None:
+        widths_of(self.config.section(TextEncoderConfig))
+
+    @property
+    def null(self) -> None:
+        return None
+
+
+def widths_of(config: TextEncoderConfig) -> tuple[int, int]:
+    """Return the features of a token embedding and of the pooled vector, without loading a model.
+
+    Raises:
+        ConfigError: a folder of the text encoder has no config.json that gives its width.
+    """
+    if config.text_encoder == HASHED:
+        return config.text_width, config.pooled_width
+    widths = {"clip_path": 0}
+    for field in FOLDERS[config.text_encoder]:
+        path = str(getattr(config, field))
+        settings = read_settings(field, path)
+        settings = settings.get("text_config", settings)
+        width = settings.get("d_model", settings.get("hidden_size"))
+        if not isinstance(width, int) or width < 1:
+            raise ConfigError(
+                f"`{field}` ({path}) has a config.json that names no width of the model; correct "
+                "the path."
+            )
+        widths[field] = width
+    pooled = widths.pop("clip_path")
+    (width,) = widths.values()
+    return width, pooled
+
+
+def source_of(config: RunConfig) -> SampleSource:
+    """Return the encoders of a run: those of its data, or, without data, those of its flags."""
+    if config.section(VideoConfig).video_data_path is None:
+        return FlagSource(config)
+    return DataSource(config)

@@ -1,0 +1,85 @@
+"""Tiny pipelines of diffusers with random weights, and the clips that they make."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import Tensor
+
+from megatron_ext.video.data.randomness import draw_noise
+from megatron_ext.video.networks.wan.config import SIZES
+from tests.video.data.making import UMT5_WIDTH, write_umt5
+from tests.video.networks.wan.convert.models import options_of
+
+SIZES_OF_WAN = dataclasses.replace(SIZES["tiny"], text_width=UMT5_WIDTH)
+SIDE, FRAMES, STEPS, SEED = 32, 5, 4, 7
+LATENT = (4, 2, 4, 4)
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+SCHEDULERS: dict[str, Any] = {
+    "euler": lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    "unipc": lambda: diffusers.UniPCMultistepScheduler(**FLOW, flow_shift=3.0),
+    "dpm++": lambda: diffusers.DPMSolverMultistepScheduler(**FLOW, flow_shift=3.0),
+}
+
+
+def filled(model: torch.nn.Module, seed: int) -> Any:
+    """Fill a model with random weights under which all inputs count, and return it."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_scale = name.endswith("weight") and "norm" in name
+            width = parameter[0].numel() if parameter.dim() > 1 else 1
+            scale = 0.2 if parameter.dim() < 2 or "table" in name else width**-0.5
+            # Let captions count for more than other weights do.
+            scale *= 4 if "attn2.to_out" in name else 1
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(scale * drawn + is_scale)
+    return model.eval()
+
+
+def wan_vae() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return diffusers.AutoencoderKLWan(
+            base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+            latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 2.0, 0.5, 3.0],
+        ).eval()  # fmt: skip
+
+
+def text_models(root: Path) -> dict[str, Any]:
+    encoder = write_umt5(root)
+    return {
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(root / "tokenizer"),
+        "text_encoder": transformers.UMT5EncoderModel.from_pretrained(encoder).eval(),
+    }
+
+
+def wan(root: Path, scheduler: str = "unipc", *, experts: bool = False, **changes: Any) -> Any:
+    """Write the folder of a WanPipeline, of two experts if asked for, and return the pipeline."""
+    options = {**options_of(SIZES_OF_WAN), **changes}
+    networks = [filled(diffusers.WanTransformer3DModel(**options), seed) for seed in (1, 2)]
+    pipeline = diffusers.WanPipeline(
+        **text_models(root), vae=wan_vae(), scheduler=SCHEDULERS[scheduler](),
+        transformer=networks[0], transformer_2=networks[1] if experts else None,
+        boundary_ratio=0.8 if experts else None,
+    )  # fmt: skip
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.save_pretrained(root)
+    return pipeline
+
+
+def noise(number: int = 0) -> Tensor:
+    return draw_noise(SEED, [number], LATENT, purpose="sampling noise")
+
+
+def sampled(pipeline: Any, prompt: str, number: int = 0, **options: Any) -> Tensor:
+    """Return the frames ``[f, H, W, 3]`` that a pipeline makes, as numbers from 0 to 255."""
+    frames = pipeline(
+        prompt=prompt, height=SIDE, width=SIDE, num_frames=FRAMES, num_inference_steps=STEPS,
+        latents=noise(number), output_type="pt", max_sequence_length=512, **options,
+    ).frames  # fmt: skip
+    whole: Tensor = (255 * frames[0].permute(0, 2, 3, 1)).round()
+    return whole

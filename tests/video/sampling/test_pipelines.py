@@ -1,0 +1,114 @@
+"""tools/sample_video.py makes of published folders the clips that diffusers' pipelines make."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.video.sampling import samples
+from megatron_ext.video.sampling.mp4 import as_bytes
+from megatron_ext.video.sampling.tool import sample_video
+from megatron_ext.video.task import VIDEO
+from tests.video.sampling import pipelines
+from tests.video.sampling.pipelines import FRAMES, SEED, SIDE, STEPS
+
+# diffusers' schedulers turn tensors into arrays in a way that numpy 2 is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+SIZE = f"--sample-size {SIDE} {SIDE} --sample-frames {FRAMES} --sample-steps {STEPS}"
+MOST = 2
+"""The largest difference of a pixel, of 255."""
+Sample = Callable[..., Tensor]
+
+
+@pytest.fixture
+def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sample:
+    """Return a function that samples by the program, and returns frames ``[P, f, H, W, 3]``."""
+
+    def write(folder: Path, pixels: Any, requests: Any, **options: Any) -> None:
+        np.save(tmp_path / "clips.npy", np.stack([as_bytes(clip[None])[0] for clip in pixels]))
+
+    monkeypatch.setattr(samples, "write_clips", write)
+    monkeypatch.setattr(
+        "megatron_ext.train.main.launch",
+        lambda main, *, nproc_per_node, **_: fork_ranks(main, nproc_per_node),
+    )
+
+    def call(words: str, *texts: str) -> Tensor:
+        flags = f"{words} {SIZE} --sample-seed {SEED} --sample-dir {tmp_path / 'clips'}"
+        assert sample_video(VIDEO, [*flags.split(), "--sample-texts", *texts]) == 0
+        return torch.from_numpy(np.load(tmp_path / "clips.npy")).float()
+
+    return call
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    assert found.shape == wanted.shape and float(wanted.std()) > 10
+    return float((found - wanted).abs().max())
+
+
+@pytest.mark.parametrize("scheduler", ["unipc", "dpm++", "euler"])
+def test_a_folder_of_wan_gives_the_clips_of_its_pipeline(
+    scheduler: str, tmp_path: Path, sample: Sample
+) -> None:
+    root = tmp_path / "wan"
+    pipeline = pipelines.wan(root, scheduler)
+    wanted = pipelines.sampled(pipeline, "a red square", negative_prompt="left")
+    (found,) = sample(f"--load-weights {root} --sample-negative-prompt left", "a red square")
+    assert difference(found, wanted) <= MOST
+
+
+LAYOUTS = {
+    "tp2 pp2": "--nproc-per-node 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    "cp2 dp2": "--nproc-per-node 4 --context-parallel-size 2",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_gives_the_clips_of_the_pipeline(
+    layout: str, tmp_path: Path, sample: Sample
+) -> None:
+    """Let two experts share the steps of three clips, with one model in memory at a time."""
+    root = tmp_path / "wan"
+    texts = ["a red square", "green circle", "a square moves right"]
+    pipeline = pipelines.wan(root, experts=True)
+    found = sample(f"--load-weights {root} --sample-offload {LAYOUTS[layout]}", *texts)
+    for number, text in enumerate(texts):
+        assert difference(found[number], pipelines.sampled(pipeline, text, number)) <= MOST
+
+
+def test_guidance_rests_outside_its_range(tmp_path: Path, sample: Sample) -> None:
+    root = tmp_path / "wan"
+    pipeline = pipelines.wan(root)
+    plain = pipelines.sampled(pipeline, "a red square", guidance_scale=1.0)
+    words = f"--load-weights {root} --sample-guidance-range"
+    assert difference(sample(f"{words} 0 0.001", "a red square")[0], plain) <= MOST
+    guided = pipelines.sampled(pipeline, "a red square")
+    assert difference(sample(f"{words} 0 1", "a red square")[0], guided) <= MOST
+    part = sample(f"{words} 0.6 1", "a red square")[0]
+    assert min(difference(part, plain), difference(part, guided)) > 3 * MOST
+
+
+def test_a_network_without_its_pipeline_takes_encoders_by_flags(
+    tmp_path: Path, sample: Sample
+) -> None:
+    root = tmp_path / "wan"
+    wanted = pipelines.sampled(pipelines.wan(root), "a red square")
+    flags = f"--load-weights {root}/transformer --codec {root}/vae --t5-path {root}/text_encoder"
+    (found,) = sample(f"{flags} --sample-scheduler unipc --sample-shift 3", "a red square")
+    assert difference(found, wanted) <= MOST
+
+
+def test_two_experts_share_the_steps(tmp_path: Path, sample: Sample) -> None:
+    root = tmp_path / "wan"
+    pipeline = pipelines.wan(root, experts=True)
+    wanted = pipelines.sampled(pipeline, "a red square", guidance_scale=4.0, guidance_scale_2=3.0)
+    scales = "--sample-text-scale 4 --sample-low-noise-text-scale 3"
+    (found,) = sample(f"--load-weights {root} {scales}", "a red square")
+    assert difference(found, wanted) <= MOST
+    one = sample(f"--load-weights {root} {scales} --sample-boundary 0.01", "a red square")[0]
+    assert difference(one, wanted) > 3 * MOST

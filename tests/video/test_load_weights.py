@@ -1,0 +1,113 @@
+"""A run starts from published weights by --load-weights alone, in any layout."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.config.run import RunConfig
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.run import Run
+from megatron_ext.video.convert.training import load_weights
+from megatron_ext.video.model.tokens import pack, unpack
+from megatron_ext.video.sampling.samples import velocity_of
+from megatron_ext.video.task import VIDEO
+from tests.ranks import on_ranks
+from tests.training_runs import training_rows
+from tests.video.clips import SHORT, attempt, write_clips
+from tests.video.networks.harness import relative
+from tests.video.networks.wan.convert.models import (
+    bare,
+    exported,
+    network,
+    original_tensors,
+    tensors_of,
+)
+from tests.video.wan_run import FRAMES, PATCH, SIDE, SIZES_OF_CLIPS, sampling_inputs
+
+FLAGS = (
+    "--lr 1e-3 --lr-warmup-iters 0 --micro-batch-size 2 --global-batch-size 4 --log-interval 1 "
+    "--num-workers 0 --seed 5"
+).split()
+"""Flags of a run that name neither the network nor its sizes."""
+run = partial(attempt, flags=FLAGS, task=VIDEO)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write weights of Wan, as diffusers does and in a file of ComfyUI, and clips."""
+    root = tmp_path_factory.mktemp("weights")
+    network(SIZES_OF_CLIPS).save_pretrained(root / "diffusers")
+    save_file(original_tensors(root / "diffusers"), root / "comfyui.safetensors")
+    write_clips(root / "clips", {SHORT: 9})
+    return root
+
+
+def predict(run: Run, path: Path) -> None:
+    """Let rank 0 write down the velocity that the run's weights predict before its first step."""
+    predicted = velocity_of(run).of_shape((FRAMES, SIDE, SIDE))(
+        *(x.float() for x in sampling_inputs())
+    )
+    if run.context.rank == 0:
+        torch.save(predicted, path)
+
+
+def test_a_run_names_only_its_weights(root: Path, tmp_path: Path) -> None:
+    """Start on two by two ranks from a folder, go on, and export what was not changed."""
+    words = (
+        f"--load-weights {root / 'diffusers'} --resume-mode auto --lr 1e-30 --weight-decay 0 "
+        "--ema-decay 0.5 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    )
+    before = tmp_path / "predicted.pt"
+    save = tmp_path / "save"
+    options: Any = {"ranks": 4, "prepare": partial(predict, path=before)}
+    code, rows = run(root / "clips", save, f"{words} --train-iters 1", **options)
+    assert code == 0 and len(training_rows(rows)) == 1
+    x, times, text, *_ = (each.float() for each in sampling_inputs())
+    with torch.no_grad():
+        latents = unpack(x, (FRAMES, SIDE, SIDE), PATCH)
+        (flow,) = network(SIZES_OF_CLIPS)(latents, 1000 * times, text, return_dict=False)
+    assert relative(torch.load(before), pack(flow, PATCH)) <= 1e-5
+    stored = read_run_config(save)
+    assert stored["video"]["video_model"] == "video-dit"
+    assert stored["weights"]["weights_origin"]["path"] == str(root / "diffusers")
+    found, wanted = tensors_of(exported(save, tmp_path / "back")), tensors_of(root / "diffusers")
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@torch.no_grad()
+def check_reading(context: ParallelContext, source: Path, bytes_read: list[int]) -> None:
+    chunk = bare(context, SIZES_OF_CLIPS)
+    loaded = load_weights(RunConfig(), [chunk], source, None, SIZES_OF_CLIPS)
+    own = sum(p.numel() * p.element_size() for p in chunk.parameters())
+    assert own <= loaded.bytes_read <= 1.1 * own
+
+
+@pytest.mark.parametrize("form", ["diffusers", "comfyui.safetensors"])
+def test_each_rank_reads_its_slices(root: Path, form: str) -> None:
+    on_ranks(check_reading, {"tp": 2}, source=root / form, bytes_read=[])
+
+
+ADAPTERS = "--video-model video-dit --lora-rank 2 --lora-target-modules linear_fc1"
+
+
+def test_adapters_lie_on_published_weights(
+    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Resume adapters that were saved alone; they need the same weights again."""
+    weights = f"--load-weights {root / 'comfyui.safetensors'}"
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    _, rows = run(root / "clips", whole, f"{ADAPTERS} {weights} --train-iters 2")
+    run(root / "clips", half, f"{ADAPTERS} {weights} --train-iters 1")
+    resumed = f"{ADAPTERS} --train-iters 2 --load {half}"
+    _, later = run(root / "clips", half, f"{resumed} {weights}")
+    assert training_rows(later)[-1]["loss"] == training_rows(rows)[-1]["loss"]
+    capfd.readouterr()
+    assert run(root / "clips", tmp_path / "other", resumed)[0] != 0
+    said = capfd.readouterr().err
+    assert "`--load-weights` (not given; seed 5) must be the weights under the adapters" in said
+    assert f"which were those of {root / 'comfyui.safetensors'}" in said
