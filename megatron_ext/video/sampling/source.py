@@ -29,12 +29,12 @@ from megatron_ext.video.config.run import SampleConfig, VideoConfig
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec, codec_from_manifest
 from megatron_ext.video.data.conditions import Text
+from megatron_ext.video.data.model_folders import read_settings
 from megatron_ext.video.data.setup import manifest_of, null_text_of
 from megatron_ext.video.data.text_encoders import (
     TextEncoder,
     build_text_encoder,
     check_text_encoder,
-    read_settings,
     text_encoder_from_manifest,
 )
 

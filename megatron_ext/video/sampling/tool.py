@@ -263,5 +263,6 @@ def _defaults(
             f"`--load` ({given['load']}) must be a checkpoint of pretrain_video.py, but holds "
             "another kind of model; give another."
         )
+    values = {**defaults_of(stored, given), **samples_only}
     averaged = bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True)
-    return {**defaults_of(stored, given), **samples_only, "for_sampling": averaged}, None
+    return {**values, "for_sampling": averaged}, None
