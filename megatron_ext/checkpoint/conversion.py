@@ -14,8 +14,8 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from megatron_ext.checkpoint.adapters import MARK, FrozenBase, adapters_among, l
 from megatron_ext.checkpoint.files import published
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.prepared import SavePreparer
-from megatron_ext.checkpoint.state import CRITIC, common_state, content_metadata
+from megatron_ext.checkpoint.state import CRITIC, common_state, content_metadata, sharding_of
 from megatron_ext.checkpoint.stored import CheckpointRef, check_files, choose, stored_progress
 from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
 from megatron_ext.checkpoint.writing import Value, write_common, write_shards
@@ -102,37 +102,39 @@ def save_imported(
 
 
 def save_streamed(
+    chunk: Any,
     root: Path,
-    shapes: Mapping[str, Sequence[int]],
+    context: ParallelContext,
     read: Callable[[str], Tensor],
-    dtype: torch.dtype,
     run_config: dict[str, Any],
 ) -> None:
-    """Save a model as the checkpoint of iteration 0 in ``root``, one parameter at a time.
-
-    The process group of one rank must exist.
+    """Save a whole model as the checkpoint of iteration 0 in ``root``, one parameter at a time.
 
     Args:
-        shapes: the shape of each parameter by its name in the checkpoint.
-        read: takes the name of a parameter, and returns its values in ``dtype``. It is called when
-            the parameter is written, and nothing keeps the result.
+        chunk: the model of the only rank, whose parameters are on the meta device.
+        read: takes the name of a parameter in the checkpoint, and returns its values in the dtype
+            of the model. It is called when the parameter is written; nothing keeps the result.
         run_config: the run's configuration, by section and field, to store in the checkpoint.
     """
     progress = {"iteration": 0, "consumed_train_samples": 0}
-    # These tensors have a shape, but only one value, so that they take no memory.
-    unwritten = {name: torch.empty(1, dtype=dtype).expand(*shape) for name, shape in shapes.items()}
+    metadata = content_metadata(None, reshardable=True)
+    model = chunk.sharded_state_dict(metadata=sharding_of(metadata, context))
+    for entry in model.values():
+        if isinstance(entry, ShardedTensor):
+            # It has the shape of the parameter, but only one value, so that it takes no memory.
+            entry.data = torch.empty(1, dtype=entry.dtype).expand(entry.local_shape)
     state = {
-        "model": {
-            name: ShardedTensor.from_rank_offsets(name, values, replica_id=0)
-            for name, values in unwritten.items()
-        },
-        "content_metadata": content_metadata(None, reshardable=True),
+        "model": model,
+        "content_metadata": metadata,
         **common_state(0, progress, run_config),
     }
     prepared = SavePreparer(CheckpointConfig(save=str(root)), []).prepare(state)
     plan = prepared.plan
     assert plan.metadata is not None
-    values: list[Value] = [partial(read, item.index.fqn) for item in plan.items.items]
+    values: list[Value] = [
+        partial(read, item.index.fqn) if isinstance(value, Tensor) else value
+        for item, value in zip(plan.items.items, prepared.values, strict=True)
+    ]
     publish.prepare(root, 0)
     temporary = publish.temporary_folder_of(root, 0)
     try:
@@ -143,6 +145,8 @@ def save_streamed(
         publish.publish(root, 0, files)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):
+            root.rmdir()  # if it is new and holds nothing
         raise
 
 

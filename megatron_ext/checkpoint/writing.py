@@ -44,7 +44,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import on_first_rank, to_first_rank
 
 Value = Tensor | bytes | Callable[[], Tensor]
-"""What a checkpoint holds under one name: a tensor, bytes, or a function that returns a tensor."""
+"""A value to write to a checkpoint: a tensor, a function that returns one, or bytes."""
 _FORMAT = "metadata.json"
 _LARGE_WRITE = 1 << 16
 """Bytes from which a write is worth a second thread for its checksum."""

@@ -8,12 +8,12 @@ families of language models. Imported weights load in any layout, with --pretrai
 CHECKPOINT or with --load CHECKPOINT --finetune; with the latter, --use-checkpoint-args takes the
 shape of the model from the checkpoint. pretrain_gpt.py --load-hf FOLDER needs no conversion.
 
-The video models are Wan 2.1 text to video. Their weights may have the names of diffusers or of the
-original repository, or be in one file: of safetensors, as ComfyUI has them, also in 8 bits, or of
-torch.save, as Self-Forcing and LongLive publish them.
-Imported weights are for pretrain_video.py --task streaming: --pretrained-checkpoint,
---critic-checkpoint and --teacher-checkpoint load them in any layout. The generator, its averages
-and the critic can be exported; so can the network of --task flow and its averages.
+Weights of a video model may have the names of diffusers or of the original repository, or be in one
+file: of safetensors, as ComfyUI has them, also in 8 bits, or of torch.save. An export goes to a
+folder, or to one file if --hf ends with .safetensors. pretrain_video.py --load-weights PATH needs
+no conversion; an imported checkpoint is for --pretrained-checkpoint, and in --task streaming also
+for --critic-checkpoint and --teacher-checkpoint, in any layout. The network of --task flow and its
+averages can be exported; of a streaming run the generator, its averages and the critic.
 
 Runs in one process on the CPU. Exit code 0, or 2 after a user's error.
 """

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.checkpoint.conversion import (
     one_rank,
@@ -19,6 +23,7 @@ from megatron_ext.config.run import RunConfig, named
 from megatron_ext.errors import CheckpointError
 from megatron_ext.video.config.rules import SECTIONS, resolve_flow
 from megatron_ext.video.convert.reading import Published, open_published
+from megatron_ext.video.networks.lookup import network_of, streamed_network
 from megatron_ext.video.networks.network import STREAMING, Sections
 from megatron_ext.video.streaming.config import StreamingConfig
 
@@ -75,10 +80,19 @@ def import_weights(
         kind = model.conversion.kinds(model.sizes)[0]
         sections = model.conversion.sections(model.sizes, kind)
         config = run_config(sections, kind, dtype, save)
-        shapes = model.mapped.parameters
-        with one_rank(config.training.seed):
-            parameter = partial(model.parameter, dtype=torch_dtype(dtype))
-            save_streamed(save, shapes, parameter, torch_dtype(dtype), config.to_dict())
+        with one_rank(config.training.seed) as context:
+            kept = torch_dtype(dtype)
+            transformer_config = TransformerConfig(
+                **model.sizes.transformer_fields(),
+                params_dtype=kept,
+                use_cpu_initialization=True,
+                perform_initialization=False,
+            )
+            network, options = _network(config, kind)
+            with torch.device("meta"):
+                chunk = network.chunk.build(model.sizes, options, transformer_config, context)
+            read = partial(model.parameter, dtype=kept)
+            save_streamed(chunk.to(kept), save, context, read, config.to_dict())
     return Imported(kind, sections, dtype)
 
 
@@ -91,6 +105,16 @@ def _only_dtype(model: Published) -> str:
             "dtype; give it as `--dtype`."
         )
     return dtypes[0]
+
+
+def _network(config: RunConfig, kind: str) -> tuple[Any, Any]:
+    """Return the network of a kind of run, and the options to build it with."""
+    if kind == STREAMING:
+        network = streamed_network()
+        streaming = config.section(StreamingConfig)
+        return network, network.options(streaming, config.parallel, causal=False)
+    flow = network_of(config)
+    return flow, flow.options
 
 
 def run_config(sections: Sections, kind: str, dtype: str, save: Path) -> RunConfig:

@@ -19,8 +19,6 @@ from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.convert import exporting
 from megatron_ext.video.convert.exporting import Export, export_weights
 from megatron_ext.video.convert.find import (
-    form_of_folder,
-    holds_video_weights,
     is_streaming,
     read_config,
 )
@@ -230,14 +228,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="must hold names and values"):
         read_config(tmp_path)
-    pipeline = tmp_path / "pipeline"
-    (pipeline / "transformer").mkdir(parents=True)
-    (pipeline / "transformer" / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"whole pipeline; give .*/pipeline/transformer\."):
-        read_config(pipeline)
-    # A model of its own may have such a folder, too.
-    (pipeline / "config.json").write_text('{"num_layers": 3}')
-    assert read_config(pipeline) == {"num_layers": 3}
     with pytest.raises(CheckpointError, match=r"no `patch_embedding.weight` of 5 dimensions"):
         read_shapes({"patch_embedding.weight": (3, 4)}, PATH, naming=Naming.ORIGINAL)
     small: dict[str, tuple[int, ...]] = {
@@ -272,32 +262,10 @@ def test_folders_of_other_models_of_wan_are_refused_by_name(tmp_path: Path) -> N
             form_of_folder(tmp_path)
 
 
-def test_a_folder_finds_its_conversion_by_its_class(tmp_path: Path) -> None:
-    assert not holds_video_weights(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama"}))
-    assert not holds_video_weights(tmp_path)
-    for name, naming in (("WanTransformer3DModel", "diffusers"), ("CausalWanModel", "original")):
-        path.write_text(json.dumps({"_class_name": name}))
-        assert holds_video_weights(tmp_path)
-        assert form_of_folder(tmp_path) == (CONVERSION, CONVERSION.form(naming))
-    for name in ("a.pt", "a.pth", "a.bin", "a.safetensors", "a.gguf"):
-        (tmp_path / name).touch()
-        assert holds_video_weights(tmp_path / name) == (name != "a.gguf")
-    # A whole pipeline is told apart from a folder of something else.
-    (tmp_path / "pipeline" / "transformer").mkdir(parents=True)
-    assert not holds_video_weights(tmp_path / "pipeline")
-    (tmp_path / "pipeline" / "model_index.json").touch()
-    (tmp_path / "pipeline" / "transformer" / "config.json").touch()
-    with pytest.raises(CheckpointError, match=r"holds a whole pipeline; give .*/transformer"):
-        holds_video_weights(tmp_path / "pipeline")
+def test_a_checkpoint_of_streaming_is_known() -> None:
     assert is_streaming({"video": {"task": "streaming"}}) is True
     for other in ({"video": {"task": "flow"}}, {"video": None}, {}):
         assert not is_streaming(other)
-    path.write_text(json.dumps({"_class_name": "CogVideoXTransformer3DModel"}))
-    unknown = "'CogVideoXTransformer3DModel', which cannot be converted; use one of"
-    with pytest.raises(CheckpointError, match=unknown):
-        form_of_folder(tmp_path)
 
 
 SEEING = dataclasses.replace(TINY, condition_channels=8, vision_width=20, vision_positions=6)

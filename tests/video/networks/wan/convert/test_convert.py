@@ -232,7 +232,8 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps({**config, "num_layers": 3}))
     assert "holds no `blocks.2.scale_shift_table`, which Wan 2.1 or 2.2 has" in refusal(source)
     (source / "config.json").unlink()
-    assert f"{source / 'config.json'} cannot be read" in refusal(source)
+    file = source / f"{STEM}.safetensors"
+    assert refusal(source) == f"{source} has no config.json; give the file {file}."
 
 
 TOLERANCE = 1e-5
