@@ -27,7 +27,7 @@ from tests.video.networks.wan.convert.models import (
     original_tensors,
     tensors_of,
 )
-from tests.video.wan_run import FRAMES, PATCH, SIDE, SIZES_OF_CLIPS, sampling_inputs
+from tests.video.wan_run import FRAMES, NO_REFERENCES, PATCH, SIDE, SIZES_OF_CLIPS, sampling_inputs
 
 FLAGS = (
     "--lr 1e-3 --lr-warmup-iters 0 --micro-batch-size 2 --global-batch-size 4 --log-interval 1 "
@@ -49,9 +49,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def predict(run: Run, path: Path) -> None:
     """Let rank 0 write down the velocity that the run's weights predict before its first step."""
-    predicted = velocity_of(run).of_shape((FRAMES, SIDE, SIDE))(
-        *(x.float() for x in sampling_inputs())
-    )
+    velocity = velocity_of(run).of_shape((FRAMES, SIDE, SIDE))
+    tokens, times, text, pooled = (x.float() for x in sampling_inputs())
+    predicted = velocity(tokens, times, text, pooled, NO_REFERENCES)
     if run.context.rank == 0:
         torch.save(predicted, path)
 

@@ -1,4 +1,4 @@
-"""What is given in place of a network's weights is told in one sentence."""
+"""A sentence tells what was given in place of a network's weights."""
 
 import json
 from pathlib import Path

@@ -19,6 +19,7 @@ from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.convert import exporting
 from megatron_ext.video.convert.exporting import Export, export_weights
 from megatron_ext.video.convert.find import (
+    form_of_folder,
     is_streaming,
     read_config,
 )
