@@ -258,8 +258,8 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     _check_references(config, train)
     if video.video_valid_path is not None:
         valid = open_split(config, validates=True)
-        for name in ("codec", "text_encoder"):
-            if manifest[name] != valid.clips.manifest[name]:
+        for name in ("codec", "text_encoder", "image_encoder"):
+            if manifest.get(name) != valid.clips.manifest.get(name):
                 raise ConfigError.about(
                     "--video-valid-path",
                     valid.path,

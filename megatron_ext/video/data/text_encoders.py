@@ -158,6 +158,9 @@ def load_model(
             f"`{name}` ({path}) lacks the weights {', '.join(sorted(info['missing_keys']))}; copy "
             "the whole folder again."
         )
+    if model.dtype == torch.float16:
+        # T5's activations exceed the range of half precision.
+        model = model.float()
     return model.eval().requires_grad_(False), tokenizer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.disk.reading import UnreadableFile, read_json_object
+from megatron_ext.disk.reading import UnreadableFile, read_json_object, shortened
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import PATCH, CodecConfig
 from megatron_ext.video.data.codec import VideoCodec
@@ -101,18 +102,31 @@ class DiffusersCodec(VideoCodec):
         given = [config.get(x, getattr(self.vae, x, None)) for x in names]
         if any(values is None for values in given):
             given = [[config.get("shift_factor") or 0.0] * self.channels, [1.0] * self.channels]
-        for name, values in zip(names, given, strict=True):
-            if len(values) != self.channels:
-                raise ConfigError(
-                    f"`codec` ({self.folder}) has a `{name}` of {len(values)} numbers, but must "
-                    f"have one for each of its {self.channels} latent channels; correct its "
-                    "config.json."
-                )
-        mean, std = (
-            torch.as_tensor(values, dtype=torch.float32, device=self.device).reshape(-1, 1, 1, 1)
-            for values in given
-        )
+        mean, std = map(self._by_channel, names, given)
+        if not (std > 0).all():
+            raise ConfigError(
+                f"`codec` ({self.folder}) has `latents_std` {std.flatten().tolist()}, which must "
+                "be above 0; correct its config.json."
+            )
         return mean, std / (config.get("scaling_factor") or 1.0)
+
+    def _by_channel(self, name: str, values: Any) -> Tensor:
+        """Return numbers of the VAE's configuration, ``[c, 1, 1, 1]``; raise ConfigError if wrong.
+
+        ``name`` is their entry.
+        """
+        numbers = values.tolist() if isinstance(values, Tensor) else values
+        if (
+            not isinstance(numbers, list | tuple)
+            or len(numbers) != self.channels
+            or not all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+        ):
+            raise ConfigError(
+                f"`codec` ({self.folder}) has `{name}` {shortened(numbers)}, which must be a "
+                f"number for each of its {self.channels} latent channels; correct its config.json."
+            )
+        column = torch.tensor(numbers, dtype=torch.float32, device=self.device)
+        return column.reshape(-1, 1, 1, 1)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -300,6 +314,8 @@ def read_config(folder: str) -> dict[str, Any]:
     if Path(folder).is_file():
         reason = "a single file has no settings"
         advice = "let diffusers' `from_single_file` read it, and save it as a folder"
+        if (Path(folder).parent / "config.json").is_file():
+            advice = f"give the folder, {Path(folder).parent}"
     if reason is not None:
         raise ConfigError(
             f"`codec` ({folder}) must be `{PATCH}` or a local folder with a diffusers VAE, but "

@@ -138,7 +138,7 @@ class DataNeeds:
     Attributes:
         masked: whether given frames come as masked clips (Wan's image-to-video), not as references.
         image_places: the frames whose image embeddings the network is given
-            (`data.conditions.image_embeds`).
+            (`data.given_frames.image_embeds`).
         image_width: features of an image embedding.
         latent_channels, text_width, pooled_width: sizes of latents and text embeddings.
         temporal, spatial: frames that a latent frame encodes, and side of the square of pixels that

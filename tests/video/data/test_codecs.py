@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -414,10 +415,16 @@ def test_what_decides_the_scale_must_be_given(folders: dict[str, Path], tmp_path
     unscaled = resaved(kept, tmp_path / "unscaled", lambda x: x.pop("scaling_factor"))
     with pytest.raises(ConfigError, match="has the `scaling_factor` None, which must be a number"):
         load(unscaled)
-    wan = folders["AutoencoderKLWan"]
-    wrong = resaved(wan, tmp_path / "wrong", lambda x: x.update(latents_mean=[0.0] * 16))
-    with pytest.raises(ConfigError, match="`latents_mean` of 16 numbers, but must have one for"):
-        load(wrong)
+    rule = "which must be a number for each of its"
+    for i, (name, numbers, said) in enumerate((
+        ("latents_mean", [0.0] * 16, rf"`latents_mean` \[.*, {rule}"),
+        ("latents_mean", "abcd", rf"`latents_mean` .*abcd.*, {rule}"),
+        ("latents_std", [1, 1, 0, 1], r"`latents_std` \[1.0, 1.0, 0.0, 1.0\], which must be ab"),
+    )):  # fmt: skip
+        change = partial(dict.update, **{name: numbers})
+        wan = resaved(folders["AutoencoderKLWan"], tmp_path / str(i), change)
+        with pytest.raises(ConfigError, match=said):
+            load(wan)
 
 
 def test_folders_as_they_are_published(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -438,8 +445,11 @@ def test_folders_as_they_are_published(folders: dict[str, Path], tmp_path: Path)
     with pytest.raises(ConfigError, match=r"give one of the folders in it \(vae\)"):
         load(tmp_path / "pipeline")
     file = tmp_path / "pipeline" / "vae" / "diffusion_pytorch_model.safetensors"
-    with pytest.raises(ConfigError, match="a single file has no settings.*from_single_file"):
+    with pytest.raises(ConfigError, match=f"file has no settings.; give the folder, {file.parent}"):
         load(file)
+    shutil.copy(file, tmp_path / "vae.safetensors")
+    with pytest.raises(ConfigError, match="a single file has no settings.*from_single_file"):
+        load(tmp_path / "vae.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,13 @@ def test_sets_that_do_not_belong_together(tmp_path: Path) -> None:
             ConfigError, match=rf"{name}\) has `{entry}` .*, but .*a has .*; prepro"
         ):
             joined(tmp_path, f"a {name}")
+    numbers = {"temporal": 4, "spatial": 8, "mean": [0.0], "std": [1.0]}
+    tiny.write_clips(tmp_path / "told", {tiny.SHORT: 2}, {tiny.SHORT: 2}, latents=numbers)
+    other = {**numbers, "std": [2.0]}
+    tiny.write_clips(tmp_path / "scaled", {tiny.SHORT: 2}, {tiny.SHORT: 2}, latents=other)
+    with pytest.raises(ConfigError, match=r"scaled\) has `latents` .*, but .*told has .*; prepro"):
+        joined(tmp_path, "told scaled")
+    assert len(joined(tmp_path, "a told")) == 4  # Earlier versions do not store the numbers.
     tiny.write_clips(tmp_path / "sizes", {tiny.SHORT: 2}, {tiny.SHORT: 1})
     with pytest.raises(
         ConfigError, match=r"sizes\) has micro-batches of 1 for 64px .* has 2; give"

@@ -239,7 +239,7 @@ class VideoDiTConfig(Changeable):
     def vision_places(self) -> tuple[str, ...]:
         """Return the frames whose vision tokens the network is given.
 
-        They are words that `video.data.conditions.image_embeds` takes.
+        They are words that `video.data.given_frames.image_embeds` takes.
         """
         return {"i2v-clip": ("first",), "flf2v-clip": ("head", "tail")}.get(self.dit_condition, ())
 
