@@ -255,9 +255,10 @@ class Conversion:
             run, it raises CheckpointError.
         adapted: pattern that matches the names of our layers that can have LoRA adapters. Layers
             of the first form get the adapters.
-        sampling: a function of sizes that returns the values of flags, by field, with which the
-            published models sample: size, frames and rate of clips, the words in captions, and the
-            scales of guidance.
+        sampling: a function of ``(sizes, index)`` that returns the values of flags, by field, with
+            which the published models sample: size, frames and rate of clips, the words in
+            captions, and the scales of guidance. ``index`` is the content of the pipeline's
+            model_index.json, {} without a pipeline.
         refused: values of ``_class_name`` of related models that are not supported, with what they
             are, such as "Wan VACE, which has control blocks"; so a message can name them.
         adds: fields of the sizes by which a run may add a branch that the weights lack, such as an
@@ -270,7 +271,7 @@ class Conversion:
     parameters: Callable[[Any], Shapes]
     kinds: Callable[[Any], Sequence[str]]
     sections: Callable[[Any, str], Sections]
-    sampling: Callable[[Any], Mapping[str, Any]] = lambda sizes: {}
+    sampling: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = lambda sizes, index: {}
     adapted: re.Pattern[str] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     adds: frozenset[str] = field(default_factory=frozenset)

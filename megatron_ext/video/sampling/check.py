@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.encoding import ImageEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig, VideoConfig
 from megatron_ext.video.networks.lookup import chosen, network_of
-from megatron_ext.video.sampling.encoding import reference_parts
 from megatron_ext.video.sampling.generate import schedule_of
 from megatron_ext.video.sampling.groups import groups_of, shape_of
 from megatron_ext.video.sampling.guidance import has_guidance
-from megatron_ext.video.sampling.requests import requests_of
+from megatron_ext.video.sampling.references import reference_parts
+from megatron_ext.video.sampling.requests import ClipRequest, requests_of
 from megatron_ext.video.sampling.source import SampleSource, source_of
 
 
@@ -30,6 +33,7 @@ def check_sampling(config: RunConfig) -> SampleSource:
             f"The prompt {with_reference.text!r} has a reference ({with_reference.reference}), but "
             f"`--video-model {model}` is given no reference frames; leave it out."
         )
+    _check_given(config, requests)
     led_away = next((x for x in requests if x.negative_prompt), None)
     if led_away is not None and not has_guidance(sample):
         raise ConfigError(
@@ -50,3 +54,41 @@ def check_sampling(config: RunConfig) -> SampleSource:
             if request.reference is not None:
                 reference_parts(request, shape, codec, config.section(ConditionConfig))
     return source
+
+
+def _check_given(config: RunConfig, requests: Sequence[ClipRequest]) -> None:
+    """Check that each clip is given the frames that the network needs, and can be guided by them.
+
+    Raises:
+        ConfigError: a reference or the image encoder is missing, or a flag has no effect.
+    """
+    needs = network_of(config).needs
+    modes = config.section(ConditionConfig).modes
+    images = config.section(ImageEncoderConfig).image_encoder
+    if needs.masked or needs.image_places:
+        without = next((x for x in requests if x.reference is None), None)
+        if without is not None and "t2v" not in modes:
+            raise ConfigError(
+                f"The prompt {without.text!r} has no reference, but the model makes videos of "
+                "images; give `--sample-image`, or `image` in its row of `--sample-prompts`."
+            )
+    scale = config.section(SampleConfig).sample_image_scale
+    if needs.masked and scale != 1:
+        raise ConfigError.about(
+            "--sample-image-scale",
+            f"{scale:g}",
+            "has no effect on a model that is given frames as input channels",
+            "use 1",
+        )
+    if needs.image_places and images is None:
+        raise ConfigError(
+            "`--image-encoder` is missing, since the model is given an embedding of each image; "
+            "give the folder of CLIP's vision model."
+        )
+    if images is not None and not needs.image_places:
+        raise ConfigError.about(
+            "--image-encoder",
+            images,
+            "has no effect: the model is given no embeddings of images",
+            "leave it out",
+        )

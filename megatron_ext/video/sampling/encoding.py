@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_ext.errors import DataError
 from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.config.run import MODES, ConditionConfig
-from megatron_ext.video.data.clips import Clip
+from megatron_ext.video.config.run import ConditionConfig
 from megatron_ext.video.data.codec import VideoCodec
-from megatron_ext.video.data.conditions import (
-    Section,
-    Text,
-    frame_masks,
-    null_like,
-    place_references,
-    sections,
-)
+from megatron_ext.video.data.conditions import Text, null_like
 from megatron_ext.video.data.encode import caption_for
-from megatron_ext.video.data.frames import decode, probe
-from megatron_ext.video.data.geometry import ClipShape, subsampling
+from megatron_ext.video.data.image_encoder import ImageEncoder
 from megatron_ext.video.data.text_encoders import TextEncoder
+from megatron_ext.video.networks.network import DataNeeds
 from megatron_ext.video.sampling.flow import References
 from megatron_ext.video.sampling.groups import SampleShape
+from megatron_ext.video.sampling.references import encode_references
 from megatron_ext.video.sampling.requests import ClipRequest
 
 
@@ -61,6 +52,8 @@ def encode_requests(
     *,
     null: Text | None = None,
     conditions: ConditionConfig | None = None,
+    needs: DataNeeds | None = None,
+    image_encoder: ImageEncoder | None = None,
 ) -> EncodedRequests:
     """Encode the requests' captions and references as the training data was encoded.
 
@@ -73,6 +66,8 @@ def encode_requests(
             negative prompt replaces it for that request.
         conditions: flags of the training run, which set the number of frames that a v2v reference
             gives; None takes the defaults of the flags.
+        needs: the forms in which the network takes references; None for frames encoded alone.
+        image_encoder: embeds reference frames, if the network needs it.
 
     Raises:
         ConfigError: the codec cannot encode the shape.
@@ -98,12 +93,17 @@ def encode_requests(
                 null.sequence[number] = instead.sequence[0]
                 null.pooled[number] = instead.pooled[0]
     references = None
-    if any(request.reference is not None for request in requests):
-        conditions = conditions or ConditionConfig()
-        modes = torch.tensor([MODES.index(request.mode) for request in requests])
-        placed = [_placed(r, shape, latent_shape, codec, conditions) for r in requests]
-        masks = frame_masks(modes, latent_shape[1], conditions)
-        references = References(torch.stack(placed), masks)
+    needs = needs or DataNeeds()
+    given = any(request.reference is not None for request in requests)
+    if given or needs.masked or needs.image_places:
+        references = encode_references(
+            requests,
+            shape,
+            codec,
+            conditions or ConditionConfig(),
+            needs=needs,
+            image_encoder=image_encoder,
+        )
     return EncodedRequests(latent_shape, encoded, null, references)
 
 
@@ -113,101 +113,18 @@ def _encoded(encoder: TextEncoder, captions: Sequence[str]) -> Text:
     return Text(*(torch.cat(parts).cpu() for parts in zip(*pairs, strict=True)))
 
 
-@dataclass(frozen=True)
-class ReferencePart:
-    """The frames of a reference file that fill one section of a clip.
-
-    Attributes:
-        section: the latent frames of the clip that are filled.
-        shape: number and size of the frames in the reference file, and its frame rate.
-        first, interval: index in the file of the first frame taken, and how many frames further
-            the next one is; fractions are allowed.
-        count: number of frames taken.
-    """
-
-    section: Section
-    shape: ClipShape
-    first: int | float
-    interval: int | float
-    count: int
-
-
-def reference_parts(
-    request: ClipRequest,
-    shape: SampleShape,
-    codec: VideoCodec,
-    conditions: ConditionConfig,
-) -> list[ReferencePart]:
-    """Return which frames of the reference file fill which part of the clip, as the mode needs.
-
-    Only the header of the file is read.
-
-    Raises:
-        DataError: the reference cannot be read, or the reference or the clip is too short for the
-            mode.
-    """
-    assert request.reference is not None
-    latent_frames = codec.latent_shape(shape.num_frames, shape.height, shape.width)[1]
-    header = probe(Clip(request.reference, request.text))
-    # Take frames at the same rate as training does: that of the clips, or near it.
-    exact = shape.fps if shape.encode.video_fps else None
-    interval = subsampling(header.fps, shape.fps, exact)[0]
-    parts = []
-    for section in sections(request.mode, latent_frames, conditions):
-        count = (section.length - 1) * codec.temporal + 1
-        last = interval * (count - 1)
-        if header.num_frames <= last:
-            raise DataError(
-                f"The reference {request.reference} has {header.num_frames} frame(s) of "
-                f"{header.fps:g} per second, but the mode {request.mode} needs "
-                f"{math.floor(last) + 1}; give a longer one, or take an i2v mode."
-            )
-        first = header.num_frames - 1 - last if section.start else 0
-        parts.append(ReferencePart(section, header, first, interval, count))
-    return parts
-
-
-def _placed(
-    request: ClipRequest,
-    shape: SampleShape,
-    latent_shape: tuple[int, int, int, int],
-    codec: VideoCodec,
-    conditions: ConditionConfig,
-) -> Tensor:
-    """Return latents ``[c, t, h, w]`` with a request's encoded reference frames, zero elsewhere."""
-    placed = []
-    if request.reference is not None:
-        clip = Clip(request.reference, request.text)
-        for part in reference_parts(request, shape, codec, conditions):
-            pixels = decode(
-                clip,
-                part.first,
-                part.interval,
-                part.count,
-                (shape.height, shape.width),
-                shape=part.shape,
-                blend=shape.encode.video_blend,
-                background=shape.encode.video_background,
-            )
-            # Encode each section separately, as in training.
-            placed.append((part.section, codec.encode(pixels[None])[0].cpu()))
-    return place_references(placed, latent_shape, torch.float32)
-
-
 def encode_on_reporting_rank(
     requests: Sequence[ClipRequest],
     shape: SampleShape,
     codec: VideoCodec | None,
     text_encoder: TextEncoder | None,
     context: ParallelContext,
-    *,
-    null: Text | None = None,
-    conditions: ConditionConfig | None = None,
+    **options: Any,
 ) -> EncodedRequests:
     """Encode requests on the reporting rank (which prints the log); return them on all ranks.
 
     All ranks call this together. Codec and text encoder may be None except on the reporting
-    rank. `encode_requests` explains ``null`` and ``conditions``.
+    rank. `encode_requests` explains the ``options``.
 
     Raises:
         ConfigError, DataError: encoding failed on the reporting rank (raised on all ranks).
@@ -215,8 +132,7 @@ def encode_on_reporting_rank(
 
     def encode() -> EncodedRequests:
         assert codec is not None and text_encoder is not None
-        both = codec, text_encoder
-        return encode_requests(requests, shape, *both, null=null, conditions=conditions)
+        return encode_requests(requests, shape, codec, text_encoder, **options)
 
     encoded = [on_reporting_rank(encode, "Encoding the prompts", context)]
     torch.distributed.broadcast_object_list(encoded, src=context.reporting_rank)

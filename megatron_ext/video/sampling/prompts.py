@@ -13,6 +13,7 @@ from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig
 from megatron_ext.video.data.codec import VideoCodec
+from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.sampling.encoding import EncodedRequests, encode_on_reporting_rank
 from megatron_ext.video.sampling.groups import RequestGroup, SampleShape, groups_of, shape_of
 from megatron_ext.video.sampling.requests import ClipRequest, requests_of
@@ -57,6 +58,9 @@ def encode_prompts(config: RunConfig, context: ParallelContext) -> EncodedPrompt
     codec = built()
     encoder = partial(source.text_encoder, device)
     text_encoder = on_reporting_rank(encoder, "Building the text encoder", context)
+    image_encoder = on_reporting_rank(
+        partial(source.image_encoder, device), "Building the image encoder", context
+    )
     encoded = [
         encode_on_reporting_rank(
             group.requests,
@@ -66,6 +70,8 @@ def encode_prompts(config: RunConfig, context: ParallelContext) -> EncodedPrompt
             context,
             null=source.null,
             conditions=config.section(ConditionConfig),
+            needs=network_of(config).needs,
+            image_encoder=image_encoder,
         )
         for group in groups
     ]

@@ -23,12 +23,20 @@ from megatron_ext.video.config.encoding import (
     TILE_FLAGS,
     CodecConfig,
     EncodeConfig,
+    ImageEncoderConfig,
     TextEncoderConfig,
 )
 from megatron_ext.video.config.run import SampleConfig, VideoConfig
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec, codec_from_manifest
 from megatron_ext.video.data.conditions import Text
+from megatron_ext.video.data.image_encoder import (
+    ImageEncoder,
+    build_image_encoder,
+    check_image_encoder,
+    image_encoder_from_manifest,
+)
+from megatron_ext.video.data.manifest import SIDES
 from megatron_ext.video.data.model_folders import read_settings
 from megatron_ext.video.data.setup import manifest_of, null_text_of
 from megatron_ext.video.data.text_encoders import (
@@ -73,6 +81,10 @@ class SampleSource(ABC):
     def check_text_encoder(self) -> None:
         """Raise ConfigError or DataError if the folders of the text encoder cannot be used."""
 
+    @abstractmethod
+    def image_encoder(self, device: torch.device | None = None) -> ImageEncoder | None:
+        """Build the image encoder, as `codec` builds the codec; return None if there is none."""
+
     @property
     @abstractmethod
     def null(self) -> Text | None:
@@ -106,6 +118,10 @@ class DataSource(SampleSource):
         flags = self.config.section(TextEncoderConfig)
         check_text_encoder(self.manifest, flags.t5_path, flags.clip_path, flags.llama_path)
 
+    def image_encoder(self, device: torch.device | None = None) -> ImageEncoder | None:
+        path = self.config.section(ImageEncoderConfig).image_encoder
+        return image_encoder_from_manifest(self.manifest, path, device)
+
     @property
     def null(self) -> Text:
         text, pooled = null_text_of(self.config, self.manifest)
@@ -123,8 +139,11 @@ class FlagSource(SampleSource):
     def manifest(self) -> dict[str, Any]:
         text = self.config.section(TextEncoderConfig)
         width, pooled_width = widths_of(text)
-        return {
-            "latent_channels": self._on_cpu.channels,
+        codec = self._on_cpu
+        about: dict[str, Any] = {
+            "codec": codec.identity,
+            "latents": codec.facts,
+            "latent_channels": codec.channels,
             "text_length": text.text_length,
             "text_width": width,
             "pooled_width": pooled_width,
@@ -132,6 +151,10 @@ class FlagSource(SampleSource):
             "fps": self.config.section(SampleConfig).sample_fps or _FPS,
             "buckets": [],
         }
+        images = self.config.section(ImageEncoderConfig).image_encoder
+        if images is not None:
+            about["image_embeds"] = {"sides": list(SIDES), **sizes_of_image_encoder(images)}
+        return about
 
     def codec(self, device: torch.device | None = None) -> VideoCodec:
         if device is None:
@@ -143,6 +166,9 @@ class FlagSource(SampleSource):
 
     def check_text_encoder(self) -> None:
         widths_of(self.config.section(TextEncoderConfig))
+
+    def image_encoder(self, device: torch.device | None = None) -> ImageEncoder | None:
+        return build_image_encoder(self.config.section(ImageEncoderConfig), device)
 
     @property
     def null(self) -> None:
@@ -172,6 +198,19 @@ def widths_of(config: TextEncoderConfig) -> tuple[int, int]:
     pooled = widths.pop("clip_path")
     (width,) = widths.values()
     return width, pooled
+
+
+def sizes_of_image_encoder(path: str) -> dict[str, int]:
+    """Return the ``tokens`` and their ``width`` of an image's embedding, without loading a model.
+
+    Raises:
+        ConfigError: the folder holds no vision model of CLIP.
+    """
+    settings = check_image_encoder(path)
+    settings = settings.get("vision_config", settings)
+    # Missing entries have the values of transformers' class.
+    side = settings.get("image_size", 224) // settings.get("patch_size", 32)
+    return {"tokens": side**2 + 1, "width": settings.get("hidden_size", 768)}
 
 
 def source_of(config: RunConfig) -> SampleSource:

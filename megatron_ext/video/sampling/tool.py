@@ -171,7 +171,8 @@ def defaults_of_weights(path: str, entry: str | None) -> tuple[dict[str, Any], s
     pipeline = Pipeline.at(Path(path))
     network = Path(path) if pipeline is None else pipeline.network
     with open_published(network, entry) as model:
-        values = dict(model.conversion.sampling(model.sizes))
+        index = {} if pipeline is None else pipeline.index
+        values = dict(model.conversion.sampling(model.sizes, index))
     if pipeline is not None:
         values |= pipeline.defaults()
     return {**values, "eval_iters": 0}, str(network)

@@ -2,11 +2,15 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
 import transformers
+from diffusers.pipelines.wan import pipeline_wan_i2v
+from PIL import Image
 from torch import Tensor
 
 from megatron_ext.video.data.randomness import draw_noise
@@ -16,6 +20,8 @@ from tests.video.networks.wan.convert.models import options_of
 
 SIZES_OF_WAN = dataclasses.replace(SIZES["tiny"], text_width=UMT5_WIDTH)
 SIDE, FRAMES, STEPS, SEED = 32, 5, 4, 7
+VISION = 8
+"""Features of a vision token."""
 LATENT = (4, 2, 4, 4)
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 SCHEDULERS: dict[str, Any] = {
@@ -69,6 +75,53 @@ def wan(root: Path, scheduler: str = "unipc", *, experts: bool = False, **change
     pipeline.set_progress_bar_config(disable=True)
     pipeline.save_pretrained(root)
     return pipeline
+
+
+def image_models() -> dict[str, Any]:
+    sizes = {"image_size": 16, "patch_size": 8, "hidden_size": VISION, "num_attention_heads": 2}
+    config = transformers.CLIPVisionConfig(**sizes, intermediate_size=16, num_hidden_layers=2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        model = transformers.CLIPVisionModel(config).eval()
+    side = {"height": 16, "width": 16}
+    processor = transformers.CLIPImageProcessor(size=side, crop_size=side)
+    return {"image_encoder": model, "image_processor": processor}
+
+
+def wan_of_images(root: Path, kind: str) -> Any:
+    """Write the folder of a WanImageToVideoPipeline of a kind, and return the pipeline."""
+    if not hasattr(pipeline_wan_i2v, "ftfy"):
+        # The pipeline uses this optional package without asking whether it is there.
+        pipeline_wan_i2v.ftfy = SimpleNamespace(fix_text=str)
+    options = options_of(SIZES_OF_WAN)
+    channels = options["in_channels"]
+    images = kind in ("2.1", "flf2v")
+    if kind != "ti2v":
+        options["in_channels"] = 2 * channels + 4
+    if images:
+        tokens = 5
+        options |= {"image_dim": VISION, "added_kv_proj_dim": SIZES_OF_WAN.hidden_size}
+        options["pos_embed_seq_len"] = 2 * tokens if kind == "flf2v" else None
+    networks = [filled(diffusers.WanTransformer3DModel(**options), seed) for seed in (1, 2)]
+    experts = kind == "a14b"
+    pipeline = diffusers.WanImageToVideoPipeline(
+        **text_models(root), **(image_models() if images else {}), vae=wan_vae(),
+        scheduler=SCHEDULERS["unipc"](), transformer=networks[0],
+        transformer_2=networks[1] if experts else None, boundary_ratio=0.8 if experts else None,
+        expand_timesteps=kind == "ti2v",
+    )  # fmt: skip
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.save_pretrained(root)
+    return pipeline
+
+
+def picture(path: Path, seed: int) -> Any:
+    """Write and return a picture of the size of the clips."""
+    random = np.random.default_rng(seed)
+    low = random.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    image = Image.fromarray(low).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    image.save(path)
+    return image
 
 
 def noise(number: int = 0) -> Tensor:

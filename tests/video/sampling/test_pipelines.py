@@ -1,5 +1,6 @@
 """tools/sample_video.py makes of published folders the clips that diffusers' pipelines make."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sample:
 
     def call(words: str, *texts: str) -> Tensor:
         flags = f"{words} {SIZE} --sample-seed {SEED} --sample-dir {tmp_path / 'clips'}"
-        assert sample_video(VIDEO, [*flags.split(), "--sample-texts", *texts]) == 0
+        more = ["--sample-texts", *texts] if texts else []
+        assert sample_video(VIDEO, [*flags.split(), *more]) == 0
         return torch.from_numpy(np.load(tmp_path / "clips.npy")).float()
 
     return call
@@ -60,6 +62,24 @@ def test_a_folder_of_wan_gives_the_clips_of_its_pipeline(
     wanted = pipelines.sampled(pipeline, "a red square", negative_prompt="left")
     (found,) = sample(f"--load-weights {root} --sample-negative-prompt left", "a red square")
     assert difference(found, wanted) <= MOST
+
+
+@pytest.mark.parametrize("kind", ["2.1", "flf2v", "a14b", "ti2v"])
+def test_images_become_the_clips_of_the_pipeline(kind: str, tmp_path: Path, sample: Sample) -> None:
+    root = tmp_path / "wan"
+    pipeline = pipelines.wan_of_images(root, kind)
+    (tmp_path / "ends").mkdir()
+    first, last = (pipelines.picture(tmp_path / "ends" / f"{i}.png", i) for i in range(2))
+    given = {"image": first, "last_image": last} if kind == "flf2v" else {"image": first}
+    wanted = pipelines.sampled(pipeline, "a red square", **given)
+    if kind == "flf2v":
+        row = {"text": "a red square", "reference": "ends", "mode": "i2v_loop"}
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        found = sample(f"--load-weights {root} --sample-prompts {tmp_path}/rows.jsonl")
+    else:
+        image = tmp_path / "ends" / "0.png"
+        found = sample(f"--load-weights {root} --sample-image {image}", "a red square")
+    assert difference(found[0], wanted) <= MOST
 
 
 LAYOUTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_ext.video.networks.wan.config import (
     BIDIRECTIONAL,
     CAUSAL,
     SIZES,
+    TI2V,
     VideoDiTConfig,
     VideoDiTSizes,
     name_of,
@@ -71,15 +72,13 @@ def _sections(sizes: VideoDiTSizes, kind: str) -> Sections:
     return {"video_dit": {field: getattr(own, field) for field in changed}}
 
 
-def _sampling(sizes: VideoDiTSizes) -> dict[str, Any]:
+def _sampling(sizes: VideoDiTSizes, index: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of sampling that Wan's own program and diffusers have."""
-    return {
-        "sample_size": (480, 832),
-        "sample_frames": 81,
-        "sample_fps": 16.0,
-        "fps_words": False,
-        "text_encoder": UMT5,
-    }
+    flags = {"fps_words": False, "text_encoder": UMT5}
+    if index.get("expand_timesteps") or sizes.channels == SIZES["5b"].channels:
+        size = {"sample_size": (704, 1280), "sample_frames": 121, "sample_fps": 24.0}
+        return {**flags, **size, "dit_condition": TI2V}
+    return {**flags, "sample_size": (480, 832), "sample_frames": 81, "sample_fps": 16.0}
 
 
 def _form(naming: Naming) -> Form:
