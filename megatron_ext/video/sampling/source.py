@@ -1,4 +1,4 @@
-"""What clips are sampled with besides a network: codec, text encoder, and how captions are worded.
+"""Chooses the encoders with which clips are sampled: those of the data, or those of the flags.
 
 A run samples as its training data was encoded. Without data, as with published weights, the flags
 name codec and text encoder.
