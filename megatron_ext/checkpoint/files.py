@@ -211,6 +211,8 @@ def _blocks(path: Path) -> Iterator[memoryview]:
     """Yield the content of a file in pieces; each is valid until the next one is asked for."""
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
+        # The kernel then reads further ahead of a file that is not in the page cache.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while size := file.readinto(buffer):
             yield buffer[:size]
 

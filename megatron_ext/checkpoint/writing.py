@@ -14,11 +14,10 @@ import io
 import json
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -33,11 +32,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_ext import limits
-from megatron_ext.checkpoint.files import Checksum, Files, describe_file, make_durable
+from megatron_ext.checkpoint.files import Files, describe_file, make_durable
 from megatron_ext.checkpoint.memory import memory_of
 from megatron_ext.checkpoint.prepared import BACKEND, VERSION, SavePreparer
 from megatron_ext.checkpoint.storage import one_line
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG
+from megatron_ext.checkpoint.summed_file import SummedFile
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.disk.writing import cleared, write_text
 from megatron_ext.errors import CheckpointError
@@ -46,8 +46,6 @@ from megatron_ext.parallel.collectives import on_first_rank, to_first_rank
 Value = Tensor | bytes | Callable[[], Tensor]
 """A value to write to a checkpoint: a tensor, a function that returns one, or bytes."""
 _FORMAT = "metadata.json"
-_LARGE_WRITE = 1 << 16
-"""Bytes from which a write is worth a second thread for its checksum."""
 
 
 class CheckpointWriter:
@@ -134,14 +132,15 @@ class DiskWriter(FileSystemWriter):
     """
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
-        super().__init__(folder, thread_count=1, sync_files=True, **options)
+        # `SummedFile` flushes to the disk; torch would do so before the last write.
+        super().__init__(folder, thread_count=1, sync_files=False, **options)
         self._folder = Path(folder)
         self.files: Files = {}
         self.fs = _DescribedFiles(self.files)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part of a checkpoint; return torch's record of each written item."""
-        with naming_disk(self._folder, bytes_of(plan)):
+        with naming_disk(self._folder, bytes_of(plan)), _without_checksums_of_records():
             written = super().write_data(plan, planner)
             written.wait()
             return written
@@ -150,6 +149,20 @@ class DiskWriter(FileSystemWriter):
         """Write the index of a checkpoint's tensors."""
         with naming_disk(self._folder):
             super().finish(metadata, results)
+
+
+@contextmanager
+def _without_checksums_of_records() -> Iterator[None]:
+    """Within the context, let ``torch.save`` compute no checksum of each tensor's bytes.
+
+    torch never checks these, and the manifest has a checksum of the whole file.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class _DescribedFiles(FileSystem):
@@ -162,13 +175,10 @@ class _DescribedFiles(FileSystem):
     def create_stream(
         self, path: str | os.PathLike[str], mode: str
     ) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb"
         place = Path(path)
-        with place.open(mode) as file:
-            stream = _SummedFile(file)
-            try:
-                yield cast(io.IOBase, stream)
-            finally:
-                stream.close()
+        with SummedFile(place) as stream:
+            yield cast(io.IOBase, stream)
         entry = stream.checksum.entry()
         size = place.stat().st_size
         if size != entry["bytes"]:
@@ -181,44 +191,6 @@ class _DescribedFiles(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self._files[Path(new_path).name] = self._files.pop(Path(path).name)
-
-
-class _SummedFile:
-    """A file to write to, with the checksum of what was written.
-
-    While a large piece is written, a second thread adds it to the checksum.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.checksum = Checksum()
-        self._file = file
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
-    def write(self, data: bytes | memoryview) -> int:
-        size = memoryview(data).nbytes
-        if size < _LARGE_WRITE:
-            self.checksum.add(data)
-            return self._file.write(data)
-        adding = self._thread.submit(self.checksum.add, data)
-        try:
-            self._file.write(data)
-        finally:
-            # The memory of ``data`` is valid during this call only.
-            adding.result()
-        return size
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._thread.shutdown()
-        self._file.close()
 
 
 def bytes_of(plan: SavePlan) -> int:
