@@ -142,10 +142,14 @@ class World:
         found[:] = [own] * len(found)
 
     def gather_object(self, obj: Any, object_gather_list: Any = None, **_: Any) -> None:
-        """Send an object to rank 0, which the real rank is not."""
-        assert object_gather_list is None
+        """Send an object to the first rank of a group; if this is it, let all have sent the same.
+
+        The real rank is never rank 0.
+        """
         self._sent = obj
-        self._exchanged(obj, 1)
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
+        self._exchanged(obj, len(object_gather_list or [obj]))
 
     def scatter_object_list(self, scatter_object_output_list: list[Any], **_: Any) -> None:
         """Let rank 0 of a save's plan send back the plan of this rank."""

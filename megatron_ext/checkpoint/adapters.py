@@ -19,7 +19,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.checkpoint.compatibility import LENIENT, is_new_branch
-from megatron_ext.checkpoint.files import MANIFEST, digest_of, standing_folder_of
+from megatron_ext.checkpoint.files import digest_of, standing_folder_of
+from megatron_ext.checkpoint.manifest import MANIFEST
 from megatron_ext.checkpoint.shared_reading import strategy_of
 from megatron_ext.checkpoint.state import (
     PREFIX,

@@ -1,8 +1,7 @@
 """Names, reads and checks the files in a folder of checkpoints, as Megatron-LM names them.
 
-The tracker file names the latest iteration. A manifest, which Megatron-LM does not have, lists a
-checkpoint's files with sizes and checksums; it is written after these files. A CheckpointError is
-raised for a file that cannot be read.
+The tracker file names the latest iteration. A CheckpointError is raised for a file that cannot be
+read.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ from typing import Any
 from megatron_ext.disk.iterations import iteration_of, name_of
 from megatron_ext.disk.reading import (
     UnreadableFile,
-    is_count,
-    kind_of,
     open_regular,
-    read_json_object,
-    shortened,
 )
 from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import CheckpointError
@@ -35,16 +30,12 @@ REMOVED_SUFFIX = ".removed"
 REPLACED_SUFFIX = ".replaced"
 """Suffix of the folder of an old checkpoint whose place a new one is taking."""
 ANNOUNCEMENT = f".{TRACKER}{TEMPORARY_SUFFIX}"
-MANIFEST = "manifest.json"
-VERSION = 2
-"""Version of the manifest's format. In version 1, which is still read, each entry has a ``blake2b``
-checksum, and the entries of later releases a ``crc32`` beside it."""
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_NUMBER_BYTES = 1000
 _BLOCK_BYTES = 1 << 20
 """Bytes of a file that are read at a time; more would not stay in a processor's cache."""
 Files = dict[str, dict[str, Any]]
-"""File name -> ``{"bytes": size in bytes, "crc32": checksum}``; see also `VERSION`."""
+"""File name -> ``{"bytes": size in bytes, "crc32": checksum}``; see also `manifest.VERSIONS`."""
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -187,6 +178,13 @@ def describe_file(path: Path) -> dict[str, Any]:
     return checksum.entry()
 
 
+def summary_of(content: bytes) -> dict[str, Any]:
+    """Return the size and the checksum of a file with this content, as in `Files`."""
+    checksum = Checksum()
+    checksum.add(content)
+    return checksum.entry()
+
+
 def digest_of(path: Path) -> str:
     """Return a digest of a file's content, which no other content has."""
     digest = hashlib.blake2b(digest_size=16)
@@ -215,65 +213,6 @@ def _blocks(path: Path) -> Iterator[memoryview]:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while size := file.readinto(buffer):
             yield buffer[:size]
-
-
-def read_manifest(folder: Path) -> Files | None:
-    """Read the manifest of a folder; return None if it has none, as in Megatron-LM's
-    checkpoints.
-    """
-    path = folder / MANIFEST
-    try:
-        return manifest_of(read_json_object(path), path)
-    except UnreadableFile as error:
-        if error.missing:
-            return None
-        raise CheckpointError(
-            f"{path} is damaged ({error.reason}); load another checkpoint."
-        ) from error
-
-
-def manifest_of(content: dict[str, Any], place: Path | str) -> Files:
-    """Return the files that a manifest lists, with their sizes and checksums.
-
-    Args:
-        content: the parsed manifest.
-        place: path or address of the manifest, for error messages.
-
-    Raises:
-        CheckpointError: the manifest is damaged, or has another format version.
-    """
-    version = content.get("version", VERSION)
-    if version not in (1, VERSION):
-        raise CheckpointError(
-            f"{place} has the version {shortened(version)}, but 1 and {VERSION} are read here; "
-            "load another checkpoint, or use the release that wrote it."
-        )
-    files = content.get("files")
-    if not isinstance(files, dict):
-        raise CheckpointError(
-            f"{place} is damaged (`files` is {kind_of(files)} instead of an object); load another "
-            "checkpoint."
-        )
-    for name, entry in files.items():
-        if not _is_entry(entry):
-            raise CheckpointError(
-                f"{place} is damaged (it gives no size and checksum of {shortened(name)}); load "
-                "another checkpoint."
-            )
-        if not is_plain_name(name):
-            raise CheckpointError(
-                f"{place} is damaged (it names {name[:200]}, which does not lie in this "
-                "folder); load another checkpoint."
-            )
-    return files
-
-
-def _is_entry(value: object) -> bool:
-    """Return whether a value in a manifest is a size with a checksum, as in `Files`."""
-    if not isinstance(value, dict) or not is_count(value.get("bytes")):
-        return False
-    has_checksum = "crc32" in value or isinstance(value.get("blake2b"), str)
-    return has_checksum and is_count(value.get("crc32", 0))
 
 
 def is_plain_name(name: str) -> bool:

@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_ext.checkpoint import publish, writing
 from megatron_ext.checkpoint.best import BestCheckpoint
-from megatron_ext.checkpoint.files import MANIFEST, Files, folder_of, read_manifest
+from megatron_ext.checkpoint.files import Files, folder_of
+from megatron_ext.checkpoint.manifest import MANIFEST, read_root, write_manifest
 from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.checkpoint.storage import one_line
 from megatron_ext.config.output import CheckpointConfig
@@ -143,7 +144,7 @@ def _do(job: Job, connection: Connection) -> str:
         connection.send(Report(job.number, WRITTEN))
         results = _results(job)
         files = _write_common(job, common, pickle.loads(counters), metadata, results)
-        publish.write_manifest(job.folder, files)
+        write_manifest(job.folder, files)
         _publish(job, files)
     return PUBLISHED
 
@@ -279,7 +280,7 @@ def _listed(folder: Path) -> Files | None:
     ranks' results: the earlier helper has read them, and may have removed them.
     """
     try:
-        return read_manifest(folder)
+        return read_root(folder)
     except CheckpointError:
         (folder / MANIFEST).unlink()
         return None

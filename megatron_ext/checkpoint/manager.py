@@ -150,17 +150,18 @@ class CheckpointManager:
         temporary = publish.temporary_folder_of(root, iteration)
         remote = remote_of(self._config, root)
         if self._writer is None:
-            self._writer = CheckpointWriter(self._config, replica_groups(self._context))
+            replicas = replica_groups(self._context)
+            self._writer = CheckpointWriter(self._config, replicas, self._context.pgs.mp)
         try:
             if remote is not None:
                 # Each machine has a staging folder of its own.
                 root.mkdir(parents=True, exist_ok=True)
                 own_folder(temporary)
-            files = self._writer.write(state(), temporary, progress, run_config)
+            listed, own = self._writer.write(state(), temporary, progress, run_config)
             if remote is not None:
-                remote.upload(temporary, iteration, files)
+                remote.upload(temporary, iteration, listed, own)
             what = f"{temporary} not published"
-            on_first_rank(lambda: publish.publish(root, iteration, files), what)
+            on_first_rank(lambda: publish.publish(root, iteration, listed), what)
         except CheckpointError:
             if self._context.rank == 0 or remote is not None:
                 # The half-written checkpoint may be what fills the disk.

@@ -1,7 +1,6 @@
 """Publishes a checkpoint under its final name and removes old ones; only rank 0 does this.
 
-A manifest lists a checkpoint's files with sizes and checksums. The tracker is a file that names the
-iteration of the newest checkpoint.
+The tracker is a file that names the iteration of the newest checkpoint.
 
 A lock lets only one run at a time write to a folder of checkpoints. It is a POSIX lock, because
 shared file systems support it and the kernel frees it however rank 0 ends. Unlike a lock of flock
@@ -11,7 +10,6 @@ or filelock, it is not inherited by processes that rank 0 forks, such as data lo
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -24,6 +22,7 @@ from megatron_ext import limits
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.files import folder_of, published
+from megatron_ext.checkpoint.manifest import write_manifest
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.disk.writing import lock_path, open_descriptor, remove
 from megatron_ext.errors import CheckpointError
@@ -71,7 +70,7 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
     loader find a complete checkpoint that the tracker does not name yet.
 
     Args:
-        listed: the files of the checkpoint, for the manifest.
+        listed: the files of the checkpoint, for the manifest; see `write_manifest`.
     """
     temporary = temporary_folder_of(root, iteration)
     final = folder_of(root, iteration)
@@ -86,12 +85,6 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
     os.rename(temporary, final)
     files.sync_folder(root)
     complete(root, iteration)
-
-
-def write_manifest(folder: Path, listed: files.Files) -> None:
-    """Write the manifest of a checkpoint; the files ``listed`` must already be in ``folder``."""
-    content = {"version": files.VERSION, "files": dict(sorted(listed.items()))}
-    files.write_durably(folder / files.MANIFEST, json.dumps(content, indent=1))
 
 
 def complete(root: Path, iteration: int) -> None:

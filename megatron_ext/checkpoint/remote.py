@@ -15,16 +15,23 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from megatron_ext.checkpoint import files, publish, storage
 from megatron_ext.checkpoint.best import BestCheckpoint
-from megatron_ext.checkpoint.files import MANIFEST, TRACKER, Files, folder_of, published
+from megatron_ext.checkpoint.files import TRACKER, Files, folder_of, published
+from megatron_ext.checkpoint.manifest import (
+    MANIFEST,
+    is_part,
+    is_shard,
+    manifest_of,
+    part_of,
+    with_parts,
+    write_manifest,
+)
 from megatron_ext.checkpoint.stored import candidates, passes_over_damaged
 from megatron_ext.config.output import CheckpointConfig, split_address, staging_folder
 from megatron_ext.data.requests import file_system
@@ -207,33 +214,31 @@ class RemoteFolder:
             if MANIFEST not in self._entries(name):
                 self._remove(name)
 
-    def upload(self, folder: Path, iteration: int, listed: Files) -> None:
+    def upload(self, folder: Path, iteration: int, listed: Files, own: Files) -> None:
         """Upload a checkpoint that is not published yet; all ranks call this together.
 
-        Each rank uploads its own shards. Then rank 0 uploads the files that belong to no rank, and
+        Each rank uploads its own files. Then rank 0 uploads the files that belong to no rank, and
         last the manifest.
 
         Args:
             folder: the local folder of the checkpoint.
             iteration: its iteration.
-            listed: its files, for the manifest.
+            listed: its files, for the manifest, on rank 0.
+            own: the files of this rank.
 
         Raises:
             CheckpointError: on all ranks, if an upload fails on one. The manifest is not uploaded
                 then.
         """
         name = folder_of(self.root, iteration).name
-        rank = torch.distributed.get_rank()
-        own = [file for file in listed if file.startswith(f"__{rank}_")]
-        common = [file for file in listed if not file.startswith("__")]
 
-        def put(names: Sequence[str]) -> None:
+        def put(names: Iterable[str]) -> None:
             for file in names:
                 self._put(folder / file, f"{name}/{file}")
 
         def finish() -> None:
-            publish.write_manifest(folder, listed)
-            put([*common, MANIFEST])
+            common = [x for x, entry in listed.items() if not (is_shard(x) or is_part(entry))]
+            put([*common, *write_manifest(folder, listed)])
 
         what = f"{self.address} cannot be written"
         on_first_rank(lambda: self._remove(name), what)
@@ -374,11 +379,18 @@ class RemoteFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _remote_files(self, iteration: int) -> Files:
-        place = f"{self.address}/{folder_of(self.root, iteration).name}/{MANIFEST}"
+        folder = folder_of(self.root, iteration).name
+        place = f"{self.address}/{folder}/{MANIFEST}"
         content = parse_json(self._listed(iteration) or b"", place)
         if not isinstance(content, dict):
             raise UnreadableFile(place, f"it holds {kind_of(content)} instead of an object")
-        return files.manifest_of(content, place)
+        root = manifest_of(content, place)
+
+        def read(name: str) -> Files:
+            stored = self._read(f"{folder}/{name}") or b""
+            return part_of(stored, root[name], f"{self.address}/{folder}/{name}")
+
+        return with_parts(root, read)
 
     def _size_fault(self, iteration: int) -> str | None:
         """Describe the first remote file that is missing or has a wrong size; None if all fit."""

@@ -37,7 +37,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 
 from megatron_ext import limits
-from megatron_ext.checkpoint.files import Files, read_manifest
+from megatron_ext.checkpoint.files import Files
+from megatron_ext.checkpoint.manifest import is_part, read_part, read_root
 from megatron_ext.checkpoint.memory import fills
 from megatron_ext.checkpoint.optimizer_state import drop_main_weights
 from megatron_ext.checkpoint.stored import CheckpointRef, check_listed
@@ -185,15 +186,40 @@ def one_line(error: BaseException, folder: Path | None = None) -> str:
 def verify(checkpoint: CheckpointRef, context: ParallelContext) -> None:
     """Raise a CheckpointError on all ranks if a file fails its checksum.
 
-    Rank 0 reads the manifest, and each rank checks a part of the files. All ranks call this
-    together.
+    Rank 0 reads the manifest, and each rank checks a share of the files, for which it reads few of
+    the manifest's parts. All ranks call this together.
     """
     path = checkpoint.path
     what = f"{path} cannot be read"
-    listed: Files = on_first_rank(lambda: read_manifest(path) or {}, what)
+    root: Files = on_first_rank(lambda: read_root(path) or {}, what)
+    rank = context.rank
+    size = context.layout.world_size
+    on_every_rank(lambda: _check_share(checkpoint, root, rank, size), what)
+
+
+def _check_share(checkpoint: CheckpointRef, root: Files, rank: int, world_size: int) -> None:
+    """Raise a CheckpointError if a file in the share of a rank fails its checksum.
+
+    The ranks deal out the parts of the manifest ``root``, so that several ranks may share a part,
+    or a rank has several.
+    """
+    whole = {name: entry for name, entry in root.items() if not is_part(entry)}
+    check_listed(checkpoint, whole, _share(whole, rank, world_size))
+    parts = sorted(name for name, entry in root.items() if is_part(entry))
+    if not parts:
+        return
+    dealt = min(len(parts), world_size)
+    sharers = range(rank % dealt, world_size, dealt)
+    for name in parts[sharers[0] :: dealt]:
+        check_listed(checkpoint, root, [name])
+        listed = read_part(checkpoint.path, name, root[name])
+        check_listed(checkpoint, listed, _share(listed, sharers.index(rank), len(sharers)))
+
+
+def _share(listed: Files, index: int, size: int) -> list[str]:
+    """Return the names of one of ``size`` shares of files, of about the same bytes."""
     largest_first = sorted(listed, key=lambda name: (-listed[name]["bytes"], name))
-    names = largest_first[context.rank :: context.layout.world_size]
-    on_every_rank(lambda: check_listed(checkpoint, listed, names), what)
+    return largest_first[index::size]
 
 
 def _load_state(

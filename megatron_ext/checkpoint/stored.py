@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import TRACKER, Files, published, standing_folder_of
+from megatron_ext.checkpoint.manifest import MANIFEST, read_manifest
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.disk.host_folder import generation
 from megatron_ext.disk.reading import UnreadableFile, is_count, kind_of, read_json_object, shortened
@@ -42,7 +43,7 @@ def check_files(
 
     ``own`` takes the files in the manifest and returns the names to check; by default all.
     """
-    listed = files.read_manifest(checkpoint.path) or {}
+    listed = read_manifest(checkpoint.path) or {}
     check_listed(checkpoint, listed, own(listed))
 
 
@@ -277,13 +278,13 @@ def fault_of(folder: Path) -> str | None:
     if not folder.is_dir():
         return f"{folder} does not exist"
     try:
-        listed = files.read_manifest(folder)
+        listed = read_manifest(folder)
     except CheckpointError as error:
         return str(error).rstrip(".")
     if listed is not None:
         return files.size_fault(folder, listed)
     if (folder / RUN_CONFIG).is_file():
-        return f"{folder / files.MANIFEST} is missing"
+        return f"{folder / MANIFEST} is missing"
     if any(folder.glob("mp_rank_*/*.pt")):
         return (
             f"{folder} is in Megatron-LM's old format `torch`, which only Megatron-LM's tools can "

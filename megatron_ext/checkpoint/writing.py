@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from megatron_ext import limits
 from megatron_ext.checkpoint.files import Files, describe_file, make_durable
+from megatron_ext.checkpoint.manifest import MAX_LISTED, write_parts
 from megatron_ext.checkpoint.memory import memory_of
 from megatron_ext.checkpoint.prepared import BACKEND, VERSION, SavePreparer
 from megatron_ext.checkpoint.storage import one_line
@@ -41,7 +42,12 @@ from megatron_ext.checkpoint.summed_file import SummedFile
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.disk.writing import cleared, write_text
 from megatron_ext.errors import CheckpointError
-from megatron_ext.parallel.collectives import on_first_rank, to_first_rank
+from megatron_ext.parallel.collectives import (
+    largest_of_all_ranks,
+    on_every_rank,
+    on_first_rank,
+    to_one_rank,
+)
 
 Value = Tensor | bytes | Callable[[], Tensor]
 """A value to write to a checkpoint: a tensor, a function that returns one, or bytes."""
@@ -55,11 +61,21 @@ class CheckpointWriter:
     save of the same plan, except for the checksums, and is sent only once.
 
     Args:
-        replicas: the groups whose ranks divide the writing of weights that they share.
+        replicas: the groups whose ranks divide the writing of weights that they share. Of more than
+            `MAX_LISTED` ranks, the first rank of the first of these groups lists the group's files.
+        model: the group of the ranks that hold a whole model together: one rank of each group of
+            replicas. If it is None, rank 0 lists the files of all ranks.
     """
 
-    def __init__(self, config: CheckpointConfig, replicas: Sequence[ProcessGroup]) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        replicas: Sequence[ProcessGroup],
+        model: ProcessGroup | None = None,
+    ) -> None:
         self._preparer = SavePreparer(config, replicas)
+        self._replicas = replicas
+        self._model = model
         self._plan: object = None
         self._own: list[WriteResult] | None = None
         self._of_all: list[list[WriteResult]] = []
@@ -70,7 +86,7 @@ class CheckpointWriter:
         folder: Path,
         progress: dict[str, Any],
         run_config: dict[str, Any],
-    ) -> Files:
+    ) -> tuple[Files, Files]:
         """Write a checkpoint into an empty folder.
 
         Args:
@@ -79,7 +95,8 @@ class CheckpointWriter:
             run_config: the configuration of the run, as sections of plain values.
 
         Returns:
-            Sizes and checksums of all files on rank 0, and of its own file on another rank.
+            (the files for the manifest on rank 0, and none on another rank; the files that this
+            rank has written for itself and for its group: shards, and parts of the manifest).
 
         Raises:
             CheckpointError: on all ranks, if one cannot write.
@@ -91,10 +108,9 @@ class CheckpointWriter:
             self._own = None
         rank = torch.distributed.get_rank()
         written: list[WriteResult] = []
-        files: Files = {}
 
         def write() -> tuple[list[WriteResult] | None, Files]:
-            nonlocal written, files
+            nonlocal written
             try:
                 written, files = write_shards(folder, plan.items, prepared.values)
             except Exception as error:
@@ -104,14 +120,18 @@ class CheckpointWriter:
             # Without the cause, the sentence is the same on all ranks.
             raise CheckpointError(f"{folder} could not be written by rank {rank}: {why}")
 
-        parts = to_first_rank(write, "")
+        news, own = on_every_rank(write, "")
         self._own = written
-        self._of_all = self._of_all or [[] for _ in parts]
         listed: Files = {}
-        for number, (news, of_rank) in enumerate(parts):
-            listed.update(of_rank)
-            if news is not None:
-                self._of_all[number] = news
+        if torch.distributed.get_world_size() <= MAX_LISTED or self._model is None:
+            told = to_one_rank((news, own), 0)
+            listed = _merged([of_rank for _, of_rank in told])
+            self._take([of_rank for of_rank, _ in told])
+        else:
+            parts, listed = self._write_parts(folder, own)
+            own = own | parts
+            if largest_of_all_ranks([int(news is not None)]) == [1]:
+                self._take(to_one_rank(news, 0))
 
         def finish() -> Files:
             assert plan.metadata is not None
@@ -119,7 +139,35 @@ class CheckpointWriter:
             return write_common(folder, *common, plan.metadata, self._of_all)
 
         common_files = on_first_rank(finish, f"{folder} could not be written")
-        return listed | common_files if rank == 0 else files
+        return listed | common_files if rank == 0 else {}, own
+
+    def _write_parts(self, folder: Path, own: Files) -> tuple[Files, Files]:
+        """List the files of each group of replicas in parts of the manifest.
+
+        Return (the parts that this rank has written, the parts of all ranks on rank 0).
+        """
+        assert self._model is not None
+        group = self._replicas[0]
+        first = torch.distributed.get_global_rank(group, 0)
+        of_group = _merged(to_one_rank(own, first, group))
+
+        def write() -> Files:
+            return write_parts(folder, of_group, first) if of_group else {}
+
+        parts = on_every_rank(write, f"{folder} could not be written")
+        is_first = torch.distributed.get_rank(group) == 0
+        return parts, _merged(to_one_rank(parts, 0, self._model)) if is_first else {}
+
+    def _take(self, news: list[list[WriteResult] | None]) -> None:
+        """Keep, on rank 0, what each rank has told about its file; None if that is as before."""
+        self._of_all = self._of_all or [[] for _ in news]
+        for number, of_rank in enumerate(news):
+            if of_rank is not None:
+                self._of_all[number] = of_rank
+
+
+def _merged(parts: Iterable[Files]) -> Files:
+    return {name: entry for listed in parts for name, entry in listed.items()}
 
 
 class DiskWriter(FileSystemWriter):

@@ -19,7 +19,7 @@ from megatron_ext.checkpoint.compatibility import (
     loads_optimizer,
     loads_random,
 )
-from megatron_ext.checkpoint.files import MANIFEST
+from megatron_ext.checkpoint.manifest import MANIFEST
 from megatron_ext.checkpoint.stored import CheckpointRef
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.output import CheckpointConfig

@@ -16,8 +16,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
 from megatron_ext.checkpoint import remote
-from megatron_ext.checkpoint.files import MANIFEST, TRACKER, folder_of, published
+from megatron_ext.checkpoint.files import TRACKER, folder_of, published
 from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.manifest import MANIFEST
 from megatron_ext.checkpoint.remote import RemoteFolder, remote_of
 from megatron_ext.checkpoint.staging import fetched, stage
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig

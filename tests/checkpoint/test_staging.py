@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint import staging
-from megatron_ext.checkpoint.files import MANIFEST, TRACKER, folder_of
+from megatron_ext.checkpoint.files import TRACKER, folder_of
+from megatron_ext.checkpoint.manifest import MANIFEST
 from megatron_ext.checkpoint.remote import RemoteFolder
 from megatron_ext.checkpoint.stored import CheckpointRef
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig
@@ -268,18 +269,20 @@ def test_a_manifest_is_the_last_to_come_and_the_first_to_go(
     monkeypatch.setattr(remote, "_put", lambda path, name: done.append(f"put {name}"))
     folder = tmp_path / "folder"
     folder.mkdir()
-    listed = {f"__{rank}_0.distcp": {"bytes": 1, "blake2b": ""} for rank in (0, 1, 10)}
-    listed["common.pt"] = {"bytes": 1, "blake2b": ""}
+    entry = {"bytes": 1, "crc32": 0}
+    own = {"__1_0.distcp": entry, "manifest_1_0.json": {**entry, "part": True}}
+    listed = {f"__{rank}_0.distcp": entry for rank in (0, 1, 10)}
+    listed |= {"common.pt": entry, "manifest_0_0.json": {**entry, "part": True}}
     module = "megatron_ext.checkpoint.remote"
     monkeypatch.setattr(f"{module}.on_first_rank", lambda work, _: work())
     monkeypatch.setattr(f"{module}.on_every_rank", lambda work, _: work())
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    remote.upload(folder, 7, listed)
+    remote.upload(folder, 7, listed, own)
     name = "iter_0000007"
     assert done == [
         f"remove {MANIFEST}",
         f"remove {name} whole",
         f"put {name}/__1_0.distcp",
+        f"put {name}/manifest_1_0.json",
         f"put {name}/common.pt",
         f"put {name}/{MANIFEST}",
     ]

@@ -129,7 +129,7 @@ def test_each_file_is_verified_by_one_rank(tmp_path: Path, monkeypatch: pytest.M
     shares = list[list[str]]()
     monkeypatch.setattr(storage, "on_every_rank", lambda work, _: work())
     monkeypatch.setattr(storage, "on_first_rank", lambda work, _: work())
-    monkeypatch.setattr(storage, "read_manifest", lambda _: files)
+    monkeypatch.setattr(storage, "read_root", lambda _: files)
     monkeypatch.setattr(storage, "check_listed", lambda _, listed, names: shares.append(names))
     checkpoint = CheckpointRef(tmp_path, 1, weights_only=False)
     for rank in range(3):

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_ext.checkpoint import files, stored
 from megatron_ext.checkpoint.best import BestCheckpoint
-from megatron_ext.checkpoint.files import MANIFEST, TRACKER, describe_file, folder_of
+from megatron_ext.checkpoint.files import TRACKER, describe_file, folder_of
+from megatron_ext.checkpoint.manifest import MANIFEST
 from megatron_ext.checkpoint.stored import (
     CheckpointRef,
     check_files,

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import megatron_ext
-from megatron_ext.checkpoint.files import MANIFEST, describe_file, folder_of, read_manifest
+from megatron_ext.checkpoint.files import describe_file, folder_of
+from megatron_ext.checkpoint.manifest import MANIFEST, read_manifest
 from megatron_ext.checkpoint.unpickling import MetadataReader, common_state_of, read_tensors
 from megatron_ext.errors import CheckpointError
 from megatron_ext.programs.convert_checkpoint import main as convert

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_ext.checkpoint.files import MANIFEST, describe_file, folder_of
+from megatron_ext.checkpoint.files import describe_file, folder_of
+from megatron_ext.checkpoint.manifest import MANIFEST
 from megatron_ext.checkpoint.stored import RUN_CONFIG
 from megatron_ext.config.flags import flag, from_checkpoint
 from megatron_ext.config.parser import parse_args

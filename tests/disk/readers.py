@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_ext.checkpoint import files, stored
+from megatron_ext.checkpoint.manifest import read_manifest
 from megatron_ext.checkpoint.run_record import RECORD, own_checkpoints
 from megatron_ext.checkpoint.safetensors_files import TensorFolder
 from megatron_ext.checkpoint.snapshot import SnapshotFile
@@ -299,7 +300,7 @@ def readers() -> dict[str, Reader]:
     idx, data = _dataset()
     manifest = {"version": 2, "files": {"__0_0.distcp": {"bytes": 3, "crc32": 0}}}
     return {
-        "manifest": Reader("manifest.json", _json(manifest), files.read_manifest),
+        "manifest": Reader("manifest.json", _json(manifest), read_manifest),
         "run_config": Reader("run_config.json", _json(_config()), _use_arguments),
         "progress": Reader("progress.json", _json(PROGRESS), _progress),
         "tracker": Reader("latest_checkpointed_iteration.txt", b"12\n", files.read_tracker),

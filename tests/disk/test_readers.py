@@ -127,7 +127,7 @@ def test_a_counter_has_its_type_and_sign(name: str, tmp_path: Path) -> None:
 
 
 MANIFESTS = {
-    "version 99": ({"version": 99, "files": {}}, "the version 99, but 1 and 2 are read here"),
+    "version 99": ({"version": 99, "files": {}}, "the version 99, but 1, 2 and 3 are read here"),
     "files in a list": ({"version": 1, "files": []}, "`files` is a list instead of an object"),
     "negative size": (
         {"version": 1, "files": {"a": {"bytes": -1, "blake2b": ""}}},

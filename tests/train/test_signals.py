@@ -19,7 +19,8 @@ import psutil
 import pytest
 import torch.distributed.run
 
-from megatron_ext.checkpoint.files import folder_of, read_manifest, read_tracker
+from megatron_ext.checkpoint.files import folder_of, read_tracker
+from megatron_ext.checkpoint.manifest import read_manifest
 from megatron_ext.errors import EXIT_CODE_INTERRUPTED, EXIT_CODE_NOT_SAVED, run_program
 from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL
 from megatron_ext.train.reporting.files import read_metrics

@@ -15,11 +15,11 @@ from typing import Any
 
 from megatron_ext.checkpoint.files import (
     published,
-    read_manifest,
     read_tracker,
     size_fault,
     standing_folder_of,
 )
+from megatron_ext.checkpoint.manifest import read_manifest
 from megatron_ext.disk.events import EVENTS_FILE, PICTURE, REPORT
 from megatron_ext.disk.reading import (
     UnreadableFile,

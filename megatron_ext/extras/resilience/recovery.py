@@ -274,7 +274,7 @@ class Recovery:
         temporary = publish.temporary_folder_of(root, iteration)
         # The ranks of another layout hold these shards, so no replicas share the writing.
         config = CheckpointConfig(ckpt_fully_parallel_save=False)
-        files = CheckpointWriter(config, []).write({**sharded, **common}, temporary, *facts)
+        files, _ = CheckpointWriter(config, []).write({**sharded, **common}, temporary, *facts)
         on_first_rank(lambda: publish.publish(root, iteration, files), what)
         return CheckpointRef(root, iteration, weights_only=False)
 
