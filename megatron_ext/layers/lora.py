@@ -41,6 +41,7 @@ from torch import Tensor
 
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.layers.fused_rows import fused_rows
 from megatron_ext.layers.initialization import Initialize, draw, memory_key, shards_of
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, enter, leave
 from megatron_ext.layers.replicated_linear import ReplicatedLinear
@@ -55,13 +56,21 @@ class Adapter(torch.nn.Module):
 
     A `ReplicatedLinear` has the weight ``[out, in]``. B starts at zero. The two halves of a gated
     layer's output are sharded separately.
+
+    Args:
+        gated: whether the layer's outputs are two halves, a gate and what it multiplies.
+        rows: numbers of rows of the projections that the layer joins and that get an adapter each
+            (`fused_rows`); a single number if the layer gets one.
     """
 
-    def __init__(self, layer: Layer, config: LoraConfig, *, gated: bool) -> None:
+    def __init__(
+        self, layer: Layer, config: LoraConfig, *, gated: bool, rows: Sequence[int]
+    ) -> None:
         super().__init__()
         assert config.lora_rank is not None
         weight = layer.weight
-        self.a = torch.nn.Parameter(weight.new_empty(config.lora_rank, weight.size(1)))
+        inner = len(rows) * config.lora_rank
+        self.a = torch.nn.Parameter(weight.new_empty(inner, weight.size(1)))
         self.b = torch.nn.Parameter(weight.new_zeros(weight.size(0), config.lora_rank))
         self.scale = config.scale
         self.dropout = config.lora_dropout
@@ -74,6 +83,15 @@ class Adapter(torch.nn.Module):
         if isinstance(layer, ReplicatedLinear):
             self.sides_cut = {}
         """The dimension along which matrix "a" or "b" is split; no entry for a whole matrix."""
+        self.owner: Tensor | None
+        """For each row of B, 1 at the projection to which it belongs, ``[out, projections]``."""
+        self.register_buffer("owner", None, persistent=False)
+        if len(rows) > 1:
+            first = self.tp_group.rank() * weight.size(0) if self.sides_cut else 0
+            places = torch.arange(first, first + weight.size(0), device=weight.device) % sum(rows)
+            ends = torch.tensor(rows, device=weight.device).cumsum(0)
+            owner = F.one_hot(torch.bucketize(places, ends, right=True), len(rows))
+            self.owner = owner.to(weight.dtype)
         for name, parameter in self.named_parameters():
             if name in self.sides_cut:
                 set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)
@@ -88,10 +106,19 @@ class Adapter(torch.nn.Module):
             dropped = F.dropout(x, self.dropout, self.training)
         if not self.communicates:
             a = self._whole("a")
-            return F.linear(F.linear(dropped, a) * self.scale, self._whole("b"))
+            return F.linear(F.linear(dropped, a) * self.scale, self._outputs(self._whole("b")))
         between = leave if self.is_row else enter
         low = between(F.linear(dropped, self.a), self.tp_group, self.sequence_parallel)
-        return F.linear(low * self.scale, self.b)
+        return F.linear(low * self.scale, self._outputs(self.b))
+
+    def _outputs(self, b: Tensor) -> Tensor:
+        """Return B ``[out, r]`` as the matrix that multiplies the products with all rows of A.
+
+        A row has zeros for the products of other projections than its own.
+        """
+        if self.owner is None:
+            return b
+        return (self.owner.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
 
     def _whole(self, name: str) -> Tensor:
         """Return matrix "a" or "b"; if only the other is split, the ranks sum its gradient."""
@@ -102,7 +129,7 @@ class Adapter(torch.nn.Module):
 
     def delta(self) -> Tensor:
         """Return ``scale * B A`` in float32, split like the layer's weight."""
-        return self.scale * (self.b.float() @ self.a.float())
+        return self.scale * (self._outputs(self.b.float()) @ self.a.float())
 
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -135,6 +162,9 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
     named = config.lora_target_modules
     targets: Sequence[str] = ALL_TARGETS if named is None else named
     for chunk in chunks:
+        fused = {}
+        if config.lora_separate_projections:
+            fused = dict(fused_rows(chunk, split_qkv=True))
         chunk.requires_grad_(False)
         for name, layer in list(chunk.named_modules()):
             own_name = name.rpartition(".")[2]
@@ -142,7 +172,8 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
             if own_name in targets and in_a_layer and isinstance(layer, Layer):
                 config_of_layer: Any = getattr(layer, "config", None)
                 gated = own_name == "linear_fc1" and config_of_layer.gated_linear_unit
-                layer.lora = Adapter(layer, config, gated=gated)
+                rows = fused.get(layer.weight, (layer.weight.size(0),))
+                layer.lora = Adapter(layer, config, gated=gated, rows=rows)
         matrices = [adapter.a for _, adapter in _adapted(chunk)]
         if not matrices and any(_IN_A_LAYER.search(name) for name, _ in chunk.named_parameters()):
             raise ConfigError(

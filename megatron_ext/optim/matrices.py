@@ -7,9 +7,7 @@ and output layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -19,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from megatron_ext.layers.expert_parameters import expert_parameters
+from megatron_ext.layers.fused_rows import fused_rows
 from megatron_ext.layers.linear import OutputLayer
 
 NOT_MATRICES = (torch.nn.Embedding, VocabParallelEmbedding, OutputLayer)
@@ -86,15 +85,14 @@ def matrices_of(
     """Return the trained weights of a model chunk that Muon updates, each with its `Matrix`.
 
     These are all two-dimensional weights except tables of vectors: embeddings, output layers, and
-    parameters with a true attribute ``is_table``. A module of this package whose weight fuses
-    queries, keys and values has an attribute ``fused_parts``, which becomes `Matrix.rows`.
+    parameters with a true attribute ``is_table``.
 
     Args:
         split_qkv: whether fused queries, keys and values count as three matrices or as one.
     """
     experts = set(expert_parameters(chunk))
     tables = {p for m in chunk.modules() if isinstance(m, NOT_MATRICES) for p in m.parameters()}
-    fused = dict(_fused(chunk, split_qkv=split_qkv))
+    fused = dict(fused_rows(chunk, split_qkv=split_qkv))
     matrices = {}
     for parameter in chunk.parameters():
         marks = "is_embedding_or_output_parameter", "is_table"
@@ -109,26 +107,3 @@ def matrices_of(
             rows = fused.get(parameter, (parameter.size(0),))
             matrices[parameter] = Matrix(parameter, rows, group, dim)
     return matrices
-
-
-def _fused(chunk: Module, *, split_qkv: bool) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield each weight that fuses several matrices, with its `Matrix.rows`.
-
-    Without ``split_qkv``, fused queries, keys and values count as one matrix.
-    """
-    for module in chunk.modules():
-        config = getattr(module, "config", None)
-        layers = dict(module.named_children())
-        if split_qkv and "linear_qkv" in layers and config is not None:
-            head = getattr(module, "hidden_size_per_attention_head", None)
-            if head is not None:
-                queries = config.num_attention_heads // config.num_query_groups * head
-                yield layers["linear_qkv"].weight, (queries, head, head)
-        if "linear_fc1" in layers and getattr(config, "gated_linear_unit", False):
-            # Each expert in a group of experts has its own weight.
-            for weight in layers["linear_fc1"].parameters(recurse=False):
-                if weight.dim() == 2:
-                    yield weight, (weight.size(0) // 2,) * 2
-        if split_qkv and hasattr(module, "fused_parts"):
-            parts: Any = module.fused_parts
-            yield module.weight, parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,6 +68,7 @@ class Linear:
         copies: number of ranks that each hold another layer of this kind: the expert-parallel size
             for experts, else 1.
         expert: whether it belongs to experts.
+        gated: whether the outputs are a gate and what it multiplies.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Linear:
     bias: bool = True
     copies: int = 1
     expert: bool = False
+    gated: bool = False
 
     @property
     def products(self) -> int:
@@ -91,10 +93,9 @@ class Linear:
         """
         if lora.lora_rank is None:
             return list(_plain_weights(self, module))
-        return self._listed(module, lora.lora_rank, lora.lora_target_modules or [])
+        return self._listed(module, lora)
 
-    def _listed(self, module: str, rank: int | None, targets: Sequence[str]) -> list[Weight]:
-        """Return the parameters; those that ``targets`` name have adapters of rank ``rank``."""
+    def _listed(self, module: str, lora: LoraConfig | None) -> list[Weight]:
         height = self.outputs // self.rows
         width = self.inputs // self.columns
         name = module + self.name
@@ -107,9 +108,11 @@ class Linear:
 
         if self.bias:
             add("bias", height, self.rows)
-        if rank is not None and name.rpartition(".")[2] in targets:
-            add("lora.a", rank * width, self.columns)
-            add("lora.b", height * rank, self.rows)
+        targets = [] if lora is None else lora.lora_target_modules or []
+        if lora is not None and lora.lora_rank and name.rpartition(".")[2] in targets:
+            inner = lora.inner_width(self.name.rpartition(".")[2], gated=self.gated)
+            add("lora.a", inner * width, self.columns)
+            add("lora.b", height * lora.lora_rank, self.rows)
         return weights
 
 
@@ -119,7 +122,7 @@ def _plain_weights(linear: Linear, module: str) -> tuple[Weight, ...]:
 
     They are made once for the thousands of experts that a search lists in each of its layouts.
     """
-    return tuple(linear._listed(module, None, ()))
+    return tuple(linear._listed(module, None))
 
 
 def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:

@@ -33,6 +33,7 @@ from tests.ranks import ranks
 from tests.training_runs import SAME_WEIGHTS, mock_data
 
 LORA = "--lora-rank 4 --lora-alpha 8".split()
+APART = "--lora-separate-projections"
 CONSTANT = "--lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --clip-grad 0".split()
 STEPS = 3
 
@@ -65,10 +66,24 @@ class PlainLora:
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
         weights = {name: weight.detach() for name, weight in self.base.named_parameters()}
         for name in [n.removesuffix("lora.a") for n in self.adapters if n.endswith("lora.a")]:
-            product = self.adapters[f"{name}lora.b"] @ self.adapters[f"{name}lora.a"]
+            product = self._product(name, self.adapters[f"{name}lora.a"])
             weights[f"{name}weight"] = weights[f"{name}weight"] + self.scale * product
         output: Tensor = functional_call(self.base, weights, inputs, named)
         return output
+
+    def _product(self, name: str, a: Tensor) -> Tensor:
+        """Return B A, where each projection of a layer may have rows of A of its own."""
+        b = self.adapters[f"{name}lora.b"]
+        if len(a) == b.size(1):
+            return b @ a
+        config = self.base.config
+        head = config.kv_channels
+        rows = [config.num_attention_heads // config.num_query_groups * head, head, head]
+        if "linear_fc1" in name:
+            rows = [len(b) // 2] * 2
+        groups = b.split(rows * (len(b) // sum(rows)))
+        own = a.split(b.size(1))
+        return torch.cat([part @ own[i % len(rows)] for i, part in enumerate(groups)])
 
 
 def near(got: Tensor, want: Tensor, name: str, tolerance: float = 1e-5) -> None:
@@ -76,10 +91,15 @@ def near(got: Tensor, want: Tensor, name: str, tolerance: float = 1e-5) -> None:
     assert error <= tolerance, f"{name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("targets", [list(TARGETS), ["linear_qkv", "linear_fc2"]])
+@pytest.mark.parametrize(
+    ("targets", "more"),
+    [(list(TARGETS), []), (["linear_qkv", "linear_fc2"], []), (list(TARGETS), [APART])],
+)
 @ranks()
-def test_three_steps_are_those_of_plain_torch(context: ParallelContext, targets: list[str]) -> None:
-    run = gpt_config(*LORA, "--lora-target-modules", *targets, *CONSTANT)
+def test_three_steps_are_those_of_plain_torch(
+    context: ParallelContext, targets: list[str], more: list[str]
+) -> None:
+    run = gpt_config(*LORA, "--lora-target-modules", *targets, *CONSTANT, *more)
     transformer_config = build_transformer_config(run)
     chunk = bare_chunk(run, context)
     before = {k: v.clone() for k, v in chunk.named_parameters() if ".lora." not in k}
@@ -203,6 +223,14 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> parity.Recording:
     truth = run_layout("dp1", SAME_WEIGHTS, tmp_path_factory.mktemp("one") / "run")
     assert truth.failure is None
     return truth
+
+
+@pytest.mark.parametrize("layout", ["tp2sp", "pp2vpp2", "dp2do"])
+def test_separate_projections_train_as_on_one_rank(layout: str, tmp_path: Path) -> None:
+    words = [*SAME_WEIGHTS, APART]
+    truth = run_layout("dp1", words, tmp_path / "truth")
+    found = parity.compare(run_layout(layout, words, tmp_path / "run"), truth, parity.Tolerances())
+    assert_same(found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -51,10 +51,19 @@ def peft_layers(config: RunConfig, root: Path) -> PeftLayers:
         for layer, values in enumerate(matrix if stacked else matrix[None], first):
             ours = f"decoder.layers.{layer}.{linear}.weight"
             runs = table.runs(ours, values.shape[0], num_layers) or []
-            for tensor in dict.fromkeys(run.tensor for run in runs):
+            tensors = list(dict.fromkeys(run.tensor for run in runs))
+            rank = config.lora.lora_rank or 0
+            separate = len(values) == len(tensors) * rank
+            if kind == "A" and not separate and len(values) > rank:
+                raise CheckpointError(
+                    f"`--load` ({root}) has an adapter each for the projections of `{linear}` "
+                    f"(`--lora-separate-projections`), but {family.title} has one layer for them; "
+                    "merge the adapters with `tools/lora.py merge` instead."
+                )
+            for index, tensor in enumerate(tensors):
                 own = [run for run in runs if run.tensor == tensor]
                 # safetensors refuses tensors that share memory.
-                piece = values.clone()
+                piece = (values[index * rank :][:rank] if separate else values).clone()
                 if kind == "B":
                     piece = values.new_empty(sum(run.count for run in own), values.shape[1])
                     for run in own:

@@ -324,9 +324,10 @@ class Activations(GptRun):
         """
         lora = self.config.lora
         sizes = self.sizes
-        rank = lora.lora_rank or 0
         targets = lora.lora_target_modules or []
-        total = len(targets) * sizes.tokens * rank * sizes.width
+        gated = self.config.model.gated
+        widths = (lora.inner_width(x, gated=gated and x == "linear_fc1") for x in targets)
+        total = sizes.tokens * sum(widths) * sizes.width
         for name, numbers in inputs.items():
             if name in targets and lora.lora_dropout:
                 # The adapter keeps the dropped input instead, and what was dropped.

@@ -42,7 +42,7 @@ def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: A
         layout: further fields of `Linear`, such as ``bias``.
     """
     return [
-        Linear("linear_fc1", width * (2 if gated else 1), h, rows=ranks, **layout),
+        Linear("linear_fc1", width * (2 if gated else 1), h, rows=ranks, gated=gated, **layout),
         Linear("linear_fc2", h, width, columns=ranks, **layout),
     ]
 

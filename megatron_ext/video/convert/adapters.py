@@ -28,11 +28,11 @@ def adapters_of(run: RunConfig, network: str | None = None) -> PeftLayers:
     """
     conversion = writer_of(run.to_dict())
     assert conversion is not None
-    return layers_of(conversion, sizes_of(run, network))
+    return layers_of(conversion, sizes_of(run, network), run.lora.lora_rank or 0)
 
 
-def layers_of(conversion: Conversion, sizes: Any) -> PeftLayers:
-    """Return the mapping of our LoRA adapters to the layers of the network's first form.
+def layers_of(conversion: Conversion, sizes: Any, rank: int) -> PeftLayers:
+    """Return the mapping of our LoRA adapters, of rank ``rank``, to layers of the first form.
 
     Adapters of a form of diffusers, exported with it, are loaded by the method
     ``load_lora_adapter`` with ``prefix="base_model.model"``.
@@ -56,12 +56,15 @@ def layers_of(conversion: Conversion, sizes: Any) -> PeftLayers:
         assert match is not None
         kind = match["matrix"].upper()
         own = mapped.parts[f"{match['layer']}.weight"]
-        for tensor in dict.fromkeys(part.tensor for part in own):
+        tensors = list(dict.fromkeys(part.tensor for part in own))
+        separate = kind == "A" and len(matrix) == len(tensors) * rank
+        for index, tensor in enumerate(tensors):
             outputs, inputs = mapped.shapes[tensor]
             some = [part for part in own if part.tensor == tensor]
             if kind == "A":
-                values = matrix.new_zeros(matrix.size(0), inputs)
-                values[:, some[0].column : some[0].column + matrix.size(1)] = matrix
+                rows_of_a = matrix[index * rank :][:rank] if separate else matrix
+                values = matrix.new_zeros(len(rows_of_a), inputs)
+                values[:, some[0].column : some[0].column + matrix.size(1)] = rows_of_a
             else:
                 values = matrix.new_zeros(outputs, matrix.size(1))
                 for part in some:

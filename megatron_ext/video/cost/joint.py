@@ -264,8 +264,8 @@ class JointNetwork(ClipNetwork):
         """
         lora = self.config.lora
         layers = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-        count = sum(name in layers for name in lora.lora_target_modules or [])
-        return self.block_bytes.rows * count * (lora.lora_rank or 0) * self.sizes.width
+        targets = [name for name in lora.lora_target_modules or [] if name in layers]
+        return self.block_bytes.rows * sum(map(lora.inner_width, targets)) * self.sizes.width
 
     def _double(self) -> LayerBytes:
         width = self.block_bytes

@@ -215,9 +215,10 @@ class DiTNetwork(StreamedCost):
         width = self.block_bytes
         rows = {"linear_qkv": 1, "linear_proj": 2, "linear_q": 1, "linear_fc1": 1, "linear_fc2": 1}
         targets = lora.lora_target_modules or []
-        tokens = width.rows * sum(rows.get(name, 0) for name in targets)
-        tokens += self._text_rows * ("linear_kv" in targets)
-        return tokens * (lora.lora_rank or 0) * self.sizes.width
+        kept = width.rows * sum(rows.get(name, 0) * lora.inner_width(name) for name in targets)
+        if "linear_kv" in targets:
+            kept += self._text_rows * lora.inner_width("linear_kv")
+        return kept * self.sizes.width
 
     def layer(self) -> LayerBytes:
         """Return the memory of one block's activations for a micro-batch."""

@@ -28,6 +28,8 @@ from tests.video.wan_run import FRAMES, KINDS, SIZES_OF_CLIPS, microbatch, train
 
 RANK, ALPHA, RATE = 4, 8.0, 1e-2
 ADAPTERS = f"--lora-rank {RANK} --lora-alpha {ALPHA:g} --weight-decay 0 --lr {RATE} --clip-grad 1"
+APART = "--lora-separate-projections"
+STEPS = 3
 LAYOUTS = {
     "one rank": (1, ""),
     "tp2 pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
@@ -55,23 +57,20 @@ def tuned(root: Path, save: Path, steps: int, words: str = "", **options: Any) -
 
 
 def record(run: Run, path: Path) -> None:
-    """Write down the adapters that a run on one rank starts from, and the clips of two steps."""
+    """Write down the adapters that a run on one rank starts from, and the clips of its steps."""
     plan: Any = run.train_source
     (chunk,) = run.chunks
     adapters = {
         s.name: s.tensor.detach().clone() for s in shards_of(chunk.module) if ".lora." in s.name
     }
-    planned = [plan.video_plan.microbatches(step, 0, 4 * step) for step in range(2)]
+    planned = [plan.video_plan.microbatches(step, 0, 4 * step) for step in range(STEPS)]
     steps = [[(members, list(samples)) for _, members, samples in each] for each in planned]
     torch.save({"adapters": adapters, "steps": steps}, path)
 
 
 def with_peft(adapters: dict[str, Tensor]) -> Any:
-    """Return diffusers' model with peft's adapters on all linear layers of its blocks.
-
-    Ours on a fused layer start as several of peft's with the same matrix A.
-    """
-    parts = layers_of(CONVERSION, SIZES_OF_CLIPS).parts
+    """Return diffusers' model with peft's adapters on all linear layers of its blocks."""
+    parts = layers_of(CONVERSION, SIZES_OF_CLIPS, RANK).parts
     names = {name: list(parts(name, matrix)) for name, matrix in adapters.items()}
     layers = {layer for of_name in names.values() for layer, _, _ in of_name}
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=sorted(layers))
@@ -83,11 +82,11 @@ def with_peft(adapters: dict[str, Tensor]) -> Any:
     return model.double()
 
 
-def theirs(model: Any, steps: list[Any]) -> tuple[list[float], float]:
-    """Return the losses of two steps with torch's AdamW, and the gradient norm of the first."""
+def theirs(model: Any, steps: list[Any]) -> list[tuple[float, float]]:
+    """Return loss and gradient norm of each step with torch's AdamW."""
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(adapters, RATE, betas=(0.9, 0.95), eps=1e-15, weight_decay=0)
-    losses, norms = [], []
+    rows = []
     for microbatches in steps:
         found = []
         for numbers, samples in microbatches:
@@ -98,16 +97,16 @@ def theirs(model: Any, steps: list[Any]) -> tuple[list[float], float]:
         loss = torch.stack(found).mean()
         optimizer.zero_grad()
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(adapters, 1.0)))
+        norm = torch.nn.utils.clip_grad_norm_(adapters, 1.0)
         optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, norms[0]
+        rows.append((float(loss.detach()), float(norm)))
+    return rows
 
 
 @pytest.fixture(scope="module")
-def truth(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], float]:
+def truth(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
     folder = tmp_path_factory.mktemp("truth")
-    tuned(root, folder / "save", 1, prepare=partial(record, path=folder / "start.pt"))
+    tuned(root, folder / "save", 1, APART, prepare=partial(record, path=folder / "start.pt"))
     start = torch.load(folder / "start.pt")
     assert len(start["adapters"]) == 2 * 2 * sum(
         not re.search("norm|vision", name) for name in BLOCK_MODULES
@@ -118,22 +117,22 @@ def truth(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[fl
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "tp2 pp2" else pytest.mark.slow) for n in LAYOUTS]
 )
-def test_two_steps_are_those_of_peft(
-    root: Path, truth: tuple[list[float], float], tmp_path: Path, name: str
+def test_steps_are_those_of_peft(
+    root: Path, truth: list[tuple[float, float]], tmp_path: Path, name: str
 ) -> None:
-    """The second step's loss shows the update of B; matrices A have no gradient in the first."""
+    """The second step's loss shows the update of B, the third step's that of A."""
     ranks, words = LAYOUTS[name]
-    rows = tuned(root, tmp_path / "save", 2, words, ranks=ranks)
-    losses, norm = truth
-    for row, loss in zip(rows, losses, strict=True):
+    rows = tuned(root, tmp_path / "save", STEPS, f"{words} {APART}", ranks=ranks)
+    for row, (loss, norm) in zip(rows, truth, strict=True):
         assert math.isclose(row["loss"], loss, rel_tol=2e-6)
-    assert math.isclose(rows[0]["grad_norm"], norm, rel_tol=2e-5)
+        assert math.isclose(row["grad_norm"], norm, rel_tol=2e-5)
 
 
-def test_adapters_leave_alone_and_merged(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ["", pytest.param(APART, marks=pytest.mark.slow)])
+def test_adapters_leave_alone_and_merged(root: Path, tmp_path: Path, more: str) -> None:
     """Diffusers computes the same with adapters as with weights that they are merged into."""
     ranks, words = LAYOUTS["tp2 dp2"]
-    tuned(root, tmp_path / "run", 2, words, ranks=ranks)
+    tuned(root, tmp_path / "run", 2, f"{words} {more}", ranks=ranks)
     load = ["--load", str(tmp_path / "run")]
     with pytest.raises(CheckpointError, match="merge the two with `tools/lora.py merge`, and"):
         exported(tmp_path / "run", tmp_path / "whole")
