@@ -110,7 +110,7 @@ def test_networks_are_imported_when_a_run_names_them() -> None:
     words = [sys.executable, "-c", code]
     run = subprocess.run(words, cwd=PACKAGE.parent, check=True, capture_output=True, text=True)
     parts = {name.rpartition(".")[2] for name in run.stdout.split() if ".video.networks." in name}
-    assert parts == {"network", "lookup", "config", "mmdit", "wan"}
+    assert parts == {"network", "lookup", "config", "hunyuan", "mmdit", "wan"}
 
 
 def _modules() -> dict[str, ast.Module]:
@@ -254,6 +254,7 @@ THROUGH_THE_CONFIGURATION = {
     "num_layers_at_start_in_bf16": "read by keeps_bf16",
     "num_layers_at_end_in_bf16": "read by keeps_bf16",
     "mmdit_size": "gives the sizes",
+    "hunyuan_size": "gives the sizes",
     "critic_size": "gives the sizes",
     "teacher_tensor_model_parallel_size": "gives teacher_sizes",
     "teacher_pipeline_model_parallel_size": "gives teacher_sizes",

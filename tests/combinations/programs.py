@@ -104,7 +104,10 @@ FLOW = Program(
     "--micro-batch-size 1 --global-batch-size 4 --log-interval 1 --num-workers 0 "
     "--video-data-path {data}/clips --eval-iters 0",
     _video,
-    ("whole flow", *"video joint mmdit video_dit flow conditions text_dropout sample".split()),
+    (
+        "whole flow",
+        *"video joint mmdit hunyuan video_dit flow conditions text_dropout sample".split(),
+    ),
     ("codec", "text_encoder", "encode", *ENGINE),
     _flow_layout,
 )

@@ -39,7 +39,9 @@ PROGRAMS = {
     "streaming": (STREAMING, VIDEO),
 }
 NUMBERS = [flag for flag in every_flag() if flag.type in (int, float)]
-OF_FLOW = "video joint mmdit flow conditions text_dropout codec text_encoder encode sample".split()
+OF_FLOW = (
+    "video joint mmdit hunyuan flow conditions text_dropout codec text_encoder encode sample"
+).split()
 PROGRAM_OF = {
     **dict.fromkeys(OF_FLOW, "flow"),
     **{name: name for name in ("sft", "lora", "streaming")},

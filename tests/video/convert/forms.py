@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_ext.video.networks.hunyuan.config import SIZES as HUNYUAN
 from megatron_ext.video.networks.lookup import conversion_of
 from megatron_ext.video.networks.published import Conversion, Form, Mapped
 from megatron_ext.video.networks.wan.config import SIZES as WAN
 
 MODELS: dict[str, tuple[str, Any]] = {
     "wan": ("video-dit", WAN["tiny"]),
+    "hunyuan": ("hunyuan-video", replace(HUNYUAN["tiny"], guidance_embed=True)),
+    "hunyuan i2v": ("hunyuan-video", replace(HUNYUAN["tiny"], cond_embed=True)),
 }
 """A name -> (a value of ``--video-model``, sizes); a network adds a line for each kind of model."""
 

@@ -56,6 +56,7 @@ NO_RECOMPUTATION = "--recompute-double-blocks 0 --recompute-single-blocks 0"
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 MUON = "--optimizer muon --bf16 --use-distributed-optimizer"
 DIT = "--video-model video-dit"
+HUNYUAN = "--video-model hunyuan-video"
 CAUSAL = "--video-model causal-video-dit --frame-block 1 --window-frames 3 --sink-frames 1"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2"
 PP2 = "--pipeline-model-parallel-size 2 --nproc-per-node 2"
@@ -81,6 +82,11 @@ LAYOUTS = {
     "dit muon tp2": f"{DIT} {MUON} {TP2}",
     "causal": CAUSAL,
     "causal cp2": f"{CAUSAL} {CP2}",
+}
+LAYOUTS |= {
+    "hunyuan": f"{HUNYUAN} {NO_RECOMPUTATION}",
+    "hunyuan tp2 sp": f"{HUNYUAN} {NO_RECOMPUTATION} {TP2}",
+    "hunyuan i2v pp2": f"{HUNYUAN} --i2v-head-weight 1 --guidance-embed {PP2}",
 }
 QUICK = ("mmdit recomputed", "mmdit tp2 sp", "dit", "causal")
 
