@@ -57,8 +57,8 @@ def peft_layers(config: RunConfig, root: Path) -> PeftLayers:
             if kind == "A" and not separate and len(values) > rank:
                 raise CheckpointError(
                     f"`--load` ({root}) has an adapter each for the projections of `{linear}` "
-                    f"(`--lora-separate-projections`), but {family.title} has one layer for them; "
-                    "merge the adapters with `tools/lora.py merge` instead."
+                    f"(`--lora-separate-projections`), but a model of `{family.model_type}` has "
+                    "one layer for them; merge the adapters with `tools/lora.py merge` instead."
                 )
             for index, tensor in enumerate(tensors):
                 own = [run for run in runs if run.tensor == tensor]

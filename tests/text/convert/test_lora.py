@@ -27,6 +27,10 @@ from tests.ranks import ranks
 from tests.training_runs import SAME_WEIGHTS, mock_data, train_on_ranks, training_rows
 
 LORA = "--lora-rank 4 --lora-alpha 8".split()
+GPT2 = (
+    "--normalization LayerNorm --no-swiglu --position-embedding-type learned_absolute "
+    "--add-bias-linear --no-group-query-attention --no-untie-embeddings-and-output-weights"
+).split()
 MODEL = [*SAME_WEIGHTS, "--global-batch-size", "4"]
 KEYS = ("iteration", "lm loss", "grad_norm")
 
@@ -143,13 +147,13 @@ def export(run: RunConfig, root: Path, output: Path, **options: Any) -> list[str
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("rslora", [[], ["--lora-rslora"]])
+@pytest.mark.parametrize("more", ["", "--lora-rslora", "--lora-separate-projections"])
 @ranks(tp=2)
-def test_peft_gives_our_logits(context: ParallelContext, tmp_path: Path, rslora: list[str]) -> None:
+def test_peft_gives_our_logits(context: ParallelContext, tmp_path: Path, more: str) -> None:
     peft = pytest.importorskip("peft")
     llama = hugging_face_llama()
     grouped = f"--group-query-attention --num-query-groups {GROUPS}".split()
-    words = [*LORA, *rslora, *grouped, "--tensor-model-parallel-size", "2"]
+    words = [*LORA, *more.split(), *grouped, "--tensor-model-parallel-size", "2"]
     run = gpt_config(*words, world_size=2)
     source = tmp_path / "hf"
     if context.rank == 0:
@@ -192,6 +196,10 @@ def test_adapters_without_a_place_in_peft_are_named(
     [
         ([], "holds a model without adapters; give a run with `--lora-rank`"),
         ([*LORA, "--no-swiglu"], "adapters on an MLP without `--swiglu`"),
+        (
+            [*LORA, "--lora-separate-projections", *GPT2],
+            "a model of `gpt2` has one layer for them; merge the adapters",
+        ),
     ],
 )
 @ranks()
