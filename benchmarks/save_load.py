@@ -4,8 +4,8 @@ Three kinds alternate, so that all see the same state of the machine, on a model
 parameters with Adam's two moments:
 
 - here: a checkpoint as the training saves and loads it, with all checks;
-- torch: the same tensors in one file by ``torch.save`` with ``fsync``, read by ``torch.load`` and
-  copied into the model;
+- torch: the same tensors in one file by ``torch.save`` with ``fsync``, in place of the last one,
+  whose memory in the page cache it reuses; read by ``torch.load`` and copied into the model;
 - DCP: the same tensors by ``torch.distributed.checkpoint``, copied into the model.
 
 The tables have medians: seconds, and CPU seconds, which a busy machine changes less.
