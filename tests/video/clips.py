@@ -37,8 +37,18 @@ def latent_frames(bucket: Bucket) -> int:
     return (bucket.num_frames - 1) // 4 + 1
 
 
-def clip(bucket: Bucket, number: int, lengths: Sequence[int] = (1,)) -> VideoSample:
-    """Return a clip whose latents, caption and references of these lengths its number decides."""
+IMAGE_WIDTH = 20
+MASKED = ("masked_none", "masked_head1", "masked_tail1", "masked_loop1")
+
+
+def clip(
+    bucket: Bucket, number: int, lengths: Sequence[int] = (1,), *, text: int = TEXT, images: int = 0
+) -> VideoSample:
+    """Return a clip whose latents, caption and references of these lengths its number decides.
+
+    With ``images``, tokens of an image encoder, it also has those of its first and last frame, and
+    latents of copies that are zero at all other frames.
+    """
     random = torch.Generator().manual_seed(1000 + number)
 
     def normal(*shape: int) -> Tensor:
@@ -52,26 +62,37 @@ def clip(bucket: Bucket, number: int, lengths: Sequence[int] = (1,)) -> VideoSam
             # Encoded by themselves, the frames are not quite those of the whole clip.
             references[f"head{length}"] = 0.9 * latents[:, :length]
             references[f"tail{length}"] = 0.9 * latents[:, -length:]
-    text, pooled = normal(TEXT, WIDTH), normal(POOLED)
+    caption, pooled = normal(text, WIDTH), normal(POOLED)
     fps = 24 if t > 1 else 0
-    return VideoSample(latents, text, pooled, references, fps, number, f"clip {number}")
+    embeds = {}
+    if images:
+        references |= {name: normal(*latents.shape) for name in MASKED}
+        embeds = {side: normal(images, IMAGE_WIDTH) for side in ("head", "tail")}
+    name = f"clip {number}"
+    return VideoSample(latents, caption, pooled, references, fps, number, name, embeds)
 
 
 def write_clips(
     folder: Path, counts: Mapping[Bucket, int], sizes: Mapping[Bucket, int] | None = None, *,
     distinct: int | None = None, lengths: Sequence[int] = (1,), storage: str = "float32",
-    **manifest: Any,
+    text: int = TEXT, images: int = 0, **manifest: Any,
 ) -> Path:  # fmt: skip
     """Write a folder of clips, numbered bucket by bucket; after ``distinct`` ones they repeat."""
     folder.mkdir(parents=True)
     names = reference_names(EncodeConfig(reference_lengths=lengths))
+    others = names
+    if images:
+        names = (*names, *MASKED)
+        others = (*names, "image_head", "image_tail")
+        sides = {"sides": ["head", "tail"], "tokens": images, "width": IMAGE_WIDTH}
+        manifest = {"image_encoder": {}, "image_embeds": sides, **manifest}
     buckets = sorted(counts)
     numbered = [(i, bucket) for i, bucket in enumerate(buckets) for _ in range(counts[bucket])]
-    with ShardWriter(folder, shard_name(0), names, storage) as writer:
+    with ShardWriter(folder, shard_name(0), others, storage) as writer:
         for number, (index, bucket) in enumerate(numbered):
-            sample = clip(bucket, number % (distinct or len(numbered)), lengths)
-            writer.add(sample, index)
-    write_null(folder, torch.zeros(TEXT, WIDTH), torch.zeros(POOLED), storage)
+            place = number % (distinct or len(numbered))
+            writer.add(clip(bucket, place, lengths, text=text, images=images), index)
+    write_null(folder, torch.zeros(text, WIDTH), torch.zeros(POOLED), storage)
     sizes = sizes or {}
     entries = [{"shape": asdict(b), "micro_batch_size": sizes.get(b)} for b in buckets]
     content = {
@@ -82,7 +103,7 @@ def write_clips(
         "plan": {"64px": {str(bucket.num_frames): [1.0, None] for bucket in buckets}},
         "buckets": entries,
         "storage": storage, "references": list(names), "latent_channels": CHANNELS,
-        "text_length": TEXT, "text_width": WIDTH, "pooled_width": POOLED, "fps": 24,
+        "text_length": text, "text_width": WIDTH, "pooled_width": POOLED, "fps": 24,
         "shards": [{"name": shard_name(0), "clips": len(numbered)}],
         **manifest,
     }  # fmt: skip
