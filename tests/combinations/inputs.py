@@ -18,7 +18,7 @@ from tests.video.clips import IMAGE, LONG, SHORT, write_clips
 from tests.video.streaming.runs import write_prompts
 
 VOCABULARY = 127
-USUAL_PLACE = Path(tempfile.gettempdir()) / "megatron_ext_combinations_8"
+USUAL_PLACE = Path(tempfile.gettempdir()) / "megatron_ext_combinations_9"
 """The folder of the inputs; its number changes when they do."""
 
 
@@ -101,6 +101,7 @@ def _write_chats(folder: Path) -> None:
 def _write_video(folder: Path) -> None:
     write_clips(folder / "clips", {IMAGE: 9, SHORT: 19, LONG: 17})
     write_clips(folder / "one_bucket", {SHORT: 24})
+    write_clips(folder / "given_frames", {SHORT: 19, LONG: 17}, images=3)
     write_clips(folder / "valid_clips", {SHORT: 8, LONG: 9})
     Image.new("RGB", (64, 64), (200, 50, 120)).save(folder / "start.png")
     write_prompts(folder)
