@@ -17,11 +17,17 @@ from megatron_ext.video.networks.hunyuan.config import SIZES as HUNYUAN
 from megatron_ext.video.networks.lookup import conversion_of
 from megatron_ext.video.networks.published import Conversion, Form, Mapped
 from megatron_ext.video.networks.wan.config import SIZES as WAN
+from megatron_ext.video.networks.wan.config import VideoDiTSizes
 
+WAN_FLF2V = VideoDiTSizes(
+    128, 1, 96, 1, 6, text_width=24, condition_channels=10, vision_width=20, vision_positions=6
+)
+"""First and last frame given as input channels and as vision tokens; sizes without a name."""
 MODELS: dict[str, tuple[str, Any]] = {
     "wan": ("video-dit", WAN["tiny"]),
     "hunyuan": ("hunyuan-video", replace(HUNYUAN["tiny"], guidance_embed=True)),
     "hunyuan i2v": ("hunyuan-video", replace(HUNYUAN["tiny"], cond_embed=True)),
+    "wan flf2v": ("video-dit", WAN_FLF2V),
 }
 """A name -> (a value of ``--video-model``, sizes); a network adds a line for each kind of model."""
 
