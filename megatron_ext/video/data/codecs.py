@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,39 @@ def check_codec_folder(config: CodecConfig) -> None:
     """
     if config.codec != PATCH:
         read_config(config.codec)
+
+
+_DECISIVE = ("latents_mean", "latents_std", "scaling_factor", "shift_factor", "z_dim",
+             "latent_channels", "patch_size")  # fmt: skip
+"""The entries of a VAE's config.json that say what its latents are, whatever version wrote it."""
+
+
+def check_codec_beside(weights: str, paths: str, manifest: Mapping[str, Any]) -> None:
+    """Raise ConfigError if published weights lie beside a VAE that did not make the latents.
+
+    Latents of another VAE may have the same number of channels, so that nothing else notices.
+    ``weights`` is the pipeline or the folder in it; ``paths`` names the data of ``manifest``.
+    """
+    place = Path(weights)
+    for folder in (place / "vae", place.parent / "vae"):
+        if (folder / "config.json").is_file():
+            break
+    else:
+        return
+    beside = read_config(str(folder))
+    made = manifest["codec"]
+    names = [name for name in _DECISIVE if name in beside and name in made.get("config", {})]
+    differing = compared(
+        {"codec": made["codec"], **{name: made["config"][name] for name in names}},
+        {"codec": beside["_class_name"], **{name: beside[name] for name in names}},
+    )
+    if differing:
+        raise ConfigError.about(
+            "--video-data-path",
+            paths,
+            f"was not encoded by the VAE of `--load-weights`, {folder}: {differing}",
+            "encode it with that VAE, or give a copy of the weights alone",
+        )
 
 
 def codec_from_manifest(

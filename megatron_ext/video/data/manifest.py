@@ -66,12 +66,6 @@ def image_sides(manifest: Mapping[str, Any]) -> list[str]:
     return [*manifest.get("image_embeds", {}).get("sides", ())]
 
 
-def image_width(manifest: Mapping[str, Any]) -> int | None:
-    """Return the number of features of a set's image embeddings; None if it has none."""
-    width: int | None = manifest.get("image_embeds", {}).get("width")
-    return width
-
-
 def latent_factor(manifest: Mapping[str, Any], axis: str) -> int | None:
     """Return how many frames (``axis`` "temporal") or pixels ("spatial") a latent one encodes.
 

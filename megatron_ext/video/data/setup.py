@@ -39,8 +39,10 @@ from megatron_ext.video.config.encoding import (
     TextEncoderConfig,
 )
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig, VideoConfig
+from megatron_ext.video.config.weights import PublishedConfig
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.data.blend import Blend, blend_of
+from megatron_ext.video.data.codecs import check_codec_beside
 from megatron_ext.video.data.conditions import Text, masked_name, sections
 from megatron_ext.video.data.dataset import (
     ShardedVideos,
@@ -53,8 +55,6 @@ from megatron_ext.video.data.geometry import BucketPlan, parse_plan
 from megatron_ext.video.data.given_frames import remedy_for
 from megatron_ext.video.data.manifest import (
     image_sides,
-    image_width,
-    latent_factor,
     read_manifest,
 )
 from megatron_ext.video.data.options import VideoPreprocessOptions
@@ -67,7 +67,7 @@ from megatron_ext.video.data.sets import (
 )
 from megatron_ext.video.data.shards import MANIFEST, read_null
 from megatron_ext.video.model.tokens import grid
-from megatron_ext.video.networks.lookup import chosen, network_of, with_widths
+from megatron_ext.video.networks.lookup import network_of, with_widths
 from megatron_ext.video.step import FlowMicrobatch
 
 # A run that samples no clips imports no code for it.
@@ -251,7 +251,9 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     if config.section(SampleConfig).sample_interval is not None:
         check_sampling(config)
     config = network_of(with_widths(config, manifest)).checked()
-    _check_needs(config, " ".join(_training_paths(config)), manifest)
+    weights = config.section(PublishedConfig).load_weights
+    if weights is not None:
+        check_codec_beside(weights, " ".join(_training_paths(config)), manifest)
     train = open_split(config)
     training = config.training.in_steps(train.plan.steps_per_epoch)
     optimizer = _with_warmup(config.optimizer, training)
@@ -330,27 +332,6 @@ def _check_references(config: RunConfig, split: VideoSplit) -> None:
                         f"preprocess it with {remedy_for(name)}, or "
                         + ("set the weight to 0" if t > 1 else "leave out images"),
                     )
-
-
-def _check_needs(config: RunConfig, path: str, manifest: dict[str, Any]) -> None:
-    """Raise ConfigError if the network of a run cannot be trained on a set of such latents."""
-    needs = network_of(config).needs
-    title = chosen(config).titles[config.section(VideoConfig).video_model]
-    for what, needed, has in (
-        ("latents of {} channels", needs.latent_channels, manifest["latent_channels"]),
-        ("latent frames of {} frames", needs.temporal, latent_factor(manifest, "temporal")),
-        ("latent pixels of {0} x {0} pixels", needs.spatial, latent_factor(manifest, "spatial")),
-        ("text embeddings of {} features", needs.text_width, manifest["text_width"]),
-        ("pooled text embeddings of {} features", needs.pooled_width, manifest["pooled_width"]),
-        ("image embeddings of {} features", needs.image_width, image_width(manifest)),
-    ):
-        if None not in (needed, has) and needed != has:
-            raise ConfigError.about(
-                "--video-data-path",
-                path,
-                f"has {what.format(has)}, but {title} takes {needed}",
-                "encode the clips with the codec and the encoders of the network",
-            )
 
 
 def planned_clips(config: RunConfig) -> list[Clip]:

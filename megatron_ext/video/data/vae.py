@@ -99,7 +99,7 @@ class DiffusersCodec(VideoCodec):
         config = self.vae.config
         names = ("latents_mean", "latents_std")
         # The VAE of LTX keeps them among its weights.
-        given = [config.get(x, getattr(self.vae, x, None)) for x in names]
+        given = [config[x] if x in config else getattr(self.vae, x, None) for x in names]
         if any(values is None for values in given):
             given = [[config.get("shift_factor") or 0.0] * self.channels, [1.0] * self.channels]
         mean, std = map(self._by_channel, names, given)

@@ -133,26 +133,16 @@ class VideoNetwork:
 
 @dataclass(frozen=True)
 class DataNeeds:
-    """The properties that a network needs of a set of clips; None leaves a property open.
+    """The form in which a network is given frames of a clip, and which a set must have.
 
     Attributes:
         masked: whether given frames come as masked clips (Wan's image-to-video), not as references.
         image_places: the frames whose image embeddings the network is given
             (`data.given_frames.image_embeds`).
-        image_width: features of an image embedding.
-        latent_channels, text_width, pooled_width: sizes of latents and text embeddings.
-        temporal, spatial: frames that a latent frame encodes, and side of the square of pixels that
-            a latent pixel encodes.
     """
 
     masked: bool = False
     image_places: tuple[str, ...] = ()
-    image_width: int | None = None
-    latent_channels: int | None = None
-    text_width: int | None = None
-    pooled_width: int | None = None
-    temporal: int | None = None
-    spatial: int | None = None
 
 
 class FlowNetwork(ABC):

@@ -427,6 +427,28 @@ def test_what_decides_the_scale_must_be_given(folders: dict[str, Path], tmp_path
             load(wan)
 
 
+def test_latents_of_another_vae_than_that_of_the_weights(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Published weights and their VAE lie side by side in a pipeline."""
+    wan = folders["AutoencoderKLWan"]
+    manifest = json.loads(json.dumps({"codec": load(wan).identity}))
+    shutil.copytree(wan, tmp_path / "vae")
+    for weights in (tmp_path, tmp_path / "transformer", tmp_path / "w.safetensors", wan):
+        codecs.check_codec_beside(str(weights), "data", manifest)
+    said = (
+        r"`--video-data-path` \(data\) was not encoded by the VAE of `--load-weights`, .*vae: "
+        r"`latents_std` was \[1.0, 2.0, 0.5, 3.0\], but is \[1.0, 2.0, 0.5, 4.0\]; encode it"
+    )
+    (tmp_path / "vae" / "config.json").unlink()
+    resaved(wan, tmp_path / "x", lambda x: x.update(latents_std=[1.0, 2.0, 0.5, 4.0]))
+    shutil.copy(tmp_path / "x" / "config.json", tmp_path / "vae")
+    with pytest.raises(ConfigError, match=said):
+        codecs.check_codec_beside(str(tmp_path / "transformer"), "data", manifest)
+    with pytest.raises(ConfigError, match="`codec` was 'patch', but is 'AutoencoderKLWan'; encode"):
+        codecs.check_codec_beside(str(tmp_path), "data", {"codec": {"codec": "patch"}})
+
+
 def test_folders_as_they_are_published(folders: dict[str, Path], tmp_path: Path) -> None:
     """Read shards, pickles and variants; explain a folder and a file that hold no single VAE."""
     diffusers = pytest.importorskip("diffusers")
