@@ -46,6 +46,7 @@ from tests.video.clips import CHANNELS, LONG, POOLED, SIDE, TEXT, WIDTH, write_c
 from tests.video.networks.harness import one
 from tests.video.networks.wan.plain import num_parameters
 from tests.video.networks.wan.problem import ALONE, BIDIRECTIONAL, Problem, cached, frames_of
+from tests.video.networks.wan.test_kinds import problem_of
 from tests.video.streaming.runs import flags_of
 
 COMMON = (
@@ -78,6 +79,10 @@ LAYOUTS = {
     "dit recomputed": f"{DIT} --recompute-blocks 2",
     "dit tp2 sp": f"{DIT} {TP2}",
     "dit pp2": f"{DIT} {PP2}",
+    "dit flf2v": f"{DIT} --dit-condition flf2v-clip",
+    "dit i2v tp2 sp": f"{DIT} --dit-condition i2v-clip {TP2}",
+    "dit i2v adapters": f"{DIT} --dit-condition i2v-clip --lora-rank 4",
+    "dit ti2v pp2": f"{DIT} --dit-condition ti2v {PP2}",
     "mmdit muon dp2": f"{NO_RECOMPUTATION} {MUON} --nproc-per-node 2",
     "dit muon tp2": f"{DIT} {MUON} {TP2}",
     "causal": CAUSAL,
@@ -88,12 +93,12 @@ LAYOUTS |= {
     "hunyuan tp2 sp": f"{HUNYUAN} {NO_RECOMPUTATION} {TP2}",
     "hunyuan i2v pp2": f"{HUNYUAN} --i2v-head-weight 1 --guidance-embed {PP2}",
 }
-QUICK = ("mmdit recomputed", "mmdit tp2 sp", "dit", "causal")
+QUICK = ("mmdit recomputed", "mmdit tp2 sp", "dit", "dit flf2v", "causal")
 
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("clips") / "long", {LONG: 16})
+    return write_clips(tmp_path_factory.mktemp("clips") / "long", {LONG: 16}, images=30)
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, LAYOUTS))
@@ -299,6 +304,7 @@ def test_products_count_and_keys_of_the_cache_but_not_its_text(context: Parallel
         Problem(),
         Problem(options=BIDIRECTIONAL),
         Problem(options=BIDIRECTIONAL, timestep_per_frame=False, batch=1, frames=5),
+        problem_of("flf2v-clip", num_text=9),
     ):
         ours, theirs = counted(one(problem, context), dict(problem.inputs()))
         assert ours == theirs
