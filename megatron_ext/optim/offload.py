@@ -24,35 +24,10 @@ from megatron_ext.config.offload import OffloadConfig
 from megatron_ext.device.copies import Buffers, Copies, Copy, Traffic
 from megatron_ext.optim.adam import start_state
 from megatron_ext.optim.fused_adam import model_weights
+from megatron_ext.optim.host_share import host_share
 from megatron_ext.optim.update import parts_of
 
 HOST = torch.device("cpu")
-
-
-def host_share(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Return the indices of the weights that the host updates, for weights of these sizes.
-
-    Their sizes add up to at least ``fraction`` of the sum, whatever the order of the sizes, and
-    exceed it by less than the size of the smallest weight that is not chosen.
-    """
-    goal = fraction * sum(sizes)
-    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    chosen = set[int]()
-    taken = 0
-    for index in order:
-        if taken + sizes[index] <= goal:
-            chosen.add(index)
-            taken += sizes[index]
-    if taken < goal:
-        # Each of the others is larger than what is missing, or it would have been chosen.
-        last = next(index for index in reversed(order) if index not in chosen)
-        taken += sizes[last]
-        chosen.add(last)
-        for index in order:
-            if index in chosen and taken - sizes[index] >= goal:
-                chosen.remove(index)
-                taken -= sizes[index]
-    return chosen
 
 
 @dataclass(frozen=True)

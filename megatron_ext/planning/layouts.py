@@ -377,8 +377,8 @@ def balanced(network: Network, pipeline_size: int, chunks: int) -> str | None:
 def _parts(network: Network) -> list[tuple[str, float]]:
     """Return the letters of each part of a model that no stage can cut, and its operations."""
     (whole,) = network.stages()
-    bare = replace(whole, layers=(), depths=0, embedding=False, final_norm=False, head=False)
-    parts = [("t", network.flops(replace(bare, layers=(x,))).forward) for x in whole.layers]
+    bare = whole.only()
+    parts = [("t", network.flops(whole.only(x)).forward) for x in whole.layers]
     if whole.depths:
         depths = network.flops(replace(bare, depths=whole.depths)).forward
         parts.append(("m" * whole.depths, depths))

@@ -250,13 +250,9 @@ class Network(ABC):
         """Return the numbers of a stage's parameters: those of its ends, and of each layer."""
         key = self.kind(stage)
         if key not in self._elements:
-            ends = dataclasses.replace(stage, layers=())
-            bare = dataclasses.replace(
-                ends, depths=0, embedding=False, final_norm=False, head=False
-            )
-            total = Elements.of(self.weights(ends))
+            total = Elements.of(self.weights(dataclasses.replace(stage, layers=())))
             for number, count in self.unlike(stage.layers):
-                layer = dataclasses.replace(bare, layers=(number,))
+                layer = stage.only(number)
                 kind = self.kind(layer)
                 if kind not in self._elements:
                     self._elements[kind] = Elements.of(self.weights(layer))
@@ -377,18 +373,17 @@ class Network(ABC):
             works.append(Work("plumbing", weights, num_bytes=self._sharded_bytes(stage)))
         return [work for work in works if work.flops or work.num_bytes]
 
-    def _sharded_bytes(self, stage: Stage) -> int:
+    def _sharded_bytes(self, stage: Stage) -> float:
         """Return the bytes read and written in GPU memory to shard one micro-batch's gradients.
 
         A gradient's memory is zeroed before it is filled. After the reduction, this rank's share is
         added to a sum.
         """
         x = self.sizes
-        moved = 0
-        for weight in self.parameters(stage):
-            replicas = x.expert_dp if weight.expert else x.dp * x.cp
-            moved += 0 if weight.frozen else FP32 * (weight.numel + 3 * weight.numel // replicas)
-        return moved
+        elements = self.elements(stage)
+        dense = elements.trained - elements.expert
+        own = dense / (x.dp * x.cp) + elements.expert / x.expert_dp
+        return FP32 * (elements.trained + 3 * own)
 
     def other_work(self, stage: Stage) -> list[Work]:
         """Return the kernels of one micro-batch that `products` does not count.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.parallel import V_SHAPED, ParallelConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.orders import build_plan, interleaved, one_f_one_b
@@ -22,8 +22,9 @@ from megatron_ext.schedules.plan import (
     Kind,
     Plan,
     passes_of,
-    price,
     recomputed_whole,
+    span,
+    timeline,
 )
 
 SIMULATED = {"no-pipelining": 2, "1f1b": 2, "interleaved": 4, "dualpipe-v": 4}
@@ -101,18 +102,26 @@ class Schedule:
             pairs=self.pairs,
         )
 
-    def short_orders(self) -> Sequence[Sequence[Action]]:
-        """Return the computations of each rank in `short`.
+    @property
+    def placement(self) -> Placement:
+        """Return which rank holds which stage."""
+        return Placement(self.pipeline_size, self.num_chunks, v_shape=self.name in V_SHAPED)
+
+    def orders(self, num_microbatches: int) -> Sequence[Sequence[Action]]:
+        """Return the computations of each rank in a step.
 
         Those of 1F1B and of interleaved 1F1B come without messages, which take longer to find.
         """
-        placement = Placement(self.pipeline_size, self.num_chunks)
         if self.name == "interleaved":
             group = self.group or self.pipeline_size
-            return interleaved(placement, self.simulated, group, pairs=self.pairs)
+            return interleaved(self.placement, num_microbatches, group, pairs=self.pairs)
         if self.name in ("no-pipelining", "1f1b"):
-            return one_f_one_b(placement, self.simulated, pairs=self.pairs)
-        return self.short().ranks
+            return one_f_one_b(self.placement, num_microbatches, pairs=self.pairs)
+        return self.plan(num_microbatches).ranks
+
+    def short_orders(self) -> Sequence[Sequence[Action]]:
+        """Return the `orders` of a step with `simulated` micro-batches."""
+        return self.orders(self.simulated)
 
     @property
     def period(self) -> int:
@@ -166,15 +175,21 @@ class Schedule:
     def time(self, durations: Durations = EVEN, latency: float = 0.0) -> PipelineTime:
         """Return the time of a step, for the durations of a stage and of a message between two."""
         count = self.simulated
-        cost = price(self.short(), durations, latency)
+        cost = self._simulate(count, durations, latency)
         left = (self.num_microbatches - count) // self.period
         if not left:
-            return PipelineTime(cost.makespan, cost.bubble)
-        before = price(self.plan(count - self.period), durations, latency)
+            return cost
+        before = self._simulate(count - self.period, durations, latency)
         return PipelineTime(
             cost.makespan + left * (cost.makespan - before.makespan),
             cost.bubble + left * (cost.bubble - before.bubble),
         )
+
+    def _simulate(
+        self, num_microbatches: int, durations: Durations, latency: float
+    ) -> PipelineTime:
+        orders = self.orders(num_microbatches)
+        return PipelineTime(*span(timeline(orders, self.placement, durations, latency)))
 
 
 @lru_cache(maxsize=256)

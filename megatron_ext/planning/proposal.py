@@ -42,8 +42,9 @@ def proposal(result: SearchResult, world_size: int, gpu: Gpu, given: Estimate | 
     lines = [*_verdict(result, gpu), *_comparison(result, given)]
     lines.append(f"{result.tried:,} layouts of {world_size:,} GPUs can run")
     lines.append(
-        f"{result.fitting:,} layouts fit of {result.checked:,} whose memory was computed; the "
-        "others are slower than those below, or their weights alone are too large"
+        f"the memory of {result.checked:,} was computed, and {result.fitting:,} fit in a way that "
+        "could be among the fastest; the others are slower than those below, or their weights "
+        "alone are too large"
     )
     values: dict[str, Any] = {
         "gpu": gpu.name,

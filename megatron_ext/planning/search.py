@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from megatron_ext.config.rules.parallel import stages_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import ConfigError, FlagError
@@ -66,9 +67,10 @@ class SearchResult:
         best: the fastest layout for each choice of parallel sizes, the fastest first.
         tried: number of layouts that were considered. A layout counts once, however it recomputes
             and whatever switches it uses.
-        checked: number of them whose memory was computed. Others cannot be faster than ``best``, or
-            do not fit by `StateBound`.
-        fitting: number of checked layouts that fit.
+        checked: number of them whose memory was computed or bounded in at least one way to run
+            them. Others cannot be faster than ``best``, or do not fit by `StateBound`.
+        fitting: number of checked layouts that fit in such a way. In ways that cannot be faster
+            than ``best``, more of them may fit.
         closest: without a layout that fits, the bytes of the one that needs least, and this layout.
         refused: sentences on layouts that cannot run, each with their number, the most frequent
             first.
@@ -113,7 +115,8 @@ def search(
         none = f"No layout of {world_size} ranks can run this model."
         raise ConfigError([none, *[text for text, _ in refused[:5]]])
     closest = None if best else searching.closest
-    counts = searching.tried, searching.checked, searching.fitting
+    checked = searching.checked
+    counts = searching.tried, len(checked), sum(checked.values())
     return SearchResult(best, *counts, closest, refused)
 
 
@@ -157,11 +160,13 @@ class _Search:
         self.gpu = gpu
         self.refusals = _Refusals()
         self.tried = 0
-        self.checked = 0
-        self.fitting = 0
+        self.checked: dict[Candidate, bool] = {}
         self.closest: tuple[float, Candidate] | None = None
         self.variants: Counter[tuple[int, ...]] = Counter()
-        self.least = LeastTimes(flags, world_size, gpu)
+        (first, *_) = flags.cost.cases(base)
+        self.network = first.network
+        self.least = LeastCosts(flags, world_size, gpu)
+        self.state = StateBound.of(first.network, world_size)
         self._steps: list[_Step] = []
         self._seen: set[Candidate] = set()
         self._configs: dict[Candidate, RunConfig] = {}
@@ -171,12 +176,10 @@ class _Search:
 
     def run(self, count: int) -> list[Layout]:
         """Return the ``count`` fastest layouts that fit."""
-        (first, *_) = self.flags.cost.cases(self.base)
-        bound = StateBound.of(first.network, self.world_size)
         for layout in candidates(
-            self.base, self.world_size, self.gpu, self.flags.cost, first.network
+            self.base, self.world_size, self.gpu, self.flags.cost, self.network
         ):
-            self._begin(layout, bound)
+            self._begin(layout)
         best: dict[tuple[int, ...], Layout] = {}
         while self._steps and len(best) < count:
             step = heapq.heappop(self._steps)
@@ -187,7 +190,7 @@ class _Search:
     def _then(self, seconds: float, layout: Candidate, run: Callable[[], Layout | None]) -> None:
         heapq.heappush(self._steps, _Step(seconds, next(self._number), layout.sizes, run))
 
-    def _begin(self, layout: Candidate, bound: StateBound) -> None:
+    def _begin(self, layout: Candidate) -> None:
         """Add the first step of a layout, unless it cannot run or surely does not fit."""
         try:
             refuse_misfits(self.base, layout, self.world_size)
@@ -197,15 +200,14 @@ class _Search:
         self.tried += 1
         self.variants[layout.sizes] += 1
         leanest = self.flags.leanest(layout, self.gpu)
-        needed = bound.bytes_of(leanest)
+        needed = self.state.bytes_of(leanest)
         if needed > self.gpu.memory:
-            if self.closest is None or needed < self.closest[0]:
-                self.closest = needed, leanest
+            self._note(needed, leanest)
         else:
             self._then(self.least.of_layout(layout), layout, partial(self._open, layout))
 
     def _open(self, layout: Candidate) -> None:
-        """Check that a layout can run, and fits with the variant that needs least memory."""
+        """Check that a layout can run, and follow its variants."""
         try:
             self._configs[layout] = self.complete(self.flags.values(layout))
         except ConfigError as error:
@@ -213,12 +215,8 @@ class _Search:
             self.tried -= 1
             self.variants[layout.sizes] -= 1
             return
-        self.checked += 1
-        leanest = self.flags.leanest(layout, self.gpu)
-        if any(map(self._fits, (leanest, replace(leanest, switches=())))):
-            self.fitting += 1
-            for variant in self.flags.variants(layout, self.gpu):
-                self._follow(variant)
+        for variant in self.flags.variants(layout, self.gpu):
+            self._follow(variant)
 
     def _follow(self, variant: Candidate) -> None:
         if variant not in self._seen:
@@ -228,7 +226,10 @@ class _Search:
 
     def _check(self, variant: Candidate) -> None:
         """Find out whether a variant fits; if it does not, follow leaner ones."""
+        layout = self._plain(variant)
+        self.checked.setdefault(layout, False)
         if self._fits(variant):
+            self.checked[layout] = True
             seconds = min(least_seconds(case.network, self.gpu) for case in self._cases(variant))
             self._then(seconds, variant, partial(self._simulate, variant))
         else:
@@ -238,10 +239,13 @@ class _Search:
         for leaner in self.flags.leaner(variant, self.gpu):
             self._follow(leaner)
 
+    def _plain(self, variant: Candidate) -> Candidate:
+        """Return the layout of which a candidate is a variant."""
+        return replace(variant, recompute=self.flags.modes[0], switches=())
+
     def _cases(self, variant: Candidate) -> Sequence[Case]:
         """Return the cases of a variant, whose configuration is not checked."""
-        plain = replace(variant, recompute=self.flags.modes[0], switches=())
-        config = self._configs[plain].with_values(self.flags.variant_values(variant))
+        config = self._configs[self._plain(variant)].with_values(self.flags.variant_values(variant))
         cases = self.flags.cost.cases(config)
         sharing = variant.switches
         if SHARDED_WEIGHTS not in sharing:
@@ -259,10 +263,17 @@ class _Search:
         changing = tuple(switch for switch in variant.switches if switch.changes_memory)
         alike = replace(variant, switches=changing)
         if alike not in self._needed:
-            self._needed[alike] = needed = self._least_needed(alike)
-            if self.closest is None or needed < self.closest[0]:
-                self.closest = needed, alike
+            needed = self.state.bytes_of(alike) + self.least.activations(alike)
+            if needed <= self.gpu.memory:
+                needed = self._least_needed(alike)
+            self._needed[alike] = needed
+            self._note(needed, alike)
         return self._needed[alike] <= self.gpu.memory
+
+    def _note(self, needed: float, layout: Candidate) -> None:
+        """Remember a layout if it needs fewer bytes than all before."""
+        if self.closest is None or needed < self.closest[0]:
+            self.closest = needed, layout
 
     def _least_needed(self, variant: Candidate) -> float:
         """Return the bytes that the fullest rank of a variant needs.
@@ -296,8 +307,8 @@ class _Search:
         self._then(cost.seconds, variant, partial(Layout, variant, words, cost))
 
 
-class LeastTimes:
-    """Computes lower bounds of a step's time, without the configuration of a layout.
+class LeastCosts:
+    """Computes lower bounds of a step's time and memory, without the configuration of a layout.
 
     The passes through the stages of a pipeline together take as long as those through the whole
     model on as many ranks as a stage has. A rank has at least its share of them to do. It waits for
@@ -318,6 +329,23 @@ class LeastTimes:
     def of_variant(self, variant: Candidate) -> float:
         """Return a bound for a layout with its recomputation and its switches."""
         return min(whole.seconds(variant) for whole in self._wholes(variant))
+
+    def activations(self, variant: Candidate) -> float:
+        """Return a bound of the bytes that the fullest rank keeps for backward passes.
+
+        It is the mean over pipeline ranks. It is 0 for layers that are not cut evenly, whose
+        stages are not known before the run is configured, and for some ways of saving memory.
+        """
+        base = self.flags.base
+        partly = base.model.num_microbatches_with_partial_activation_checkpoints
+        if base.model.blocks_dealt_by_cost or base.offload.moves_activations or partly is not None:
+            return 0.0
+        total = base.model.num_layers or 0
+        pairs = bool(self.flags.values(variant).get("overlap_moe_expert_parallel_comm"))
+        return max(
+            whole.kept * held_layers(variant, total, whole.num_microbatches, pairs=pairs)
+            for whole in self._wholes(variant)
+        )
 
     def _wholes(self, layout: Candidate) -> tuple[Whole, ...]:
         """Return the passes through the whole model, for each kind of batch."""
@@ -349,17 +377,20 @@ class Whole:
         hidden: the most seconds that pairs of passes can hide.
         num_microbatches: micro-batches of a step.
         replicas: seconds of a step in which replicas reduce gradients, without padding.
+        kept: the fewest bytes that a layer keeps of a micro-batch for its backward pass.
     """
 
     passes: float
     hidden: float
     num_microbatches: int
     replicas: float
+    kept: int
 
     @classmethod
     def of(cls, network: Network, gpu: Gpu) -> Whole:
         """Return the times of a model whose ``network`` has one stage."""
         (stage,) = network.stages()
+        unlike = network.unlike(stage.layers)
         clock = Clock(network, Rates(gpu, DEFAULT))
         hidden = 0.0
         if network.schedule.pairs:
@@ -369,12 +400,43 @@ class Whole:
             hidden,
             network.num_microbatches,
             clock.replicas(gradient_volume(network, [stage])),
+            min(network.activations(stage.only(x)).kept for x, _ in unlike),
         )
 
     def seconds(self, layout: Candidate) -> float:
         """Return a lower bound of a step's time in a layout."""
         busy = self.num_microbatches * (self.passes - self.hidden) + self.replicas
         return busy / layout.pp + (layout.pp - 1) * self.passes / (layout.pp * layout.chunks)
+
+
+def held_layers(
+    layout: Candidate, num_layers: int, num_microbatches: int, *, pairs: bool
+) -> float:
+    """Return a lower bound of how many layers' activations a pipeline rank holds at its peak.
+
+    It is the mean over the ranks. A layer counts once for each micro-batch whose activations it
+    holds after the warm-up of 1F1B or interleaved 1F1B; see `schedules.orders`.
+    """
+    size = layout.pp
+    chunks = layout.chunks
+    if layout.stages is None:
+        of_stage = [num_layers / (size * chunks)] * (size * chunks)
+    else:
+        of_stage = [float(stage.count("t")) for stage in stages_of(layout.stages)]
+    group = num_microbatches if num_microbatches < 2 * size else size
+    held = 0.0
+    for rank in range(size):
+        of_chunk = of_stage[rank::size]
+        if chunks == 1:
+            passes = (2 if pairs else 1) * (size - rank - 1)
+        else:
+            passes = 2 * (size - rank - 1) + (chunks - 1) * group
+        passes = min(passes + 1 + pairs, chunks * num_microbatches)
+        for chunk in [*range(chunks), 0]:
+            run = min(passes, num_microbatches if chunks == 1 else group)
+            held += run * of_chunk[chunk]
+            passes -= run
+    return held / size
 
 
 class _Refusals:

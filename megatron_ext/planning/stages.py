@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from megatron_ext.config.run import RunConfig
@@ -115,6 +115,12 @@ class Stage:
         first = index == 0
         last = index == num_stages - 1
         return cls(index, rank, chunk, tuple(layers), 0, first, last, last)
+
+    def only(self, *layers: int) -> Stage:
+        """Return this stage with these layers and nothing else."""
+        return replace(
+            self, layers=layers, depths=0, embedding=False, final_norm=False, head=False
+        )
 
 
 @dataclass(frozen=True)

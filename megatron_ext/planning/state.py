@@ -281,7 +281,7 @@ def _moved(config: RunConfig, ranks: Ranks, pieces: Sequence[int]) -> State:
     ``pieces`` are the numbers of elements of each weight that an optimizer of megatron-core updates
     on the rank: it has one for experts, and one for all other weights.
     """
-    from megatron_ext.optim.offload import host_share
+    from megatron_ext.optim.host_share import host_share
 
     flags = config.offload
     pieces = [piece for piece in pieces if piece]

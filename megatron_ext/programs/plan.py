@@ -222,9 +222,14 @@ def propose(planner: Planner) -> int:
 
     flags = LayoutFlags(program, cost, base)
     kept = [*without(kept, program, {"micro_batch_size"}), *unchosen]
-    # Collections would go through all imported modules again and again.
-    gc.freeze()
-    result = search(base, flags, completed, args.world_size, gpu, count=args.count)
+    # Collections would go through all layouts again and again, and find next to nothing.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        result = search(base, flags, completed, args.world_size, gpu, count=args.count)
+    finally:
+        if collects:
+            gc.enable()
     report = proposal(result, args.world_size, gpu, given_estimate(planner, complete))
     commands = []
     for layout in result.best[: len(result.best) if args.json else args.flags]:

@@ -45,7 +45,7 @@ class _Passes:
         forward = self._take(Kind.FORWARD, chunk)
         backward = self._take(Kind.BACKWARD, 1 - chunk)
         if self.pairs:
-            self.order.append(replace(forward, kind=Kind.PAIR, backward=backward))
+            self.order.append(forward.beside(backward))
         else:
             self.order += [forward, backward]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from megatron_ext.config.parallel import PAIRED_SCHEDULES, V_SHAPED
@@ -110,7 +109,7 @@ def _alternate(forwards: Order, backwards: Order, warmup: int, *, pairs: bool) -
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         if pairs:
-            order.append(replace(forward, kind=Kind.PAIR, backward=backward))
+            order.append(forward.beside(backward))
         else:
             order += [forward, backward]
     return order + backwards[len(forwards) - warmup :]

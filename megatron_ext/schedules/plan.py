@@ -56,26 +56,30 @@ class Action:
         stage: index of the stage among all stages of the model; in a pair, that of its forward
             pass.
         peer: pipeline rank at the other end of a message, None for computation.
-        backward: the backward pass of a pair, None for other actions.
+        forward, backward: the passes of a pair, None for other actions.
     """
 
     kind: Kind
     microbatch: int
     stage: int
     peer: int | None = None
+    forward: Action | None = None
     backward: Action | None = None
+
+    def beside(self, backward: Action) -> Action:
+        """Return the pair of this forward pass and a backward pass."""
+        return Action(Kind.PAIR, self.microbatch, self.stage, None, self, backward)
 
     @property
     def passes(self) -> tuple[Action, ...]:
         """Return the forward and the backward pass of a pair; the action itself if it is none."""
-        if self.backward is None:
+        if self.forward is None or self.backward is None:
             return (self,)
-        return Action(Kind.FORWARD, self.microbatch, self.stage), self.backward
+        return self.forward, self.backward
 
     def __str__(self) -> str:
         if self.backward is not None:
-            forward, backward = self.passes
-            return f"{forward} beside {backward}"
+            return f"{self.forward} beside {self.backward}"
         end = "" if self.peer is None else f" with rank {self.peer}"
         return f"{self.kind.value}{self.microbatch} of stage {self.stage}{end}"
 
@@ -159,7 +163,7 @@ class Timed:
 
 
 def timeline(
-    orders: Sequence[Order],
+    orders: Sequence[Sequence[Action]],
     placement: Placement,
     durations: Durations = EVEN,
     latency: float = 0.0,
@@ -173,29 +177,44 @@ def timeline(
         CyclicOrder: a computation waits for one that never runs.
     """
     lists = [[a for a in order if a.kind in COMPUTE] for order in orders]
-    ends: dict[tuple[Kind, int, int], float] = {}
+    waits = [[list(needs(action, placement)) for action in actions] for actions in lists]
+    ends: dict[Key, float] = {}
     timed: list[list[Timed]] = [[] for _ in lists]
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(lists):
-            for action in actions[len(timed[rank]) :]:
-                keys = list(needs(action, placement))
-                if any(key not in ends for key in keys):
-                    break
-                ready = timed[rank][-1].end if timed[rank] else 0.0
-                for key in keys:
-                    far = placement.rank_of(key[2]) != rank
-                    ready = max(ready, ends[key] + (latency if far else 0.0))
-                end = ready + durations.of(action.kind)
-                timed[rank].append(Timed(action, ready, end))
-                for part in action.passes:
-                    ends[gives(part)] = end
-                moved = True
+            ready = timed[rank][-1].end if timed[rank] else 0.0
+            for place in range(len(timed[rank]), len(actions)):
+                action = actions[place]
+                for key in waits[rank][place]:
+                    if key not in ends:
+                        break
+                    arrival = ends[key]
+                    if latency and placement.rank_of(key[2]) != rank:
+                        arrival += latency
+                    if arrival > ready:
+                        ready = arrival
+                else:
+                    end = ready + durations.of(action.kind)
+                    timed[rank].append(Timed(action, ready, end))
+                    for part in action.passes:
+                        ends[gives(part)] = end
+                    ready = end
+                    moved = True
+                    continue
+                break
     for rank, actions in enumerate(lists):
         if len(timed[rank]) < len(actions):
             raise CyclicOrder(f"rank {rank} waits at {actions[len(timed[rank])]}")
     return timed
+
+
+def span(timed: Sequence[Sequence[Timed]]) -> tuple[float, float]:
+    """Return the time from the first start to the last end, and the busiest rank's idle time."""
+    makespan = max((rank[-1].end for rank in timed if rank), default=0.0)
+    work = max(sum(entry.end - entry.start for entry in rank) for rank in timed)
+    return makespan, makespan - work
 
 
 def _message(action: Action, placement: Placement) -> tuple[Action, Action] | None:
@@ -322,9 +341,7 @@ class Price:
 def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Price:
     """Simulate a plan and return its time and memory; ``latency`` is the time of a message."""
     timed = timeline([list(rank) for rank in plan.ranks], plan.placement, durations, latency)
-    makespan = max((rank[-1].end for rank in timed if rank), default=0.0)
-    work = max(sum(entry.end - entry.start for entry in rank) for rank in timed)
-    bubble = makespan - work
+    makespan, bubble = span(timed)
     share = bubble / makespan if makespan else 0.0
     return Price(timed, makespan, bubble, share, [_peak(rank) for rank in plan.ranks])
 

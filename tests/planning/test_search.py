@@ -27,7 +27,7 @@ from megatron_ext.planning.layouts import (
 )
 from megatron_ext.planning.memory import worst_case
 from megatron_ext.planning.proposal import command, proposal
-from megatron_ext.planning.search import LeastTimes, SearchResult, StateBound, search
+from megatron_ext.planning.search import LeastCosts, SearchResult, StateBound, search
 from megatron_ext.planning.stages import Ranks
 from megatron_ext.planning.step_time import estimate, least_seconds, needed_on
 from megatron_ext.text.cost.network import GptNetwork
@@ -257,7 +257,7 @@ def test_a_search_finds_what_trying_every_variant_finds(
     complete = parse_args(kept, TEXT, world_size=1, device="cuda").with_values
     assert complete is not None
     gpu = GPUS["A100-40GB"]
-    least = LeastTimes(flags, 16, gpu)
+    least = LeastCosts(flags, 16, gpu)
     best: dict[tuple[int, ...], float] = {}
     variants = [each for layout in listed for each in flags.variants(layout, gpu)]
     for variant in variants:

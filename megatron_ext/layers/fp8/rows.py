@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_ext.layers.fp8.blocks import BLOCKS
+
 E4M3 = torch.float8_e4m3fn
 BIAS = 127
 """Added to the exponent of a scale, which is sent as one byte."""
@@ -55,7 +57,3 @@ class RowFormat:
         scale = encoded[:, count * self.block :].int() - BIAS
         blocks = values.float().reshape(len(encoded), count, self.block)
         return torch.ldexp(blocks, scale.unsqueeze(2)).flatten(1).to(dtype)
-
-
-BLOCKS = {"fp8": 128, "mxfp8": 32}
-"""The number of values with one scale, for each 8-bit format of rows."""

@@ -143,7 +143,7 @@ def overlap_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[Fla
 
 def format_errors(values: Values) -> Iterator[FlagError]:
     """Yield an error for each option that does not go with rows in 8 bits."""
-    from megatron_ext.layers.fp8.rows import BLOCKS
+    from megatron_ext.layers.fp8.blocks import BLOCKS
 
     for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
         given = values[name]

@@ -43,7 +43,7 @@ def _sent_row(run: GptRun, name: str) -> float:
     x = run.sizes
     if name == "bf16":
         return x.h * x.width
-    from megatron_ext.layers.fp8.rows import BLOCKS
+    from megatron_ext.layers.fp8.blocks import BLOCKS
 
     return x.h * (1 + 1 / BLOCKS[name])
 

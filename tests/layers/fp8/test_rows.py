@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.layers.expert_exchange import OverlappedDispatcher
-from megatron_ext.layers.fp8.rows import BLOCKS, RowFormat
+from megatron_ext.layers.fp8.blocks import BLOCKS
+from megatron_ext.layers.fp8.rows import RowFormat
 from megatron_ext.layers.keeping_dispatcher import KeepingDispatcher
 from megatron_ext.layers.moe import AlltoAllDispatcher
 from megatron_ext.parallel.context import ParallelContext
