@@ -56,6 +56,7 @@ def budget(estimated: Estimate) -> list[Line]:
     volume = step_volume(network, rank, count)
     total = rank_volume(network, rank, count).total
     sent = clock.exchange(volume) + clock.replicas(volume) + clock.update_exchange(rank)
+    sent -= count * sum(sum(clock.beside_exchanges(stage)) for stage in rank.stages)
     pairs = estimated.network.schedule.num_pairs(rank.rank)
     if pairs:
         sent -= pairs * clock.rank_durations()[rank.rank].hidden
@@ -64,7 +65,9 @@ def budget(estimated: Estimate) -> list[Line]:
     if rank.state.hosted:
         from megatron_ext.planning.offload import update_seconds
 
-        lines.append(Line("host", update_seconds(network, rank), "weights that the host updates"))
+        lines.append(
+            Line("host", update_seconds(network, rank.state), "weights that the host updates")
+        )
     waiting = estimated.seconds - sum(line.seconds for line in lines)
     if waiting > 1e-6 * estimated.seconds:
         lines.append(Line("waiting", waiting, "for other pipeline stages"))

@@ -14,6 +14,7 @@ from megatron_ext.config.flag_line import words_of
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.inapplicable import answer_to, megatron_flags
 from megatron_ext.config.parser import read_words
+from megatron_ext.config.rules.offload import offload_errors
 from megatron_ext.config.rules.parallel import share_errors
 from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.device.gpus import Gpu
@@ -91,17 +92,40 @@ SHARDED_GRADIENTS = Switch(
     "sharded gradients",
     {"data_parallel_sharding_strategy": "optim_grads"},
     applies=lambda layout, _: True,
-    saves=True,
+    saves="state",
 )
 """Each replica keeps a share of the summed gradients."""
 
 SHARDED_WEIGHTS = Switch(
-    "weights",
+    "sharded weights",
     {"data_parallel_sharding_strategy": "optim_grads_params"},
     applies=lambda layout, _: SHARDED_GRADIENTS in layout.switches,
-    saves=True,
+    saves="state",
 )
 """Each replica keeps a share of the weights, too, and gathers a layer's before it runs."""
+
+
+HALF_ON_HOST = Switch(
+    "half host state",
+    {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+    },
+    applies=lambda layout, _: True,
+    saves="state",
+    on_host=True,
+)
+"""The host keeps half of the optimizer's state, and updates the weights that it belongs to."""
+
+ALL_ON_HOST = Switch(
+    "host state",
+    {**HALF_ON_HOST.values, "optimizer_offload_fraction": 1.0},
+    applies=lambda layout, _: HALF_ON_HOST in layout.switches,
+    saves="state",
+    on_host=True,
+)
+"""The host keeps the other half of the state, too."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +152,14 @@ class Candidate:
     def __str__(self) -> str:
         sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.chunks, "cp": self.cp, "ep": self.ep}
         return "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "dp"
+
+    @property
+    def uses(self) -> list[str]:
+        """Return the names of the switches, without those whose values a later one replaces."""
+        later = [set[str]().union(*(x.values for x in self.switches[i + 1 :]))
+                 for i in range(len(self.switches))]  # fmt: skip
+        pairs = zip(self.switches, later, strict=True)
+        return [switch.name for switch, fields in pairs if not switch.values.keys() <= fields]
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -204,9 +236,17 @@ class LayoutFlags:
     @cached_property
     def switches(self) -> tuple[Switch, ...]:
         """Return what a search tries with and without; what the run uses anyway is left out."""
-        saving = [SHARDED_GRADIENTS, SHARDED_WEIGHTS] if self._shards else []
-        tried = [*saving, *self.cost.switches(self.base)]
-        return tuple(x for x in tried if self.base.with_values(x.values) != self.base)
+        sharding = [SHARDED_GRADIENTS, SHARDED_WEIGHTS] if self._shards else []
+        moves = self.base.offload.optimizer_cpu_offload
+        hosting = [] if moves else [HALF_ON_HOST, ALL_ON_HOST]
+        tried = [*sharding, *hosting, *self.cost.switches(self.base)]
+        runs = [self.base.with_values(x.values) for x in tried]
+        # Rules that ask for another layout than that of one rank are checked for each layout.
+        return tuple(
+            switch
+            for switch, run in zip(tried, runs, strict=True)
+            if run != self.base and not any(offload_errors(run))
+        )
 
     def variants(self, layout: Candidate, gpu: Gpu) -> Iterator[Candidate]:
         """Yield a layout with each set of those `switches` that save no memory."""
@@ -221,22 +261,35 @@ class LayoutFlags:
         A way is the next mode of recomputation, or a switch that saves memory.
         """
         after = self.modes.index(layout.recompute) + 1
-        saving = tuple(switch for switch in layout.switches if switch.saves)
+        saving = [switch for switch in layout.switches if switch.saves]
         if after < len(self.modes):
             changed = replace(layout, recompute=self.modes[after], switches=())
             for variant in self.variants(changed, gpu):
-                yield replace(variant, switches=(*saving, *variant.switches))
+                leaner = variant
+                for switch in saving:
+                    if switch.applies(leaner, gpu):
+                        leaner = self.with_switch(leaner, switch)
+                yield leaner
         for switch in self.switches:
             if switch.saves and switch not in saving and switch.applies(layout, gpu):
-                yield replace(layout, switches=(switch, *layout.switches))
+                yield self.with_switch(layout, switch)
 
     def leanest(self, layout: Candidate, gpu: Gpu) -> Candidate:
         """Return the variant of a layout that needs the least memory."""
-        leanest = replace(layout, recompute=self.modes[-1])
+        return self.leanest_state(replace(layout, recompute=self.modes[-1], switches=()), gpu)
+
+    def leanest_state(self, layout: Candidate, gpu: Gpu) -> Candidate:
+        """Return a layout with all switches that save memory of the state between steps."""
         for switch in self.switches:
-            if switch.saves and switch.applies(leanest, gpu):
-                leanest = replace(leanest, switches=(*leanest.switches, switch))
-        return leanest
+            new = switch.saves == "state" and switch not in layout.switches
+            if new and switch.applies(layout, gpu):
+                layout = self.with_switch(layout, switch)
+        return layout
+
+    def with_switch(self, layout: Candidate, switch: Switch) -> Candidate:
+        """Return a layout with one more switch; a later one may change what an earlier one sets."""
+        used = {switch, *layout.switches}
+        return replace(layout, switches=tuple(x for x in self.switches if x in used))
 
     @cached_property
     def modes(self) -> tuple[str, ...]:
@@ -429,4 +482,4 @@ def size_fields(candidate: Candidate) -> Mapping[str, Any]:
         "recompute": "recomputation", "stages": "pipeline_layout",
     }  # fmt: skip
     sizes = {name: getattr(candidate, field) for field, name in names.items()}
-    return {**sizes, "switches": [switch.name for switch in candidate.switches]}
+    return {**sizes, "switches": candidate.uses}

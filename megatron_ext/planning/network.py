@@ -404,6 +404,13 @@ class Network(ABC):
     def traffic(self, stage: Stage) -> Volume:
         """Return the bytes that a stage sends for one micro-batch, in both passes."""
 
+    def beside_exchanges(self, stage: Stage) -> Work | None:
+        """Return the products of a forward pass that run while tokens travel to experts and back.
+
+        The backward pass has two for each of them. None if there are none.
+        """
+        return None
+
     def exchanges(self, stage: Stage) -> tuple[int, float, int]:
         """Return how many layers of a stage have experts that exchange tokens with other ranks.
 

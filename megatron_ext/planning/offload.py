@@ -14,6 +14,7 @@ from megatron_ext.planning.memory import RankMemory
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.sheet import Column, Sheet
 from megatron_ext.planning.stages import FP32, Stage
+from megatron_ext.planning.state import State
 
 HOST_MEMORY = 25.0 * GB
 """Assumed bytes a second that the host reads and writes for one GPU; a guess, 200 GB/s for 8."""
@@ -23,22 +24,25 @@ ASSUMED = [
 ]
 
 
-def update_seconds(network: Network, rank: RankMemory) -> float:
-    """Return the seconds in which the host updates the weights whose state it has.
+def update_parts(network: Network, state: State) -> tuple[float, float, float]:
+    """Return the seconds of the parts of an update on the host, for a rank with this state.
 
-    Gradients come down in float32, and weights go up as the model keeps them; a float32 model's
-    weights also come down. The host reads and writes the state, and reads the gradient.
+    Gradients come down in float32; the host reads and writes the state, and reads the gradients;
+    weights go up as the model keeps them. A float32 model's weights also come down.
     """
-    elements = rank.state.hosted
+    elements = state.hosted
     x = network.sizes
     down = elements * (FP32 if x.half else 2 * FP32) / PCIE
     up = elements * x.width / PCIE
     weight = FP32 + 2 * x.width if x.half else 2 * FP32
-    state = 2 * rank.state.host_optimizer
-    computing = (state + elements * (FP32 + weight)) / HOST_MEMORY
-    if network.config.offload.overlap_cpu_optimizer_d2h_h2d:
-        return max(down, up, computing)
-    return down + up + computing
+    moments = 2 * state.host_optimizer
+    return down, (moments + elements * (FP32 + weight)) / HOST_MEMORY, up
+
+
+def update_seconds(network: Network, state: State) -> float:
+    """Return the seconds in which the host updates the weights of a rank whose state it has."""
+    parts = update_parts(network, state)
+    return max(parts) if network.config.offload.overlap_cpu_optimizer_d2h_h2d else sum(parts)
 
 
 def copy_seconds(network: Network, stage: Stage) -> float:

@@ -11,6 +11,7 @@ from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import WIDEST_LINE, ConfigError
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.layouts import size_fields
+from megatron_ext.planning.offload import ASSUMED
 from megatron_ext.planning.search import Layout, SearchResult
 from megatron_ext.planning.sheet import Column, Report, Sheet
 from megatron_ext.planning.step_time import TIGHT, Estimate, memory_use
@@ -29,6 +30,7 @@ COLUMNS = (
     Column("MFU", "model_flops_utilization", "{:.1%}".format),
     Column("bubble", "bubble_share", "{:.1%}".format),
     Column("peak", "peak_bytes", size),
+    Column("host", "host_bytes", size, printed=False),
     Column("variants", "variants"),
 )
 
@@ -124,13 +126,17 @@ def best_sheet(result: SearchResult) -> Sheet:
         cost = layout.cost
         candidate = layout.candidate
         sizes = [str(candidate), cost.network.sizes.dp, candidate.micro_batch, candidate.recompute]
-        sizes.append(", ".join(switch.name for switch in candidate.switches))
+        sizes.append(", ".join(candidate.uses))
         figures = [cost.seconds, cost.tokens_per_second, cost.mfu, cost.price.bubble_share]
-        rows.append([*sizes, *figures, cost.peak, layout.variants])
+        host = max(rank.host for rank in cost.ranks)
+        rows.append([*sizes, *figures, cost.peak, host, layout.variants])
     caption = (
         "vpp: virtual chunks of a pipeline rank; batch: micro-batch size; variants: layouts with "
         "these sizes, of which the fastest that fits is shown"
     )
+    if most := max((row[-2] for row in rows), default=0):
+        rates = ", ".join(f"{what} {rate}" for what, rate, _ in ASSUMED)
+        caption += f"; host: a GPU moves up to {size(most)} to its host's memory (assumed: {rates})"
     return Sheet("best", "the fastest layouts that fit", COLUMNS, rows, caption)
 
 

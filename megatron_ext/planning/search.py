@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from megatron_ext.config.rules.parallel import stages_of
@@ -25,7 +25,9 @@ from megatron_ext.planning.layouts import (
 )
 from megatron_ext.planning.memory import rank_memories, worst_case
 from megatron_ext.planning.network import Case, Network
-from megatron_ext.planning.state import rank_state
+from megatron_ext.planning.offload import update_parts
+from megatron_ext.planning.stages import Stage
+from megatron_ext.planning.state import State, optimizer_bytes, rank_state
 from megatron_ext.planning.step_time import (
     Clock,
     Estimate,
@@ -34,6 +36,7 @@ from megatron_ext.planning.step_time import (
     least_seconds,
     needed_on,
 )
+from megatron_ext.planning.switch import Switch
 from megatron_ext.planning.weights import ROUTED
 
 Complete = Callable[[Mapping[str, Any]], RunConfig]
@@ -140,7 +143,7 @@ class _Step:
 class _Search:
     """Follows the layouts whose lower bound of a step's time is least, one step after the other.
 
-    Each step makes the bound tighter: without a layout's own configuration, with it, with the
+    Each step makes the bound tighter: without a layout's own configuration, with it and with the
     memory of its ranks, and last by simulating its schedule. So a layout whose own time is the next
     is the fastest of those that are left, and slow layouts cost next to nothing.
     """
@@ -169,7 +172,7 @@ class _Search:
         self.state = StateBound.of(first.network, world_size)
         self._steps: list[_Step] = []
         self._seen: set[Candidate] = set()
-        self._configs: dict[Candidate, RunConfig] = {}
+        self._configs: dict[Candidate, RunConfig | None] = {}
         self._networks: dict[Hashable, Network] = {}
         self._needed: dict[Candidate, float] = {}
         self._number = itertools.count()
@@ -207,14 +210,7 @@ class _Search:
             self._then(self.least.of_layout(layout), layout, partial(self._open, layout))
 
     def _open(self, layout: Candidate) -> None:
-        """Check that a layout can run, and follow its variants."""
-        try:
-            self._configs[layout] = self.complete(self.flags.values(layout))
-        except ConfigError as error:
-            self.refusals.add(error.messages[0])
-            self.tried -= 1
-            self.variants[layout.sizes] -= 1
-            return
+        """Follow the variants of a layout."""
         for variant in self.flags.variants(layout, self.gpu):
             self._follow(variant)
 
@@ -225,9 +221,13 @@ class _Search:
             self._then(self.least.of_variant(variant), variant, run)
 
     def _check(self, variant: Candidate) -> None:
-        """Find out whether a variant fits; if it does not, follow leaner ones."""
+        """Find out whether a variant can run and fits; if it does not fit, follow leaner ones."""
         layout = self._plain(variant)
+        if self._configs.get(layout, True) is None:
+            return
         self.checked.setdefault(layout, False)
+        if self._least_bytes(variant) <= self.gpu.memory and self._complete(layout) is None:
+            return
         if self._fits(variant):
             self.checked[layout] = True
             seconds = min(least_seconds(case.network, self.gpu) for case in self._cases(variant))
@@ -235,9 +235,29 @@ class _Search:
         else:
             self._follow_leaner(variant)
 
+    def _complete(self, layout: Candidate) -> RunConfig | None:
+        """Return the configuration of a layout; None, and count it as refused, if it cannot run."""
+        if layout not in self._configs:
+            self._configs[layout] = None
+            try:
+                self._configs[layout] = self.complete(self.flags.values(layout))
+            except ConfigError as error:
+                self.refusals.add(error.messages[0])
+                self.tried -= 1
+                self.variants[layout.sizes] -= 1
+                del self.checked[layout]
+        return self._configs[layout]
+
     def _follow_leaner(self, variant: Candidate) -> None:
+        """Follow the ways to run a variant, which does not fit, with less memory."""
+        least = self.flags.leanest_state(variant, self.gpu)
+        kept = self.least.activations(variant)
+        too_much = self.state.bytes_of(least) + kept > self.gpu.memory
         for leaner in self.flags.leaner(variant, self.gpu):
-            self._follow(leaner)
+            saved = {switch.saves for switch in leaner.switches if switch not in variant.switches}
+            # No state leaves enough room for these activations.
+            if not (too_much and "state" in saved):
+                self._follow(leaner)
 
     def _plain(self, variant: Candidate) -> Candidate:
         """Return the layout of which a candidate is a variant."""
@@ -245,8 +265,9 @@ class _Search:
 
     def _cases(self, variant: Candidate) -> Sequence[Case]:
         """Return the cases of a variant, whose configuration is not checked."""
-        config = self._configs[self._plain(variant)].with_values(self.flags.variant_values(variant))
-        cases = self.flags.cost.cases(config)
+        config = self._complete(self._plain(variant))
+        assert config is not None
+        cases = self.flags.cost.cases(config.with_values(self.flags.variant_values(variant)))
         sharing = variant.switches
         if SHARDED_WEIGHTS not in sharing:
             # Only the weights that are gathered at a time depend on whether passes run in pairs.
@@ -263,12 +284,16 @@ class _Search:
         changing = tuple(switch for switch in variant.switches if switch.changes_memory)
         alike = replace(variant, switches=changing)
         if alike not in self._needed:
-            needed = self.state.bytes_of(alike) + self.least.activations(alike)
+            needed = self._least_bytes(alike)
             if needed <= self.gpu.memory:
                 needed = self._least_needed(alike)
             self._needed[alike] = needed
             self._note(needed, alike)
         return self._needed[alike] <= self.gpu.memory
+
+    def _least_bytes(self, variant: Candidate) -> float:
+        """Return a lower bound of the bytes that a variant needs; no configuration is needed."""
+        return self.state.bytes_of(variant) + self.least.activations(variant)
 
     def _note(self, needed: float, layout: Candidate) -> None:
         """Remember a layout if it needs fewer bytes than all before."""
@@ -328,29 +353,37 @@ class LeastCosts:
 
     def of_variant(self, variant: Candidate) -> float:
         """Return a bound for a layout with its recomputation and its switches."""
-        return min(whole.seconds(variant) for whole in self._wholes(variant))
+        share = host_fraction(variant) / variant.pp
+        return min(x.seconds(variant) + share * x.hosted for x in self._wholes(variant))
 
     def activations(self, variant: Candidate) -> float:
         """Return a bound of the bytes that the fullest rank keeps for backward passes.
 
         It is the mean over pipeline ranks. It is 0 for layers that are not cut evenly, whose
-        stages are not known before the run is configured, and for some ways of saving memory.
+        stages are not known before the run is configured, and where layers keep unlike bytes by
+        their place in a stage.
         """
         base = self.flags.base
+        values = self.flags.variant_values(variant)
+        moved = values.get("cpu_offloading_num_layers") or base.offload.cpu_offloading_num_layers
         partly = base.model.num_microbatches_with_partial_activation_checkpoints
-        if base.model.blocks_dealt_by_cost or base.offload.moves_activations or partly is not None:
+        if base.model.blocks_dealt_by_cost or moved or partly is not None:
             return 0.0
         total = base.model.num_layers or 0
-        pairs = bool(self.flags.values(variant).get("overlap_moe_expert_parallel_comm"))
+        pairs = bool(values.get("overlap_moe_expert_parallel_comm"))
+        moving = next((x for x in variant.switches if x.on_host and x.saves == "activations"), None)
+        sizes = variant.pp, variant.chunks, variant.stages
         return max(
-            whole.kept * held_layers(variant, total, whole.num_microbatches, pairs=pairs)
+            whole.kept(moving) * held_layers(*sizes, total, whole.num_microbatches, pairs=pairs)
             for whole in self._wholes(variant)
         )
 
     def _wholes(self, layout: Candidate) -> tuple[Whole, ...]:
         """Return the passes through the whole model, for each kind of batch."""
         stage_ranks = self.world_size // layout.pp
-        one = replace(layout, pp=1, chunks=1, stages=None)
+        # Copies to the host can only make passes longer.
+        switches = tuple(switch for switch in layout.switches if not switch.on_host)
+        one = replace(layout, pp=1, chunks=1, stages=None, switches=switches)
         key = replace(one, pp=stage_ranks)
         if key not in self._found:
             base = self.flags.base.with_values(
@@ -377,20 +410,21 @@ class Whole:
         hidden: the most seconds that pairs of passes can hide.
         num_microbatches: micro-batches of a step.
         replicas: seconds of a step in which replicas reduce gradients, without padding.
-        kept: the fewest bytes that a layer keeps of a micro-batch for its backward pass.
+        network: the cost formulas of the model on these ranks.
+        hosted: the fewest seconds in which the host would update all weights.
     """
 
     passes: float
     hidden: float
     num_microbatches: int
     replicas: float
-    kept: int
+    network: Network
+    hosted: float
 
     @classmethod
     def of(cls, network: Network, gpu: Gpu) -> Whole:
         """Return the times of a model whose ``network`` has one stage."""
         (stage,) = network.stages()
-        unlike = network.unlike(stage.layers)
         clock = Clock(network, Rates(gpu, DEFAULT))
         hidden = 0.0
         if network.schedule.pairs:
@@ -400,8 +434,27 @@ class Whole:
             hidden,
             network.num_microbatches,
             clock.replicas(gradient_volume(network, [stage])),
-            min(network.activations(stage.only(x)).kept for x, _ in unlike),
+            network,
+            max(update_parts(network, hosted_share(network, stage))),
         )
+
+    def kept(self, moving: Switch | None) -> int:
+        """Return the fewest bytes that a layer keeps of a micro-batch for its backward pass.
+
+        ``moving`` is the switch that moves others to the host; None without.
+        """
+        if moving not in self._kept:
+            network = self.network
+            if moving is not None:
+                network = network.with_config(network.config.with_values(moving.values))
+            (stage,) = network.stages()
+            layers = [stage.only(layer) for layer, _ in network.unlike(stage.layers)]
+            self._kept[moving] = min(network.activations(layer).kept for layer in layers)
+        return self._kept[moving]
+
+    @cached_property
+    def _kept(self) -> dict[Switch | None, int]:
+        return {}
 
     def seconds(self, layout: Candidate) -> float:
         """Return a lower bound of a step's time in a layout."""
@@ -409,20 +462,40 @@ class Whole:
         return busy / layout.pp + (layout.pp - 1) * self.passes / (layout.pp * layout.chunks)
 
 
+def hosted_share(network: Network, stage: Stage) -> State:
+    """Return the state of a rank's share of a stage's weights if the host keeps all of it."""
+    x = network.sizes
+    flags = network.config.optimizer
+    elements = network.elements(stage)
+    count = elements.trained
+    if flags.use_distributed_optimizer:
+        dense = (count - elements.expert) // (x.dp * x.cp)
+        count = dense + elements.expert // x.expert_dp
+    return State(hosted=count, host_optimizer=optimizer_bytes(flags, count, 0, 0, half=x.half))
+
+
+@lru_cache(maxsize=1 << 12)
 def held_layers(
-    layout: Candidate, num_layers: int, num_microbatches: int, *, pairs: bool
+    size: int,
+    chunks: int,
+    stages: str | None,
+    num_layers: int,
+    num_microbatches: int,
+    *,
+    pairs: bool,
 ) -> float:
     """Return a lower bound of how many layers' activations a pipeline rank holds at its peak.
 
     It is the mean over the ranks. A layer counts once for each micro-batch whose activations it
     holds after the warm-up of 1F1B or interleaved 1F1B; see `schedules.orders`.
+
+    Args:
+        size: number of pipeline ranks, each with ``chunks`` stages.
+        stages: the value of ``--pipeline-model-parallel-layout``; None for equal stages.
     """
-    size = layout.pp
-    chunks = layout.chunks
-    if layout.stages is None:
-        of_stage = [num_layers / (size * chunks)] * (size * chunks)
-    else:
-        of_stage = [float(stage.count("t")) for stage in stages_of(layout.stages)]
+    of_stage = [num_layers / (size * chunks)] * (size * chunks)
+    if stages is not None:
+        of_stage = [float(stage.count("t")) for stage in stages_of(stages)]
     group = num_microbatches if num_microbatches < 2 * size else size
     held = 0.0
     for rank in range(size):
@@ -437,6 +510,12 @@ def held_layers(
             held += run * of_chunk[chunk]
             passes -= run
     return held / size
+
+
+def host_fraction(layout: Candidate) -> float:
+    """Return the share of the optimizer's state that the switches of a layout put on the host."""
+    shares = [x.values.get("optimizer_offload_fraction", 0.0) for x in layout.switches]
+    return max(shares, default=0.0)
 
 
 class _Refusals:
@@ -507,5 +586,6 @@ class StateBound:
             cut += self.parameters
         if not self.shards_gradients and SHARDED_GRADIENTS not in candidate.switches:
             cut += self.gradients
+        spread -= self.optimizer * host_fraction(candidate)
         cut *= (1 - self.routed) / candidate.tp + self.routed / candidate.ep
         return cut / candidate.pp + spread / self.world_size

@@ -118,9 +118,7 @@ class Stage:
 
     def only(self, *layers: int) -> Stage:
         """Return this stage with these layers and nothing else."""
-        return replace(
-            self, layers=layers, depths=0, embedding=False, final_norm=False, head=False
-        )
+        return replace(self, layers=layers, depths=0, embedding=False, final_norm=False, head=False)
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def rank_state(
                 gathered=whole,
                 gradients=laid[-1].end // replicas * FP32 if shards else reduced,
                 reduced=reduced,
-                optimizer=_optimizer_bytes(
+                optimizer=optimizer_bytes(
                     optimizer, elements, touched, in_matrices, half=ranks.half
                 ),
                 average=elements * FP32 if config.ema.ema_decay else 0,
@@ -287,7 +287,7 @@ def _moved(config: RunConfig, ranks: Ranks, pieces: Sequence[int]) -> State:
     pieces = [piece for piece in pieces if piece]
     chosen = [pieces[index] for index in host_share(pieces, flags.optimizer_offload_fraction)]
     count = sum(chosen)
-    state = _optimizer_bytes(config.optimizer, count, len(chosen), 0, half=ranks.half)
+    state = optimizer_bytes(config.optimizer, count, len(chosen), 0, half=ranks.half)
     average = count * FP32 if config.ema.ema_decay and ranks.half else 0
     # A gradient, and the weight: rounded, if there is a float32 weight beside it.
     buffers = max(chosen, default=0) * (FP32 + ranks.width)
@@ -348,7 +348,7 @@ def _pieces(bucket: Bucket, replica: int, replicas: int) -> list[int]:
     return [max(0, min(end, low + share) - max(start, low)) for start, end in bucket.spans]
 
 
-def _optimizer_bytes(
+def optimizer_bytes(
     optimizer: OptimizerConfig, elements: int, touched: int, in_matrices: int, *, half: bool
 ) -> int:
     """Return the bytes of the optimizer state for the ``elements`` that a rank updates.

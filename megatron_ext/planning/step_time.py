@@ -161,8 +161,9 @@ class Clock:
             times[work.phase] += self.rates.seconds(work)
         volume = network.traffic(stage)
         sent = self.exchange(volume) / 2
-        forward = times[Phase.FORWARD] + sent
-        inputs = times[Phase.INPUT] + sent
+        beside = self.beside_exchanges(stage)
+        forward = times[Phase.FORWARD] + sent - beside[0]
+        inputs = times[Phase.INPUT] + sent - beside[1]
         weights = times[Phase.WEIGHT]
         if network.config.offload.moves_activations:
             from megatron_ext.planning.offload import copy_seconds
@@ -182,6 +183,19 @@ class Clock:
             hidden = hidden_time(*computing, experts, layers, inside, again, early=early)
             hidden *= self.rates.efficiency.hidden
         return Durations(forward, inputs, weights, hidden)
+
+    def beside_exchanges(self, stage: Stage) -> tuple[float, float]:
+        """Return the time of a micro-batch's forward and backward pass that products hide.
+
+        They are the products that run while tokens travel to experts and back.
+        """
+        work = self.network.beside_exchanges(stage)
+        if work is None:
+            return 0.0, 0.0
+        products = self.rates.busy(work)
+        exchanged = self.experts_exchange(self.network.traffic(stage)) / 2
+        hidden = self.rates.efficiency.hidden
+        return hidden * min(products, exchanged), hidden * min(2 * products, exchanged)
 
     def exchange(self, volume: Volume) -> float:
         """Return the time of the tensor, context and expert collectives counted in ``volume``."""
@@ -254,7 +268,7 @@ class Clock:
         if rank.state.hosted:
             from megatron_ext.planning.offload import update_seconds
 
-            work += update_seconds(network, rank)
+            work += update_seconds(network, rank.state)
         return work + self.update_exchange(rank) + self.replicas(volume)
 
     def update_exchange(self, rank: RankMemory) -> float:

@@ -18,14 +18,16 @@ class Switch:
         values: the values of fields that it sets.
         applies: takes a `layouts.Candidate` and the kind of GPU; returns whether it can make a
             difference. A layout that the rules of the flags refuse with it is tried without it.
-        saves: whether it takes time to save memory.
+        saves: "state" or "activations" if it takes time to save memory of this kind; else "".
+        on_host: whether it moves anything to host memory.
         changes_memory: whether a run with it needs other memory than without.
     """
 
     name: str
     values: Mapping[str, Any]
     applies: Callable[[Any, Gpu], bool]
-    saves: bool = False
+    saves: str = ""
+    on_host: bool = False
     changes_memory: bool = True
 
     def __hash__(self) -> int:

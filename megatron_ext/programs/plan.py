@@ -12,10 +12,11 @@ assumed rates.
 ``--gpu`` also takes a file that ``tools/doctor.py --json`` has written, whose measured rates then
 replace the assumed ones. ``--search`` tries tensor, pipeline, virtual, context and expert sizes,
 micro-batches and recomputation in place of those that the flags give, with and without sharded
-gradients and weights, pairs of passes, two hops and kept tokens, and lists the fastest layouts that
-fit; ``--flags N`` prints the whole commands of the first N. ``--json`` prints all figures as
-JSON. The vocabulary size comes from the tokenizer, or from ``--padded-vocab-size``; the lengths of
-videos come from their data or ``--dry-run-shape``, which a search needs.
+gradients and weights, optimizer state and activations on the host, pairs of passes, two hops and
+kept tokens, and lists the fastest layouts that fit; ``--flags N`` prints the whole commands of the
+first N. ``--json`` prints all figures as JSON. The vocabulary size comes from the tokenizer, or
+from ``--padded-vocab-size``; the lengths of videos come from their data or ``--dry-run-shape``,
+which a search needs.
 Exit code 0: the run fits; 1: it does not; 2: the flags have errors.
 """
 
@@ -208,7 +209,7 @@ def propose(planner: Planner) -> int:
     arguments = planner.parsed([*kept, *alone], 1)
     if errors := fixed_errors(arguments.config, arguments.task.defaults, decided):
         raise ConfigError(errors)
-    tell(args, arguments.notes)
+    notes = arguments.notes
     base = planner.completed(arguments.config, arguments.task)
     complete = completion(planner, base, arguments.task)
     with_values = arguments.with_values
@@ -230,6 +231,12 @@ def propose(planner: Planner) -> int:
     finally:
         if collects:
             gc.enable()
+    if result.best:
+        # What has no effect on one rank may have some in the layout.
+        words = [word for entry in result.best[0].words for word in entry]
+        of_best = planner.parsed([*kept, *words], args.world_size).notes
+        notes = [note for note in notes if note in of_best]
+    tell(args, notes)
     report = proposal(result, args.world_size, gpu, given_estimate(planner, complete))
     commands = []
     for layout in result.best[: len(result.best) if args.json else args.flags]:

@@ -21,9 +21,9 @@ from megatron_ext.planning.state import (
     State,
     _at_once,
     _filled,
-    _optimizer_bytes,
     _share,
     buckets,
+    optimizer_bytes,
     rank_state,
     unit_of,
 )
@@ -248,9 +248,9 @@ def test_moments_have_their_own_formats() -> None:
     flags = dataclasses.replace(
         layouts.llama().optimizer, optimizer="muon", exp_avg_dtype="bf16", exp_avg_sq_dtype="fp32"
     )
-    assert _optimizer_bytes(flags, 100, 3, 40, half=True) == 100 * (4 + 2) + 60 * 4 + 3 * 4
+    assert optimizer_bytes(flags, 100, 3, 40, half=True) == 100 * (4 + 2) + 60 * 4 + 3 * 4
     other = dataclasses.replace(flags, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp16")
-    assert _optimizer_bytes(other, 100, 3, 40, half=False) == 100 * 4 + 60 * 2 + 3 * 4
+    assert optimizer_bytes(other, 100, 3, 40, half=False) == 100 * 4 + 60 * 2 + 3 * 4
 
 
 def test_only_the_first_chunk_of_a_model_has_several_buckets() -> None:

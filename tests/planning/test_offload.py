@@ -59,7 +59,7 @@ def test_copies_and_updates_of_the_host_take_time() -> None:
     elements = rank.state.hosted
     copies = elements * (4 + 2) / PCIE
     work = (2 * rank.state.host_optimizer + elements * (4 + 4 + 2 * 2)) / HOST_MEMORY
-    assert update_seconds(apart.network, rank) == pytest.approx(copies + work)
+    assert update_seconds(apart.network, rank.state) == pytest.approx(copies + work)
     sheet = offload_sheet(apart.network, apart.ranks, GPUS["H100"])
     assert [row[0] for row in sheet.rows][-2:] == ["copies", "host memory"]
 

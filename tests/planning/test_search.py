@@ -16,8 +16,11 @@ from megatron_ext.device.gpus import GPUS
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning import search as searching
 from megatron_ext.planning.layouts import (
+    ALL_ON_HOST,
+    HALF_ON_HOST,
     PARALLEL,
     SHARDED_GRADIENTS,
+    SHARDED_WEIGHTS,
     Candidate,
     LayoutFlags,
     balanced,
@@ -207,6 +210,9 @@ def test_search_finds_layouts_that_fit_and_sorts_them_or_says_why_not() -> None:
     assert 1 < len(caught.value.messages) == len(set(caught.value.messages)) <= 6
 
 
+LONG = "--seq-length 32768 --max-position-embeddings 32768"
+
+
 def test_a_search_takes_the_fastest_mode_that_fits_and_counts_layouts_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,13 +220,13 @@ def test_a_search_takes_the_fastest_mode_that_fits_and_counts_layouts_once(
         return lambda *_: [Candidate(tp, 1, 1, 1, 1, batch, "none") for tp, batch in sizes]
 
     monkeypatch.setattr(searching, "candidates", tried([(8, 1), (7, 1), (4, 1), (1, 16)]))
-    found = searched()
+    found = searched(LONG)
     # 7 ranks are impossible; a micro-batch of 16 fits in no mode.
     assert (found.tried, found.checked, found.fitting, len(found.best)) == (3, 3, 2, 2)
     assert [layout.candidate.recompute for layout in found.best] == ["none"] * 2
     assert sum(count for _, count in found.refused) == 1
     monkeypatch.setattr(searching, "candidates", tried([(1, 16)]))
-    found = searched()
+    found = searched(LONG)
     assert found.best == [] and found.closest is not None
     needed, closest = found.closest
     assert closest.recompute == "full" and needed > H100.memory
@@ -258,6 +264,7 @@ def test_a_search_finds_what_trying_every_variant_finds(
     assert complete is not None
     gpu = GPUS["A100-40GB"]
     least = LeastCosts(flags, 16, gpu)
+    state = StateBound.of(GPT_COST.cases(base)[0].network, 16)
     best: dict[tuple[int, ...], float] = {}
     variants = [each for layout in listed for each in flags.variants(layout, gpu)]
     for variant in variants:
@@ -268,12 +275,27 @@ def test_a_search_finds_what_trying_every_variant_finds(
             continue
         seconds = estimate(network, gpu, ranks=ranks).seconds
         assert least.of_variant(variant) <= seconds * (1 + 1e-9)
+        bound = state.bytes_of(variant) + least.activations(variant)
+        assert bound <= needed_on(gpu, network, ranks)
+        if variant.recompute == "none" and not variant.switches:
+            assert least.activations(variant) > 0.4 * max(x.activations for x in ranks)
         assert least_seconds(network, gpu) <= seconds * (1 + 1e-9)
         if needed_on(gpu, network, ranks) <= gpu.memory:
             best[variant.sizes] = min(seconds, best.get(variant.sizes, seconds))
     found = searched(more, 16, gpu.name).best
     assert len(best) > 1 and len(variants) > 3 * len(listed)
     assert {x.candidate.sizes: x.cost.seconds for x in found} == pytest.approx(best)
+
+
+def test_what_replaces_a_switch_decides() -> None:
+    flags = LayoutFlags(TEXT, GPT_COST, llama(world=1))
+    layout = Candidate(1, 1, 1, 1, 1, 1, "full")
+    for switch in (SHARDED_WEIGHTS, SHARDED_GRADIENTS, ALL_ON_HOST, HALF_ON_HOST):
+        layout = flags.with_switch(layout, switch)
+    run = of(layout)
+    assert run.optimizer.shards_weights
+    assert run.offload.optimizer_offload_fraction == 1.0
+    assert layout.uses == ["sharded weights", "host state"]
 
 
 @pytest.mark.parametrize("more", ["", MOE, "--grad-reduce-in-bf16", "--lora-rank 8",

@@ -355,6 +355,10 @@ class Activations(GptRun):
         # An MTP depth: two norms, a projection of both normed inputs together, a layer, a norm.
         layer = in_order(self.attention(), self.mlp(sizes.experts[-1]))
         depth = LayerBytes(layer.kept + 3 * norm + (3 + 2) * self.residual, layer.transient)
+        if self.recomputes_depths:
+            tokens = self.kept_tokens if sizes.experts[-1] else 0
+            # The hidden states and the embeddings that the depth gets.
+            depth = LayerBytes(2 * self.residual + tokens, depth.kept + depth.transient)
         parts += [depth] * stage.depths
         parts += [self.loss()] * stage.head
         return in_order(*parts)

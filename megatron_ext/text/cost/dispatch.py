@@ -10,6 +10,7 @@ from math import comb
 from typing import TYPE_CHECKING
 
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.network import Volume, ring
 from megatron_ext.planning.stages import FP32
 
@@ -46,6 +47,40 @@ def _sent_row(run: GptRun, name: str) -> float:
     from megatron_ext.layers.fp8.blocks import BLOCKS
 
     return x.h * (1 + 1 / BLOCKS[name])
+
+
+ENCODING = 33
+"""Bytes that torch's kernels read and write for a 16-bit value that `layers.fp8.rows` encodes."""
+DECODING = 21
+"""Bytes for a value that is decoded."""
+CODING_KERNELS = 23
+"""The number of kernels that encode and decode the rows of one exchange."""
+
+
+def cast_work(run: GptRun) -> list[Work]:
+    """Return the kernels of a layer with experts that cast rows to 8 bits, and back, on their way.
+
+    Every hop encodes what it sends and decodes what has come.
+    """
+    x = run.sizes
+    if x.ep * x.etp == 1:
+        return []
+    names = run.moe.moe_dispatch_fwd_dtype, run.moe.moe_combine_bwd_dtype
+    phases = Phase.FORWARD, Phase.INPUT
+    if run.moe.moe_token_dispatcher_type == "flex":
+        hops = _Hops.of(run)
+        rows = hops.rows
+        exchanges = (hops.nodes > 1) + (hops.in_node > 1)
+    else:
+        rows = x.residual_tokens * run.moe.moe_router_topk
+        exchanges = 1
+    moved = rows * x.h * (ENCODING + DECODING)
+    kernels = exchanges * CODING_KERNELS
+    return [
+        Work("casts", phase, num_bytes=moved, kernels=kernels)
+        for name, phase in zip(names, phases, strict=True)
+        if name != "bf16"
+    ]
 
 
 def dispatched_again(run: GptRun) -> Volume:
@@ -127,6 +162,12 @@ class _Hops:
         to_rank = x.residual_tokens * nodes * share_with(moe, of_rank)
         width = _probability(run)
         return cls(nodes, in_node, to_node, to_rank, of_node * width, of_rank * width)
+
+    @property
+    def rows(self) -> float:
+        """Return the number of rows that a rank sends in both hops together, itself included."""
+        between = self.nodes * self.to_node if self.nodes > 1 else 0.0
+        return between + (self.in_node * self.to_rank if self.in_node > 1 else 0.0)
 
     def sent(self, rows: float) -> Volume:
         """Return the bytes of the hops between nodes and inside nodes, both there and back.

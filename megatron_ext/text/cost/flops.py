@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
@@ -19,6 +20,9 @@ from megatron_ext.text.cost.products import (
     mlp_matrices,
     token_products,
 )
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.kernels import Work
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,12 @@ class GptRun(Network):
         return (model.recompute_num_layers or 1) if grouped else 1
 
     @property
+    def recomputes_depths(self) -> bool:
+        """Return whether MTP depths are recomputed; megatron-core leaves them out of blocks."""
+        model = self.config.model
+        return model.recompute_granularity == "full" and model.recompute_method == "uniform"
+
+    @property
     def keeps_tokens(self) -> bool:
         """Return whether recomputed layers keep the tokens that their experts have got."""
         if not self.moe.moe_keep_dispatched_tokens:
@@ -244,9 +254,23 @@ class GptFlops(GptRun):
             return sum(layers), share, 0
         again = stage.layers if self.recomputes("moe") else self.run_again(stage)
         twice = sum(x.experts[number] for number in again)
-        if model.recompute_granularity == "full":
+        if self.recomputes_depths:
             twice += x.experts[-1] * stage.depths
         return sum(layers), share, twice
+
+    def beside_exchanges(self, stage: Stage) -> "Work | None":
+        if not self.moe.moe_shared_expert_overlap or self.sizes.ep == 1:
+            return None
+        from megatron_ext.planning.kernels import Phase, Work
+
+        x = self.sizes
+        width = self.moe.moe_shared_expert_intermediate_size or 0
+        products = mlp_matrices(x.h, width, gated=self.config.model.gated)
+        layers = [n for n in stage.layers if x.experts[n]]
+        count = len(layers) + stage.depths * x.experts[-1]
+        of_layer = MULTIPLY_AND_ADD * sum(m.products for m in products) * x.tokens / x.tp
+        eight = bool(layers) and all(x.in_8_bits(self.config.fp8, number) for number in layers)
+        return Work("linear", Phase.FORWARD, count * of_layer, width=1 if eight else x.width)
 
     def _cast_bytes(self, number: int) -> int:
         """Return the bytes per token that the 8-bit casts of one layer read and write.
@@ -318,6 +342,8 @@ class GptFlops(GptRun):
             linear, scores = self._again(number)
             fp8 = linear if self.sizes.in_8_bits(self.config.fp8, number) else 0.0
             total += Flops(again=linear - fp8, fp8_again=fp8, scores_again=scores) * count
+        if self.recomputes_depths:
+            total += self._depth_flops().recomputed(stage.depths)
         return total
 
     def _again(self, number: int) -> tuple[float, float]:

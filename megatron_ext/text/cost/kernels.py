@@ -7,6 +7,7 @@ outputs once. Classes of kernels are the keys of `planning.kernels.KINDS`, such 
 
 from megatron_ext.planning.kernels import Phase, Work, cast_of
 from megatron_ext.planning.stages import FP32, Stage
+from megatron_ext.text.cost.dispatch import cast_work
 from megatron_ext.text.cost.flops import GptFlops
 
 LAYER_KERNELS = {
@@ -72,6 +73,7 @@ def other_work(network: GptFlops, stage: Stage) -> list[Work]:
     for number, layers in network.unlike(stage.layers):
         joins = network.joins_activation(number)
         of_layer = layer_work(network, x.experts[number], joins=joins)
+        of_layer += cast_work(network) if x.experts[number] else []
         if x.in_8_bits(fp8, number):
             # Inputs and output gradients of four layers; once in a step their weights.
             casts = 4 * cast_of(fp8.fp8_recipe)[1]
@@ -80,6 +82,7 @@ def other_work(network: GptFlops, stage: Stage) -> list[Work]:
         work += [part * layers for part in of_layer]
     for _ in range(stage.depths):
         work += [*layer_work(network, x.experts[-1]), *_norms(network, 3)]
+        work += cast_work(network) if x.experts[-1] else []
     if stage.final_norm:
         work += _norms(network, 1)
     if stage.embedding:

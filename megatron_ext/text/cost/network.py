@@ -301,7 +301,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
         total = Volume(2 * self._gather() * gathers, pipeline=self.messages(stage))
         limit = len(self.run_again(stage))
         layers = Counter((x.experts[n], place < limit) for place, n in enumerate(stage.layers))
-        layers[x.experts[-1], True] += stage.depths
+        layers[x.experts[-1], self.recomputes_depths] += stage.depths
         for (experts, again), count in layers.items():
             total += self.layer_traffic(experts, again=again) * count
         return total

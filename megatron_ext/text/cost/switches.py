@@ -1,4 +1,4 @@
-"""Ways to exchange the tokens of experts faster, which a search of layouts tries."""
+"""The switches that a search of layouts tries for a GPT, besides those that it tries for all."""
 
 from __future__ import annotations
 
@@ -37,8 +37,38 @@ TWO_HOPS = Switch(
 """A token goes to each node once, and then to its experts on the node."""
 
 
+NORM_INPUTS_ON_HOST = Switch(
+    "host norms",
+    {"fine_grained_activation_offloading": True, "offload_modules": ["attn_norm", "mlp_norm"]},
+    applies=lambda layout, _: layout.recompute != "full",
+    saves="activations",
+    on_host=True,
+)
+"""The inputs of a layer's two norms wait in host memory for the backward pass."""
+
+LAYER_INPUTS = "host inputs"
+"""The inputs of layers that are recomputed wait in host memory for the backward pass."""
+
+
 def switches(config: RunConfig) -> Sequence[Switch]:
-    """Return the ways that a run can use, each with the dispatcher that it needs."""
+    """Return the ways that a run can use: what it moves to the host, and how it sends tokens."""
+    moves = config.offload.moves_activations
+    return *(() if moves else _hosting(config)), *_dispatching(config)
+
+
+def _hosting(config: RunConfig) -> Sequence[Switch]:
+    inputs = Switch(
+        LAYER_INPUTS,
+        {"cpu_offloading_num_layers": config.model.num_layers},
+        applies=lambda layout, _: layout.recompute == "full",
+        saves="activations",
+        on_host=True,
+    )
+    return NORM_INPUTS_ON_HOST, inputs
+
+
+def _dispatching(config: RunConfig) -> Sequence[Switch]:
+    """Return the ways to exchange tokens, each with the dispatcher that it needs."""
     moe = config.section(MoEConfig)
     if not moe.num_experts:
         return ()
