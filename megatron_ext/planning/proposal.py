@@ -134,7 +134,7 @@ def best_sheet(result: SearchResult) -> Sheet:
         "vpp: virtual chunks of a pipeline rank; batch: micro-batch size; variants: layouts with "
         "these sizes, of which the fastest that fits is shown"
     )
-    if most := max((row[-2] for row in rows), default=0):
+    if most := max((rank.host for layout in result.best for rank in layout.cost.ranks), default=0):
         rates = ", ".join(f"{what} {rate}" for what, rate, _ in ASSUMED)
         caption += f"; host: a GPU moves up to {size(most)} to its host's memory (assumed: {rates})"
     return Sheet("best", "the fastest layouts that fit", COLUMNS, rows, caption)

@@ -41,6 +41,20 @@ def test_the_classes_make_up_the_whole_step(layout: str) -> None:
     assert "communication" in kinds
 
 
+def test_a_shared_expert_hides_its_own_time_at_most() -> None:
+    flags = (
+        "--num-experts 8 --moe-shared-expert-intermediate-size 4096 --moe-ffn-hidden-size 4096 "
+        "--expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall"
+    )
+    plain = estimate(llama_network(flags), H200)
+    beside = estimate(llama_network(f"{flags} --moe-shared-expert-overlap"), H200)
+    count = plain.network.num_microbatches
+    shared = 6 * 32 * 3 * 4096 * 4096 * plain.network.tokens * count
+    most = shared / (H200.bf16 * DEFAULT.products * DEFAULT.layers)
+    assert 0 < plain.seconds - beside.seconds <= most
+    assert sum(line.seconds for line in budget(beside)) == pytest.approx(beside.seconds)
+
+
 def test_a_class_takes_the_time_of_its_operations_and_bytes() -> None:
     found = estimate(llama_network("--global-batch-size 8"), H200)
     lines = {line.kind: line for line in budget(found)}

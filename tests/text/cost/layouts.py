@@ -85,12 +85,24 @@ PEAKS = {
     "moe two hops": "--num-experts 8 --moe-router-topk 4 --expert-model-parallel-size 4 "
     "--moe-ffn-hidden-size 96 --moe-token-dispatcher-type flex --moe-ranks-per-node 2 "
     "--nproc-per-node 4",
+    "mtp1 recomputed": "--mtp-num-layers 1 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
     "lora moe": "--lora-rank 4 --num-experts 4 --expert-model-parallel-size 2 "
     "--moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.01 --nproc-per-node 2 "
     "--lora-target-modules linear_qkv linear_proj",
 }
 """Formats and adapters, whose state and peak are measured."""
-QUICK = ("tp2sp", "pp2", "dp2", "ep2", "tied pp2", "lora", "fp8 tp2sp", "mla tp2sp bf16")
+QUICK = (
+    "tp2sp",
+    "pp2",
+    "dp2",
+    "ep2",
+    "tied pp2",
+    "lora",
+    "fp8 tp2sp",
+    "mla tp2sp bf16",
+    "mtp1 recomputed",
+)
 """Runs of all three tables that are measured in every run of the tests."""
 
 

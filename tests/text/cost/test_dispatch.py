@@ -4,10 +4,14 @@ from itertools import combinations
 
 import pytest
 
-from megatron_ext.text.cost.dispatch import dispatched, kept_tokens, share_with
+from megatron_ext.device.gpus import GPUS
+from megatron_ext.planning.kernels import Phase
+from megatron_ext.planning.step_time import estimate
+from megatron_ext.text.cost.dispatch import cast_work, dispatched, kept_tokens, share_with
 from tests.text.cost.layouts import llama_network
 
 EXPERTS, TOPK = 8, 3
+H100 = GPUS["H100"]
 
 
 def enumerated(block: int, groups: int, allowed: int) -> float:
@@ -53,6 +57,29 @@ def test_tokens_that_make_two_hops_go_once_to_each_node_and_rank() -> None:
     assert parts.expert == pytest.approx(found.expert / 2)
     assert parts.expert_in_node == pytest.approx(
         found.expert_in_node / 2 + TOPK * x.tokens * row / 2
+    )
+
+
+def test_each_hop_casts_its_rows_to_8_bits_and_back() -> None:
+    flags = (
+        f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --expert-model-parallel-size 4 "
+        "--moe-ranks-per-node 2 --moe-token-dispatcher-type"
+    )
+    there = "--moe-dispatch-fwd-dtype fp8"
+    plain = llama_network(f"{flags} alltoall {there}")
+    x = plain.sizes
+    (work,) = cast_work(plain)
+    assert work.phase is Phase.FORWARD
+    assert work.num_bytes == x.tokens * TOPK * x.h * (33 + 21)
+    hops = cast_work(llama_network(f"{flags} flex {there} --moe-combine-bwd-dtype fp8"))
+    assert [each.phase for each in hops] == [Phase.FORWARD, Phase.INPUT]
+    rows = x.tokens * (2 * enumerated(4, 1, 1) + 4 * enumerated(2, 1, 1))
+    assert hops[1].num_bytes == pytest.approx(rows * x.h * (33 + 21))
+    assert cast_work(llama_network(f"{flags} flex")) == []
+    alone = there.replace("fp8", "bf16")
+    assert (
+        estimate(plain, H100).seconds
+        != estimate(llama_network(f"{flags} alltoall {alone}"), H100).seconds
     )
 
 
