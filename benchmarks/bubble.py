@@ -39,7 +39,8 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.parallel.turns import Turns
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.pair_time import Piece, pair_time
-from megatron_ext.schedules.plan import Durations, price
+from megatron_ext.schedules.plan import Durations
+from megatron_ext.schedules.price import price
 from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import silence_known_warnings

@@ -23,9 +23,9 @@ from megatron_ext.schedules.plan import (
     Plan,
     passes_of,
     recomputed_whole,
-    span,
     timeline,
 )
+from megatron_ext.schedules.price import span
 
 SIMULATED = {"no-pipelining": 2, "1f1b": 2, "interleaved": 4, "dualpipe-v": 4}
 """Schedule -> the rounds of micro-batches to simulate; other schedules are simulated whole."""

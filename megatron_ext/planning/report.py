@@ -25,7 +25,7 @@ from megatron_ext.planning.task_cost import TaskCost
 from megatron_ext.planning.weights import ROUTED, distinct
 from megatron_ext.schedules.picture import save as save_schedule
 from megatron_ext.schedules.picture import write_figure
-from megatron_ext.schedules.plan import price
+from megatron_ext.schedules.price import price
 
 NO_COST = (
     "This task does not say what its model costs, so memory and time are not estimated; give the "

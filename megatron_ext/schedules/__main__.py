@@ -14,7 +14,8 @@ from megatron_ext.config.parallel import V_SHAPED
 from megatron_ext.errors import ConfigError, run_program, tell_errors
 from megatron_ext.schedules.orders import SCHEDULES, build_plan
 from megatron_ext.schedules.picture import save, text
-from megatron_ext.schedules.plan import Durations, price
+from megatron_ext.schedules.plan import Durations
+from megatron_ext.schedules.price import price
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.disk.figures import new_figure
 from megatron_ext.errors import ConfigError
-from megatron_ext.schedules.plan import Action, Kind, Plan, Price
+from megatron_ext.schedules.plan import Action, Kind, Plan
+from megatron_ext.schedules.price import Price
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: a list of actions for each pipeline rank, and its cost.
+"""Pipeline schedules as data: a list of actions for each pipeline rank, and when each runs.
 
 An `Order` lists the forward and backward passes of a rank (`orders`). `with_messages` adds the
 sends and receives, so that all ranks' lists agree with one common sequence of events, in which a
@@ -210,13 +210,6 @@ def timeline(
     return timed
 
 
-def span(timed: Sequence[Sequence[Timed]]) -> tuple[float, float]:
-    """Return the time from the first start to the last end, and the busiest rank's idle time."""
-    makespan = max((rank[-1].end for rank in timed if rank), default=0.0)
-    work = max(sum(entry.end - entry.start for entry in rank) for rank in timed)
-    return makespan, makespan - work
-
-
 def _message(action: Action, placement: Placement) -> tuple[Action, Action] | None:
     """Return the send and the receive of a computation's result; None if it stays on the rank."""
     sender = placement.rank_of(action.stage)
@@ -320,32 +313,6 @@ def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
     return settled
 
 
-@dataclass(frozen=True)
-class Price:
-    """The time and memory of one simulated step.
-
-    Attributes:
-        makespan: time from the first start to the last end.
-        bubble: idle time of the busiest rank; ``bubble_share`` is ``bubble / makespan``.
-        peak_activations: for each rank, the peak number of activations that it holds: one for each
-            micro-batch and stage, from the forward pass until the weight gradients are computed.
-    """
-
-    timeline: list[list[Timed]]
-    makespan: float
-    bubble: float
-    bubble_share: float
-    peak_activations: list[int]
-
-
-def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Price:
-    """Simulate a plan and return its time and memory; ``latency`` is the time of a message."""
-    timed = timeline([list(rank) for rank in plan.ranks], plan.placement, durations, latency)
-    makespan, bubble = span(timed)
-    share = bubble / makespan if makespan else 0.0
-    return Price(timed, makespan, bubble, share, [_peak(rank) for rank in plan.ranks])
-
-
 @lru_cache(maxsize=256)
 def recomputed_whole(actions: tuple[Action, ...], count: int) -> frozenset[tuple[int, int]]:
     """Return the micro-batches and stages for which a rank recomputes all layers of the stage.
@@ -353,7 +320,7 @@ def recomputed_whole(actions: tuple[Action, ...], count: int) -> frozenset[tuple
     In each window of its forward passes, the first ``count`` recompute fewer layers. A window is as
     long as the most micro-batches that the rank holds.
     """
-    window = max(1, _peak(actions))
+    window = max(1, most_held(actions))
     forwards = [action for action in passes_of(actions) if action.kind is Kind.FORWARD]
     return frozenset(
         (action.microbatch, action.stage)
@@ -362,7 +329,7 @@ def recomputed_whole(actions: tuple[Action, ...], count: int) -> frozenset[tuple
     )
 
 
-def _peak(actions: Sequence[Action]) -> int:
+def most_held(actions: Sequence[Action]) -> int:
     """Return the peak number of activations that a rank holds, one for each micro-batch and stage.
 
     Without backward passes, activations are held only during their own forward pass.

@@ -8,7 +8,8 @@ from megatron_ext.config.parallel import PAIRED_SCHEDULES
 from megatron_ext.planning.memory import moments, peak_of
 from megatron_ext.planning.pipeline import Schedule
 from megatron_ext.planning.stages import LayerBytes
-from megatron_ext.schedules.plan import Durations, Kind, price
+from megatron_ext.schedules.plan import Durations, Kind
+from megatron_ext.schedules.price import price
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -18,7 +18,8 @@ from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.turns import Turns
 from megatron_ext.schedules.pair_time import Piece, pair_time
-from megatron_ext.schedules.plan import Durations, price
+from megatron_ext.schedules.plan import Durations
+from megatron_ext.schedules.price import price
 from megatron_ext.schedules.runtime import PipelineEngine
 from tests.schedules.test_messages import CHUNKS, context_of, on_threads
 

@@ -28,10 +28,10 @@ from megatron_ext.schedules.plan import (
     gives,
     needs,
     passes_of,
-    price,
     timeline,
     with_messages,
 )
+from megatron_ext.schedules.price import price
 
 NUM_PLANS = 700
 
