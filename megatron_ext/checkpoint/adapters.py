@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
@@ -78,6 +79,22 @@ def leave_out_new(
                 new.setdefault(chunk, {})[name] = entry.data
                 del state[chunk][name]
     return new
+
+
+def check_new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise CheckpointError if a tensor in ``new`` would stay as it starts, since it is frozen.
+
+    That is a weight marked as new (`is_new_branch`) in a run that trains adapters. ``new`` is the
+    result of `leave_out_new` for the checkpoint ``path``.
+    """
+    for name, value in ((n, x) for values in new.values() for n, x in values.items()):
+        frozen = isinstance(value, torch.nn.Parameter) and not value.requires_grad
+        if is_new_branch(value) and frozen:
+            raise CheckpointError(
+                f"{path} holds no `{name}`, and a run with `--lora-rank` trains adapters alone, so "
+                "that it would stay zero; give weights that have it, train all weights, or leave "
+                "out what needs it, such as condition modes other than t2v."
+            )
 
 
 def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:

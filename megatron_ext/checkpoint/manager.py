@@ -430,7 +430,7 @@ class CheckpointManager:
         def check() -> set[str]:
             bare = run_state.sharded_state(model, None, metadata=metadata, is_loading=True)
             if checkpoint.weights_only:
-                adapters.leave_out_new(path, bare, keys)
+                adapters.check_new_branches(path, adapters.leave_out_new(path, bare, keys))
             adapters.check_adapters(path, bare, keys, strictness)
             if is_of_adapters:
                 adapters.leave_out_base(bare, keys)

@@ -104,6 +104,18 @@ def test_the_new_branch_is_trained_and_resumed_but_never_added_to_a_run_that_goe
     assert "holds no `embedding.cond_in.weight`, which the model needs; give `--finetune`" in shown
 
 
+def test_adapters_do_not_leave_a_new_branch_at_zero(
+    latents: Path, of_text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Let adapters start from weights for text alone, with two stages, of which one lacks it."""
+    words = f"--pretrained-checkpoint {of_text} --lora-rank 2 --train-iters 1"
+    pp2 = "--pipeline-model-parallel-size 2"
+    assert train_on_latents(latents, tmp_path / "i", f"{I2V} {words} {pp2}", 2) == 2
+    said = "holds no `embedding.cond_in.weight`, and a run with `--lora-rank` trains adapters alone"
+    assert said in capfd.readouterr().err
+    assert train_on_latents(latents, tmp_path / "t", f"{T2V} {words} {pp2}", 2) == 0
+
+
 ENCODER = {"text_encoder": "hashed", "length": TEXT, "width": WIDTH, "pooled_width": POOLED}
 
 

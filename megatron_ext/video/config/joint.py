@@ -210,4 +210,5 @@ def stored_joint(stored: Mapping[str, Any], named: str) -> dict[str, Mapping[str
     # What else its model's section holds follows from these.
     names = ("hidden_size", "num_attention_heads")
     model = {name: stored["model"][name] for name in names}
-    return {"model": model, "joint": dict(stored.get("joint", {})), named: dict(stored[named])}
+    sections = {name: dict(stored.get(name, {})) for name in ("joint", "lora")}
+    return {"model": model, **sections, named: dict(stored[named])}
