@@ -234,14 +234,14 @@ def test_checkpoints_older_than_tasks_and_names_of_networks_are_those_of_an_mmdi
     stored: dict[str, Any] = {
         "video": {"video": True}, "model": {**model, "num_layers": 4}, "mmdit": mmdit_flags
     }  # fmt: skip
+    none: dict[str, Any] = {"lora": {}, "weights": {"weights_origin": None}}
     found = stored_video_model(stored, mmdit())
-    origin = {"weights": {"weights_origin": None}}
-    assert found == {"model": model, "mmdit": mmdit_flags, "joint": {}, **origin}
+    assert found == {"model": model, "mmdit": mmdit_flags, "joint": {}, **none}
     # Flags of double and single blocks were in one section with the size's name.
     own = {"num_double_blocks": 3, "guidance_embed": True}
     old = described({**stored, "mmdit": {**mmdit_flags, **own}}, VIDEO.sections)
     found = stored_video_model(old, mmdit())
-    assert found == {"model": model, "mmdit": mmdit_flags, "joint": own, **origin}
+    assert found == {"model": model, "mmdit": mmdit_flags, "joint": own, **none}
     with pytest.raises(ConfigError, match=r"is of an MMDiT, but this run builds a video DiT; give"):
         stored_video_model(stored, wan())
     for video in ({}, {"video": True, "video_model": "of a later version"}):
