@@ -123,7 +123,23 @@ class MetadataReader(FileSystemReader):
 
 
 _shared: dict[Path, Metadata] = {}
-"""The indices that `index_shared` holds, by the folders of their checkpoints."""
+"""The indices that `index_shared` and `index_kept` hold, by the folders of their checkpoints."""
+
+
+@contextmanager
+def index_kept(folder: Path) -> Iterator[None]:
+    """Within the context, this process does not read a checkpoint's index again.
+
+    A tool that reads many tensors one after another, without a process group, uses it.
+
+    Raises:
+        CheckpointError: the index is damaged or unsafe.
+    """
+    _shared[folder] = _read_metadata(folder)
+    try:
+        yield
+    finally:
+        _shared.pop(folder, None)
 
 
 @contextmanager

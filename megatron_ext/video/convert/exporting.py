@@ -30,7 +30,12 @@ from megatron_ext.checkpoint.safetensors_files import (
 )
 from megatron_ext.checkpoint.state import PREFIX
 from megatron_ext.checkpoint.stored import read_run_config
-from megatron_ext.checkpoint.unpickling import common_state_of, read_tensors, stored_entries
+from megatron_ext.checkpoint.unpickling import (
+    common_state_of,
+    index_kept,
+    read_tensors,
+    stored_entries,
+)
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import described
 from megatron_ext.errors import CheckpointError
@@ -38,7 +43,7 @@ from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.convert.find import SAFETENSORS, sizes_of
-from megatron_ext.video.networks.published import Conversion, Mapped, seen_as
+from megatron_ext.video.networks.published import Conversion, Form, Mapped, Shapes, seen_as
 from megatron_ext.video.streaming.config import STORED_ROLES
 
 
@@ -111,8 +116,16 @@ def export_weights(conversion: Conversion, order: Export) -> None:
             f"a folder; give a file that ends with {SAFETENSORS}."
         )
     weights = _Weights(path, prefix, Mapped.of(form, sizes, conversion.parameters(sizes)))
-    weights.check(conversion, sizes)
+    _check_form(conversion, form, sizes, weights.mapped.shapes if is_file else None)
     dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run.precision)
+    with index_kept(path):
+        weights.check(conversion, sizes)
+        _write(order, form, sizes, weights, dtype)
+
+
+def _write(order: Export, form: Form, sizes: Any, weights: _Weights, dtype: torch.dtype) -> None:
+    """Write weights of this dtype as a single file, or as a folder, in a form."""
+    is_file = order.target.suffix == SAFETENSORS
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in weights.mapped.shapes.items()
@@ -129,6 +142,27 @@ def export_weights(conversion: Conversion, order: Export) -> None:
             write_tensors(folder / file, some, weights.values(names, dtype, bar))
         if form.write_config is not None and not is_file:
             write_others(folder, form.write_config(sizes), ())
+
+
+def _check_form(conversion: Conversion, form: Form, sizes: Any, shapes: Shapes | None) -> None:
+    """Raise CheckpointError if a model that is written in this form would be read as another.
+
+    ``shapes`` are those of the tensors in a single file, which must tell the sizes; None stands for
+    a folder, whose config.json does.
+    """
+    place = Path(f"`--naming {form.name}`")
+    if shapes is not None:
+        told = form.read_shapes(shapes, place)
+    else:
+        assert form.read_config is not None and form.write_config is not None
+        told = form.read_config(form.write_config(sizes), place)
+    for name, value in vars(sizes).items():
+        if getattr(told, name) != value:
+            others = [x for x in conversion.namings if x != form.name]
+            raise CheckpointError(
+                f"The model has {name} {value}, which {place} cannot tell: it would be read as "
+                f"{getattr(told, name)}; choose another of {', '.join(others)}."
+            )
 
 
 class _Weights:

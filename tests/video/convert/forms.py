@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_ext.video.networks.hunyuan.config import SIZES as HUNYUAN
 from megatron_ext.video.networks.lookup import conversion_of
+from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT
 from megatron_ext.video.networks.published import Conversion, Form, Mapped
 from megatron_ext.video.networks.wan.config import SIZES as WAN
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
@@ -23,11 +24,14 @@ WAN_FLF2V = VideoDiTSizes(
     128, 1, 96, 1, 6, text_width=24, condition_channels=10, vision_width=20, vision_positions=6
 )
 """First and last frame given as input channels and as vision tokens; sizes without a name."""
+_SHORT = replace(MMDIT["tiny"], num_double_blocks=1, num_single_blocks=1)
 MODELS: dict[str, tuple[str, Any]] = {
     "wan": ("video-dit", WAN["tiny"]),
     "hunyuan": ("hunyuan-video", replace(HUNYUAN["tiny"], guidance_embed=True)),
     "hunyuan i2v": ("hunyuan-video", replace(HUNYUAN["tiny"], cond_embed=True)),
     "wan flf2v": ("video-dit", WAN_FLF2V),
+    "flux dev": ("mmdit", replace(_SHORT, guidance_embed=True)),
+    "open-sora": ("mmdit", replace(_SHORT, cond_embed=True)),
 }
 """A name -> (a value of ``--video-model``, sizes); a network adds a line for each kind of model."""
 
@@ -40,6 +44,16 @@ class Model:
     conversion: Conversion
     form: Form
     sizes: Any
+
+    @property
+    def forms(self) -> list[Form]:
+        """Return the forms that have a place for all of the model's parameters."""
+        own = self.conversion.parameters(self.sizes)
+        return [
+            form
+            for form in self.conversion.forms
+            if Mapped.of(form, self.sizes, own).parameters.keys() == own.keys()
+        ]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -81,7 +95,9 @@ def models() -> Iterator[Model]:
         conversion = conversion_of(video_model)
         assert conversion is not None
         for form in conversion.forms:
-            yield Model(f"{name}, {form.name}", conversion, form, sizes)
+            model = Model(f"{name}, {form.name}", conversion, form, sizes)
+            if form in model.forms:
+                yield model
 
 
 def stored(place: Path) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.video.config.joint import JointSizes
+from megatron_ext.video.convert.exporting import _check_form
 from megatron_ext.video.convert.importing import run_config
 from megatron_ext.video.convert.reading import form_of_names
 from megatron_ext.video.networks.lookup import network_of
@@ -134,3 +135,16 @@ def test_what_diffusers_class_lacks_is_not_written_for_it() -> None:
     ):
         with pytest.raises(CheckpointError, match=f"This MMDiT {said}, unlike diffusers' Flux"):
             write_config(sizes)
+
+
+def test_what_a_file_would_not_tell_is_not_written_to_it() -> None:
+    for sizes, naming, said in (
+        (OPEN_SORA, "diffusers", "cond_embed True, which `--naming diffusers` cannot tell: it"),
+        (dataclasses.replace(DEV, axes_dim=(32, 48, 48)), "original", "axes_dim (32, 48, 48), whi"),
+        (dataclasses.replace(DEV, rope_theta=256.0), "open-sora", "rope_theta 256.0, which `--na"),
+    ):
+        short = dataclasses.replace(sizes, num_double_blocks=1, num_single_blocks=1)
+        form = CONVERSION.form(naming)
+        with pytest.raises(CheckpointError) as error:
+            _check_form(CONVERSION, form, short, shapes_of(short, naming))
+        assert str(error.value).startswith(f"The model has {said}")
