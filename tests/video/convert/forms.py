@@ -21,7 +21,7 @@ from megatron_ext.video.networks.wan.config import SIZES as WAN
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
 
 WAN_FLF2V = VideoDiTSizes(
-    128, 1, 96, 1, 6, text_width=24, condition_channels=10, vision_width=20, vision_positions=6
+    256, 2, 96, 1, 6, text_width=24, condition_channels=10, vision_width=20, vision_positions=6
 )
 """First and last frame given as input channels and as vision tokens; sizes without a name."""
 _SHORT = replace(MMDIT["tiny"], num_double_blocks=1, num_single_blocks=1)
