@@ -116,7 +116,7 @@ def export_weights(conversion: Conversion, order: Export) -> None:
             f"a folder; give a file that ends with {SAFETENSORS}."
         )
     weights = _Weights(path, prefix, Mapped.of(form, sizes, conversion.parameters(sizes)))
-    _check_form(conversion, form, sizes, weights.mapped.shapes if is_file else None)
+    _check_form(conversion, form, sizes, weights.mapped.shapes, is_file=is_file)
     dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run.precision)
     with index_kept(path):
         weights.check(conversion, sizes)
@@ -144,18 +144,21 @@ def _write(order: Export, form: Form, sizes: Any, weights: _Weights, dtype: torc
             write_others(folder, form.write_config(sizes), ())
 
 
-def _check_form(conversion: Conversion, form: Form, sizes: Any, shapes: Shapes | None) -> None:
+def _check_form(
+    conversion: Conversion, form: Form, sizes: Any, shapes: Shapes, *, is_file: bool
+) -> None:
     """Raise CheckpointError if a model that is written in this form would be read as another.
 
-    ``shapes`` are those of the tensors in a single file, which must tell the sizes; None stands for
-    a folder, whose config.json does.
+    The ``shapes`` of its tensors must tell its sizes; in a folder, config.json does so too.
     """
     place = Path(f"`--naming {form.name}`")
-    if shapes is not None:
+    if is_file:
         told = form.read_shapes(shapes, place)
     else:
         assert form.read_config is not None and form.write_config is not None
         told = form.read_config(form.write_config(sizes), place)
+        if form.completed is not None:
+            told = form.completed(told, shapes)
     for name, value in vars(sizes).items():
         if getattr(told, name) != value:
             others = [x for x in conversion.namings if x != form.name]

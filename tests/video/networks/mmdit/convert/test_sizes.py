@@ -146,5 +146,5 @@ def test_what_a_file_would_not_tell_is_not_written_to_it() -> None:
         short = dataclasses.replace(sizes, num_double_blocks=1, num_single_blocks=1)
         form = CONVERSION.form(naming)
         with pytest.raises(CheckpointError) as error:
-            _check_form(CONVERSION, form, short, shapes_of(short, naming))
+            _check_form(CONVERSION, form, short, shapes_of(short, naming), is_file=True)
         assert str(error.value).startswith(f"The model has {said}")
