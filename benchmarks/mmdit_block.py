@@ -42,7 +42,7 @@ from benchmarks.targets import VIDEO_MFU, verdict
 from megatron_ext.device.rates import seconds_of
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.planning.weights import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
+from megatron_ext.planning.products import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.video.config.joint import JointSizes
 from megatron_ext.video.model.attention import rotary_table
 from megatron_ext.video.model.chunk import Blueprint

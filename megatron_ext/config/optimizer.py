@@ -323,9 +323,6 @@ LATENT_TARGETS = (
 ALL_TARGETS = (*TARGETS, "linear_q", "linear_kv", "linear_vision_kv")
 """Linear layers that may have adapters; the last three are projections of cross-attention."""
 
-PROJECTIONS = {"linear_qkv": 3, "linear_kv": 2, "linear_vision_kv": 2}
-"""The number of projections that a linear layer joins, by its name; of others, one."""
-
 DEFAULT_ALPHA = 32.0
 
 
@@ -364,16 +361,6 @@ class LoraConfig(Changeable):
         assert self.lora_rank is not None
         alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
         return alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
-
-    def inner_width(self, layer: str, *, gated: bool = False) -> int:
-        """Return the number of rows of matrix A of a linear layer; 0 without adapters.
-
-        Args:
-            layer: the layer's own name, such as "linear_qkv".
-            gated: whether its outputs are a gate and what it multiplies.
-        """
-        joined = 2 if gated else PROJECTIONS.get(layer, 1)
-        return (self.lora_rank or 0) * (joined if self.lora_separate_projections else 1)
 
     def resolved(self) -> LoraConfig:
         """Return a copy with default alpha and target layers filled in, if there are adapters."""

@@ -1,4 +1,4 @@
-"""The weights of a model as its ranks hold them, and the operations of products with them."""
+"""The weights of a model as its ranks hold them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_ext.config.optimizer import LoraConfig
-
-MULTIPLY_AND_ADD = 2
-"""Floating-point operations of one multiply-add."""
-
-FORWARD_AND_BACKWARD = 3
-"""Matrix products in training per forward product: itself, and one for each factor's gradient."""
+from megatron_ext.planning.products import Linear
 
 LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|(q|kv)(|_proj|_down_proj|_up_proj))\.weight$")
 """Matches the names of weights whose matrix products may be in 8 bits."""
@@ -58,71 +53,56 @@ class Weight:
     matrix: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A linear layer sharded over ranks, with an optional bias and LoRA adapter (`layers.lora`).
+PROJECTIONS = {"linear_qkv": 3, "linear_kv": 2, "linear_vision_kv": 2}
+"""The number of projections that a linear layer joins, by its name; of others, one."""
 
-    Attributes:
-        outputs, inputs: features of the whole layer.
-        rows, columns: numbers of ranks over which its outputs and its inputs are sharded.
-        copies: number of ranks that each hold another layer of this kind: the expert-parallel size
-            for experts, else 1.
-        expert: whether it belongs to experts.
-        gated: whether the outputs are a gate and what it multiplies.
+
+def inner_width(lora: LoraConfig, layer: str, *, gated: bool = False) -> int:
+    """Return the number of rows of matrix A of a linear layer's adapter; 0 without adapters.
+
+    Args:
+        layer: the layer's own name, such as "linear_qkv".
+        gated: whether its outputs are a gate and what it multiplies.
     """
+    joined = 2 if gated else PROJECTIONS.get(layer, 1)
+    return (lora.lora_rank or 0) * (joined if lora.lora_separate_projections else 1)
 
-    name: str
-    outputs: int
-    inputs: int
-    rows: int = 1
-    columns: int = 1
-    bias: bool = True
-    copies: int = 1
-    expert: bool = False
-    gated: bool = False
 
-    @property
-    def products(self) -> int:
-        """Return the multiplications per token in the whole layer, on all ranks together."""
-        return self.outputs * self.inputs
+def weights_of(linear: Linear, lora: LoraConfig, module: str = "") -> list[Weight]:
+    """Return a rank's weight, bias and two adapter matrices of a linear layer, in module order.
 
-    def weights(self, lora: LoraConfig, module: str = "") -> list[Weight]:
-        """Return a rank's weight, bias and two adapter matrices, if any, in the module's order.
-
-        ``module`` is the name of the module that holds the layer, with a dot at its end.
-        """
-        if lora.lora_rank is None:
-            return list(_plain_weights(self, module))
-        return self._listed(module, lora)
-
-    def _listed(self, module: str, lora: LoraConfig | None) -> list[Weight]:
-        height = self.outputs // self.rows
-        width = self.inputs // self.columns
-        name = module + self.name
-        matrix = self.outputs, self.inputs
-        parts = self.rows * self.columns * self.copies
-        weights = [Weight(f"{name}.weight", height * width, parts, self.expert, matrix=matrix)]
-
-        def add(kind: str, numel: int, ranks: int) -> None:
-            weights.append(Weight(f"{name}.{kind}", numel, ranks * self.copies, self.expert))
-
-        if self.bias:
-            add("bias", height, self.rows)
-        targets = [] if lora is None else lora.lora_target_modules or []
-        if lora is not None and lora.lora_rank and name.rpartition(".")[2] in targets:
-            inner = lora.inner_width(self.name.rpartition(".")[2], gated=self.gated)
-            add("lora.a", inner * width, self.columns)
-            add("lora.b", height * lora.lora_rank, self.rows)
-        return weights
+    The adapter (`layers.lora`) is there if the flags give the layer one. ``module`` is the name of
+    the module that holds the layer, with a dot at its end.
+    """
+    weights = list(_plain_weights(linear, module))
+    name = module + linear.name
+    own = name.rpartition(".")[2]
+    if lora.lora_rank and own in (lora.lora_target_modules or []):
+        inner = inner_width(lora, own, gated=linear.gated)
+        for kind, numel, ranks in (
+            ("a", inner * linear.inputs // linear.columns, linear.columns),
+            ("b", linear.outputs // linear.rows * lora.lora_rank, linear.rows),
+        ):
+            parts = ranks * linear.copies
+            weights.append(Weight(f"{name}.lora.{kind}", numel, parts, linear.expert))
+    return weights
 
 
 @lru_cache(maxsize=1 << 16)
 def _plain_weights(linear: Linear, module: str) -> tuple[Weight, ...]:
-    """Return the parameters of a layer without adapters.
+    """Return weight and bias of a linear layer.
 
     They are made once for the thousands of experts that a search lists in each of its layouts.
     """
-    return tuple(linear._listed(module, None))
+    name = module + linear.name
+    height = linear.outputs // linear.rows
+    numel = height * linear.inputs // linear.columns
+    ranks = linear.rows * linear.columns * linear.copies
+    matrix = linear.outputs, linear.inputs
+    weight = Weight(f"{name}.weight", numel, ranks, linear.expert, matrix=matrix)
+    if not linear.bias:
+        return (weight,)
+    return weight, Weight(f"{name}.bias", height, linear.rows * linear.copies, linear.expert)
 
 
 def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:

@@ -40,7 +40,8 @@ PROGRAMS = {
 }
 NUMBERS = [flag for flag in every_flag() if flag.type in (int, float)]
 OF_FLOW = (
-    "video joint mmdit hunyuan video_dit flow conditions text_dropout codec text_encoder encode sample"
+    "video joint mmdit hunyuan video_dit flow conditions text_dropout codec text_encoder encode "
+    "sample"
 ).split()
 PROGRAM_OF = {
     **dict.fromkeys(OF_FLOW, "flow"),

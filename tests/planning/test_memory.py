@@ -16,6 +16,7 @@ from megatron_ext.planning.host_memory import check_host_memory
 from megatron_ext.planning.memory import fullest, memory, moments, peak_of, worst_case
 from megatron_ext.planning.network import Case, Network, fp8_bytes
 from megatron_ext.planning.pipeline import Schedule
+from megatron_ext.planning.products import Linear
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, in_order, recomputed
 from megatron_ext.planning.state import (
     State,
@@ -28,7 +29,7 @@ from megatron_ext.planning.state import (
     unit_of,
 )
 from megatron_ext.planning.task_cost import TaskCost
-from megatron_ext.planning.weights import Linear, Weight, distinct, with_frozen
+from megatron_ext.planning.weights import Weight, distinct, weights_of, with_frozen
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import COMPUTE, Kind
 from megatron_ext.text.cost.network import GptNetwork
@@ -226,7 +227,7 @@ def test_a_sharded_layer_and_its_adapter_have_parts_on_several_ranks() -> None:
     """12 outputs on 2 ranks and 6 inputs on 3, of each of 7 experts; rank 5."""
     layer = Linear("linear_proj", 12, 6, rows=2, columns=3, copies=7, expert=True)
     adapted = LoraConfig(lora_rank=5, lora_target_modules=["linear_proj"])
-    found = layer.weights(adapted, "mlp.")
+    found = weights_of(layer, adapted, "mlp.")
     assert [(weight.name, weight.numel, weight.parts, weight.expert) for weight in found] == [
         ("mlp.linear_proj.weight", 6 * 2, 2 * 3 * 7, True),
         ("mlp.linear_proj.bias", 6, 2 * 7, True),
@@ -234,7 +235,7 @@ def test_a_sharded_layer_and_its_adapter_have_parts_on_several_ranks() -> None:
         ("mlp.linear_proj.lora.b", 6 * 5, 2 * 7, True),
     ]
     assert found[0].matrix == (12, 6)
-    assert len(layer.weights(LoraConfig(lora_rank=5, lora_target_modules=["linear"]))) == 2
+    assert len(weights_of(layer, LoraConfig(lora_rank=5, lora_target_modules=["linear"]))) == 2
     frozen = with_frozen(adapted, found)
     assert [weight.frozen for weight in frozen] == [True, True, False, False]
     # All of it over all ranks, and a table of the vocabulary with a copy on another stage.

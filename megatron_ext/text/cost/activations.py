@@ -24,6 +24,7 @@ from megatron_ext.planning.stages import (
     recomputed,
     rms_norm,
 )
+from megatron_ext.planning.weights import inner_width
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.flops import GptRun
 from megatron_ext.text.cost.latent import LatentSizes
@@ -326,7 +327,7 @@ class Activations(GptRun):
         sizes = self.sizes
         targets = lora.lora_target_modules or []
         gated = self.config.model.gated
-        widths = (lora.inner_width(x, gated=gated and x == "linear_fc1") for x in targets)
+        widths = (inner_width(lora, x, gated=gated and x == "linear_fc1") for x in targets)
         total = sizes.tokens * sum(widths) * sizes.width
         for name, numbers in inputs.items():
             if name in targets and lora.lora_dropout:

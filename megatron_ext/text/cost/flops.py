@@ -10,8 +10,8 @@ from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import default_rows, fused_rows
 from megatron_ext.planning.network import Flops, Network
+from megatron_ext.planning.products import MULTIPLY_AND_ADD
 from megatron_ext.planning.stages import FP32, Ranks, Stage
-from megatron_ext.planning.weights import MULTIPLY_AND_ADD
 from megatron_ext.text.config.attention import AttentionConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.latent import LatentSizes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.planning.weights import Linear
+from megatron_ext.planning.products import Linear
 from megatron_ext.text.config.attention import LatentAttentionConfig
 
 

@@ -19,14 +19,9 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Layout, Placement
 from megatron_ext.planning.network import Case, Volume, fp8_bytes, ring
+from megatron_ext.planning.products import FORWARD_AND_BACKWARD, Linear
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
-from megatron_ext.planning.weights import (
-    FORWARD_AND_BACKWARD,
-    Linear,
-    Weight,
-    is_linear,
-    with_frozen,
-)
+from megatron_ext.planning.weights import Weight, is_linear, weights_of, with_frozen
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
@@ -140,7 +135,7 @@ class Parameters(GptRun):
         Names of parameters begin with this path.
         """
         lora = self.config.lora
-        return [weight for x in linears for weight in x.weights(lora, f"{name}.")]
+        return [weight for x in linears for weight in weights_of(x, lora, f"{name}.")]
 
     def _attention_weights(self, name: str) -> list[Weight]:
         x = self.sizes

@@ -8,7 +8,7 @@ pass, since the backward pass takes twice as many operations.
 from typing import Any
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.planning.weights import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear
+from megatron_ext.planning.products import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear
 from megatron_ext.text.config.attention import AttentionConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.latent import LatentSizes

@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.network import Flops, Volume, ring
+from megatron_ext.planning.products import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear
 from megatron_ext.planning.stages import (
     FP32,
     LayerBytes,
@@ -24,13 +25,7 @@ from megatron_ext.planning.stages import (
     recomputed,
     rms_norm,
 )
-from megatron_ext.planning.weights import (
-    FORWARD_AND_BACKWARD,
-    MULTIPLY_AND_ADD,
-    Linear,
-    Weight,
-    with_frozen,
-)
+from megatron_ext.planning.weights import Weight, inner_width, weights_of, with_frozen
 from megatron_ext.video.config.joint import JointConfig, JointSizes
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.cost.clip import BlockBytes, Clip, ClipNetwork
@@ -126,7 +121,7 @@ class JointNetwork(ClipNetwork):
 
     def whole(self, name: str, inputs: int, outputs: int) -> list[Weight]:
         """Return the parameters of a linear layer that each rank holds as a whole."""
-        return Linear(name, outputs, inputs).weights(self.config.lora)
+        return weights_of(Linear(name, outputs, inputs), self.config.lora)
 
     def _embedding(self) -> list[Weight]:
         x = self.model
@@ -141,7 +136,7 @@ class JointNetwork(ClipNetwork):
             weights += self.whole(f"embedding.{name}.linear_out", h, h)
         if x.cond_embed:
             cond = Linear("embedding.cond_in", h, x.cond_width, bias=self.cond_bias)
-            weights += cond.weights(self.config.lora)
+            weights += weights_of(cond, self.config.lora)
         return weights
 
     def text_weights(self) -> list[Weight]:
@@ -162,10 +157,10 @@ class JointNetwork(ClipNetwork):
         lora = self.config.lora
         h = x.hidden_size
         m = x.mlp_size
-        qkv = Linear(f"{name}.linear_qkv", 3 * h, h, rows=tp, bias=x.qkv_bias).weights(lora)
-        fc1 = Linear(f"{name}.linear_fc1", m, h, rows=tp).weights(lora)
-        fc2 = Linear(f"{name}.linear_fc2", h, m, columns=tp, bias=double).weights(lora)
-        proj = Linear(f"{name}.linear_proj", h, h, columns=tp).weights(lora)
+        qkv = weights_of(Linear(f"{name}.linear_qkv", 3 * h, h, rows=tp, bias=x.qkv_bias), lora)
+        fc1 = weights_of(Linear(f"{name}.linear_fc1", m, h, rows=tp), lora)
+        fc2 = weights_of(Linear(f"{name}.linear_fc2", h, m, columns=tp, bias=double), lora)
+        proj = weights_of(Linear(f"{name}.linear_proj", h, h, columns=tp), lora)
         norm = [Weight(f"{name}.norm.{x}_layernorm.weight", self.model.head_dim) for x in "qk"]
         rest = [*norm, *proj, *fc1, *fc2] if double else [*fc1, *norm, *proj, *fc2]
         return [*self.whole(f"{name}.modulation", h, (6 if double else 3) * h), *qkv, *rest]
@@ -265,7 +260,7 @@ class JointNetwork(ClipNetwork):
         lora = self.config.lora
         layers = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
         targets = [name for name in lora.lora_target_modules or [] if name in layers]
-        return self.block_bytes.rows * sum(map(lora.inner_width, targets)) * self.sizes.width
+        return self.block_bytes.rows * sum(inner_width(lora, x) for x in targets) * self.sizes.width
 
     def _double(self) -> LayerBytes:
         width = self.block_bytes

@@ -139,7 +139,8 @@ class ClipsInProgress:
         if not others:
             return c
         # Without references u and u2 are the same prediction.
-        u, u2 = others[0], others[-1]
+        u = others[0]
+        u2 = others[-1]
         tokens = tokens_per_frame(self._shape, self._patch)
         by_token = by_frame.repeat_interleave(tokens)[:, None].to(x.device)
         return guided(c, u, u2, by_text, by_token)

@@ -136,7 +136,8 @@ class Schedule:
             return self.sampling.sample_shift
         settings = self.settings
         if settings.get("use_dynamic_shifting"):
-            least, most = settings.get("base_shift", 0.5), settings.get("max_shift", 1.15)
+            least = settings.get("base_shift", 0.5)
+            most = settings.get("max_shift", 1.15)
             start = settings.get("base_image_seq_len", 256)
             end = settings.get("max_image_seq_len", 4096)
             tokens = shape[0] * tokens_per_frame(shape, patch_size)

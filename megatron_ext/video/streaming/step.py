@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.losses.contract import Report
 from megatron_ext.optim.schedule import Schedule
 from megatron_ext.optim.update import UpdateResult
-from megatron_ext.planning.weights import FORWARD_AND_BACKWARD
+from megatron_ext.planning.products import FORWARD_AND_BACKWARD
 from megatron_ext.train.step import StepInputs, StepResult, StepRunner, mean_of, reduce_reports
 from megatron_ext.video.model.chunk import VideoChunk
 from megatron_ext.video.networks.lookup import streamed_network

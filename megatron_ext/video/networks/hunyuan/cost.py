@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.optimizer import LoraConfig
+from megatron_ext.planning.products import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear
 from megatron_ext.planning.stages import FP32, LayerBytes, in_order, layer_norm
-from megatron_ext.planning.weights import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear, Weight
+from megatron_ext.planning.weights import Weight, weights_of
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.cost import joint
 from megatron_ext.video.networks.hunyuan.config import HunyuanSizes
@@ -51,7 +52,7 @@ class HunyuanNetwork(joint.JointNetwork):
 
     def _plain(self, name: str, inputs: int, outputs: int) -> list[Weight]:
         """Return the parameters of one of the refiner's linear layers, which get no adapters."""
-        return Linear(name, outputs, inputs).weights(LoraConfig())
+        return weights_of(Linear(name, outputs, inputs), LoraConfig())
 
     def _norm(self, name: str) -> list[Weight]:
         return [Weight(f"{name}.{kind}", self.model.hidden_size) for kind in ("weight", "bias")]

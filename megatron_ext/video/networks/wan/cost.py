@@ -10,14 +10,9 @@ from functools import cached_property
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.network import Flops, Volume, ring
+from megatron_ext.planning.products import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear
 from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, in_order, recomputed
-from megatron_ext.planning.weights import (
-    FORWARD_AND_BACKWARD,
-    MULTIPLY_AND_ADD,
-    Linear,
-    Weight,
-    with_frozen,
-)
+from megatron_ext.planning.weights import Weight, inner_width, weights_of, with_frozen
 from megatron_ext.video.config.window import WindowConfig
 from megatron_ext.video.cost.clip import BlockBytes, Clip, StreamedCost
 from megatron_ext.video.model.chunk import stage_blocks
@@ -45,7 +40,7 @@ def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -
             ranks = tp if name.startswith("blocks.") else 1
             outputs, inputs = shape
             cut = (1, ranks) if own in ("linear_proj", "linear_fc2") else (ranks, 1)
-            weights += Linear(layer, outputs, inputs, *cut).weights(lora)
+            weights += weights_of(Linear(layer, outputs, inputs, *cut), lora)
     return with_frozen(lora, weights)
 
 
@@ -215,9 +210,9 @@ class DiTNetwork(StreamedCost):
         width = self.block_bytes
         rows = {"linear_qkv": 1, "linear_proj": 2, "linear_q": 1, "linear_fc1": 1, "linear_fc2": 1}
         targets = lora.lora_target_modules or []
-        kept = width.rows * sum(rows.get(name, 0) * lora.inner_width(name) for name in targets)
+        kept = width.rows * sum(rows.get(name, 0) * inner_width(lora, name) for name in targets)
         if "linear_kv" in targets:
-            kept += self._text_rows * lora.inner_width("linear_kv")
+            kept += self._text_rows * inner_width(lora, "linear_kv")
         return kept * self.sizes.width
 
     def layer(self) -> LayerBytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ext.planning.weights import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
+from megatron_ext.planning.products import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.model.cache import KVCache
 from megatron_ext.video.model.window import FrameWindow
