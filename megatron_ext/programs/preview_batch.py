@@ -21,7 +21,7 @@ from rich.console import Console
 
 from megatron_ext.config.flags import COUNT, NATURAL
 from megatron_ext.config.tool_options import own_options
-from megatron_ext.errors import MegatronExtError, tell_errors
+from megatron_ext.errors import ConfigError, MegatronExtError, tell_errors
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.task import later
 
@@ -53,10 +53,18 @@ def main(argv: Sequence[str]) -> int:
         max_rows=args.max_rows,
         world_size=args.world_size,
         html=args.html,
+        codec=args.codec,
     )
     try:
         if any(word.replace("_", "-").startswith(_VIDEO_FLAG) for word in words):
             warnings = preview_videos(words, options, console)
+        elif args.codec is not None:
+            raise ConfigError.about(
+                "--codec",
+                args.codec,
+                "has an effect only with the flags of pretrain_video.py",
+                "leave it out",
+            )
         else:
             warnings = preview(TEXT, words, options, console)
     except MegatronExtError as error:
@@ -89,6 +97,7 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="ranks of the run, where torchrun starts them (WORLD_SIZE, else --nproc-per-node)",
     )
     parser.add_argument("--html", type=Path, help="also write a page for a browser")
+    parser.add_argument("--codec", help="folder of the VAE that decodes the latents of clips")
     parser.add_argument("--no-color", action="store_true", help="mark what is trained with ⟦ ⟧")
     parser.add_argument(
         "--strict", action="store_true", help="exit code 1 where there is a warning"

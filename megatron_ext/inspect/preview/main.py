@@ -202,6 +202,7 @@ class Options:
     At most ``max_rows`` rows of each step are shown, from data-parallel rank ``rank``. If
     ``world_size`` is 0, the number of ranks is that of the environment variable ``WORLD_SIZE`` or,
     without it, of ``--nproc-per-node``. If ``html`` is set, a page is written there too.
+    ``codec`` is the folder of the VAE that decodes latents; None takes that of the run's flags.
     """
 
     step: int = 1
@@ -210,6 +211,7 @@ class Options:
     max_rows: int = 4
     world_size: int = 0
     html: Path | None = None
+    codec: str | None = None
 
 
 def preview(

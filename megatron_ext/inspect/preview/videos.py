@@ -104,7 +104,9 @@ def preview_videos(words: Sequence[str], options: Options, console: Console) -> 
     config, assets = preflight(config, task.preflight)
     silence_known_warnings(kind)
     split: Any = task.datasets(config, assets, [], lambda: True).train
-    codec, warnings = _codec(config, split.clips.manifest)
+    codec, warnings = _codec(
+        options.codec or config.section(CodecConfig).codec, split.clips.manifest
+    )
     warnings += _never_whole(split.plan.steps)
     shown = [
         (step, [*_clips_of(config, split, codec, options, step)])
@@ -127,12 +129,12 @@ def preview_videos(words: Sequence[str], options: Options, console: Console) -> 
     return warnings
 
 
-def _codec(config: RunConfig, manifest: dict[str, Any]) -> tuple[VideoCodec | None, list[str]]:
+def _codec(folder: str, manifest: dict[str, Any]) -> tuple[VideoCodec | None, list[str]]:
     """Return the codec that ``manifest``, the dataset's description, names for its latents.
 
-    If it cannot be loaded, return None instead. The second result is a list of warnings.
+    ``folder`` is that of a VAE, or `PATCH`. If it cannot be loaded, return None instead. The second
+    result is a list of warnings.
     """
-    folder = config.section(CodecConfig).codec
     try:
         return codec_from_manifest(manifest, None if folder == PATCH else folder), []
     except ConfigError as error:
