@@ -5,7 +5,6 @@ Each rank reads only the slices of its own parameters, in any layout.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,10 +45,6 @@ class Published:
     form: Form
     sizes: Any
     tensors: PlainTensors
-
-    def of_sizes(self, sizes: Any) -> Published:
-        """Return the same tensors as those of a network of other sizes, such as with a branch."""
-        return dataclasses.replace(self, sizes=sizes)
 
     @cached_property
     def mapped(self) -> Mapped:

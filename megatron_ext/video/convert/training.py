@@ -284,15 +284,15 @@ def load_weights(
     def load() -> Loaded:
         with open_published(source, entry) as model:
             model.check()
-            ours = model.of_sizes(sizes)
-            new = ours.mapped.parameters.keys() - model.mapped.parameters.keys()
+            parameters = model.conversion.parameters
+            new = parameters(sizes).keys() - parameters(model.sizes).keys()
             shards = [
                 shard for chunk in unwrap_model(list(chunks)) for shard in weight_shards(chunk)
             ]
-            fill([shard for shard in shards if shard.name not in new], ours)
+            fill([shard for shard in shards if shard.name not in new], model)
             notes = [f"loaded {source} ({model.conversion.title}, {model.form.name})"]
             notes += [f"{source} holds no `{name}`, so it starts anew." for name in sorted(new)]
-            return Loaded(ours.tensors.bytes_read, notes)
+            return Loaded(model.tensors.bytes_read, notes)
 
     held: Any = nullcontext()
     if config.optimizer.shards_weights:
