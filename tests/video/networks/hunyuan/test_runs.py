@@ -1,5 +1,6 @@
 """Runs of pretrain_video.py with HunyuanVideo: layouts, adapters, resuming, and sampling."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,19 @@ import torch
 
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.forward import forward_engine
+from megatron_ext.video.convert.exporting import Export, export_weights
 from megatron_ext.video.data.conditions import condition
 from megatron_ext.video.model.tokens import pack
+from megatron_ext.video.networks.hunyuan.config import SIZES
+from megatron_ext.video.networks.hunyuan.convert.conversion import CONVERSION
 from megatron_ext.video.networks.hunyuan.flow import HunyuanVelocity
 from megatron_ext.video.sampling.flow import References
 from megatron_ext.video.task import VIDEO
 from tests.ranks import ranks
-from tests.video.clips import SHORT, Rows, steps, write_clips
+from tests.video.clips import POOLED, SHORT, WIDTH, Rows, steps, write_clips
 from tests.video.networks.harness import build, gathered_weights, relative, wrapped
 from tests.video.networks.hunyuan.problem import I2V, Problem, diffusers_model, run_plain, to_plain
+from tests.video.networks.hunyuan.test_convert import network, tensors_of
 
 KIND = (
     "--video-model hunyuan-video --train-iters 2 --guidance-embed --i2v-head-weight 1 "
@@ -87,6 +92,35 @@ def test_adapters_train_alike_on_ranks(data: Path, tmp_path: Path) -> None:
     one = run(data, tmp_path / "one", lora)
     two = run(data, tmp_path / "two", f"{lora} {TP2SP}", ranks=2)
     check(two, one)
+
+
+SIZES_OF_CLIPS = dataclasses.replace(
+    SIZES["tiny"], text_width=WIDTH, pooled_width=POOLED, guidance_embed=True
+)
+"""Sizes that fit the latents and captions of the clips."""
+
+
+@pytest.mark.slow
+def test_a_run_for_image_to_video_starts_from_weights_for_text_to_video(
+    data: Path, tmp_path: Path
+) -> None:
+    """Read two ranks' slices of a file, and export what was not changed with the new input."""
+    model = network(SIZES_OF_CLIPS)
+    model.save_pretrained(tmp_path / "diffusers")
+    words = (
+        f"--load-weights {tmp_path / 'diffusers'} --i2v-head-weight 1 --train-iters 1 --lr 1e-30 "
+        "--lr-warmup-iters 0 --weight-decay 0 --tensor-model-parallel-size 2"
+    )
+    flags = "--micro-batch-size 2 --global-batch-size 4 --log-interval 1 --num-workers 0".split()
+    save = tmp_path / "save"
+    assert len(steps(data, save, words, flags=flags, task=VIDEO, ranks=2)) == 1
+    export_weights(CONVERSION, Export(load=save, target=tmp_path / "back", step=1))
+    found, wanted = tensors_of(tmp_path / "back"), tensors_of(tmp_path / "diffusers")
+    latents = found.pop("x_embedder.proj.weight")
+    assert torch.equal(latents[:, :4], wanted.pop("x_embedder.proj.weight"))
+    assert latents.shape[1] == 9 and not latents[:, 4:].abs().gt(1e-20).any()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 @ranks(tp=2, cp=2)

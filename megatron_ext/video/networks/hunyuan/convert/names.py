@@ -261,7 +261,7 @@ def table(sizes: HunyuanSizes, naming: Naming) -> Mapping[str, Rule]:
                     tensors = expanded(name.replace("{}", str(number)))
                     rule = _rule(sizes, block, ours, tensors, kind, own=own)
                     rules[f"{block.format(number)}.{ours}.{kind}"] = rule
-    return rules
+    return {name: rules[name] for name in parameters(sizes)}
 
 
 def _rule(
