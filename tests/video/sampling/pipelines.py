@@ -7,6 +7,7 @@ from typing import Any
 
 import diffusers
 import numpy as np
+import tokenizers
 import torch
 import transformers
 from diffusers.pipelines.wan import pipeline_wan_i2v
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.networks.wan.config import SIZES
-from tests.video.data.making import UMT5_WIDTH, write_umt5
+from tests.video.data.making import UMT5_WIDTH, UMT5_WORDS, write_umt5
 from tests.video.networks.wan.convert.models import options_of
 
 SIZES_OF_WAN = dataclasses.replace(SIZES["tiny"], text_width=UMT5_WIDTH)
 SIDE, FRAMES, STEPS, SEED = 32, 5, 4, 7
-VISION = 8
-"""Features of a vision token."""
+VISION, POOLED = 8, 20
+"""Features of a vision token, and of the pooled vector of a text."""
 LATENT = (4, 2, 4, 4)
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 SCHEDULERS: dict[str, Any] = {
@@ -113,6 +114,80 @@ def wan_of_images(root: Path, kind: str) -> Any:
     pipeline.set_progress_bar_config(disable=True)
     pipeline.save_pretrained(root)
     return pipeline
+
+
+def word_tokenizer(end: str, start: str | None, length: int) -> Any:
+    """Return a tokenizer of whole words, whose end token has the highest number."""
+    order = ["<pad>", "<unk>", *filter(None, [start]), *UMT5_WORDS, end]
+    vocabulary = {word: i for i, word in enumerate(order)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    marks = [token for token in (end, start) if token]
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single=" ".join(filter(None, [start, "$A", end])),
+        special_tokens=[(x, vocabulary[x]) for x in marks],
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>" if start is None else end, eos_token=end,
+        unk_token="<unk>", model_max_length=length,
+    )  # fmt: skip
+
+
+def clip_of_text() -> tuple[Any, Any]:
+    """Return CLIP's text model and its tokenizer."""
+    tokenizer = word_tokenizer("<|endoftext|>", "<start>", 9)
+    last = len(tokenizer) - 1
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(tokenizer), hidden_size=POOLED, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=9, eos_token_id=last, bos_token_id=2,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return transformers.CLIPTextModel(config).eval(), tokenizer
+
+
+def flux(root: Path, *, guidance: bool) -> Any:
+    """Write the folder of a FluxPipeline, told its guidance or not, and return the pipeline."""
+    clip, clip_words = clip_of_text()
+    words = word_tokenizer("</s>", None, 512)
+    sizes = {"d_model": UMT5_WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        t5 = transformers.T5EncoderModel(
+            transformers.T5Config(vocab_size=len(words), **sizes)
+        ).eval()
+        vae = diffusers.AutoencoderKL(
+            down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
+            block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4, scaling_factor=0.4,
+            shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False,
+        ).eval()  # fmt: skip
+    network = diffusers.FluxTransformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16,
+        num_attention_heads=4, joint_attention_dim=UMT5_WIDTH, pooled_projection_dim=POOLED,
+        guidance_embeds=guidance, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
+        shift=3.0 if guidance else 1.0, use_dynamic_shifting=guidance, max_image_seq_len=1024
+    )
+    pipeline = diffusers.FluxPipeline(
+        scheduler=scheduler, vae=vae, text_encoder=clip, tokenizer=clip_words, text_encoder_2=t5,
+        tokenizer_2=words, transformer=filled(network, 1),
+    )  # fmt: skip
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.save_pretrained(root)
+    return pipeline
+
+
+def pictures_of_flux(pipeline: Any, prompt: str, **options: Any) -> Tensor:
+    """Return the picture ``[1, H, W, 3]`` that a FluxPipeline makes, from 0 to 255."""
+    start = draw_noise(SEED, [0], (4, 1, 16, 16), purpose="sampling noise")[:, :, 0]
+    packed = pipeline._pack_latents(start, 1, 4, 16, 16)
+    image = pipeline(
+        prompt=prompt, height=SIDE, width=SIDE, num_inference_steps=STEPS, latents=packed,
+        output_type="pt", **options,
+    ).images  # fmt: skip
+    whole: Tensor = (255 * image.permute(0, 2, 3, 1)).round()
+    return whole
 
 
 def picture(path: Path, seed: int) -> Any:

@@ -40,7 +40,7 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sample:
     )
 
     def call(words: str, *texts: str) -> Tensor:
-        flags = f"{words} {SIZE} --sample-seed {SEED} --sample-dir {tmp_path / 'clips'}"
+        flags = f"{SIZE} {words} --sample-seed {SEED} --sample-dir {tmp_path / 'clips'}"
         more = ["--sample-texts", *texts] if texts else []
         assert sample_video(VIDEO, [*flags.split(), *more]) == 0
         return torch.from_numpy(np.load(tmp_path / "clips.npy")).float()
@@ -79,6 +79,19 @@ def test_images_become_the_clips_of_the_pipeline(kind: str, tmp_path: Path, samp
     else:
         image = tmp_path / "ends" / "0.png"
         found = sample(f"--load-weights {root} --sample-image {image}", "a red square")
+    assert difference(found[0], wanted) <= MOST
+
+
+@pytest.mark.parametrize("guidance", [True, False])
+def test_a_folder_of_flux_gives_the_picture_of_its_pipeline(
+    guidance: bool, tmp_path: Path, sample: Sample
+) -> None:
+    root = tmp_path / "flux"
+    pipeline = pipelines.flux(root, guidance=guidance)
+    strength = {"guidance_scale": 5.0} if guidance else {}
+    wanted = pipelines.pictures_of_flux(pipeline, "a red square", **strength)
+    words = "--guidance 5" if guidance else ""
+    found = sample(f"--load-weights {root} {words} --sample-frames 1", "a red square")
     assert difference(found[0], wanted) <= MOST
 
 

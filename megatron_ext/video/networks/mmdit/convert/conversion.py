@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from megatron_ext.video.networks.mmdit.convert.table import (
     public_names,
     table,
 )
-from megatron_ext.video.networks.network import Sections
+from megatron_ext.video.networks.network import WITHOUT_REFERENCES, Sections
 from megatron_ext.video.networks.published import Conversion, Form
 
 _OUTER = ("embedding.img_in.weight", "embedding.txt_in.weight", "final_layer.linear.weight")
@@ -63,6 +63,22 @@ def _sections(sizes: JointSizes, _kind: str) -> Sections:
     return {"model": model, "joint": own}
 
 
+def _sampling(sizes: JointSizes, index: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags with which Open-Sora 2.0 samples videos, or FLUX.1 pictures."""
+    if sizes.cond_embed:
+        return {"sample_size": (192, 336), "sample_frames": 129, "sample_fps": 24.0}
+    flags: dict[str, Any] = {
+        **WITHOUT_REFERENCES,
+        "sample_size": (1024, 1024),
+        "sample_frames": 1,
+        "sample_steps": 28,
+        "sample_text_scale": 1.0,
+        "sample_image_scale": 1.0,
+        "sample_oscillation": False,
+    }
+    return {**flags, "guidance": 3.5} if sizes.guidance_embed else flags
+
+
 def _form(naming: Naming) -> Form:
     # Open-Sora and Black Forest Labs publish single files alone.
     in_folders: dict[str, Any] = {}
@@ -85,6 +101,7 @@ CONVERSION = Conversion(
     parameters=parameters,
     kinds=lambda _sizes: ("mmdit",),
     sections=_sections,
+    sampling=_sampling,
     adapted=re.compile(ADAPTED),
     refused={
         "ChromaTransformer2DModel": KIN["distilled_guidance_layer"],
