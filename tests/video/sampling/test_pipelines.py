@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from torch import Tensor
 
+from megatron_ext.programs.convert_checkpoint import main as convert
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.video.sampling import samples
 from megatron_ext.video.sampling.mp4 import as_bytes
 from megatron_ext.video.sampling.tool import sample_video
 from megatron_ext.video.task import VIDEO
+from tests.training_runs import train_on_ranks
 from tests.video.sampling import pipelines
 from tests.video.sampling.pipelines import FRAMES, SEED, SIDE, STEPS
 
@@ -145,3 +148,37 @@ def test_two_experts_share_the_steps(tmp_path: Path, sample: Sample) -> None:
     assert difference(found, wanted) <= MOST
     one = sample(f"--load-weights {root} {scales} --sample-boundary 0.01", "a red square")[0]
     assert difference(one, wanted) > 3 * MOST
+
+
+@pytest.mark.slow
+def test_a_tuned_wan_leaves_as_a_part_of_its_pipeline(tmp_path: Path, sample: Sample) -> None:
+    """The run samples what diffusers' pipeline samples with the exported weights, averaged or not.
+
+    It reads the sizes of the network and its first weights from the pipeline's folder.
+    """
+    root = tmp_path / "wan"
+    pipeline = pipelines.wan(root)
+    for number in range(2):
+        pipelines.picture(tmp_path / f"{number}.png", number)
+    rows = [json.dumps({"path": f"{i}.png", "text": "a red square"}) for i in range(2)]
+    (tmp_path / "clips.jsonl").write_text("\n".join(rows))
+    flags = (
+        f"--load-weights {root}/transformer --video-data-path {tmp_path}/clips.jsonl "
+        f"--online-encoding --codec {root}/vae --text-encoder umt5 --t5-path {root}/text_encoder "
+        "--no-fps-words --train-iters 3 --lr 1e-2 --lr-warmup-iters 0 --micro-batch-size 1 "
+        "--global-batch-size 2 --num-workers 0 --ema-decay 0.5 --text-dropout 0"
+    ).split()
+    buckets = [f"--video-buckets={json.dumps({f'{SIDE}px': {'1': [1.0, 1]}})}"]
+    save = tmp_path / "tuned"
+    assert train_on_ranks([*flags, *buckets], save=save, task=VIDEO)[0] == 0
+    before = pipelines.sampled(pipeline, "a red square")
+    for average in ("--no-sample-ema", ""):
+        exported = tmp_path / f"exported{average}"
+        words = f"export --load {save} --hf {exported}{'' if average else ' --ema'}"
+        assert convert(words.split()) == 0
+        pipeline.transformer = WanTransformer3DModel.from_pretrained(exported)
+        wanted = pipelines.sampled(pipeline, "a red square")
+        assert difference(wanted, before) > 5 * MOST
+        words = f"--load {save} {average} --sample-scheduler unipc --sample-shift 3"
+        (found,) = sample(words, "a red square")
+        assert difference(found, wanted) <= MOST
