@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.encoding import ImageEncoderConfig
+from megatron_ext.video.config.encoding import CodecConfig, ImageEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig, VideoConfig
 from megatron_ext.video.networks.lookup import chosen, network_of
 from megatron_ext.video.sampling.generate import schedule_of
@@ -14,7 +14,7 @@ from megatron_ext.video.sampling.groups import groups_of, shape_of
 from megatron_ext.video.sampling.guidance import has_guidance
 from megatron_ext.video.sampling.references import reference_parts
 from megatron_ext.video.sampling.requests import ClipRequest, requests_of
-from megatron_ext.video.sampling.source import SampleSource, source_of
+from megatron_ext.video.sampling.source import FlagSource, SampleSource, source_of
 
 
 def check_sampling(config: RunConfig) -> SampleSource:
@@ -44,6 +44,13 @@ def check_sampling(config: RunConfig) -> SampleSource:
     source = source_of(config)
     source.check_text_encoder()
     codec = source.codec()
+    channels = getattr(network_of(config).sizes, "channels", codec.channels)
+    is_usual = config.section(CodecConfig) == CodecConfig()
+    if isinstance(source, FlagSource) and is_usual and codec.channels != channels:
+        raise ConfigError(
+            f"`--codec` is missing, without which clips are decoded from {codec.channels} channels "
+            f"instead of the model's {channels}; give the folder of the model's VAE."
+        )
     for group in groups_of(requests, shape_of(sample, source.manifest), sample):
         shape = group.shape
         latent = codec.latent_shape(shape.num_frames, shape.height, shape.width)[1:]

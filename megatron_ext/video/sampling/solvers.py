@@ -36,6 +36,12 @@ _RANDOM = {
 """Settings of schedulers that draw noise in each step, which ranks would draw differently."""
 
 
+_NUMBERS = (
+    "shift flow_shift base_shift max_shift base_image_seq_len max_image_seq_len num_train_timesteps"
+).split()
+"""Settings of schedulers that must be numbers above 0, if they are there."""
+
+
 class Solver(ABC):
     """The steps of one batch of clips from noise to data.
 
@@ -120,11 +126,18 @@ class Schedule:
             even = np.linspace(1.0, 1 / num_steps, num_steps) if self.even else None
         else:
             settings |= {**_OF_FLOW, "flow_shift": factor}
-        scheduler = scheduler_class(name).from_config(settings)
-        if even is None:
-            scheduler.set_timesteps(num_steps)
-        else:
-            scheduler.set_timesteps(sigmas=even)
+        try:
+            scheduler = scheduler_class(name).from_config(settings)
+            if even is None:
+                scheduler.set_timesteps(num_steps)
+            else:
+                scheduler.set_timesteps(sigmas=even)
+        # A scheduler refuses its settings by errors of several classes.
+        except (TypeError, ValueError, NotImplementedError, AttributeError, ImportError) as error:
+            raise ConfigError(
+                f"{name} refuses its settings ({error}); correct the folder's "
+                "scheduler_config.json, or give another `--sample-scheduler`."
+            ) from None
         return DiffusersSolver(scheduler)
 
     def factor(self, shape: LatentShape, patch_size: int) -> float:
@@ -202,5 +215,11 @@ def read_scheduler(folder: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{path} has `{key}` {settings[key]!r}, which draws noise in each step, but ranks "
                 f"must step alike; correct it."
+            )
+    for key in _NUMBERS:
+        value = settings.get(key, 1)
+        if type(value) not in (int, float) or value <= 0:
+            raise ConfigError(
+                f"{path} has `{key}` {value!r}, which must be a number above 0; correct it."
             )
     return settings

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Imported when they are called, so that the flags are read without torch.
 ClipSampler = later("megatron_ext.video.sampling.samples:ClipSampler")
 check_sampling = later("megatron_ext.video.sampling.check:check_sampling")
+check_low_noise_expert = later("megatron_ext.video.sampling.experts:check_low_noise_expert")
 encode_prompts = later("megatron_ext.video.sampling.prompts:encode_prompts")
 build_chunk = later("megatron_ext.video.flow:build_chunk")
 open_published = later("megatron_ext.video.convert.reading:open_published")
@@ -115,7 +116,9 @@ def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
     of the assets that `Task.preflight` returns, since sampling needs none.
     """
     source = check_sampling(config)
-    return with_widths(config, source.manifest), None
+    config = with_widths(config, source.manifest)
+    check_low_noise_expert(config)
+    return config, None
 
 
 class Sampling:
