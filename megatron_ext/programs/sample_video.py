@@ -6,6 +6,11 @@ takes the flags of pretrain_video.py. The model is that of the checkpoint, with 
 if it has them (``--no-sample-ema`` takes the last weights). Captions may also come from a file,
 with references for image to video: ``--sample-prompts``.
 
+    python tools/sample_video.py --load-weights FOLDER --sample-dir CLIPS --sample-texts "a cat"
+
+takes published weights instead: the folder of a pipeline of diffusers, with its encoders and its
+scheduler, or a folder or file of a network alone.
+
     python tools/sample_video.py --streaming --load RUN --sample-dir VIDEOS \
         --sample-texts "a cat" --sample-second-texts "a dog" --sample-latent-frames 240
 
