@@ -286,6 +286,13 @@ class LayoutFlags:
                 layout = self.with_switch(layout, switch)
         return layout
 
+    def hosting(self, layout: Candidate, gpu: Gpu) -> Candidate:
+        """Return a layout with all switches that move something to host memory."""
+        for switch in self.switches:
+            if switch.on_host and switch not in layout.switches and switch.applies(layout, gpu):
+                layout = self.with_switch(layout, switch)
+        return layout
+
     def with_switch(self, layout: Candidate, switch: Switch) -> Candidate:
         """Return a layout with one more switch; a later one may change what an earlier one sets."""
         used = {switch, *layout.switches}

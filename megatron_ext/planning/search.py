@@ -223,10 +223,9 @@ class _Search:
     def _check(self, variant: Candidate) -> None:
         """Find out whether a variant can run and fits; if it does not fit, follow leaner ones."""
         layout = self._plain(variant)
-        if self._configs.get(layout, True) is None:
-            return
-        self.checked.setdefault(layout, False)
-        if self._least_bytes(variant) <= self.gpu.memory and self._complete(layout) is None:
+        if layout not in self._configs:
+            self.checked.setdefault(layout, False)
+        if not self._may_run(variant):
             return
         if self._fits(variant):
             self.checked[layout] = True
@@ -234,6 +233,13 @@ class _Search:
             self._then(seconds, variant, partial(self._simulate, variant))
         else:
             self._follow_leaner(variant)
+
+    def _may_run(self, variant: Candidate) -> bool:
+        """Return whether a variant's layout can run, as far as its memory makes this matter."""
+        layout = self._plain(variant)
+        if self._least_bytes(variant) <= self.gpu.memory:
+            return self._complete(layout) is not None
+        return self._configs.get(layout, True) is not None
 
     def _complete(self, layout: Candidate) -> RunConfig | None:
         """Return the configuration of a layout; None, and count it as refused, if it cannot run."""
@@ -245,18 +251,23 @@ class _Search:
                 self.refusals.add(error.messages[0])
                 self.tried -= 1
                 self.variants[layout.sizes] -= 1
-                del self.checked[layout]
+                self.checked.pop(layout, None)
         return self._configs[layout]
 
     def _follow_leaner(self, variant: Candidate) -> None:
         """Follow the ways to run a variant, which does not fit, with less memory."""
         least = self.flags.leanest_state(variant, self.gpu)
         kept = self.least.activations(variant)
-        too_much = self.state.bytes_of(least) + kept > self.gpu.memory
-        for leaner in self.flags.leaner(variant, self.gpu):
-            saved = {switch.saves for switch in leaner.switches if switch not in variant.switches}
+        in_vain = set[str]()
+        if self.state.bytes_of(least) + kept > self.gpu.memory:
             # No state leaves enough room for these activations.
-            if not (too_much and "state" in saved):
+            in_vain |= {switch.name for switch in self.flags.switches if switch.saves == "state"}
+        hosting = self.flags.hosting(variant, self.gpu)
+        if not (self._may_run(hosting) and self._fits(hosting)):
+            in_vain |= {switch.name for switch in self.flags.switches if switch.on_host}
+        for leaner in self.flags.leaner(variant, self.gpu):
+            new = {switch.name for switch in leaner.switches if switch not in variant.switches}
+            if not new & in_vain or leaner.recompute != variant.recompute:
                 self._follow(leaner)
 
     def _plain(self, variant: Candidate) -> Candidate:
