@@ -266,8 +266,6 @@ TWIN, CAUSAL = "--video-model video-dit", "--video-model causal-video-dit"
 NO_REFERENCES = "video DiT is given no reference frames"
 ONLY = "has an effect only with"
 IGNORED_BY_WAN = {
-    f"{TWIN} --i2v-head-weight 5": f"a {NO_REFERENCES}",
-    f"{CAUSAL} --reference-loss all": f"a causal {NO_REFERENCES}",
     f"{TWIN} --apply-wd-to-qk-layernorm": "the norms of its queries and keys never decay",
 }
 """Flags that a video DiT ignores, and why."""
@@ -304,6 +302,8 @@ WRONG_FOR_WAN = {
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 SAMPLED = "--sample-interval 1 --sample-texts a --sample-dir x --sample-frames 9 --sample-fps 8"
 WRONG_IN_PART = {
+    f"{TWIN} --i2v-head-weight 5": f"`: a {NO_REFERENCES}; leave it out, or give `--dit-cond",
+    f"{CAUSAL} --reference-loss all": f"`: a causal {NO_REFERENCES}; leave it out, or give `--dit-",
     f"{TWIN} --hidden-size 128": "`--video-dit-size` decides; leave it out, or give `--dit-hidden-",
     f"{CAUSAL} --num-attention-heads 2": "decides; leave it out, or give `--dit-num-heads`.",
     f"{CAUSAL} --dit-condition i2v": "`--dit-condition` (i2v) does not go with `--video-model "

@@ -381,13 +381,15 @@ def _unknown_to_network(config: RunConfig) -> list[FlagError]:
     title = network.titles[name]
     usual_of = network.flow_defaults(config)
     if not network.is_given_references(config):
+        flag = network.conditions_flag
+        remedy = "leave it out" if flag is None else f"leave it out, or give `{flag}`"
         conditions = config.section(ConditionConfig)
         errors += [
             FlagError(
                 spelling_of(conditions, x.field),
                 None,
                 f"has no effect with `--video-model {name}`: {title} is given no reference frames",
-                "leave it out",
+                remedy,
             )
             for x in flags_of("", ConditionConfig)
             if x.field != "t2v_weight"

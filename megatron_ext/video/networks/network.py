@@ -84,6 +84,7 @@ class VideoNetwork:
             network is given reference frames: it returns the defaults of the flags of condition
             modes, by field, or None if it is given none. If the attribute is None,
             ``takes_references`` holds for every run.
+        conditions_flag: the flag by which ``conditions`` decides, for messages.
         takes_adapters: whether LoRA adapters can be trained on its linear layers.
         streamed: place of the `StreamedNetwork`, an object; None if streaming cannot train it.
         streamed_sizes: sizes of a network that streaming can train, by name; each is a
@@ -106,6 +107,7 @@ class VideoNetwork:
     takes_pooled: bool = False
     takes_references: bool = False
     conditions: Callable[[RunConfig], Mapping[str, Any] | None] | None = None
+    conditions_flag: str | None = None
     takes_adapters: bool = False
     even_times: bool = True
     streamed: str | None = None

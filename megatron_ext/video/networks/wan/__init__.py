@@ -24,6 +24,7 @@ NETWORK = VideoNetwork(
     streaming_flags={BIDIRECTIONAL: _SHARED, CAUSAL: _SHARED.union(WINDOW)},
     takes_references=True,
     conditions=later(f"{_HERE}.rules:conditions"),
+    conditions_flag="--dit-condition",
     takes_adapters=True,
     even_times=False,
     streamed=f"{_HERE}.streaming:STREAMED",
