@@ -228,6 +228,26 @@ def test_networks_of_wan_describe_themselves_to_each_other(kind: str, builds: st
         assert own == {**wanted, "streaming": window}
 
 
+def test_networks_that_are_given_frames_start_no_causal_ones() -> None:
+    """Sizes without a name go to flow matching, but streaming knows names only."""
+    own = {"dit_hidden_size": 96, "dit_num_heads": 3}
+    dit = {"video_dit_size": "small", "dit_channels": 9, "dit_ffn_size": None, **own}
+    stored = {"streaming": {"generator_size": "mini", "latent_channels": 6, **WINDOW}}
+    found = wan_rules.restated({**stored, "video_dit": dit}, "video-dit", "causal-video-dit")
+    assert found == {"video_dit": {"video_dit_size": "small", **own}, "streaming": {}}
+    found = wan_rules.restated({**stored, "video_dit": dit}, "streaming", "video-dit")
+    assert found == {"video_dit": {"video_dit_size": "mini"}, "streaming": {}}
+    said = "`--dit-hidden-size 96`, `--dit-num-heads 3`, but `--task streaming` knows named sizes"
+    with pytest.raises(ConfigError, match=said):
+        wan_rules.restated({**stored, "video_dit": dit}, "video-dit", "streaming")
+    dit = {"video_dit_size": "small", "dit_condition": "i2v"}
+    for builds in ("streaming", "causal-video-dit"):
+        with pytest.raises(
+            ConfigError, match="`--dit-condition i2v`, but this run builds one"
+        ):
+            wan_rules.restated({**stored, "video_dit": dit}, "video-dit", builds)
+
+
 def test_checkpoints_older_than_tasks_and_names_of_networks_are_those_of_an_mmdit() -> None:
     model = {"hidden_size": 64, "num_attention_heads": 4}
     mmdit_flags = {"mmdit_size": "tiny"}
