@@ -280,5 +280,12 @@ def write_tensors(path: Path, described: Mapping[str, Tensor], values: Iterable[
     text += b" " * (-len(text) % 8)
     with open_new(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for value in values:
-            file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+        iterator = iter(values)
+        for _ in described:
+            # No name holds the tensor while the next one is made.
+            file.write(_bytes_of(next(iterator)))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    data: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return data

@@ -257,17 +257,27 @@ class _ValuePlanner(DefaultSavePlanner):
     def __init__(self, plan: SavePlan, values: Sequence[Value]) -> None:
         super().__init__()
         self._values = dict(zip((item.index for item in plan.items), values, strict=True))
+        self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         value = self._values[write_item.index]
         if write_item.type == WriteItemType.BYTE_IO:
             assert isinstance(value, bytes)
             return io.BytesIO(value)
+        assert not isinstance(value, bytes)
         if not isinstance(value, Tensor):
-            assert callable(value)
-            value = value()
-        assert isinstance(value, Tensor)
+            return self._made(value)
         return compact(value) if value.is_cpu else value
+
+    def _made(self, make: Callable[[], Tensor]) -> Tensor:
+        """Return a new tensor, and free the memory of the one before, which has been written.
+
+        torch's writer keeps all tensors until the end.
+        """
+        if self._last is not None:
+            self._last.untyped_storage().resize_(0)
+        self._last = make()
+        return self._last
 
 
 def compact(value: Tensor) -> Tensor:
@@ -292,8 +302,8 @@ def write_shards(
 
     Args:
         plan: the items to write.
-        values: the value of each item. A function is called when its tensor is written, so that
-            only one such tensor is in memory.
+        values: the value of each item. A function is called when its tensor is written, and the
+            tensor is freed afterwards, so that only one is in memory. It must be a new one.
         options: further options of torch's storage writer.
 
     Returns:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +180,7 @@ class _Weights:
         self.path = path
         self.prefix = prefix
         self.mapped = mapped
-        # Neighbouring tensors, such as queries and keys, are parts of one fused parameter.
-        self._parameter = lru_cache(maxsize=1)(self._read)
+        self._last: tuple[str, Tensor] | None = None
 
     def check(self, conversion: Conversion, sizes: Any) -> None:
         """Check that the checkpoint has exactly the weights of a published model of these sizes.
@@ -229,16 +227,29 @@ class _Weights:
             yield public_tensor(self.mapped, name, dtype, self._parameter)
             bar.update()
 
-    def _read(self, name: str) -> Tensor:
-        (values,) = read_tensors(self.path, [self.prefix + name]).values()
-        return values
+    def _parameter(self, name: str) -> Tensor:
+        """Return one of our parameters, and keep it until another one is asked for.
+
+        Neighbouring public tensors, such as queries and keys, are parts of one fused parameter.
+        """
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            (values,) = read_tensors(self.path, [self.prefix + name]).values()
+            self._last = name, values
+        return self._last[1]
 
 
 def public_tensor(
     mapped: Mapped, name: str, dtype: torch.dtype, parameter: Callable[[str], Tensor]
 ) -> Tensor:
     """Return the public tensor ``name``; ``parameter`` gives values by the name of ours."""
-    full = torch.empty(mapped.shapes[name], dtype=dtype)
+    shape = mapped.shapes[name]
+    (first, part), *others = mapped.uses[name]
+    if not others and part.step == 1 and mapped.parameters[first][0] == part.count:
+        values = parameter(first)
+        if values.dtype == dtype and values.numel() == math.prod(shape):
+            return values.view(shape)
+    full = torch.empty(shape, dtype=dtype)
     for ours, part in mapped.uses[name]:
         values = parameter(ours)
         seen = full.view(seen_as(full.shape, part, values.shape))
