@@ -179,12 +179,17 @@ class Network:
             None for the model that the run trains.
         base: takes the configuration of a run, and returns the folder of checkpoints that holds the
             frozen weights under the network's adapters; by default ``--pretrained-checkpoint``.
+        fill: takes a run's configuration, chunks of the network, and the folder or file of
+            published weights, which it loads; it returns their identity. None if there are none.
+        is_published: whether a path is one of published weights instead of checkpoints.
     """
 
     build: ModelChunk
     described: Callable[[RunConfig], RunConfig] = lambda run: run
     section: str | None = None
     base: Callable[[RunConfig], str | None] = lambda run: run.checkpoint.pretrained_checkpoint
+    fill: Callable[[RunConfig, Any, str], FrozenBase] | None = None
+    is_published: Callable[[str], bool] = lambda path: False
 
 
 def merge_checkpoint(
@@ -208,22 +213,27 @@ def merge_checkpoint(
         root: folder of checkpoints that holds the old one.
         save: folder for the merged checkpoint; it must differ from ``root``.
         step: iteration of the old checkpoint; None for the latest.
-        base: if the adapters were saved without the weights under them, the folder of checkpoints
-            with these weights; None for the folder that the run used.
+        base: if the adapters were saved without the weights under them, the folder of checkpoints,
+            or of published weights, with these weights; None for the folder that the run used.
     """
     if root.resolve() == save.resolve():
         raise CheckpointError(f"`--save` ({save}) must be another folder than `--load`.")
-    adapters_alone = FrozenBase.under(root, step) is not None
+    recorded = FrozenBase.under(root, step)
+    adapters_alone = recorded is not None
     if base is not None and not adapters_alone:
         raise CheckpointError(
             f"`--pretrained-checkpoint` ({base}) has no effect: `--load` ({root}) holds all "
             "weights itself; leave it out."
         )
+    given = base or network.base(stored)
+    if given is None and recorded is not None and recorded.flag is not None:
+        given = recorded.path
+    published = given is not None and network.is_published(given)
     checkpoint = CheckpointConfig(
         load=str(root),
         save=str(save),
         ckpt_step=step,
-        pretrained_checkpoint=base or network.base(stored),
+        pretrained_checkpoint=None if published else given,
         pretrained_average=stored.checkpoint.pretrained_average,
         no_save_optim=True,
         no_save_rng=True,
@@ -240,6 +250,8 @@ def merge_checkpoint(
     with one_rank(config.training.seed, device) as context:
         drawn = FrozenBase.drawn(config.training.seed) if adapters_alone else None
         chunks = _build(config, context, network.build, device)
+        if published and network.fill is not None:
+            drawn = network.fill(config, chunks, str(given))
         iteration, progress = _load(config.checkpoint, context, chunks, drawn, network.section)
         merge_adapters(chunks)
         merged = dataclasses.replace(config, lora=LoraConfig()).to_dict()

@@ -28,6 +28,7 @@ from megatron_ext.errors import (
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.train.task import Task, later
+from megatron_ext.video.config.weights import FILL, is_published
 from megatron_ext.video.streaming.config import STORED_ROLES
 from megatron_ext.video.streaming.task import STREAMING
 from megatron_ext.video.task import FLOW
@@ -93,7 +94,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _merge(args: argparse.Namespace) -> None:
     run, task = _saved_run(args)
-    network = network_of(args.network) if task is STREAMING else network_alone(task.model_chunk)
+    if task is STREAMING:
+        network = network_of(args.network)
+    else:
+        published = {"fill": FILL, "is_published": is_published} if task is FLOW else {}
+        network = network_alone(task.model_chunk, **published)
     base = args.pretrained_checkpoint
     print(
         merge_checkpoint(

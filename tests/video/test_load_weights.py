@@ -1,17 +1,22 @@
 """A run starts from published weights by --load-weights alone, in any layout."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import MegatronExtError
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.programs import lora
 from megatron_ext.train.run import Run
+from megatron_ext.video.convert.reading import open_published
 from megatron_ext.video.convert.training import load_weights
 from megatron_ext.video.model.tokens import pack, unpack
 from megatron_ext.video.sampling.samples import velocity_of
@@ -19,15 +24,26 @@ from megatron_ext.video.task import VIDEO
 from tests.ranks import on_ranks
 from tests.training_runs import training_rows
 from tests.video.clips import SHORT, attempt, write_clips
+from tests.video.convert.forms import stored
 from tests.video.networks.harness import relative
 from tests.video.networks.wan.convert.models import (
     bare,
     exported,
+    make,
     network,
     original_tensors,
     tensors_of,
 )
-from tests.video.wan_run import FRAMES, NO_REFERENCES, PATCH, SIDE, SIZES_OF_CLIPS, sampling_inputs
+from tests.video.networks.wan.convert.test_convert import starts_from_them
+from tests.video.streaming.runs import run as streaming_run
+from tests.video.wan_run import (
+    FRAMES,
+    NO_REFERENCES,
+    PATCH,
+    SIDE,
+    SIZES_OF_CLIPS,
+    sampling_inputs,
+)
 
 FLAGS = (
     "--lr 1e-3 --lr-warmup-iters 0 --micro-batch-size 2 --global-batch-size 4 --log-interval 1 "
@@ -72,15 +88,15 @@ def test_a_run_names_only_its_weights(root: Path, tmp_path: Path) -> None:
         latents = unpack(x, (FRAMES, SIDE, SIDE), PATCH)
         (flow,) = network(SIZES_OF_CLIPS)(latents, 1000 * times, text, return_dict=False)
     assert relative(torch.load(before), pack(flow, PATCH)) <= 1e-5
-    stored = read_run_config(save)
-    assert stored["video"]["video_model"] == "video-dit"
-    assert stored["weights"]["weights_origin"]["path"] == str(root / "diffusers")
+    config = read_run_config(save)
+    assert config["video"]["video_model"] == "video-dit"
+    assert config["weights"]["weights_origin"]["path"] == str(root / "diffusers")
     found, wanted = tensors_of(exported(save, tmp_path / "back")), tensors_of(root / "diffusers")
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 @torch.no_grad()
-def check_reading(context: ParallelContext, source: Path, bytes_read: list[int]) -> None:
+def check_reading(context: ParallelContext, source: Path) -> None:
     chunk = bare(context, SIZES_OF_CLIPS)
     loaded = load_weights(RunConfig(), [chunk], source, None, SIZES_OF_CLIPS)
     own = sum(p.numel() * p.element_size() for p in chunk.parameters())
@@ -89,7 +105,7 @@ def check_reading(context: ParallelContext, source: Path, bytes_read: list[int])
 
 @pytest.mark.parametrize("form", ["diffusers", "comfyui.safetensors"])
 def test_each_rank_reads_its_slices(root: Path, form: str) -> None:
-    on_ranks(check_reading, {"tp": 2}, source=root / form, bytes_read=[])
+    on_ranks(check_reading, {"tp": 2}, source=root / form)
 
 
 ADAPTERS = "--video-model video-dit --lora-rank 2 --lora-target-modules linear_fc1"
@@ -111,3 +127,45 @@ def test_adapters_lie_on_published_weights(
     said = capfd.readouterr().err
     assert "`--load-weights` (not given; seed 5) must be the weights under the adapters" in said
     assert f"which were those of {root / 'comfyui.safetensors'}" in said
+    merge = f"merge --load {half} --save {tmp_path / 'merged'}"
+    assert lora.main(merge.split()) == 0
+    merged = stored(exported(tmp_path / "merged", tmp_path / "merged.safetensors"))
+    plain = load_file(root / "comfyui.safetensors")
+    changed = {name for name, tensor in plain.items() if not torch.equal(tensor, merged[name])}
+    assert changed == {name for name in plain if name.endswith("ffn.0.weight")}
+
+
+REFUSED = {
+    "--video-dit-size mini": "`--video-dit-size` (mini) contradicts `--load-weights` (",
+    "--video-model mmdit": "`--video-model` (mmdit) cannot start from `--load-weights` (",
+    "--pretrained-checkpoint x": "and `--pretrained-checkpoint` (x) both give initial weights",
+    "--use-checkpoint-args --load x": "and `--use-checkpoint-args` both give the shape of the mod",
+    "--load-weights-entry model": "`--entry model` is for a file of torch.save",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_flags_that_contradict_the_weights(root: Path, words: str) -> None:
+    weights = f"--load-weights {root / 'diffusers'} --video-data-path {root / 'clips'}"
+    flags = [*FLAGS, *"--train-iters 1".split(), *weights.split(), *words.split()]
+    with pytest.raises(MegatronExtError) as caught:
+        parse_args(flags, VIDEO, world_size=1, device="cpu")
+    assert any(REFUSED[words] in sentence for sentence in caught.value.messages)
+
+
+def test_data_of_other_widths(root: Path, tmp_path: Path) -> None:
+    sizes = dataclasses.replace(SIZES_OF_CLIPS, text_width=20)
+    network(sizes).save_pretrained(tmp_path / "wide")
+    words = f"--load-weights {tmp_path / 'wide'} --train-iters 1"
+    with pytest.raises(MegatronExtError, match="holds a model with text_width 20, not 12 as this"):
+        run(root / "clips", tmp_path / "save", words)
+
+
+def test_three_networks_of_streaming_start_from_published_weights(tmp_path: Path) -> None:
+    source = make(tmp_path / "diffusers", torch.bfloat16)
+    words = "--train-iters 1 --tensor-model-parallel-size 2 --bf16 " + " ".join(
+        f"--{flag} {source}" for flag in ("load-weights", "critic-checkpoint", "teacher-checkpoint")
+    )
+    with open_published(source) as model:
+        wanted = {name: model.parameter(name, torch.bfloat16) for name in model.mapped.parameters}
+    streaming_run(tmp_path, words, ranks=2, prepare=partial(starts_from_them, wanted=wanted))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
 
 _TRAINING = "megatron_ext.video.convert.training"
+FILL = later(f"{_TRAINING}:fill_network")
+"""Loads published weights under adapters, as `checkpoint.conversion.Network.fill`."""
 
 
 @dataclass(frozen=True)

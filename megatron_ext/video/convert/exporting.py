@@ -101,7 +101,6 @@ def export_weights(conversion: Conversion, order: Export) -> None:
     path = verified_folder(order.load, order.step)
     prefix = PREFIX if order.ema else STORED_ROLES[order.network or "generator"]
     is_file = order.target.suffix == SAFETENSORS
-    form = conversion.form(order.naming or conversion.namings[-1 if is_file else 0])
     for option, value in (("max-shard-size", order.max_shard_size), ("prefix", order.prefix)):
         if value and is_file == (option == "max-shard-size"):
             kind = "a single file" if is_file else "a folder"
@@ -109,11 +108,7 @@ def export_weights(conversion: Conversion, order: Export) -> None:
                 f"`--{option}` ({value}) has no effect on {kind}, which `--hf` ({order.target}) "
                 "is; leave it out."
             )
-    if form.write_config is None and not is_file:
-        raise CheckpointError(
-            f"`--naming {form.name}` is published as a single file, but `--hf` ({order.target}) is "
-            f"a folder; give a file that ends with {SAFETENSORS}."
-        )
+    form = _chosen_form(conversion, order, sizes)
     weights = _Weights(path, prefix, Mapped.of(form, sizes, conversion.parameters(sizes)))
     _check_form(conversion, form, sizes, weights.mapped.shapes, is_file=is_file)
     dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run.precision)
@@ -167,6 +162,45 @@ def _check_form(
             )
 
 
+def _chosen_form(conversion: Conversion, order: Export, sizes: Any) -> Form:
+    """Return the form to write: that of ``--naming``, or else the first that has all parameters.
+
+    For a file, it is the last. CheckpointError is raised if there is none for the target.
+    """
+    lacking = {
+        form.name: sorted(conversion.parameters(sizes).keys() - form.table(sizes).keys())
+        for form in conversion.forms
+    }
+    whole = [form for form in conversion.forms if not lacking[form.name]]
+    if order.naming is not None:
+        form = conversion.form(order.naming)
+        if lacking[form.name]:
+            names = ", ".join(form.name for form in whole)
+            raise CheckpointError(
+                f"`--naming {form.name}` has no place for `{lacking[form.name][0]}`; "
+                + (f"choose {names}." if names else "export a run without the flag that adds it.")
+            )
+        fitting = [form]
+    elif whole:
+        fitting = whole
+    else:
+        least = min(lacking.values(), key=len)
+        raise CheckpointError(
+            f"{order.load} holds `{least[0]}`, which {conversion.title} does not have; export a "
+            "run without the flag that adds it."
+        )
+    if order.target.suffix == SAFETENSORS:
+        return fitting[-1]
+    in_folders = [form for form in fitting if form.write_config is not None]
+    if not in_folders:
+        raise CheckpointError(
+            f"`--hf` ({order.target}) is a folder, but this model is published as a single file "
+            f"({', '.join(form.name for form in fitting)}); give a file that ends with "
+            f"{SAFETENSORS}."
+        )
+    return in_folders[0]
+
+
 class _Weights:
     """The weights of one network in a checkpoint, as public tensors.
 
@@ -201,10 +235,20 @@ class _Weights:
                 "with `tools/lora.py export`."
             )
         for name, shape in needed.items():
+            if name not in stored and not stored and self.prefix == PREFIX:
+                raise CheckpointError(
+                    f"{path} holds no averages of weights, which a run keeps by `--ema-decay`; "
+                    "leave out `--ema`."
+                )
+            if name not in stored and not stored and self.prefix:
+                raise CheckpointError(
+                    f"{path} holds no critic, which only a training run of `--task streaming` "
+                    "saves; leave out `--network`."
+                )
             if name not in stored:
                 raise CheckpointError(
-                    f"{path} holds no `{self.prefix}{name}`; only a training run saves a critic, "
-                    "and averages only with `--ema-decay`."
+                    f"{path} holds no `{self.prefix}{name}`, which its configuration implies; "
+                    "export another checkpoint."
                 )
             if stored[name] != shape:
                 raise CheckpointError(

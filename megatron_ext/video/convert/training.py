@@ -85,11 +85,13 @@ def resolve_weights(config: RunConfig) -> RunConfig:
     assert given.load_weights is not None
     model = described(config).model
     source = str(model.source.resolve())
-    origin = {"path": source, "form": model.form.name, "digest": digest_of(model.source)}
+    entry = given.load_weights_entry
+    digest = _identity(model.source, entry)
+    origin = {"path": source, "entry": entry, "form": model.form.name, "digest": digest}
     checkpoint = dataclasses.replace(
         config.checkpoint,
         starts_elsewhere=True,
-        published=(source, origin["digest"], "--load-weights"),
+        published=(source, digest, "--load-weights"),
     )
     return dataclasses.replace(config, checkpoint=checkpoint).with_section(
         dataclasses.replace(given, weights_origin=origin)
@@ -303,7 +305,26 @@ def load_weights(
         return on_every_rank(load, f"{source} cannot be read")
 
 
-def base_of(path: str, flag: str) -> FrozenBase:
-    """Return the identity of the published weights that ``flag`` gives, for adapters on them."""
+def fill_network(config: RunConfig, chunks: Sequence[torch.nn.Module], path: str) -> FrozenBase:
+    """Fill the chunks of a network with the published weights under its adapters.
+
+    Return the identity of these weights.
+    """
+    sizes: Any = unwrap_model(list(chunks))[0].sizes
+    origin = config.section(PublishedConfig).weights_origin or {}
+    entry = origin.get("entry")
+    load_weights(config, chunks, Path(path), entry, sizes)
+    return base_of(path, "--load-weights", entry)
+
+
+def base_of(path: str, flag: str, entry: str | None = None) -> FrozenBase:
+    """Return the identity of the published weights that ``flag`` gives, for adapters on them.
+
+    ``entry`` is the entry of a file of torch.save.
+    """
     source = Path(path).resolve()
-    return FrozenBase(str(source), digest_of(source), flag)
+    return FrozenBase(str(source), _identity(source, entry), flag)
+
+
+def _identity(source: Path, entry: str | None) -> str:
+    return digest_of(source) + (f" {entry}" if entry else "")

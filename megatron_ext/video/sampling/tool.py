@@ -97,11 +97,14 @@ def base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
                 "all weights itself; leave it out."
             )
         return {}
-    if elsewhere is None and base.path is not None and not Path(base.path).is_dir():
+    if elsewhere is None and base.path is not None and not Path(base.path).exists():
         raise CheckpointError(
             f"`--load` ({load}) holds adapters of the weights in {base.path}, which are not there; "
-            "give `--pretrained-checkpoint` with where they are now."
+            f"give `{base.flag or '--pretrained-checkpoint'}` with where they are now."
         )
+    if base.flag is not None:
+        entry = (stored["weights"]["weights_origin"] or {}).get("entry")
+        return {"load_weights": base.path, "load_weights_entry": entry}
     return {
         "pretrained_checkpoint": base.path,
         "pretrained_average": base.path is not None and stored["checkpoint"]["pretrained_average"],

@@ -27,7 +27,7 @@ from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.schedule import Schedule, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.train.task import later
-from megatron_ext.video.config.weights import is_published
+from megatron_ext.video.config.weights import FILL, is_published
 from megatron_ext.video.model.chunk import VideoChunk
 from megatron_ext.video.networks.lookup import streamed_network
 from megatron_ext.video.streaming.config import Role, StreamingConfig
@@ -202,11 +202,13 @@ def network_of(name: str | None) -> Network:
 
     A ``name`` of "critic" selects the critic; any other value, such as None, the generator.
     """
+    published: dict[str, Any] = {"fill": FILL, "is_published": is_published}
     if name != CRITIC:
-        return Network(build_network)
+        return Network(build_network, **published)
     return Network(
         partial(build_network, role="critic"),
         lambda config: of_role(config, "critic"),
         CRITIC,
         lambda config: config.section(StreamingConfig).critic_checkpoint,
+        **published,
     )
