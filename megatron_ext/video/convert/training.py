@@ -288,6 +288,13 @@ def load_weights(
             model.check()
             parameters = model.conversion.parameters
             new = parameters(sizes).keys() - parameters(model.sizes).keys()
+            if new and config.lora.lora_rank is not None:
+                raise CheckpointError(
+                    f"{source} holds no `{min(new)}`, and a run with `--lora-rank` trains adapters "
+                    "alone, so that it would stay as it starts; give weights that have it, train "
+                    "all weights, or leave out what needs it, such as condition modes other than "
+                    "t2v."
+                )
             shards = [
                 shard for chunk in unwrap_model(list(chunks)) for shard in weight_shards(chunk)
             ]

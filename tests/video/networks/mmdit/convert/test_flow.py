@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.programs import convert_checkpoint, lora
 from megatron_ext.train.run import Run
@@ -20,9 +22,13 @@ from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.randomness import draw_noise, draw_normals, draw_uniforms
 from megatron_ext.video.model.tokens import pack, position_ids
 from megatron_ext.video.networks.mmdit.config import SIZES
+from megatron_ext.video.networks.mmdit.convert.table import parameters
+from megatron_ext.video.sampling.flow import References
+from megatron_ext.video.sampling.samples import velocity_of
+from megatron_ext.video.task import VIDEO
 from tests.training_runs import training_rows
 from tests.video import clips
-from tests.video.clips import CHANNELS, IMAGE, POOLED, SHORT, TEXT, WIDTH, clip, write_clips
+from tests.video.clips import CHANNELS, IMAGE, POOLED, SHORT, SIDE, TEXT, WIDTH, clip, write_clips
 from tests.video.networks.harness import Tensors, check_gradients, check_weights, relative
 from tests.video.networks.mmdit.convert.models import flux, ours_of, public_of, theirs
 
@@ -179,3 +185,82 @@ def test_adapters_leave_alone_and_merged(clips_of: dict[str, Path], tmp_path: Pa
         wanted = theirs(public, inputs)
         found = theirs(FluxTransformer2DModel.from_pretrained(tmp_path / "whole"), inputs)
     assert relative(before, wanted) > 1e-2 and relative(found, wanted) <= 1e-5
+
+
+START = (
+    "--lr 1e-30 --weight-decay 0 --lr-warmup-iters 0 --micro-batch-size 2 --global-batch-size 4 "
+    "--log-interval 1 --num-workers 0 --train-iters 1 --text-dropout 0"
+).split()
+"""Flags of a run that name neither the network nor its sizes, and change no weight."""
+T2V = "--i2v-head-weight 0 --i2v-tail-weight 0 --i2v-loop-weight 0"
+
+
+def predict(run: Run, path: Path) -> None:
+    """Let rank 0 write down what the run's weights predict for `microbatch`, without references."""
+    inputs, _ = microbatch([0, 1], [0, 1], "schnell")
+    tokens, times, text, pooled = (inputs[x].float() for x in ("img", "timesteps", "txt", "y_vec"))
+    shape = (3, SIDE, SIDE)
+    none = References(torch.zeros(2, CHANNELS, *shape), torch.zeros(2, 3, dtype=torch.bool))
+    predicted = velocity_of(run).of_shape(shape)(tokens, times, text, pooled, none)
+    if run.context.rank == 0:
+        torch.save(predicted, path)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [("--tensor-model-parallel-size 2 --sequence-parallel", 2), (T2V, 1)],
+    ids=["video with references", "video"],
+)
+def test_flux_becomes_a_model_of_videos(
+    clips_of: dict[str, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    words: str,
+    ranks: int,
+) -> None:
+    """Start from weights of images alone; the frame, and frames that are given, add nothing yet."""
+    public = flux(TINY)
+    public.save_pretrained(tmp_path / "flux")
+    words = f"--load-weights {tmp_path / 'flux'} {words}"
+    save, before = tmp_path / "run", tmp_path / "predicted.pt"
+    options: Any = {"flags": START, "ranks": ranks, "prepare": partial(predict, path=before)}
+    clips.train(clips_of["schnell"], save, words, **options, task=VIDEO)
+    inputs = {n: x.float() for n, x in microbatch([0, 1], [0, 1], "schnell")[0].items()}
+    with torch.no_grad():
+        assert relative(torch.load(before), theirs(public, inputs)) <= 1e-5
+    stored = read_run_config(save)
+    assert stored["joint"]["cond_embed"] == (T2V not in words)
+    assert stored["mmdit"]["mmdit_size"] == "tiny"
+    if T2V not in words:
+        options = {"flags": START, "ranks": ranks, "task": VIDEO}
+        assert (
+            clips.attempt(
+                clips_of["schnell"], tmp_path / "adapters", f"{words} --lora-rank 2", **options
+            )[0]
+            == 2
+        )
+        said = "flux holds no `embedding.cond_in.bias`, and a run with `--lora-rank` trains adap"
+        assert said in capfd.readouterr().err
+
+
+def test_weights_that_take_references_do_so_in_any_run(
+    clips_of: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Open-Sora's file adds a bias to videos without references; a run of these keeps it."""
+    sizes = dataclasses.replace(TINY, cond_embed=True)
+    generator = torch.Generator().manual_seed(2)
+    weights = {n: torch.randn(s, generator=generator) for n, s in parameters(sizes).items()}
+    public = public_of(weights, sizes, "open-sora")
+    save_file(public, tmp_path / "Open_Sora_v2.safetensors")
+    words = f"{T2V} --load-weights {tmp_path / 'Open_Sora_v2.safetensors'}"
+    clips.train(clips_of["schnell"], tmp_path / "run", words, flags=START, task=VIDEO)
+    target = tmp_path / "back.safetensors"
+    words = f"--load {tmp_path / 'run'} --hf {target} --naming open-sora"
+    assert convert_checkpoint.main(["export", *words.split()]) == 0
+    back = load_file(target)
+    assert back.keys() == public.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in public.items())
+    words = f"export --load {tmp_path / 'run'} --hf {tmp_path / 'folder'}"
+    capfd.readouterr()
+    assert convert_checkpoint.main(words.split()) == 2
+    assert "This MMDiT takes reference frames, unlike diffusers'" in capfd.readouterr().err
