@@ -58,6 +58,11 @@ def inspect_videos(
         f"{manifest['text_encoder']['text_encoder']}",
         f"references {', '.join(manifest['references']) or 'none'}",
     ]
+    if (images := manifest.get("image_embeds")) is not None:
+        report.lines.append(
+            f"images     {', '.join(images['sides'])}: {images['tokens']} rows of "
+            f"{images['width']} numbers of CLIP"
+        )
     dropped = manifest.get("dropped") or {}
     if dropped:
         reasons = ", ".join(f"{count} {why}" for why, count in dropped.items())
@@ -123,7 +128,8 @@ def _scan(videos: ShardedVideos, size: int, report: Inspected) -> None:
             words.append(len(sample.caption.split()))
             if not words[-1]:
                 no_caption.append(number)
-            if not all(torch.isfinite(x).all() for x in (latents, sample.text, sample.pooled)):
+            given = (*sample.references.values(), *sample.image_embeds.values())
+            if not all(x.isfinite().all() for x in (latents, sample.text, sample.pooled, *given)):
                 bad.append(number)
                 continue
             plain = sample.latents.float()

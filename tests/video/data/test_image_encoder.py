@@ -18,6 +18,7 @@ from megatron_ext.video.data.image_encoder import (
     build_image_encoder,
     image_encoder_from_manifest,
 )
+from megatron_ext.video.data.inspect import inspect_videos
 from megatron_ext.video.data.merge import merge_videos
 from megatron_ext.video.data.options import VideoPreprocessOptions
 from tests.video.data.making import CODEC, FLAGS, PLAN, TEXT, pictures, write_gif
@@ -70,7 +71,7 @@ def test_sets_hold_masked_clips_and_embeddings(folder: Path, tmp_path: Path) -> 
         (tmp_path / f"{i}.txt").write_text(f"bar {i}")
     output = tmp_path.with_name("with_images")
     extra = ["--masked-references", "head", "loop", "--middle-reference"]
-    extra += ["--image-encoder", str(folder), "--workers", "2"]
+    extra += ["--image-encoder", str(folder)]
     plan = ["--buckets", '{"32px": {"5": 1.0}}']
     arguments = ["--input", str(tmp_path), "--output", str(output), *FLAGS, *plan]
     assert main([*arguments, *extra]) == 0
@@ -94,6 +95,10 @@ def test_sets_hold_masked_clips_and_embeddings(folder: Path, tmp_path: Path) -> 
         assert sorted(one.image_embeds) == ["head", "tail"]
         for side, embeds in one.image_embeds.items():
             assert torch.equal(embeds, other.image_embeds[side]) and embeds.shape == (5, 16)
+    assert (
+        "images     head, tail: 5 rows of 16 numbers of CLIP"
+        in inspect_videos(output, scan=False).lines
+    )
     batch = collate([videos[0], videos[1]], patch=2)
     again = VideoBatch.from_tensors(batch.tensors())
     assert torch.equal(again.image_embeds["tail"], batch.image_embeds["tail"])

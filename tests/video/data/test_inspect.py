@@ -63,9 +63,9 @@ def test_captions_numbers_and_copies_are_counted_by_hand(
     captions = ["a b c d e f", "a", "", "a b", "", "a b c"]
     own = tiny.clip
 
-    def clip(bucket: Bucket, number: int, lengths: Sequence[int] = (1,)) -> VideoSample:
+    def clip(bucket: Bucket, number: int, lengths: Sequence[int], **given: int) -> VideoSample:
         original = {2: 0, 4: 1, 5: 1}.get(number, number)
-        sample = own(bucket, original, lengths)
+        sample = own(bucket, original, lengths, **given)
         latents = (sample.latents + original) * (1.01 if number == 2 else 1)
         fps = (24, 8, 8, 24, 8, 8)[number]
         return replace(sample, latents=latents, caption=captions[number], fps=fps)
