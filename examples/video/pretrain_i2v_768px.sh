@@ -7,7 +7,8 @@
 #       CLIPS LATENTS STAGE1_CHECKPOINTS CHECKPOINTS
 #
 # examples/video/pretrain_stage1_256px.sh explains CLIPS, LATENTS, ONLY_LATENTS=1, NODES and OPENSORA=1.
-# A run that was stopped continues. SMOKE=1 runs both stages at a tiny size, also on a CPU.
+# STAGE1_CHECKPOINTS may also be published weights, such as Open_Sora_v2.safetensors. A run that was
+# stopped continues. SMOKE=1 runs both stages at a tiny size, also on a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
@@ -48,8 +49,13 @@ if [[ -n "${ONLY_LATENTS:-}" ]]; then
     exit 0
 fi
 
+START=(--pretrained-checkpoint "$STAGE1")
+if [[ -f "$STAGE1" || -f "$STAGE1/config.json" ]]; then
+    START=(--load-weights "$STAGE1")
+fi
+
 # Flags win over the recipe; if a flag is given twice, the last value counts.
 run_on_nodes "$GPUS" pretrain_video.py --config recipes/open_sora_2_768px.yaml \
     --layout "${LAYOUT:-8xH200}" "${CHANGES[@]}" --video-data-path "$LATENTS" \
-    --pretrained-checkpoint "$STAGE1" --save "$OUT" --resume-mode auto \
+    "${START[@]}" --save "$OUT" --resume-mode auto \
     --save-interval 500 --keep-last 3 "${LAST[@]}" "${@:5}"

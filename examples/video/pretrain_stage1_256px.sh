@@ -8,16 +8,17 @@
 # CLIPS is a jsonl or csv with path and text. VAE, T5 and CLIP are local folders of the encoders, which
 # are used once, to fill LATENTS. ONLY_LATENTS=1 stops after that; use it before training on several
 # nodes (NODES, RENDEZVOUS: see examples/lib/nodes.sh). A run that was stopped continues.
-# OPENSORA=1 takes the hyper-parameters of Open-Sora's code where they differ.
+# OPENSORA=1 takes the hyper-parameters of Open-Sora's code where they differ. WEIGHTS=PATH starts from
+# published weights, as that code does: a file or folder of FLUX.1, or Open_Sora_v2.safetensors.
 # SMOKE=1 runs the same steps at a tiny size on clips that it renders itself, also on a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
 source examples/lib/nodes.sh
 
-CHANGES=(${MICROBATCHES:+--global-batch-size "$MICROBATCHES"})
+CHANGES=(${MICROBATCHES:+--global-batch-size "$MICROBATCHES"} ${WEIGHTS:+--load-weights "$WEIGHTS"})
 if [[ -n "${OPENSORA:-}" ]]; then
-    # Open-Sora starts from the weights of FLUX.1-dev, with a lower, constant rate and no average.
+    # Open-Sora starts from the weights of FLUX.1 [dev], with a lower, constant rate and no average.
     CHANGES+=(--lr 5e-5 --lr-warmup-iters 0 --adam-beta2 0.999 --weight-decay 0
         --reference-loss all --ema-decay 0)
 fi

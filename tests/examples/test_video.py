@@ -197,6 +197,12 @@ def test_the_published_hyper_parameters_on_four_nodes(script: str, commands: Com
     assert config.section(ConditionConfig).reference_loss == "all"
 
 
+def test_the_first_stage_starts_from_published_weights(commands: Commands) -> None:
+    _, training = commands(STAGE1, WEIGHTS="FLUX.1 dev/transformer")
+    assert training[training.index("--load-weights") + 1] == "FLUX.1 dev/transformer"
+    assert "--load-weights" not in commands(STAGE1)[1]
+
+
 def test_the_modes_and_layouts_of_the_stages(commands: Commands) -> None:
     first, last = (configured(commands(script)[1], 8) for script in (STAGE1, I2V))
     assert first.section(ConditionConfig).modes == ("t2v",)
