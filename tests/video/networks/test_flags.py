@@ -242,9 +242,7 @@ def test_networks_that_are_given_frames_start_no_causal_ones() -> None:
         wan_rules.restated({**stored, "video_dit": dit}, "video-dit", "streaming")
     dit = {"video_dit_size": "small", "dit_condition": "i2v"}
     for builds in ("streaming", "causal-video-dit"):
-        with pytest.raises(
-            ConfigError, match="`--dit-condition i2v`, but this run builds one"
-        ):
+        with pytest.raises(ConfigError, match="`--dit-condition i2v`, but this run builds one"):
             wan_rules.restated({**stored, "video_dit": dit}, "video-dit", builds)
 
 

@@ -87,7 +87,6 @@ def read_config(raw: Mapping[str, Any], path: Path) -> JointSizes:
 def write_config(sizes: JointSizes) -> dict[str, Any]:
     """Return the content of config.json; raise CheckpointError for what diffusers' class lacks."""
     lacks = {
-        "takes reference frames": sizes.cond_embed,
         f"has patches of {sizes.patch_size} x {sizes.patch_size}": sizes.patch_size != _PATCH,
         f"has MLPs {sizes.mlp_ratio} times as wide as the rest": sizes.mlp_ratio != _RATIO,
         f"rotates with the base {sizes.rope_theta:g}": sizes.rope_theta != _THETA,

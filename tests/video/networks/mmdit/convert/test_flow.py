@@ -263,4 +263,4 @@ def test_weights_that_take_references_do_so_in_any_run(
     words = f"export --load {tmp_path / 'run'} --hf {tmp_path / 'folder'}"
     capfd.readouterr()
     assert convert_checkpoint.main(words.split()) == 2
-    assert "This MMDiT takes reference frames, unlike diffusers'" in capfd.readouterr().err
+    assert "published as a single file (open-sora, comfyui, orig" in capfd.readouterr().err

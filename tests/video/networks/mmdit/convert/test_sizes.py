@@ -128,7 +128,6 @@ def test_a_file_of_another_model_is_refused(said: str) -> None:
 
 def test_what_diffusers_class_lacks_is_not_written_for_it() -> None:
     for sizes, said in (
-        (OPEN_SORA, "takes reference frames"),
         (dataclasses.replace(COMPRESSED, cond_embed=False), "has patches of 1 x 1"),
         (NARROW, "has MLPs 3 times as wide as the rest"),
         (dataclasses.replace(DEV, rope_theta=256.0), "rotates with the base 256"),
