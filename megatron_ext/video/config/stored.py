@@ -13,7 +13,9 @@ from megatron_ext.video.networks import NETWORKS
 from megatron_ext.video.networks.lookup import network_named, streamed
 from megatron_ext.video.networks.network import STREAMING, Sections, VideoNetwork
 
-_SIZES = ("generator_size", "critic_size", "teacher_size", "latent_channels")
+_SIZES = (
+    "generator_size", "generator_sizes", "critic_size", "teacher_size", "latent_channels"
+)  # fmt: skip
 """Flags of `StreamingConfig` that decide the sizes of its networks.
 
 Other flags that describe these networks are those in `WINDOW`, and the sections ``codec``,
@@ -90,6 +92,7 @@ def stored_network(stored: Mapping[str, Any]) -> Sections:
     if kind != STREAMING:
         return network_named(kind).stored_model(stored, kind)
     streaming = stored["streaming"]
-    networks = {name: streaming[name] for name in _SIZES} | stored_window(stored)
+    # Earlier versions had named sizes alone.
+    networks = {name: streaming.get(name) for name in _SIZES} | stored_window(stored)
     others = {name: dict(stored[name]) for name in ("codec", "text_encoder", "lora")}
     return {"streaming": networks, **others}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config.flags import (
     COUNT,
@@ -45,6 +45,8 @@ class StreamingConfig(WindowConfig):
     `video.streaming.rules` checks that the values of these flags fit together.
 
     Attributes:
+        generator_sizes: sizes of the generator, by name, that replace those of ``generator_size``,
+            for a generator from published weights or from a checkpoint whose sizes have no name.
         text_features: width of the text encoder's output, a vector per token that all three
             networks take as input; None until the encoder is known.
         switches: whether prompts come with second prompts, to which sequences switch midway.
@@ -188,6 +190,7 @@ class StreamingConfig(WindowConfig):
     critic_clip_grad: float = flag(
         10.0, "largest gradient norm of the critic, 0 for no clipping", bounds=NORM
     )
+    generator_sizes: dict[str, int] | None = derived(None)
     text_features: int | None = derived(None)
     switches: bool = derived(False)
     given_frames: int = derived(0)
@@ -215,10 +218,13 @@ class StreamingConfig(WindowConfig):
         By default critic and teacher have the generator's size. All three networks have the same
         number of latent channels, that of the generator or of ``--latent-channels``.
         """
-        named = _SIZES[getattr(self, f"{role}_size") or self.generator_size]
-        channels = self.latent_channels or _SIZES[self.generator_size].channels
-        width = self.text_features or named.text_width
-        sizes: StreamedSizes = dataclasses.replace(named, channels=channels, text_width=width)
+        changes: dict[str, Any] = self.generator_sizes or {}
+        generator = dataclasses.replace(_SIZES[self.generator_size], **changes)
+        name = None if role == "generator" else getattr(self, f"{role}_size")
+        own = generator if name is None else _SIZES[name]
+        channels = self.latent_channels or generator.channels
+        width = self.text_features or own.text_width
+        sizes: StreamedSizes = dataclasses.replace(own, channels=channels, text_width=width)
         return sizes
 
     def described(self, model: ModelConfig, role: Role = "generator") -> ModelConfig:

@@ -218,7 +218,8 @@ def test_networks_of_wan_describe_themselves_to_each_other(kind: str, builds: st
     window = WINDOW if "video-dit" not in (kind, builds) else {}
     found = wan_rules.restated(stored, kind, builds)
     if builds == "streaming":
-        wanted: Any = {"generator_size": size, "latent_channels": channels, **window}
+        own: Any = {"generator_size": size, "generator_sizes": None}
+        wanted: Any = {**own, "latent_channels": channels, **window}
         assert found == {"streaming": wanted}
     else:
         assert found == {"video_dit": {"video_dit_size": size}, "streaming": window}
@@ -229,7 +230,7 @@ def test_networks_of_wan_describe_themselves_to_each_other(kind: str, builds: st
 
 
 def test_networks_that_are_given_frames_start_no_causal_ones() -> None:
-    """Sizes without a name go to flow matching, but streaming knows names only."""
+    """Sizes without a name go with a network, from flow matching to streaming and back."""
     own = {"dit_hidden_size": 96, "dit_num_heads": 3}
     dit = {"video_dit_size": "small", "dit_channels": 9, "dit_ffn_size": None, **own}
     stored = {"streaming": {"generator_size": "mini", "latent_channels": 6, **WINDOW}}
@@ -237,9 +238,14 @@ def test_networks_that_are_given_frames_start_no_causal_ones() -> None:
     assert found == {"video_dit": {"video_dit_size": "small", **own}, "streaming": {}}
     found = wan_rules.restated({**stored, "video_dit": dit}, "streaming", "video-dit")
     assert found == {"video_dit": {"video_dit_size": "mini"}, "streaming": {}}
-    said = "`--dit-hidden-size 96`, `--dit-num-heads 3`, but `--task streaming` knows named sizes"
-    with pytest.raises(ConfigError, match=said):
-        wan_rules.restated({**stored, "video_dit": dit}, "video-dit", "streaming")
+    sizes = {"hidden_size": 96, "num_heads": 3}
+    found = wan_rules.restated({**stored, "video_dit": dit}, "video-dit", "streaming")
+    described = {"generator_size": "small", "generator_sizes": sizes, "latent_channels": 9}
+    assert found == {"streaming": described}
+    streaming = {**described, **WINDOW}
+    stored |= {"streaming": streaming, "video_dit": {"video_dit_size": "tiny"}}
+    back = wan_rules.restated(stored, "streaming", "video-dit")
+    assert back == {"video_dit": {"video_dit_size": "small", **own}, "streaming": {}}
     dit = {"video_dit_size": "small", "dit_condition": "i2v"}
     for builds in ("streaming", "causal-video-dit"):
         with pytest.raises(ConfigError, match="`--dit-condition i2v`, but this run builds one"):

@@ -158,7 +158,7 @@ class VideoDiTConfig(Changeable):
         None,
         "attention heads of the video DiT, instead of the named size's",
         SIZE,
-        if_changed="refuse",
+        if_changed="refuse_to_resume",
     )
     dit_ffn_size: int | None = flag(
         None, "width of its feed-forward layers, instead of the named size's", SIZE

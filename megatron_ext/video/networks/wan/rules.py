@@ -135,8 +135,7 @@ def restated(stored: Mapping[str, Any], kind: str, builds: str) -> Sections:
     its latent channels if ``builds`` is `STREAMING`, and its window if both networks are causal.
 
     Raises:
-        ConfigError: the checkpoint's network is given frames, which the new run's is not, or its
-            sizes have no name, by which alone streaming knows them.
+        ConfigError: the checkpoint's network is given frames, which the new run's is not.
     """
     streaming = stored["streaming"]
     dit = stored["video_dit"]
@@ -146,21 +145,18 @@ def restated(stored: Mapping[str, Any], kind: str, builds: str) -> Sections:
             f"The checkpoint is of a video DiT with `--dit-condition {condition}`, but this run "
             "builds one that is given no frames; start from a text-to-video network."
         )
-    own = {field: dit.get(field) for field in OWN_SIZES.values() if dit.get(field)}
-    if own and builds == STREAMING:
-        sizes = ", ".join(f"`--{field.replace('_', '-')} {size}`" for field, size in own.items())
-        raise ConfigError(
-            f"The checkpoint is of a video DiT with {sizes}, but `--task streaming` knows named "
-            "sizes only; start from one of these."
-        )
     size = dit["video_dit_size"]
+    flags = {name: dit.get(field) for name, field in OWN_SIZES.items()}
+    sizes = {name: value for name, value in flags.items() if value is not None}
     channels = dit.get("dit_channels")
     if kind == STREAMING:
         size = streaming["generator_size"]
         channels = streaming["latent_channels"]
+        sizes = streaming.get("generator_sizes") or {}
     causal = {STREAMING, CAUSAL}
     window = stored_window(stored) if kind in causal and builds in causal else {}
     if builds == STREAMING:
-        return {"streaming": {"generator_size": size, "latent_channels": channels, **window}}
-    own = own if kind != STREAMING else {}
+        named = {"generator_size": size, "generator_sizes": sizes or None}
+        return {"streaming": {**named, "latent_channels": channels, **window}}
+    own = {OWN_SIZES[name]: value for name, value in sizes.items()}
     return {"video_dit": {"video_dit_size": size, **own}, "streaming": window}

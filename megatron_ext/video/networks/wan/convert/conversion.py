@@ -15,6 +15,7 @@ from megatron_ext.video.networks.published import Conversion, Form
 from megatron_ext.video.networks.wan.config import (
     BIDIRECTIONAL,
     CAUSAL,
+    OWN_SIZES,
     SIZES,
     TI2V,
     VideoDiTConfig,
@@ -45,31 +46,36 @@ def _kinds(sizes: VideoDiTSizes) -> Sequence[str]:
     if sizes.condition_channels:
         return (BIDIRECTIONAL,)
     if name_of(sizes) is None:
-        return BIDIRECTIONAL, CAUSAL
+        return BIDIRECTIONAL, CAUSAL, STREAMING
     return STREAMING, BIDIRECTIONAL, CAUSAL
 
 
 def _sections(sizes: VideoDiTSizes, kind: str) -> Sections:
     if kind not in _kinds(sizes):
-        takes = "is given frames" if sizes.condition_channels else "has sizes without a name"
         raise CheckpointError(
-            f"The model {takes}, but `{kind}` trains networks of Wan 2.1 text to video of the "
-            f"sizes {', '.join(SIZES)}; give one of these, or train it by `--video-model "
-            f"{BIDIRECTIONAL}`."
+            f"The model is given frames, but `{kind}` trains networks of Wan text to video; give "
+            f"one of these, or train it by `--video-model {BIDIRECTIONAL}`."
         )
-    name = name_of(sizes)
     if kind == STREAMING:
-        assert name is not None
-        flags = {"generator_size": name, "text_features": sizes.text_width}
-        if sizes.channels != SIZES[name].channels:
-            flags["latent_channels"] = sizes.channels
-        return {"streaming": flags}
+        return {"streaming": _streaming(sizes)}
     own = VideoDiTConfig().with_sizes(sizes)
     usual = VideoDiTConfig()
     stated = {"video_dit_size", "dit_channels", "dit_text_width"}
     fields = [field.name for field in dataclasses.fields(own)]
     changed = [x for x in fields if x in stated or getattr(own, x) != getattr(usual, x)]
     return {"video_dit": {field: getattr(own, field) for field in changed}}
+
+
+def _streaming(sizes: VideoDiTSizes) -> dict[str, Any]:
+    """Return the flags of `StreamingConfig` whose generator has these sizes."""
+    name = name_of(sizes)
+    named = name or VideoDiTConfig().video_dit_size
+    flags: dict[str, Any] = {"generator_size": named, "text_features": sizes.text_width}
+    if name is None:
+        flags["generator_sizes"] = {size: getattr(sizes, size) for size in OWN_SIZES}
+    if sizes.channels != SIZES[named].channels:
+        flags["latent_channels"] = sizes.channels
+    return flags
 
 
 def _sampling(sizes: VideoDiTSizes, index: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,13 +70,11 @@ def test_published_models_have_names_and_are_written_alike() -> None:
     # The original's class has other defaults, a model of 2048 features that has no name.
     unnamed = VideoDiTSizes(2048, 16, 8192, 32)
     assert understand({"_class_name": "WanModel"})[0] == unnamed
-    assert CONVERSION.kinds(unnamed) == ("video-dit", "causal-video-dit")
+    assert CONVERSION.kinds(unnamed) == ("video-dit", "causal-video-dit", STREAMING)
     flags = {"dit_hidden_size": 2048, "dit_num_heads": 16, "dit_ffn_size": 8192}
     usual = {"video_dit_size": "tiny", "dit_channels": 16, "dit_text_width": 4096}
     described = {"video_dit": {**usual, **flags, "dit_num_blocks": 32}}
     assert CONVERSION.sections(unnamed, "video-dit") == described
-    with pytest.raises(CheckpointError, match="has sizes without a name, but `streaming` trains"):
-        CONVERSION.sections(unnamed, STREAMING)
     wide = dataclasses.replace(SIZES["14b"], text_width=48)
     assert understand({**DIFFUSERS, "text_dim": 48})[0] == wide
     described = {"generator_size": "14b", "text_features": 48}
