@@ -41,6 +41,11 @@ def read_settings(name: str, path: str, file: str = "config.json") -> dict[str, 
 
     If the file cannot be read, a ConfigError names ``name``, the option that gives the folder.
     """
+    if Path(path).is_file():
+        raise ConfigError(
+            f"`{name}` ({path}) is a single file, but must be a local folder with a {file} and "
+            "weights, as transformers and diffusers save it; give such a folder."
+        )
     try:
         return read_json_object(Path(path) / file, not_finite=True)
     except UnreadableFile as error:

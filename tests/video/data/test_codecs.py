@@ -332,6 +332,12 @@ def test_from_a_manifest(folders: dict[str, Path], tmp_path: Path) -> None:
         codecs.codec_from_manifest(manifest)
     with pytest.raises(DataError, match=r"not made with the VAE .*: `codec` was 'Autoenc"):
         codecs.codec_from_manifest(manifest, str(folders["AutoencoderKLWan"]))
+    manifest["latents"] = json.loads(json.dumps(made.facts))
+    codecs.codec_from_manifest(manifest, str(folder), seed=3)
+    manifest["latents"]["std"] = [1.0] * 4
+    with pytest.raises(DataError, match=r"not made with the VAE .*: `std` was \[1.0, 1.0, 1.0,"):
+        codecs.codec_from_manifest(manifest, str(folder))
+    del manifest["latents"]
     manifest["codec"]["config"]["scaling_factor"] = 0.7
     with pytest.raises(DataError, match=r"`scaling_factor` was 0.7, but is 0.476986; give the fol"):
         codecs.codec_from_manifest(manifest, str(folder))

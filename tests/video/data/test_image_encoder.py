@@ -133,6 +133,8 @@ def test_from_a_manifest_and_folders_of_no_use(folder: Path, tmp_path: Path) -> 
         ImageEncoder(str(tmp_path / "image_encoder"))
     with pytest.raises(ConfigError, match=r"give one of the folders in it \(image_encoder\)"):
         ImageEncoder(str(tmp_path))
+    with pytest.raises(ConfigError, match="is a single file, but must be a local folder with a"):
+        ImageEncoder(str(folder / "model.safetensors"))
     settings = json.loads((folder / "config.json").read_text())
     (tmp_path / "image_encoder" / "config.json").write_text(
         json.dumps({**settings, "model_type": "siglip"})
