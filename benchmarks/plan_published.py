@@ -178,10 +178,10 @@ def deepseek(name: str, flags: str, *assumed: str) -> Published:
         (
             *assumed,
             "the last stage has the MTP depth and the output layers of two losses, and its passes "
-            "take 8% longer than those of the others, or 21% if the next three points were as in "
+            "take 7% longer than those of the others, or 21% if the next three points were as in "
             "the report; DualPipe's ranks have a stage of either end, so that the ends even out",
             "every layer is recomputed, with the tokens of its experts kept, where the report "
-            "recomputes norms and up-projections (a plan of 24.8 s instead of 26.9 in FP8): 1F1B "
+            "recomputes norms and up-projections (a plan of 24.8 s instead of 27.4 in FP8): 1F1B "
             "with pairs holds twice as many micro-batches as DualPipe, so that more does not fit",
             "a token is sent to a node once; pairs of passes hide the exchange between nodes, but "
             "not the one inside, where DualPipe hides both (then 22.9 s)",

@@ -5,6 +5,10 @@ compiled function of `layers.pointwise` and `losses` is assumed to read its inpu
 outputs once. Classes of kernels are the keys of `planning.kernels.KINDS`, such as "pointwise".
 """
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
 from megatron_ext.planning.kernels import Phase, Work, cast_of
 from megatron_ext.planning.stages import FP32, Stage
 from megatron_ext.text.cost.dispatch import cast_work
@@ -69,11 +73,15 @@ def other_work(network: GptFlops, stage: Stage) -> list[Work]:
     x = network.sizes
     count = network.num_microbatches
     fp8 = network.config.fp8
+    again = Counter(network.layer_kinds[number] for number in network.run_again(stage))
     work: list[Work] = []
     for number, layers in network.unlike(stage.layers):
-        joins = network.joins_activation(number)
-        of_layer = layer_work(network, x.experts[number], joins=joins)
-        of_layer += cast_work(network) if x.experts[number] else []
+        sent = cast_work(network) if x.experts[number] else []
+        computed = layer_work(network, x.experts[number], joins=network.joins_activation(number))
+        repeated = computed if network.keeps_tokens else [*computed, *sent]
+        times = again[network.layer_kinds[number]]
+        work += [part * times for part in _run_again(repeated) if times]
+        of_layer = [*computed, *sent]
         if x.in_8_bits(fp8, number):
             # Inputs and output gradients of four layers; once in a step their weights.
             casts = 4 * cast_of(fp8.fp8_recipe)[1]
@@ -81,8 +89,11 @@ def other_work(network: GptFlops, stage: Stage) -> list[Work]:
             of_layer.append(Work("casts", Phase.INPUT, kernels=casts))
         work += [part * layers for part in of_layer]
     for _ in range(stage.depths):
-        work += [*layer_work(network, x.experts[-1]), *_norms(network, 3)]
-        work += cast_work(network) if x.experts[-1] else []
+        sent = cast_work(network) if x.experts[-1] else []
+        computed = [*layer_work(network, x.experts[-1]), *_norms(network, 3)]
+        work += [*computed, *sent]
+        if network.recomputes_depths:
+            work += _run_again(computed if network.keeps_tokens else [*computed, *sent])
     if stage.final_norm:
         work += _norms(network, 1)
     if stage.embedding:
@@ -92,6 +103,11 @@ def other_work(network: GptFlops, stage: Stage) -> list[Work]:
         moved = ZEROING * network.table / count + ROW_PLUMBING * x.tokens * x.h
         work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=8))
     return work + (_head_work(network, stage) if stage.head else [])
+
+
+def _run_again(work: Sequence[Work]) -> list[Work]:
+    """Return the kernels of the forward pass, as the backward pass runs them once more."""
+    return [replace(x, phase=Phase.INPUT) for x in work if x.phase is Phase.FORWARD]
 
 
 def layer_work(network: GptFlops, experts: bool, *, joins: bool = False) -> list[Work]:

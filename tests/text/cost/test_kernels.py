@@ -13,7 +13,7 @@ from megatron_ext.config.training import fused_rows
 from megatron_ext.device.gpus import GPUS
 from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
 from megatron_ext.planning.hardware import Rates
-from megatron_ext.planning.kernels import Work
+from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.text.cost.kernels import LAYER_KERNELS, LOGIT, layer_work
 from megatron_ext.text.cost.network import GptNetwork
 from tests.ranks import ParallelContext, ranks
@@ -110,6 +110,21 @@ def test_blocks_of_the_loss_are_half_of_a_sequence_or_twice_the_width() -> None:
     found = network("3b", LENGTH)
     transient = found.loss().transient
     assert transient == 2 * 4096 * SIZES.vocab + 2 * LENGTH * SIZES.hidden
+
+
+def test_recomputed_layers_run_their_forward_kernels_once_more() -> None:
+    full = "--recompute-granularity full --recompute-method"
+    runs = [
+        network("1b", 2048, more)
+        for more in ("", f"{full} uniform --recompute-num-layers 1",
+                     f"{full} block --recompute-num-layers 2")
+    ]  # fmt: skip
+    works = [run.other_work(run.stages()[0]) for run in runs]
+    plain, whole, block = (num_bytes(work, "pointwise") for work in works)
+    layer = [x for x in layer_work(runs[0], experts=False) if x.phase is Phase.FORWARD]
+    again = num_bytes(layer, "pointwise")
+    assert whole - plain == pytest.approx(runs[0].sizes.layers * again)
+    assert block - plain == pytest.approx(2 * again)
 
 
 def test_eight_bits_cast_inputs_gradients_and_weights() -> None:
