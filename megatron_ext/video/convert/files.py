@@ -27,8 +27,11 @@ from megatron_ext.video.convert.find import SAFETENSORS
 
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 """Parts that torch's wrappers (FSDP, checkpointing, compile) add to parameter names."""
-_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "model.")
-"""Prefixes that the modules around a network add to all names, in ComfyUI and in Self-Forcing."""
+_PREFIXES = (
+    "model.diffusion_model.", "diffusion_model.", "module.", "model.", "pipe.dit.", "dit.",
+    "transformer.",
+)  # fmt: skip
+"""Prefixes that the modules around a network add to all names, in ComfyUI and in trainers."""
 _BESIDE = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.")
 """Prefixes of other models in a file of ComfyUI that holds a whole pipeline."""
 
@@ -96,12 +99,12 @@ class PlainTensors:
         self.bytes_read = 0
         self._source = source
         stored = {_WRAPPERS.sub("", name): name for name in source.names}
-        for prefix in _PREFIXES:
+        # Wrappers may be nested, such as a trainer's around Self-Forcing's.
+        for prefix in (*_PREFIXES, *_PREFIXES):
             own = {name: full for name, full in stored.items() if name.startswith(prefix)}
             others = [name for name in stored if name not in own and not name.startswith(_BESIDE)]
             if own and set(others) <= {_MARK}:
                 stored = {name.removeprefix(prefix): full for name, full in own.items()}
-                break
         self._scales = {
             f"{name.removesuffix(ending)}.weight": full
             for name, full in stored.items()

@@ -80,14 +80,19 @@ def _refuse_level(folder: Path) -> None:
             "for."
         )
     files = sorted(x.name for x in folder.glob("*") if x.suffix in SUFFIXES)
-    if len(files) == 1 and not _SHARD.search(files[0]):
+    if len(files) == 1 and not is_shard(files[0]):
         raise CheckpointError(f"{folder} has no config.json; give the file {folder / files[0]}.")
-    if files and not any(map(_SHARD.search, files)):
+    if files and not any(map(is_shard, files)):
         shown = ", ".join(files[:4]) + (" and others" if len(files) > 4 else "")
         raise CheckpointError(
             f"{folder} has no config.json, but several files of weights ({shown}); give one of "
             "them."
         )
+
+
+def is_shard(name: str) -> bool:
+    """Return whether a file's name says that it is one of several files of a model."""
+    return _SHARD.search(name) is not None
 
 
 def check_file(path: Path) -> None:
@@ -104,7 +109,7 @@ def check_file(path: Path) -> None:
             f"{path} must be a folder, or a file that ends with {', '.join(SUFFIXES[:-1])} or "
             f"{SUFFIXES[-1]}; give another."
         )
-    if _SHARD.search(path.name):
+    if is_shard(path.name):
         raise CheckpointError(
             f"{path} is only one of several files of a model; give their folder, {path.parent}."
         )

@@ -19,7 +19,7 @@ from megatron_ext.checkpoint.safetensors_files import torch_dtype
 from megatron_ext.config.flag_line import words_of
 from megatron_ext.config.flags import flags_of
 from megatron_ext.config.precision import PRECISIONS
-from megatron_ext.config.run import RunConfig, named
+from megatron_ext.config.run import RunConfig, engine_sections, named
 from megatron_ext.errors import CheckpointError
 from megatron_ext.video.config.rules import SECTIONS, resolve_flow
 from megatron_ext.video.convert.reading import Published, open_published
@@ -47,7 +47,7 @@ class Imported:
         """Return the flags of a run, of this kind, that trains the network."""
         streams = self.kind == STREAMING
         words = ["--task", STREAMING] if streams else ["--video-model", self.kind]
-        for name, section in named(SECTIONS).items():
+        for name, section in (engine_sections() | named(SECTIONS)).items():
             values = self.sections.get(name, {})
             for flag in flags_of(name, section):
                 words += words_of(flag, values.get(flag.field))

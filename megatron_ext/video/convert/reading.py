@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.checkpoint.safetensors_files import TensorFolder
+from megatron_ext.checkpoint.safetensors_files import TensorFolder, index_of
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import Shard
 from megatron_ext.video.convert.files import PlainTensors, open_file
 from megatron_ext.video.convert.find import (
+    SAFETENSORS,
     check_file,
     check_no_pointer,
     form_of_folder,
     form_of_names,
+    is_shard,
     read_config,
 )
 from megatron_ext.video.networks.published import Conversion, Form, Mapped, Part, seen_as
@@ -133,7 +135,10 @@ def open_published(source: Path, entry: str | None = None) -> Iterator[Published
         CheckpointError: the weights cannot be read or converted.
     """
     if not source.exists():
-        raise CheckpointError(f"{source} does not exist; give a folder or file of weights.")
+        raise CheckpointError(
+            f"{source} does not exist; give a folder or file of weights on this machine, since "
+            "nothing is fetched from a hub."
+        )
     if source.is_file():
         check_file(source)
         with open_file(source, entry) as tensors:
@@ -151,11 +156,35 @@ def open_published(source: Path, entry: str | None = None) -> Iterator[Published
     sizes = form.read_config(read_config(source), source / "config.json")
     for path in source.glob(f"{form.stem}*.safetensors"):
         check_no_pointer(path)
-    with TensorFolder(source, form.stem) as folder:
+    with TensorFolder(source, _stem(source, form.stem)) as folder:
         tensors = PlainTensors(folder, source)
         if form.completed is not None:
             sizes = form.completed(sizes, tensors.shapes())
         yield Published(source, conversion, form, sizes, tensors)
+
+
+def _stem(folder: Path, stem: str) -> str:
+    """Return the beginning of the names of a folder's files of weights.
+
+    It is ``stem``, or has a variant's name at its end, such as ``<stem>.fp16``, if the folder holds
+    one variant alone.
+
+    Raises:
+        CheckpointError: the folder has several variants, or one in several files.
+    """
+    if (folder / f"{stem}{SAFETENSORS}").is_file() or (folder / index_of(stem)).is_file():
+        return stem
+    variants = sorted(
+        path.name.removesuffix(SAFETENSORS) for path in folder.glob(f"{stem}.*{SAFETENSORS}")
+    )
+    if not variants or any(is_shard(name + SAFETENSORS) for name in variants):
+        return stem
+    if len(variants) > 1:
+        names = " or ".join(name + SAFETENSORS for name in variants)
+        raise CheckpointError(
+            f"{folder} holds several variants of the weights; give one of the files {names}."
+        )
+    return variants[0]
 
 
 def fill(shards: Iterable[Shard], model: Published, bar: str = "Loading") -> None:

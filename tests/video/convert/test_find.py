@@ -11,6 +11,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.video.convert.find import form_of_folder, holds_video_weights
 from megatron_ext.video.convert.reading import open_published
 from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
+from tests.video.convert.forms import models
 
 
 def refusal(source: Path) -> str:
@@ -55,7 +56,8 @@ def test_a_folder_at_another_level(tmp_path: Path) -> None:
         path = pipeline / "transformer" / name
         path.touch()
         assert refusal(path) == f"IT describes a model; give its folder, {path.parent}."
-    assert refusal(tmp_path / "none") == "IT does not exist; give a folder or file of weights."
+    said = "IT does not exist; give a folder or file of weights on this machine, since nothing"
+    assert refusal(tmp_path / "none").startswith(said)
 
 
 def test_a_folder_of_files_without_description(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_files_of_another_kind(tmp_path: Path) -> None:
 
 
 TENSORS = {
-    "transformer.blocks.0.attn1.to_q.lora_A.weight": "LoRA adapters, such as `transformer.blocks.0",
+    "transformer.blocks.0.attn1.to_q.lora_A.weight": "LoRA adapters, such as `blocks.0.attn1",
     "lora_unet_blocks_0_cross_attn_k.lora_down.weight": "LoRA adapters, such as `lora_unet_blocks",
     "diffusion_model.blocks.0.attn.q.lora_up.weight": "LoRA adapters, such as `",
     "decoder.middle.0.residual.0.gamma": "holds a VAE, with tensors such as `decoder.middle.0",
@@ -130,3 +132,22 @@ CONFIGS = {
 @pytest.mark.parametrize("said", CONFIGS)
 def test_folders_of_something_else(tmp_path: Path, said: str) -> None:
     assert said in refusal(described(tmp_path / "folder", **CONFIGS[said]))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model._fsdp_wrapped_module.", "module.model."])
+def test_names_of_wrappers_and_variants_are_known(tmp_path: Path, prefix: str) -> None:
+    """Read a trainer's names from a file, and a variant of diffusers from a folder."""
+    model = next(models())
+    tensors = model.tensors(torch.float16)
+    path = tmp_path / "a.safetensors"
+    save_file({f"{prefix}{name}": tensor for name, tensor in tensors.items()}, path)
+    with open_published(path) as opened:
+        opened.check()
+        assert (opened.form, opened.sizes) == (model.form, model.sizes)
+    folder = model.folder(tmp_path / "folder", tensors)
+    whole = folder / f"{model.form.stem}.safetensors"
+    whole.rename(folder / f"{model.form.stem}.fp16.safetensors")
+    with open_published(folder) as opened:
+        opened.check()
+    save_file(tensors, folder / f"{model.form.stem}.bf16.safetensors")
+    assert "IT holds several variants of the weights; give one of the files" in refusal(folder)
