@@ -83,8 +83,7 @@ def attend(
     Args:
         query: ``[b, n, q, d]``, with contiguous last dimension and any other strides.
         key, value: ``[b, g, k, d]`` and ``[b, g, k, dv]`` with g query groups.
-        mask: ``[b, 1, q, k]``, or ``[b, 1, 1, k]`` for all queries, True where a query attends to a
-            key; or a bias object of torch.
+        mask: ``[b, 1, q or 1, k]``, True where a query attends to a key, or a bias object of torch.
         causal: whether queries attend to no later keys; not allowed together with a mask.
         scale: None means ``1 / sqrt(d)``.
         backend: the kernel to use on a GPU; auto uses the fastest one that supports the arguments.
