@@ -6,9 +6,9 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
+from megatron_ext.video.networks import joint_weights
 from megatron_ext.video.networks.hunyuan.config import SIZES, HunyuanSizes
 from megatron_ext.video.networks.hunyuan.convert.names import (
-    ADAPTED,
     OUTER,
     Naming,
     parameters,
@@ -34,24 +34,9 @@ def _knows(names: Collection[str], naming: Naming) -> bool:
 
 def _sections(sizes: HunyuanSizes, _kind: str) -> Sections:
     """Return the flags of a run that trains HunyuanVideo with these sizes."""
-    own: dict[str, Any] = {
-        "guidance_embed": sizes.guidance_embed,
-        "cond_embed": sizes.cond_embed,
-        "channels": sizes.channels,
-        "caption_width": sizes.text_width,
-        "pooled_caption_width": sizes.pooled_width,
-    }
-    flags = "num_double_blocks num_single_blocks axes_dim patch_size mlp_ratio rope_theta".split()
-    compared = ("hidden_size", "num_heads", "num_refiner_blocks", *flags)
-    for size, named in SIZES.items():
-        if all(getattr(named, name) == getattr(sizes, name) for name in compared):
-            return {"hunyuan": {"hunyuan_size": size}, "joint": own}
-    own |= {name: getattr(sizes, name) for name in flags}
-    return {
-        "model": {"hidden_size": sizes.hidden_size, "num_attention_heads": sizes.num_heads},
-        "joint": own,
-        "hunyuan": {"num_refiner_blocks": sizes.num_refiner_blocks},
-    }
+    flag = ("hunyuan", "hunyuan_size")
+    blocks = sizes.num_refiner_blocks
+    return joint_weights.sections(sizes, flag, SIZES, num_refiner_blocks=blocks)
 
 
 def _form(naming: Naming) -> Form:
@@ -76,7 +61,7 @@ CONVERSION = Conversion(
     parameters=parameters,
     kinds=lambda _sizes: ("hunyuan-video",),
     sections=_sections,
-    adapted=ADAPTED,
+    adapted=joint_weights.ADAPTED,
     refused={
         "HunyuanVideo15Transformer3DModel": "HunyuanVideo 1.5, which has another text encoder",
         "HunyuanVideoFramepackTransformer3DModel": "FramePack, which takes embeddings of an image",

@@ -19,12 +19,13 @@ renames the original's tensors, and saves them so. Besides the names, they diffe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from enum import Enum
 
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
+from megatron_ext.video.networks import joint_weights
 from megatron_ext.video.networks.hunyuan.config import HunyuanSizes
+from megatron_ext.video.networks.joint_weights import embedder, linear
 from megatron_ext.video.networks.published import (
     Rule,
     Shape,
@@ -166,63 +167,25 @@ _RENAMED = (
 )
 """Parts of the original's names, and what ComfyUI has in their place."""
 
-ADAPTED = re.compile(
-    r"(?:double_blocks\.\d+\.(?:txt|img)|single_blocks\.\d+)"
-    r"\.(?:modulation|linear_(?:qkv|proj|fc1|fc2))$"
-)
-"""The names of our layers that can have LoRA adapters."""
-
 
 def parameters(sizes: HunyuanSizes) -> dict[str, Shape]:
     """Return the unsharded shape of each parameter of HunyuanVideo by name, in module order."""
     h = sizes.hidden_size
-    m = sizes.mlp_size
-    by_name = dict[str, Shape]()
-
-    def layer(name: str, outputs: int, inputs: int) -> None:
-        by_name[f"{name}.weight"] = (outputs, inputs)
-        by_name[f"{name}.bias"] = (outputs,)
-
-    def vector(name: str, width: int) -> None:
-        layer(f"{name}.linear_in", h, width)
-        layer(f"{name}.linear_out", h, h)
-
-    def block(name: str, layers: Mapping[str, tuple[str, str]], inner: int, gates: int) -> None:
-        shapes = {
-            "modulation": (gates * h, h),
-            "linear_qkv": (3 * h, h),
-            "linear_fc1": (inner, h),
-            "linear_fc2": (h, inner),
-        }
-        for own in layers:
-            if own.endswith("_layernorm"):
-                by_name[f"{name}.{own}.weight"] = (sizes.head_dim,)
-            elif own.startswith("norm"):
-                by_name.update({f"{name}.{own}.{kind}": (h,) for kind in ("weight", "bias")})
-            else:
-                layer(f"{name}.{own}", *shapes.get(own, (h, h)))
-
-    layer("embedding.img_in", h, sizes.token_width)
-    layer("embedding.txt_in.linear_in", h, sizes.text_width)
-    vector("embedding.txt_in.time_in", TIMESTEP_WIDTH)
-    vector("embedding.txt_in.mean_in", sizes.text_width)
+    inner = sizes.refiner_mlp_size
+    name = "embedding.txt_in"
+    text = linear(f"{name}.linear_in", h, sizes.text_width)
+    text |= embedder(f"{name}.time_in", TIMESTEP_WIDTH, h)
+    text |= embedder(f"{name}.mean_in", sizes.text_width, h)
     for number in range(sizes.num_refiner_blocks):
-        block(f"embedding.txt_in.blocks.{number}", _REFINER, sizes.refiner_mlp_size, 2)
-    vector("embedding.time_in", TIMESTEP_WIDTH)
-    vector("embedding.pooled_in", sizes.pooled_width)
-    if sizes.guidance_embed:
-        vector("embedding.guidance_in", TIMESTEP_WIDTH)
-    if sizes.cond_embed:
-        by_name["embedding.cond_in.weight"] = (h, sizes.cond_width)
-    for number in range(sizes.num_double_blocks):
-        block(f"double_blocks.{number}.txt", _TEXT, m, 6)
-        block(f"double_blocks.{number}.img", _IMAGE, m, 6)
-    for number in range(sizes.num_single_blocks):
-        block(f"single_blocks.{number}", _SINGLE, m, 3)
-        del by_name[f"single_blocks.{number}.linear_fc2.bias"]
-    layer(_MODULATION, 2 * h, h)
-    layer("final_layer.linear", sizes.token_width, h)
-    return by_name
+        block = f"{name}.blocks.{number}"
+        text |= {f"{block}.norm1.{kind}": (h,) for kind in ("weight", "bias")}
+        text |= linear(f"{block}.linear_qkv", 3 * h, h)
+        text |= linear(f"{block}.linear_proj", h, h)
+        text |= {f"{block}.norm2.{kind}": (h,) for kind in ("weight", "bias")}
+        text |= linear(f"{block}.linear_fc1", inner, h)
+        text |= linear(f"{block}.linear_fc2", h, inner)
+        text |= linear(f"{block}.modulation", 2 * h, h)
+    return joint_weights.parameters(sizes, text, cond_bias=False)
 
 
 def public_name(name: str, naming: Naming) -> str:

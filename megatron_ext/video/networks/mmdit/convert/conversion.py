@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
 from megatron_ext.video.config.joint import JointSizes
+from megatron_ext.video.networks import joint_weights
 from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.networks.mmdit.convert.sizes import (
     FLUX_CLASS,
@@ -17,7 +17,6 @@ from megatron_ext.video.networks.mmdit.convert.sizes import (
     write_config,
 )
 from megatron_ext.video.networks.mmdit.convert.table import (
-    ADAPTED,
     Naming,
     parameters,
     public_names,
@@ -45,22 +44,7 @@ def _knows(names: Collection[str], naming: Naming) -> bool:
 
 def _sections(sizes: JointSizes, _kind: str) -> Sections:
     """Return the flags of a run that trains an MMDiT of these sizes."""
-    own: dict[str, Any] = {
-        "guidance_embed": sizes.guidance_embed,
-        "cond_embed": sizes.cond_embed,
-        "channels": sizes.channels,
-        "caption_width": sizes.text_width,
-        "pooled_caption_width": sizes.pooled_width,
-    }
-    flags = ("num_double_blocks", "num_single_blocks", "axes_dim", "patch_size", "mlp_ratio")
-    for size, named in SIZES.items():
-        if all(
-            getattr(named, x) == getattr(sizes, x) for x in ("hidden_size", "num_heads", *flags)
-        ):
-            return {"mmdit": {"mmdit_size": size}, "joint": own}
-    own |= {name: getattr(sizes, name) for name in flags}
-    model = {"hidden_size": sizes.hidden_size, "num_attention_heads": sizes.num_heads}
-    return {"model": model, "joint": own}
+    return joint_weights.sections(sizes, ("mmdit", "mmdit_size"), SIZES)
 
 
 def _sampling(sizes: JointSizes, index: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +86,7 @@ CONVERSION = Conversion(
     kinds=lambda _sizes: ("mmdit",),
     sections=_sections,
     sampling=_sampling,
-    adapted=re.compile(ADAPTED),
+    adapted=joint_weights.ADAPTED,
     refused={
         "ChromaTransformer2DModel": KIN["distilled_guidance_layer"],
         "Flux2Transformer2DModel": KIN["double_stream_modulation_img"],

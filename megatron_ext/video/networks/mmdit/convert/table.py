@@ -23,7 +23,8 @@ from enum import Enum
 from functools import partial
 
 from megatron_ext.video.config.joint import JointSizes
-from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
+from megatron_ext.video.networks import joint_weights
+from megatron_ext.video.networks.joint_weights import linear
 from megatron_ext.video.networks.published import (
     Part,
     Rule,
@@ -110,58 +111,11 @@ _SINGLE = {
 """Layers of a single block, as in `_OUTER`; FLUX.1 has ``linear1`` in place of Open-Sora's
 ``q_proj``, ``k_proj`` and ``v_mlp``."""
 
-ADAPTED = (
-    r"(?:double_blocks\.\d+\.(?:txt|img)|single_blocks\.\d+)"
-    r"\.(?:modulation|linear_(?:qkv|proj|fc1|fc2))"
-)
-"""Pattern of the names of our layers that can have LoRA adapters."""
-
 
 def parameters(sizes: JointSizes) -> dict[str, Shape]:
     """Return the unsharded shape of each parameter of an MMDiT by name, in module order."""
-    h = sizes.hidden_size
-    m = sizes.mlp_size
-    by_name = dict[str, Shape]()
-
-    def layer(name: str, outputs: int, inputs: int, *, bias: bool = True) -> None:
-        by_name[f"{name}.weight"] = (outputs, inputs)
-        if bias:
-            by_name[f"{name}.bias"] = (outputs,)
-
-    def norms(prefix: str) -> None:
-        for kind in "qk":
-            by_name[f"{prefix}.norm.{kind}_layernorm.weight"] = (sizes.head_dim,)
-
-    layer("embedding.img_in", h, sizes.token_width)
-    layer("embedding.txt_in", h, sizes.text_width)
-    widths = {"time_in": TIMESTEP_WIDTH, "pooled_in": sizes.pooled_width}
-    if sizes.guidance_embed:
-        widths["guidance_in"] = TIMESTEP_WIDTH
-    for name, width in widths.items():
-        layer(f"embedding.{name}.linear_in", h, width)
-        layer(f"embedding.{name}.linear_out", h, h)
-    if sizes.cond_embed:
-        layer("embedding.cond_in", h, sizes.cond_width)
-    for number in range(sizes.num_double_blocks):
-        for stream in ("txt", "img"):
-            prefix = f"double_blocks.{number}.{stream}"
-            layer(f"{prefix}.modulation", 6 * h, h)
-            layer(f"{prefix}.linear_qkv", 3 * h, h, bias=sizes.qkv_bias)
-            norms(prefix)
-            layer(f"{prefix}.linear_proj", h, h)
-            layer(f"{prefix}.linear_fc1", m, h)
-            layer(f"{prefix}.linear_fc2", h, m)
-    for number in range(sizes.num_single_blocks):
-        prefix = f"single_blocks.{number}"
-        layer(f"{prefix}.modulation", 3 * h, h)
-        layer(f"{prefix}.linear_qkv", 3 * h, h, bias=sizes.qkv_bias)
-        layer(f"{prefix}.linear_fc1", m, h)
-        norms(prefix)
-        layer(f"{prefix}.linear_proj", h, h)
-        layer(f"{prefix}.linear_fc2", h, m, bias=False)
-    layer(_MODULATION, 2 * h, h)
-    layer("final_layer.linear", sizes.token_width, h)
-    return by_name
+    text = linear("embedding.txt_in", sizes.hidden_size, sizes.text_width)
+    return joint_weights.parameters(sizes, text)
 
 
 _ANY = JointSizes(12, 2, (2, 2, 2), 1, 1)

@@ -1,0 +1,106 @@
+"""Lists parameters and flags of networks of double and single blocks, for published weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ext.video.config.joint import JointSizes
+from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
+from megatron_ext.video.networks.network import Sections
+from megatron_ext.video.networks.published import Shape, Shapes
+
+ADAPTED = re.compile(
+    r"(?:double_blocks\.\d+\.(?:txt|img)|single_blocks\.\d+)"
+    r"\.(?:modulation|linear_(?:qkv|proj|fc1|fc2))$"
+)
+"""Pattern of the names of our layers that can have LoRA adapters."""
+
+_OF_DATA = ("guidance_embed", "cond_embed", "channels", "text_width", "pooled_width")
+"""Sizes that no named size decides for the weights: a run's data or its own flags do."""
+_OF_FLAGS = (
+    "num_double_blocks", "num_single_blocks", "axes_dim", "patch_size", "mlp_ratio", "rope_theta"
+)  # fmt: skip
+"""Sizes with flags of their own, which change a named size."""
+
+
+def linear(name: str, outputs: int, inputs: int, *, bias: bool = True) -> dict[str, Shape]:
+    """Return the shapes of a linear layer's weight and bias by name."""
+    weight: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
+    return {**weight, f"{name}.bias": (outputs,)} if bias else weight
+
+
+def embedder(name: str, width: int, hidden_size: int) -> dict[str, Shape]:
+    """Return the shapes of the two layers that embed vectors of ``width``."""
+    h = hidden_size
+    return linear(f"{name}.linear_in", h, width) | linear(f"{name}.linear_out", h, h)
+
+
+def parameters(sizes: JointSizes, text: Shapes, *, cond_bias: bool = True) -> dict[str, Shape]:
+    """Return the unsharded shape of each of a network's parameters by name, in module order.
+
+    Args:
+        text: the shapes of the module that embeds the text.
+        cond_bias: whether the layer that embeds reference frames has a bias.
+    """
+    h = sizes.hidden_size
+    m = sizes.mlp_size
+
+    def norms(name: str) -> dict[str, Shape]:
+        return {f"{name}.norm.{kind}_layernorm.weight": (sizes.head_dim,) for kind in "qk"}
+
+    shapes = linear("embedding.img_in", h, sizes.token_width) | dict(text)
+    shapes |= embedder("embedding.time_in", TIMESTEP_WIDTH, h)
+    shapes |= embedder("embedding.pooled_in", sizes.pooled_width, h)
+    if sizes.guidance_embed:
+        shapes |= embedder("embedding.guidance_in", TIMESTEP_WIDTH, h)
+    if sizes.cond_embed:
+        shapes |= linear("embedding.cond_in", h, sizes.cond_width, bias=cond_bias)
+    for number in range(sizes.num_double_blocks):
+        for stream in ("txt", "img"):
+            name = f"double_blocks.{number}.{stream}"
+            shapes |= linear(f"{name}.modulation", 6 * h, h)
+            shapes |= linear(f"{name}.linear_qkv", 3 * h, h, bias=sizes.qkv_bias)
+            shapes |= norms(name)
+            shapes |= linear(f"{name}.linear_proj", h, h)
+            shapes |= linear(f"{name}.linear_fc1", m, h)
+            shapes |= linear(f"{name}.linear_fc2", h, m)
+    for number in range(sizes.num_single_blocks):
+        name = f"single_blocks.{number}"
+        shapes |= linear(f"{name}.modulation", 3 * h, h)
+        shapes |= linear(f"{name}.linear_qkv", 3 * h, h, bias=sizes.qkv_bias)
+        shapes |= linear(f"{name}.linear_fc1", m, h)
+        shapes |= norms(name)
+        shapes |= linear(f"{name}.linear_proj", h, h)
+        shapes |= linear(f"{name}.linear_fc2", h, m, bias=False)
+    shapes |= linear("final_layer.modulation", 2 * h, h)
+    return shapes | linear("final_layer.linear", sizes.token_width, h)
+
+
+def sections(
+    sizes: JointSizes, flag: tuple[str, str], named: Mapping[str, JointSizes], **more: Any
+) -> Sections:
+    """Return the flags of a run whose network has these sizes, ``{section: {field: value}}``.
+
+    Args:
+        flag: section and field of the flag that names a size.
+        named: the sizes that it can name.
+        more: other flags of its section, by field, if none of them fits.
+    """
+    section, field = flag
+    of_data = {name: getattr(sizes, name) for name in _OF_DATA}
+    own: dict[str, Any] = {
+        "guidance_embed": sizes.guidance_embed,
+        "cond_embed": sizes.cond_embed,
+        "channels": sizes.channels,
+        "caption_width": sizes.text_width,
+        "pooled_caption_width": sizes.pooled_width,
+    }
+    for name, other in named.items():
+        if dataclasses.replace(other, **of_data) == sizes:
+            return {section: {field: name}, "joint": own}
+    own |= {name: getattr(sizes, name) for name in _OF_FLAGS}
+    model = {"hidden_size": sizes.hidden_size, "num_attention_heads": sizes.num_heads}
+    return {"model": model, "joint": own, **({section: more} if more else {})}
