@@ -340,7 +340,7 @@ def open_online(options: VideoPreprocessOptions, *, flag: str, tell: bool) -> On
     error messages. With ``tell``, print how many clips are left out, and why.
     """
     codec = build_codec(options.codec, seed=options.encode.clip_seed)
-    check_codec(options.plan, codec, options.encode.reference_lengths)
+    check_codec(options.plan, codec, options.encode)
 
     def say(line: str) -> None:
         if tell:

@@ -280,23 +280,35 @@ class Dropped:
     detail: str = ""
 
 
-def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence[int] = ()) -> None:
-    """Raise ConfigError if the codec cannot encode a bucket, or a reference is too long for all.
+def check_codec(plan: BucketPlan, codec: VideoCodec, config: EncodeConfig) -> None:
+    """Raise ConfigError if the codec cannot encode a bucket, or no clip has frames to be given.
 
-    ``reference_lengths`` are in latent frames. Each length above 1 must be less than that of the
-    longest bucket. Buckets with probability 0 are ignored.
+    Given frames that ``config`` asks for by a flag must be fewer than those of the longest bucket;
+    those of one latent frame at the ends, which are the default, need not. Buckets with probability
+    0 are ignored.
     """
     longest = 1
     for resolution, lengths in plan.rules.items():
         for frames in (n for n, rule in lengths.items() if rule.probability):
             for height, width in sizes(resolution):
                 longest = max(longest, codec.latent_shape(frames, height, width)[1])
-    for length in reference_lengths:
+    for length in config.reference_lengths:
         if 1 < length >= longest:
             raise ConfigError(
                 f"`reference_lengths` ({length}) must be less than the latent frames of the "
                 f"longest bucket ({longest}), or no clip has such a reference; leave it out, or "
                 f"add a bucket of at least {length * codec.temporal + 1} frames."
+            )
+    for name in reference_names(config):
+        masked = name.startswith(MASKED_PREFIX)
+        if (masked or name.startswith("middle")) and named_sections(name, longest) is None:
+            needed = 3 if "middle" in name else 2
+            raise ConfigError.about(
+                "--masked-references" if masked else "--middle-reference",
+                name.removeprefix(MASKED_PREFIX).rstrip("0123456789") if masked else None,
+                f"needs clips of {needed} latent frames, but the longest bucket has {longest}",
+                f"leave it out, or add a bucket of at least {(needed - 1) * codec.temporal + 1} "
+                "frames",
             )
 
 

@@ -90,7 +90,7 @@ def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
     folder = Path(options.output)
     device = torch.device(options.device)
     codec = build_codec(options.codec, device, options.encode.clip_seed)
-    check_codec(options.plan, codec, options.encode.reference_lengths)
+    check_codec(options.plan, codec, options.encode)
     clips = read_list(options.input, say)
     encoder = encoder_of(options, device, codec)
     with _locked(folder):

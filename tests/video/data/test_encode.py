@@ -373,15 +373,33 @@ def test_plans_that_the_codec_cannot_encode_are_refused() -> None:
         (parse_plan({"32px": {"1": 1}}), (1,)),
         (parse_plan({"32px": {"37": 1}}), (1, 9)),
     ):
-        check_codec(plan, codec, lengths)
+        check_codec(plan, codec, EncodeConfig(reference_lengths=lengths))
     with pytest.raises(ConfigError, match=r"`reference_lengths` \(2\) must be .* bucket \(2\), or"):
-        check_codec(PLAN, codec, (1, 2))
+        check_codec(PLAN, codec, EncodeConfig(reference_lengths=(1, 2)))
     with pytest.raises(ConfigError, match=r"frames \(6\) must be a multiple .* choose 5"):
-        check_codec(parse_plan({"32px": {"1": 1, "6": 1}}), codec)
+        check_codec(parse_plan({"32px": {"1": 1, "6": 1}}), codec, EncodeConfig())
     with pytest.raises(ConfigError, match=r"height \(32\) must be a multiple .* \(24\)"):
-        check_codec(PLAN, build_codec(CodecConfig(codec_spatial=24, codec_channels=8)))
+        coarse = build_codec(CodecConfig(codec_spatial=24, codec_channels=8))
+        check_codec(PLAN, coarse, EncodeConfig())
     with pytest.raises(ConfigError, match=r"`reference_lengths` \(9\) .* \(9\), .* least 37 fra"):
-        check_codec(parse_plan({"32px": {"33": 1}}), codec, (1, 9))
+        check_codec(parse_plan({"32px": {"33": 1}}), codec, EncodeConfig(reference_lengths=(1, 9)))
+    two = parse_plan({"32px": {"5": 1}})
+    check_codec(two, codec, EncodeConfig(masked_references=("head", "loop", "none")))
+    for config, sentence in (
+        (
+            EncodeConfig(masked_references=("middle",)),
+            r"references` \(middle\) needs clips of 3 ",
+        ),
+        (
+            EncodeConfig(middle_reference=True),
+            r"`--middle-reference` needs clips of 3 ",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=rf"{sentence}.* bucket has 2; .* least 9 frames"):
+            check_codec(two, codec, config)
+    images = parse_plan({"32px": {"1": 1}})
+    with pytest.raises(ConfigError, match=r"\(loop\) needs clips of 2 latent .* has 1;"):
+        check_codec(images, codec, EncodeConfig(masked_references=("none", "loop")))
 
 
 def planned_folder(folder: Path, frames: int = 13, files: int | None = None) -> PlannedClip:

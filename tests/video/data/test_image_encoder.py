@@ -70,20 +70,18 @@ def test_sets_hold_masked_clips_and_embeddings(folder: Path, tmp_path: Path) -> 
         write_gif(tmp_path / f"{i}.gif", pictures(5, first=i))
         (tmp_path / f"{i}.txt").write_text(f"bar {i}")
     output = tmp_path.with_name("with_images")
-    extra = ["--masked-references", "head", "loop", "--middle-reference"]
-    extra += ["--image-encoder", str(folder)]
+    extra = ["--masked-references", "head", "loop", "--image-encoder", str(folder)]
     plan = ["--buckets", '{"32px": {"5": 1.0}}']
     arguments = ["--input", str(tmp_path), "--output", str(output), *FLAGS, *plan]
     assert main([*arguments, *extra]) == 0
     assert main([*arguments, *extra]) == 0
     videos = ShardedVideos(output)
-    # Two latent frames have no middle.
     names = ["head1", "masked_head1", "masked_loop1", "tail1"]
     assert videos.manifest["references"] == [
-        "head1", "tail1", "middle1", "masked_head1", "masked_loop1",
+        "head1", "tail1", "masked_head1", "masked_loop1",
     ]  # fmt: skip
     assert videos.manifest["image_embeds"] == {"sides": ["head", "tail"], "tokens": 5, "width": 16}
-    encode = EncodeConfig(masked_references=("head", "loop"), middle_reference=True)
+    encode = EncodeConfig(masked_references=("head", "loop"))
     options = VideoPreprocessOptions(
         str(tmp_path), "", PLAN, CODEC, TEXT, encode, ImageEncoderConfig(str(folder))
     )
