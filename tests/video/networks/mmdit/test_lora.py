@@ -99,7 +99,13 @@ def truth_of_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, 
     return found.loss, gradients_of(weights, found)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("tp2", "pp2 recomputed") else [])
+        for name in CASES
+    ],
+)
 def test_adapters_train_as_in_plain_torch(
     truth_of_adapters: tuple[float, Tensors], name: str
 ) -> None:
