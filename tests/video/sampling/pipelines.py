@@ -10,6 +10,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 from diffusers.pipelines.wan import pipeline_wan_i2v
 from PIL import Image
 from torch import Tensor
@@ -116,9 +117,9 @@ def wan_of_images(root: Path, kind: str) -> Any:
     return pipeline
 
 
-def word_tokenizer(end: str, start: str | None, length: int) -> Any:
-    """Return a tokenizer of whole words, whose end token has the highest number."""
-    order = ["<pad>", "<unk>", *filter(None, [start]), *UMT5_WORDS, end]
+def word_tokenizer(end: str | None, start: str | None, length: int) -> Any:
+    """Return a tokenizer of whole words, whose end token, if any, has the highest number."""
+    order = ["<pad>", "<unk>", *filter(None, [start]), *UMT5_WORDS, *filter(None, [end])]
     vocabulary = {word: i for i, word in enumerate(order)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -128,22 +129,66 @@ def word_tokenizer(end: str, start: str | None, length: int) -> Any:
         special_tokens=[(x, vocabulary[x]) for x in marks],
     )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>" if start is None else end, eos_token=end,
+        tokenizer_object=made, pad_token=end if start and end else "<pad>", eos_token=end,
         unk_token="<unk>", model_max_length=length,
     )  # fmt: skip
 
 
-def clip_of_text() -> tuple[Any, Any]:
+def clip_of_text(length: int = 9) -> tuple[Any, Any]:
     """Return CLIP's text model and its tokenizer."""
-    tokenizer = word_tokenizer("<|endoftext|>", "<start>", 9)
+    tokenizer = word_tokenizer("<|endoftext|>", "<start>", length)
     last = len(tokenizer) - 1
     config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer), hidden_size=POOLED, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=9, eos_token_id=last, bos_token_id=2,
+        num_attention_heads=2, max_position_embeddings=length, eos_token_id=last, bos_token_id=2,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         return transformers.CLIPTextModel(config).eval(), tokenizer
+
+
+def hunyuan(root: Path) -> Any:
+    """Write the folder of a HunyuanVideoPipeline, and return the pipeline."""
+    clip, clip_words = clip_of_text(77)
+    words = word_tokenizer(None, "<begin>", 256)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        llama = transformers.LlamaModel(
+            transformers.LlamaConfig(
+                vocab_size=len(words), num_attention_heads=2, hidden_size=UMT5_WIDTH,
+                intermediate_size=32, num_hidden_layers=4,
+            )
+        ).eval()  # fmt: skip
+        vae = diffusers.AutoencoderKLHunyuanVideo(
+            latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1,
+            norm_num_groups=4,
+        ).eval()  # fmt: skip
+    network = diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=16, num_layers=2,
+        num_single_layers=2, num_refiner_layers=2, guidance_embeds=True, text_embed_dim=UMT5_WIDTH,
+        pooled_projection_dim=POOLED, rope_axes_dim=(4, 6, 6),
+    )  # fmt: skip
+    pipeline = diffusers.HunyuanVideoPipeline(
+        text_encoder=llama, tokenizer=words, transformer=filled(network, 1), vae=vae,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0), text_encoder_2=clip,
+        tokenizer_2=clip_words,
+    )  # fmt: skip
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.save_pretrained(root)
+    return pipeline
+
+
+def template_of_hunyuan(pipeline: Any) -> dict[str, Any]:
+    """Return the template of captions, to be cut where this tokenizer has the caption's first word.
+
+    The pipeline's own number is that of its public tokenizer.
+    """
+    template = pipeline_hunyuan_video.DEFAULT_PROMPT_TEMPLATE["template"]
+    ids = pipeline.tokenizer(template.format("red"))["input_ids"]
+    return {
+        "template": template,
+        "crop_start": ids.index(pipeline.tokenizer("red")["input_ids"][1]),
+    }
 
 
 def flux(root: Path, *, guidance: bool) -> Any:
@@ -207,7 +252,7 @@ def sampled(pipeline: Any, prompt: str, number: int = 0, **options: Any) -> Tens
     """Return the frames ``[f, H, W, 3]`` that a pipeline makes, as numbers from 0 to 255."""
     frames = pipeline(
         prompt=prompt, height=SIDE, width=SIDE, num_frames=FRAMES, num_inference_steps=STEPS,
-        latents=noise(number), output_type="pt", max_sequence_length=512, **options,
+        latents=noise(number), output_type="pt", **{"max_sequence_length": 512, **options},
     ).frames  # fmt: skip
     whole: Tensor = (255 * frames[0].permute(0, 2, 3, 1)).round()
     return whole

@@ -98,6 +98,18 @@ def test_a_folder_of_flux_gives_the_picture_of_its_pipeline(
     assert difference(found[0], wanted) <= MOST
 
 
+def test_a_folder_of_hunyuan_video_gives_the_clip_of_its_pipeline(
+    tmp_path: Path, sample: Sample
+) -> None:
+    root = tmp_path / "hunyuan"
+    pipeline = pipelines.hunyuan(root)
+    template = pipelines.template_of_hunyuan(pipeline)
+    options = {"prompt_template": template, "max_sequence_length": 256, "guidance_scale": 6.0}
+    wanted = pipelines.sampled(pipeline, "a red square", **options)
+    (found,) = sample(f"--load-weights {root}", "a red square")
+    assert difference(found, wanted) <= MOST
+
+
 LAYOUTS = {
     "tp2 pp2": "--nproc-per-node 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     "cp2 dp2": "--nproc-per-node 4 --context-parallel-size 2",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
 from megatron_ext.video.networks import joint_weights
+from megatron_ext.video.config.encoding import LLAMA_CLIP
 from megatron_ext.video.networks.hunyuan.config import SIZES, HunyuanSizes
 from megatron_ext.video.networks.hunyuan.convert.names import (
     OUTER,
@@ -39,6 +40,22 @@ def _sections(sizes: HunyuanSizes, _kind: str) -> Sections:
     return joint_weights.sections(sizes, flag, SIZES, num_refiner_blocks=blocks)
 
 
+def _sampling(sizes: HunyuanSizes, _index: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of sampling that HunyuanVideo's own program and diffusers have."""
+    flags: dict[str, Any] = {
+        "sample_size": (720, 1280),
+        "sample_frames": 129,
+        "sample_fps": 24.0,
+        "sample_text_scale": 1.0,
+        "sample_image_scale": 1.0,
+        "sample_oscillation": False,
+        "fps_words": False,
+        "text_encoder": LLAMA_CLIP,
+        "text_length": 256,
+    }
+    return {**flags, "guidance": 6.0} if sizes.guidance_embed else flags
+
+
 def _form(naming: Naming) -> Form:
     # The original and ComfyUI's files have no config.json.
     in_folders: dict[str, Any] = {}
@@ -62,6 +79,7 @@ CONVERSION = Conversion(
     kinds=lambda _sizes: ("hunyuan-video",),
     sections=_sections,
     adapted=joint_weights.ADAPTED,
+    sampling=_sampling,
     refused={
         "HunyuanVideo15Transformer3DModel": "HunyuanVideo 1.5, which has another text encoder",
         "HunyuanVideoFramepackTransformer3DModel": "FramePack, which takes embeddings of an image",
