@@ -89,6 +89,7 @@ def base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
     load = given["load"]
     elsewhere = given.get("pretrained_checkpoint")
+    published = given.get("load_weights")
     base = FrozenBase.under(Path(load), given.get("ckpt_step"))
     if base is None:
         if elsewhere is not None:
@@ -97,7 +98,8 @@ def base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
                 "all weights itself; leave it out."
             )
         return {}
-    if elsewhere is None and base.path is not None and not Path(base.path).exists():
+    moved = elsewhere if base.flag is None else published
+    if moved is None and base.path is not None and not Path(base.path).exists():
         raise CheckpointError(
             f"`--load` ({load}) holds adapters of the weights in {base.path}, which are not there; "
             f"give `{base.flag or '--pretrained-checkpoint'}` with where they are now."
@@ -223,6 +225,14 @@ def _replaced(argv: Sequence[str], given: str, place: str) -> list[str]:
     return words if words != [*argv] else [*words, "--load-weights", place]
 
 
+def _is_on_published(load: str, step: int | None) -> bool:
+    """Return whether a folder of checkpoints holds adapters of published weights."""
+    from megatron_ext.checkpoint.adapters import FrozenBase
+
+    base = FrozenBase.under(Path(load), step)
+    return base is not None and base.flag is not None
+
+
 def _defaults(
     argv: Sequence[str], defaults_of: DefaultsOf, of_weights: DefaultsOfWeights | None = None
 ) -> tuple[dict[str, Any], tuple[str, str] | None]:
@@ -237,11 +247,14 @@ def _defaults(
         CheckpointError: the checkpoint or its configuration is missing.
     """
     flags = read_words(argv, VIDEO).values
-    given = flags.get("checkpoint", {})
-    sample = flags.get("sample", {})
     published = flags.get("weights", {})
+    given = {**flags.get("checkpoint", {}), **published}
+    sample = flags.get("sample", {})
     load = given.get("load")
     weights = published.get("load_weights") if of_weights is not None else None
+    if load and weights and _is_on_published(load, given.get("ckpt_step")):
+        # The flag says where the weights under the checkpoint's adapters are now.
+        weights = None
     missing = []
     if load and weights:
         missing.append(

@@ -14,6 +14,7 @@ from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.sampling import tool
 from megatron_ext.video.sampling.groups import shape_of
+from megatron_ext.video.sampling.samples import free
 from megatron_ext.video.streaming import decisions, long_videos
 from megatron_ext.video.streaming import tool as streaming_tool
 from megatron_ext.video.streaming.config import StreamingConfig
@@ -312,3 +313,39 @@ def test_noise_of_a_video_follows_its_own_seed_or_its_number(
     sampler._blocks([1, 0])
     options = given[1][1]
     assert options["keep_sink"] and options["start"][:, 0, 0, 0, 0].tolist() == [8.0, 7.0]
+
+
+def test_prompts_are_encoded_before_the_model_is_built_if_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Encode them once, however many chunks a rank builds, and free the model before decoding."""
+    events: list[Any] = []
+
+    def encode(config: Any, context: Any) -> str:
+        events.append("encoded")
+        return "prompts"
+
+    def sampler(run: Any, prompts: Any, *, frees_model: bool) -> Any:
+        events.append((prompts, frees_model))
+        return events.append
+
+    monkeypatch.setattr(tool, "encode_prompts", encode)
+    monkeypatch.setattr(tool, "build_chunk", lambda *_, **stage: events.append(stage["vp_stage"]))
+    monkeypatch.setattr(tool, "ClipSampler", sampler)
+    for offloads in (True, False):
+        flags = SampleConfig(sample_offload=offloads, sample_dir="out")
+        config: Any = SimpleNamespace(section=lambda kind, flags=flags: flags)
+        sampling = tool.Sampling()
+        for stage in range(2):
+            sampling.model_chunk(config, None, None, vp_stage=stage)
+        sampling(SimpleNamespace(config=config))  # type: ignore[arg-type]
+    assert events == [
+        "encoded", 0, 1, ("prompts", True), Path("out"), 0, 1, (None, False), Path("out"),
+    ]  # fmt: skip
+
+
+def test_a_freed_model_keeps_no_memory() -> None:
+    module = torch.nn.BatchNorm1d(4)
+    held = [*module.parameters(), *module.buffers()]
+    free([module])
+    assert [tensor.untyped_storage().size() for tensor in held] == [0] * len(held)
