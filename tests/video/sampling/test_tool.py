@@ -112,7 +112,11 @@ def test_videos_are_sampled_as_the_run_trained(
         "megatron_ext.checkpoint.adapters.FrozenBase",
         SimpleNamespace(under=lambda load, step: under[load, step]),
     )
-    under = {(Path("saved"), None): None, (Path("saved"), 7): SimpleNamespace(path=None)}
+
+    def base(path: str | None) -> Any:
+        return SimpleNamespace(path=path, flag=None)
+
+    under = {(Path("saved"), None): None, (Path("saved"), 7): base(None)}
 
     def found(words: str = "") -> dict[str, Any]:
         return defaults(content, words, of=streaming_tool.defaults_of)
@@ -130,9 +134,9 @@ def test_videos_are_sampled_as_the_run_trained(
     random = found("--ckpt-step 7")
     names = ("seed", "pretrained_checkpoint", "pretrained_average")
     assert [random[name] for name in names] == [9, None, False]
-    under[Path("saved"), 7] = SimpleNamespace(path=str(tmp_path))
+    under[Path("saved"), 7] = base(str(tmp_path))
     assert [found("--ckpt-step 7")[name] for name in names] == [9, str(tmp_path), True]
-    under[Path("saved"), 7] = SimpleNamespace(path=str(tmp_path / "gone"))
+    under[Path("saved"), 7] = base(str(tmp_path / "gone"))
     with pytest.raises(CheckpointError, match="which are not there; give"):
         found("--ckpt-step 7")
     assert found("--ckpt-step 7 --pretrained-checkpoint b")["seed"] == 9

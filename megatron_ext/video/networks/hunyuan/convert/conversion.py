@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-from megatron_ext.video.networks import joint_weights
 from megatron_ext.video.config.encoding import LLAMA_CLIP
+from megatron_ext.video.networks import joint_weights
 from megatron_ext.video.networks.hunyuan.config import SIZES, HunyuanSizes
 from megatron_ext.video.networks.hunyuan.convert.names import (
     OUTER,
