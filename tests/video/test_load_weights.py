@@ -140,7 +140,7 @@ REFUSED = {
     "--video-model mmdit": "`--video-model` (mmdit) cannot start from `--load-weights` (",
     "--pretrained-checkpoint x": "and `--pretrained-checkpoint` (x) both give initial weights",
     "--use-checkpoint-args --load x": "and `--use-checkpoint-args` both give the shape of the mod",
-    "--load-weights-entry model": "`--entry model` is for a file of torch.save",
+    "--load-weights-entry model": "`--load-weights-entry model` is for a file of torch.save",
 }
 
 

@@ -53,21 +53,22 @@ _MARK = "scaled_fp8"
 
 
 @contextmanager
-def open_file(path: Path, entry: str | None) -> Iterator[PlainTensors]:
+def open_file(path: Path, entry: str | None, flag: str = "--entry") -> Iterator[PlainTensors]:
     """Open a file of weights, of safetensors or of torch.save; yield its tensors.
 
     Args:
         entry: key in a file of torch.save, as in `TensorFile`.
+        flag: the flag that gives ``entry``, for messages.
 
     Raises:
         CheckpointError: the file cannot be read, or ``entry`` is given for a file of safetensors.
     """
     if path.suffix != SAFETENSORS:
-        yield PlainTensors(TensorFile(path, entry), path)
+        yield PlainTensors(TensorFile(path, entry, flag), path)
         return
     if entry is not None:
         raise CheckpointError(
-            f"`--entry {entry}` is for a file of torch.save, but {path} is a file of safetensors; "
+            f"`{flag} {entry}` is for a file of torch.save, but {path} is a file of safetensors; "
             "leave it out."
         )
     with TensorFolder(path.parent, path.name.removesuffix(SAFETENSORS)) as tensors:
@@ -188,8 +189,8 @@ class TensorFile:
             and no key or several keys hold tensors.
     """
 
-    def __init__(self, path: Path, entry: str | None) -> None:
-        self._tensors = _chosen(path, entry)
+    def __init__(self, path: Path, entry: str | None, flag: str) -> None:
+        self._tensors = _chosen(path, entry, flag)
 
     @property
     def names(self) -> set[str]:
@@ -205,7 +206,7 @@ class TensorFile:
         return self._tensors[name]
 
 
-def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
+def _chosen(path: Path, entry: str | None, flag: str) -> Mapping[str, Tensor]:
     """Return the tensors, by name, that a file of torch.save holds under the key ``entry``.
 
     If ``entry`` is None, the whole file is taken if it is a dictionary of tensors, else the only
@@ -225,11 +226,11 @@ def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
     shown = ", ".join(sorted(entries)) or "none"
     if entry is not None:
         raise CheckpointError(
-            f"{path} holds no weights under `--entry {entry}`; those that hold any: {shown}."
+            f"{path} holds no weights under `{flag} {entry}`; those that hold any: {shown}."
         )
     raise CheckpointError(
         f"{path} must hold weights, or one entry with weights, but those that do are: {shown}; "
-        "choose by `--entry`, or give another file."
+        f"choose by `{flag}`, or give another file."
     )
 
 

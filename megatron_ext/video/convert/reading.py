@@ -122,7 +122,9 @@ def _overlap(
 
 
 @contextmanager
-def open_published(source: Path, entry: str | None = None) -> Iterator[Published]:
+def open_published(
+    source: Path, entry: str | None = None, flag: str = "--entry"
+) -> Iterator[Published]:
     """Open the weights in a folder or file; yield the model, of which nothing is checked yet.
 
     A folder's config.json tells form and sizes; of a file, names and shapes of its tensors do.
@@ -130,6 +132,7 @@ def open_published(source: Path, entry: str | None = None) -> Iterator[Published
     Args:
         source: folder with config.json and safetensors, or a file of safetensors or torch.save.
         entry: key in a torch.save file; None takes the file's only dictionary of tensors.
+        flag: the flag that gives ``entry``, for messages.
 
     Raises:
         CheckpointError: the weights cannot be read or converted.
@@ -141,15 +144,14 @@ def open_published(source: Path, entry: str | None = None) -> Iterator[Published
         )
     if source.is_file():
         check_file(source)
-        with open_file(source, entry) as tensors:
+        with open_file(source, entry, flag) as tensors:
             conversion, form = form_of_names(tensors.names, source)
             sizes = form.read_shapes(tensors.shapes(), source)
             yield Published(source, conversion, form, sizes, tensors)
         return
     if entry is not None:
         raise CheckpointError(
-            f"`--entry {entry}` is for a file of torch.save, but {source} is a folder; leave it "
-            "out."
+            f"`{flag} {entry}` is for a file of torch.save, but {source} is a folder; leave it out."
         )
     conversion, form = form_of_folder(source)
     assert form.read_config is not None

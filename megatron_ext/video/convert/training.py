@@ -26,6 +26,8 @@ from megatron_ext.video.convert.reading import Published, fill, open_published
 from megatron_ext.video.networks.lookup import named_by
 from megatron_ext.video.networks.network import STREAMING
 
+_ENTRY = "--load-weights-entry"
+
 
 @dataclass(frozen=True)
 class _Described:
@@ -51,7 +53,7 @@ def described(config: RunConfig) -> _Described:
     """
     given = config.section(PublishedConfig)
     assert given.load_weights is not None
-    with open_published(Path(given.load_weights), given.load_weights_entry) as model:
+    with open_published(Path(given.load_weights), given.load_weights_entry, _ENTRY) as model:
         streams = config.section(VideoConfig).streams
         own = model.conversion.kinds(model.sizes)
         kinds = [kind for kind in own if (kind == STREAMING) == streams]
