@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_ext.video.convert.exporting import Export, export_weights
 from megatron_ext.video.convert.importing import import_weights
+from megatron_ext.video.convert.reading import Published
 from tests.text.convert.models import in_child
 from tests.video.convert.forms import MODELS, Model, models, stored
 
@@ -65,3 +66,28 @@ def through_all_forms(own: list[Model], tmp_path: Path) -> None:
 def test_each_form_there_and_back(tmp_path: Path, name: str) -> None:
     own = [model for model in models() if model.name.partition(",")[0] == name]
     in_child(partial(through_all_forms, own, tmp_path), tmp_path / "result")
+
+
+def count_held(folder: Path, target: Path) -> int:
+    """Import weights; return the most bytes of parameters that were held when one was read."""
+    made: list[Tensor] = []
+    held: list[int] = []
+    read = Published.parameter
+
+    def recorded(model: Published, name: str, dtype: torch.dtype) -> Tensor:
+        held.append(sum(tensor.untyped_storage().nbytes() for tensor in made))
+        made.append(read(model, name, dtype))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Published, "parameter", recorded)
+        import_weights(folder, target)
+    return max(held)
+
+
+def test_an_import_holds_one_parameter_at_a_time(tmp_path: Path) -> None:
+    """Count parameters that torch's writer would keep to the end."""
+    model = next(models())
+    folder = model.folder(tmp_path / "source", model.tensors())
+    held = in_child(partial(count_held, folder, tmp_path / "ours"), tmp_path / "result")
+    assert held == 0
