@@ -228,7 +228,10 @@ def _replaced(argv: Sequence[str], given: str, place: str) -> list[str]:
 def _is_on_published(load: str, step: int | None) -> bool:
     """Return whether a folder of checkpoints holds adapters of published weights."""
     from megatron_ext.checkpoint.adapters import FrozenBase
+    from megatron_ext.checkpoint.files import TRACKER
 
+    if not (Path(load) / TRACKER).is_file():
+        return False
     base = FrozenBase.under(Path(load), step)
     return base is not None and base.flag is not None
 
