@@ -60,7 +60,7 @@ class TensorFolder:
         self.bytes_read = 0
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
-        self._file_of = _file_of_each(folder, stem)
+        self._file_of = file_of_each(folder, stem)
         try:
             self._open(stem)
         except BaseException:
@@ -137,7 +137,7 @@ class TensorFolder:
         return self._files[self._file_of[name]]
 
 
-def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
+def file_of_each(folder: Path, stem: str) -> dict[str, str]:
     """Read the index of a folder, and map each tensor's name to the name of the file that holds it.
 
     Return {} if there is no index, because a single file holds all tensors.

@@ -53,8 +53,8 @@ class PublishedConfig(Changeable):
 
 def is_published(path: str) -> bool:
     """Return whether a path is that of published weights, and not of a folder of checkpoints."""
-    names = ("config.json", "model_index.json")
-    return Path(path).is_file() or any((Path(path) / name).is_file() for name in names)
+    described = ("config.json", "model_index.json", "*.safetensors.index.json")
+    return Path(path).is_file() or any(any(Path(path).glob(name)) for name in described)
 
 
 def model_of_weights(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:

@@ -1,12 +1,14 @@
 """Opens published weights of a video network, in each form in which they are published.
 
 They lie in a folder of safetensors, in a single file of safetensors (ComfyUI's), or in a file of
-torch.save (Self-Forcing's). Names may have the prefixes of modules that held the network, and
-weights may be in 8 bits with a scale. `PlainTensors` gives the network's own names and values.
+torch.save (Self-Forcing's, Tencent's). Names may have the prefixes of modules that held the
+network, and weights may be in 8 bits with a scale. `PlainTensors` gives the network's own names
+and values.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -27,9 +29,11 @@ from megatron_ext.video.convert.find import SAFETENSORS
 
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 """Parts that torch's wrappers (FSDP, checkpointing, compile) add to parameter names."""
+_IN_PIPELINE = "model.diffusion_model."
+"""The prefix of the network in a file of ComfyUI that may hold a whole pipeline."""
 _PREFIXES = (
-    "model.diffusion_model.", "diffusion_model.", "module.", "model.", "pipe.dit.", "dit.",
-    "transformer.",
+    _IN_PIPELINE, "diffusion_model.", "module.", "model.", "pipe.dit.", "dit.", "transformer.",
+    "net.", "denoiser.",
 )  # fmt: skip
 """Prefixes that the modules around a network add to all names, in ComfyUI and in trainers."""
 _BESIDE = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.")
@@ -46,7 +50,9 @@ _ROWS_AT_A_TIME = 128
 """Rows of an 8-bit weight that are multiplied by their scale at a time, to save memory."""
 _SCALES = (".scale_weight", ".weight_scale")
 """Endings of the names of scales: a weight in 8 bits times its scale is the network's weight."""
-_ABOUT_INPUTS = (".scale_input", ".input_scale", ".comfy_quant")
+_DESCRIBED = ".comfy_quant"
+"""Ending of the names of ComfyUI's descriptions of quantized weights: JSON as a tensor of bytes."""
+_ABOUT_INPUTS = (".scale_input", ".input_scale", _DESCRIBED)
 """Endings of tensors beside 8-bit weights which tell how to multiply them, and change no weight."""
 _MARK = "scaled_fp8"
 """An empty tensor with which ComfyUI marks files of 8-bit weights with scales."""
@@ -104,7 +110,7 @@ class PlainTensors:
         for prefix in (*_PREFIXES, *_PREFIXES):
             own = {name: full for name, full in stored.items() if name.startswith(prefix)}
             others = [name for name in stored if name not in own and not name.startswith(_BESIDE)]
-            if own and set(others) <= {_MARK}:
+            if own and (prefix == _IN_PIPELINE or set(others) <= {_MARK}):
                 stored = {name.removeprefix(prefix): full for name, full in own.items()}
         self._scales = {
             f"{name.removesuffix(ending)}.weight": full
@@ -118,6 +124,34 @@ class PlainTensors:
             for name, full in stored.items()
             if name != _MARK and not name.endswith(beside)
         }
+        self._check_scales(stored)
+
+    def _check_scales(self, stored: Mapping[str, str]) -> None:
+        """Raise a CheckpointError for quantized weights that a scale alone does not give back.
+
+        ``stored`` has the full name of each tensor by its name without prefixes.
+        """
+        for name, full in stored.items():
+            if not name.endswith(_DESCRIBED):
+                continue
+            raw = bytes(self._source.tensor(full).flatten().to(torch.uint8).tolist())
+            try:
+                layer = json.loads(raw)
+                kind, rotated = layer["format"], layer.get("convrot")
+            except (ValueError, TypeError, KeyError, AttributeError):
+                kind, rotated = repr(raw[:50]), False
+            if kind not in _EIGHT_BITS or rotated:
+                raise CheckpointError(
+                    f"{self.folder} holds `{name}`, so that ComfyUI has quantized the weight as "
+                    f"{kind}{' after a rotation' if rotated else ''}; give the model before it was "
+                    "quantized."
+                )
+        lost = sorted(self._scales[name] for name in self._scales.keys() - self._stored.keys())
+        if lost:
+            raise CheckpointError(
+                f"{self.folder} holds `{lost[0]}`, but no weight that it scales; copy the whole "
+                "model again."
+            )
 
     @property
     def names(self) -> set[str]:
@@ -147,12 +181,12 @@ class PlainTensors:
         Args:
             shape: the shape, such as that of a matrix, as which the tensor's values are seen.
             index: the slice of the tensor in this shape.
-            target: gets the values; those of 8 bits are multiplied by their scale first, which is
-                one number, or one for each row. Another scale raises CheckpointError.
+            target: gets the values; those with a scale are multiplied by it first, which is one
+                number, or one for each row. Another scale raises CheckpointError.
         """
         values = self._source.tensor(self._stored[name]).reshape(shape)[index]
         self.bytes_read += values.numel() * values.element_size()
-        if values.dtype not in _EIGHT_BITS.values():
+        if name not in self._scales and values.dtype not in _EIGHT_BITS.values():
             target.copy_(values)
             return
         scale = self._scale(name, shape[0])[index[0] if name in self._scales else slice(None)]
@@ -184,13 +218,23 @@ class TensorFile:
     ``entry`` is the key under which the file holds the tensors, such as ``"generator_ema"``. None
     takes the whole file if it is a dictionary of tensors, else the only key that holds one.
 
+    Tencent's 8-bit weights lie in a file ``<stem>_fp8.pt``, and their scales, by the names of the
+    layers, in ``<stem>_fp8_map.pt`` beside it.
+
     Raises:
         CheckpointError: the file cannot be read, ``entry`` holds no tensors, or ``entry`` is None
-            and no key or several keys hold tensors.
+            and no key or several keys hold tensors; or the file has no weights, or no scales.
     """
 
     def __init__(self, path: Path, entry: str | None, flag: str) -> None:
         self._tensors = _chosen(path, entry, flag)
+        if not any(tensor.numel() for tensor in self._tensors.values()):
+            raise CheckpointError(
+                f"{path} holds tensors without values, as DeepSpeed's ZeRO-3 leaves them; give the "
+                "file that its `zero_to_fp32.py` writes."
+            )
+        if path.stem.endswith("_fp8"):
+            self._tensors = {**self._tensors, **_scales_beside(path, self._tensors, flag)}
 
     @property
     def names(self) -> set[str]:
@@ -204,6 +248,31 @@ class TensorFile:
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
+
+
+def _scales_beside(path: Path, tensors: Mapping[str, Tensor], flag: str) -> dict[str, Tensor]:
+    """Return the scales, as ComfyUI names them, of the 8-bit weights in Tencent's file ``path``.
+
+    CheckpointError is raised if the file of the scales is missing, or lacks one.
+    """
+    if any(name.endswith(_SCALES) for name in tensors):
+        return {}
+    small = [name for name, values in tensors.items() if values.dtype in _EIGHT_BITS.values()]
+    place = path.with_name(f"{path.stem}_map{path.suffix}")
+    if small and not place.is_file():
+        raise CheckpointError(
+            f"{path} holds weights in 8 bits, whose scales are in a file {place.name}, but it is "
+            "not there; copy it to the same folder."
+        )
+    scales = _chosen(place, None, flag) if small else {}
+    layers = [name.removesuffix(".weight") for name in small]
+    for layer in layers:
+        if layer not in scales:
+            raise CheckpointError(
+                f"{place} holds no scale of `{layer}`, whose weight has 8 bits in {path}; copy "
+                "both files again."
+            )
+    return {f"{layer}{_SCALES[0]}": scales[layer] for layer in layers}
 
 
 def _chosen(path: Path, entry: str | None, flag: str) -> Mapping[str, Tensor]:

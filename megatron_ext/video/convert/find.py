@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.checkpoint.safetensors_files import file_of_each
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.reading import read_model_settings
 from megatron_ext.errors import CheckpointError
@@ -24,15 +25,20 @@ from megatron_ext.video.networks.published import CLASS, Conversion, Form
 from megatron_ext.video.streaming.config import Role, StreamingConfig
 
 SAFETENSORS = ".safetensors"
-SUFFIXES = (SAFETENSORS, ".pt", ".pth", ".bin")
+SUFFIXES = (SAFETENSORS, ".pt", ".pth", ".ckpt", ".bin")
 """The endings of files of weights that can be read."""
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.(safetensors|bin)$")
+_NUMBERED = re.compile(r"-\d{5}\.safetensors$")
+"""Matches the names of ColossalAI's shards, but also those of files that a trainer numbers."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 """The beginning of the small file that git keeps in place of a large one."""
 _LEVELS = ("transformer", "transformer_2", "high_noise_model", "low_noise_model")
 """Folders of the networks within a folder of a whole pipeline, of diffusers or of Wan 2.2."""
-_ADAPTERS = re.compile(r"lora_(A|B|up|down|linear_layer)\b|\.(hada|lokr)_w|\.lora\.(up|down)\.")
+_ADAPTERS = re.compile(
+    r"lora_(A|B|up|down|linear_layer|magnitude_vector)\b|\.(hada|lokr)_w|\.lora\.(up|down)\."
+    r"|_lora\d*\.(up|down)\.|\.(diff|diff_b|dora_scale)$"
+)
 _QUANTIZED = {
     ".absmax": "bitsandbytes",
     ".quant_map": "bitsandbytes",
@@ -41,6 +47,7 @@ _QUANTIZED = {
     ".wscales": "nunchaku",
     ".qzeros": "GPTQ or AWQ",
     ".weight._data": "quanto",
+    ".weight_scale_2": "ModelOpt or ComfyUI to 4 bits",
 }
 """Endings of names of tensors -> the library that has quantized the weights."""
 _PARTS = (
@@ -79,10 +86,26 @@ def _refuse_level(folder: Path) -> None:
             f"{folder} holds LoRA adapters instead of whole weights; give the model that they are "
             "for."
         )
+    snapshots = sorted((folder / "snapshots").glob("*"))
+    if snapshots:
+        raise CheckpointError(
+            f"{folder} is a model's folder in the cache of Hugging Face; give a snapshot in it, "
+            f"such as {snapshots[-1]}."
+        )
+    if any(folder.glob("*.distcp")):
+        raise CheckpointError(
+            f"{folder} holds a checkpoint of torch.distributed; write its weights to one file by "
+            "`python -m torch.distributed.checkpoint.format_utils dcp_to_torch`, and give this."
+        )
+    if (folder / "zero_to_fp32.py").is_file():
+        raise CheckpointError(
+            f"{folder} holds a checkpoint of DeepSpeed; write its weights by the `zero_to_fp32.py` "
+            "in it, and give what it writes."
+        )
     files = sorted(x.name for x in folder.glob("*") if x.suffix in SUFFIXES)
     if len(files) == 1 and not is_shard(files[0]):
         raise CheckpointError(f"{folder} has no config.json; give the file {folder / files[0]}.")
-    if files and not any(map(is_shard, files)):
+    if files and not stems(folder) and not any(map(is_shard, files)):
         shown = ", ".join(files[:4]) + (" and others" if len(files) > 4 else "")
         raise CheckpointError(
             f"{folder} has no config.json, but several files of weights ({shown}); give one of "
@@ -104,16 +127,54 @@ def check_file(path: Path) -> None:
             f"{path} holds weights that are quantized as GGUF; give the model before it was "
             "quantized."
         )
+    if path.suffix == ".sft":
+        raise CheckpointError(
+            f"{path} must end with {SAFETENSORS}, of which .sft is short; rename it."
+        )
     if path.suffix not in SUFFIXES:
         raise CheckpointError(
             f"{path} must be a folder, or a file that ends with {', '.join(SUFFIXES[:-1])} or "
             f"{SUFFIXES[-1]}; give another."
         )
-    if is_shard(path.name):
+    if is_shard(path.name) or is_listed(path):
         raise CheckpointError(
             f"{path} is only one of several files of a model; give their folder, {path.parent}."
         )
     check_no_pointer(path)
+
+
+def is_listed(path: Path) -> bool:
+    """Return whether an index beside a file lists it as one of several files, as ColossalAI's does.
+
+    Only names that look like a shard's, such as ``model-00001.safetensors``, are looked up.
+    """
+    if _NUMBERED.search(path.name) is None:
+        return False
+    return any(path.name in file_of_each(path.parent, stem).values() for stem in stems(path.parent))
+
+
+def stems(folder: Path) -> list[str]:
+    """Return the beginnings of the names of the indices of safetensors in a folder."""
+    return sorted(path.name.removesuffix(_INDEX) for path in folder.glob(f"*{_INDEX}"))
+
+
+def form_of_index(folder: Path) -> tuple[str, Conversion, Form] | None:
+    """Return what a folder's only index tells of weights without config.json, as Open-Sora saves.
+
+    These are the beginning of the files' names, the conversion and the form; None is returned if
+    there is a config.json, or not one index of a video network.
+    """
+    if (folder / "config.json").is_file() or len(stems(folder)) != 1:
+        return None
+    (stem,) = stems(folder)
+    found = _known_form(file_of_each(folder, stem))
+    return None if found is None else (stem, *found)
+
+
+def _known_form(names: Collection[str]) -> tuple[Conversion, Form] | None:
+    """Return the first conversion and form that know these names of tensors, or None."""
+    known = ((reader, form) for reader in conversions() for form in reader.forms)
+    return next(((reader, form) for reader, form in known if form.knows(names)), None)
 
 
 def check_no_pointer(path: Path) -> None:
@@ -135,6 +196,8 @@ def holds_video_weights(source: Path) -> bool:
     """
     if source.is_file():
         check_file(source)
+        return True
+    if form_of_index(source) is not None:
         return True
     if not (source / "config.json").is_file():
         _refuse_level(source)
@@ -194,6 +257,12 @@ def form_of_names(names: Collection[str], source: Path) -> tuple[Conversion, For
     readers = conversions()
     for name in names:
         if _ADAPTERS.search(name):
+            others = [other for other in names if not _ADAPTERS.search(other)]
+            if _known_form(others) is not None:
+                raise CheckpointError(
+                    f"{source} holds LoRA adapters, such as `{name}`, beside whole weights; give "
+                    "the model without them, or with the adapters merged into it."
+                )
             raise CheckpointError(
                 f"{source} holds LoRA adapters, such as `{name}`, instead of whole weights; give "
                 "the model that they are for."
@@ -204,10 +273,9 @@ def form_of_names(names: Collection[str], source: Path) -> tuple[Conversion, For
                     f"{source} holds `{name}`, as weights have that are quantized by {library}; "
                     "give the model before it was quantized."
                 )
-    for reader in readers:
-        for form in reader.forms:
-            if form.knows(names):
-                return reader, form
+    found = _known_form(names)
+    if found is not None:
+        return found
     known = ", ".join(reader.title for reader in readers)
     for pattern, what in _PARTS:
         named = next(filter(pattern.search, sorted(names)), None)

@@ -25,6 +25,7 @@ from megatron_ext.video.convert.find import (
     check_file,
     check_no_pointer,
     form_of_folder,
+    form_of_index,
     form_of_names,
     is_shard,
     read_config,
@@ -127,10 +128,12 @@ def open_published(
 ) -> Iterator[Published]:
     """Open the weights in a folder or file; yield the model, of which nothing is checked yet.
 
-    A folder's config.json tells form and sizes; of a file, names and shapes of its tensors do.
+    A folder's config.json tells form and sizes; of a file, and of a folder that has an index
+    instead, names and shapes of the tensors do.
 
     Args:
-        source: folder with config.json and safetensors, or a file of safetensors or torch.save.
+        source: folder with safetensors and config.json or an index, or a file of safetensors or
+            torch.save.
         entry: key in a torch.save file; None takes the file's only dictionary of tensors.
         flag: the flag that gives ``entry``, for messages.
 
@@ -153,6 +156,14 @@ def open_published(
         raise CheckpointError(
             f"`{flag} {entry}` is for a file of torch.save, but {source} is a folder; leave it out."
         )
+    listed = form_of_index(source)
+    if listed is not None:
+        stem, conversion, form = listed
+        with TensorFolder(source, stem) as folder:
+            tensors = PlainTensors(folder, source)
+            sizes = form.read_shapes(tensors.shapes(), source)
+            yield Published(source, conversion, form, sizes, tensors)
+        return
     conversion, form = form_of_folder(source)
     assert form.read_config is not None
     sizes = form.read_config(read_config(source), source / "config.json")

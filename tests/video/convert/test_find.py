@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.video.config.weights import is_published
 from megatron_ext.video.convert.find import form_of_folder, holds_video_weights
 from megatron_ext.video.convert.reading import open_published
 from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
-from tests.video.convert.forms import models
+from tests.video.convert.forms import Model, models
 
 
 def refusal(source: Path) -> str:
@@ -78,6 +80,9 @@ def test_files_of_another_kind(tmp_path: Path) -> None:
     path = tmp_path / "a.onnx"
     path.touch()
     assert "must be a folder, or a file that ends with .safetensors, .pt" in refusal(path)
+    path = tmp_path / "flux1-dev.sft"
+    path.touch()
+    assert refusal(path) == "IT must end with .safetensors, of which .sft is short; rename it."
     path = tmp_path / "a-00001-of-00003.safetensors"
     path.touch()
     said = f"IT is only one of several files of a model; give their folder, {tmp_path}."
@@ -106,6 +111,10 @@ TENSORS = {
     "visual.transformer.0.attn.to_qkv.weight": "holds an image encoder",
     "transformer_blocks.0.qkv_proj.qweight": "as weights have that are quantized by nunchaku",
     "blocks.0.attn1.to_q.weight.absmax": "as weights have that are quantized by bitsandbytes",
+    "transformer.blocks.0.attn1.to_q.lora_magnitude_vector": "LoRA adapters, such as",
+    "double_blocks.0.processor.qkv_lora1.up.weight": "LoRA adapters, such as",
+    "diffusion_model.blocks.0.norm3.diff_b": "LoRA adapters, such as",
+    "blocks.0.ffn.0.weight_scale_2": "quantized by ModelOpt or ComfyUI to 4 bits; give the model",
     "something.weight": "holds tensors, such as `something.weight`, of no network that can be read",
 }
 
@@ -117,7 +126,7 @@ def test_files_with_tensors_of_something_else(tmp_path: Path, name: str) -> None
     assert TENSORS[name] in refusal(path)
 
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, object]] = {
     "AutoencoderKLWan": {"_class_name": "AutoencoderKLWan"},
     "which is a VAE; give the folder of the network": {"_class_name": "AutoencoderKL"},
     "which is a scheduler, which has no weights": {"_class_name": "UniPCMultistepScheduler"},
@@ -134,7 +143,125 @@ def test_folders_of_something_else(tmp_path: Path, said: str) -> None:
     assert said in refusal(described(tmp_path / "folder", **CONFIGS[said]))
 
 
-@pytest.mark.parametrize("prefix", ["module.", "model._fsdp_wrapped_module.", "module.model."])
+def test_checkpoints_and_caches_of_others(tmp_path: Path) -> None:
+    """Say how weights are got from checkpoints of torch and DeepSpeed, and from a hub's cache."""
+    for name, said in {
+        "dcp/__0_0.distcp": "torch.distributed; write its weights to one file by `python -m",
+        "deepspeed/zero_to_fp32.py": "of DeepSpeed; write its weights by the `zero_to_fp32.py`",
+        "models--A--B/snapshots/0a1b/x": "cache of Hugging Face; give a snapshot in it, such as",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.touch()
+        assert said in refusal(tmp_path / name.partition("/")[0])
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"module": {"img_in.proj.weight": torch.empty(0)}}, path)
+    assert "IT holds tensors without values, as DeepSpeed's ZeRO-3 leaves them" in refusal(path)
+
+
+def chosen(name: str) -> tuple[Model, dict[str, Tensor]]:
+    """Return a model of `models` with its tensors in fp32."""
+    (model,) = (model for model in models() if model.name == name)
+    return model, model.tensors(torch.float32)
+
+
+def parameters(source: Path) -> dict[str, Tensor]:
+    with open_published(source) as model:
+        model.check()
+        return {name: model.parameter(name, torch.float32) for name in model.mapped.parameters}
+
+
+def in_eight_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors in which the matrices of blocks are numbers of 8 bits."""
+    return {
+        name: x.to(torch.float8_e4m3fn) if "blocks." in name and x.dim() == 2 else x
+        for name, x in tensors.items()
+    }
+
+
+def test_scales_lie_in_a_file_beside_the_weights(tmp_path: Path) -> None:
+    """Read Tencent's weights of 8 bits, whose scales are in a second file."""
+    tensors = in_eight_bits(chosen("hunyuan, original")[1])
+    path = tmp_path / "mp_rank_00_model_states_fp8.pt"
+    torch.save({"module": tensors}, path)
+    said = "whose scales are in a file mp_rank_00_model_states_fp8_map.pt, but it is not there"
+    assert said in refusal(path)
+    small = [name for name, x in tensors.items() if x.element_size() == 1]
+    scales = {name.removesuffix(".weight"): torch.tensor([0.5]) for name in small}
+    # Layers that are not in 8 bits have scales, too, which nothing uses.
+    place = tmp_path / "mp_rank_00_model_states_fp8_map.pt"
+    torch.save({**scales, "img_in.proj": torch.tensor([9.0])}, place)
+    whole = {name: x.float() * (0.5 if name in small else 1) for name, x in tensors.items()}
+    save_file(whole, tmp_path / "whole.safetensors")
+    read, wanted = parameters(path), parameters(tmp_path / "whole.safetensors")
+    assert all(torch.equal(read[name], wanted[name]) for name in wanted)
+    torch.save(dict([*scales.items()][1:]), place)
+    assert f"holds no scale of `{next(iter(scales))}`, whose weight has 8 bits" in refusal(path)
+
+
+def test_what_a_scale_alone_does_not_give_back(tmp_path: Path) -> None:
+    tensors = chosen("wan, original")[1]
+    path = tmp_path / "a.safetensors"
+    layer = "blocks.0.ffn.0"
+
+    def described_as(**content: object) -> Tensor:
+        return torch.tensor([*json.dumps(content).encode()], dtype=torch.uint8)
+
+    for content, said in {
+        described_as(format="float8_e4m3fn", convrot=True): "as float8_e4m3fn after a rotation;",
+        described_as(format="nvfp4"): "has quantized the weight as nvfp4; give the model before",
+        described_as(): "has quantized the weight as b'{}'",
+    }.items():
+        save_file({**tensors, f"{layer}.comfy_quant": content}, path)
+        assert said in refusal(path)
+    save_file({**tensors, "blocks.7.ffn.0.scale_weight": torch.ones(())}, path)
+    assert "holds `blocks.7.ffn.0.scale_weight`, but no weight that it scales" in refusal(path)
+    # A scale counts for a weight of 16 or 32 bits, too, as in ComfyUI.
+    save_file(tensors, path)
+    name = "blocks.0.linear_fc1.weight"
+    once = parameters(path)[name]
+    save_file({**tensors, f"{layer}.scale_weight": torch.tensor(0.5)}, path)
+    assert torch.equal(parameters(path)[name], once / 2)
+
+
+def test_a_folder_with_an_index_alone(tmp_path: Path) -> None:
+    """Read shards that Open-Sora's trainer saves, without config.json."""
+    model, tensors = chosen("open-sora, open-sora")
+    names = sorted(tensors)
+    files = {f"model-{i + 1:05}.safetensors": names[i::2] for i in range(2)}
+    for file, own in files.items():
+        save_file({name: tensors[name] for name in own}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    places = {name: file for file, own in files.items() for name in own}
+    index.write_text(json.dumps({"weight_map": places}))
+    assert holds_video_weights(tmp_path) and is_published(str(tmp_path))
+    with open_published(tmp_path) as opened:
+        opened.check()
+        assert (opened.form, opened.sizes) == (model.form, model.sizes)
+    path = tmp_path / "model-00002.safetensors"
+    assert refusal(path).endswith(
+        f"one of several files of a model; give their folder, {tmp_path}."
+    )
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "a.safetensors"}}))
+    assert not holds_video_weights(tmp_path)
+
+
+def test_other_models_in_a_file_of_comfyui(tmp_path: Path) -> None:
+    model, tensors = chosen("wan, original")
+    path = tmp_path / "a.safetensors"
+    own = {f"model.diffusion_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file({**own, "clip_vision.vision_model.x": torch.ones(1), "v_pred": torch.ones(1)}, path)
+    with open_published(path) as opened:
+        opened.check()
+        assert opened.sizes == model.sizes
+    lora = {"blocks.0.self_attn.q.lora_up.weight": torch.ones(1)}
+    save_file({**tensors, **lora}, path)
+    assert "lora_up.weight`, beside whole weights; give the model without them" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["net.", "module.", "model._fsdp_wrapped_module.", "module.model."]
+)
 def test_names_of_wrappers_and_variants_are_known(tmp_path: Path, prefix: str) -> None:
     """Read a trainer's names from a file, and a variant of diffusers from a folder."""
     model = next(models())
