@@ -1,17 +1,14 @@
-"""Functions that all model conversions share: importing weights, merging and exporting adapters.
+"""Functions that all model conversions share: importing weights, and merging adapters.
 
 A conversion runs in one process. Imported public weights become the checkpoint of iteration 0,
-which loads in any layout. Adapters are merged into weights, or exported for Hugging Face's peft.
-Each kind of model declares how to build its networks (`Network`) and how peft names their layers
-(`PeftLayers`). A CheckpointError is raised for a model that cannot be converted.
+which loads in any layout. Each kind of model declares how to build its networks (`Network`). A
+CheckpointError is raised for a model that cannot be converted.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -27,21 +24,19 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_ext.checkpoint import publish
-from megatron_ext.checkpoint.adapters import MARK, FrozenBase, adapters_among, load_adapters
+from megatron_ext.checkpoint.adapters import MARK, FrozenBase, load_adapters
 from megatron_ext.checkpoint.files import published
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.prepared import SavePreparer
-from megatron_ext.checkpoint.state import CRITIC, common_state, content_metadata, sharding_of
+from megatron_ext.checkpoint.state import common_state, content_metadata, sharding_of
 from megatron_ext.checkpoint.stored import CheckpointRef, check_files, choose, stored_progress
-from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
 from megatron_ext.checkpoint.writing import Value, write_common, write_shards
 from megatron_ext.config.finalize import derived
-from megatron_ext.config.optimizer import DEFAULT_ALPHA, LoraConfig
+from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import Device, select
-from megatron_ext.disk.writing import cleared, write_text
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.chunks import ModelChunk, build_chunks
 from megatron_ext.layers.fp8.scaling import HISTORY
@@ -161,10 +156,6 @@ def verified_folder(root: Path, step: int | None) -> Path:
     checkpoint = CheckpointRef(root, iteration, weights_only=False)
     check_files(checkpoint)
     return checkpoint.path
-
-
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model"
 
 
 @dataclass(frozen=True)
@@ -300,117 +291,3 @@ def _load(
         CheckpointManager(under, context, section=section).load(model=chunks)
     load_adapters(checkpoint, base, chunks, section, config, context)
     return iteration, stored_progress(checkpoint.path, Namespace())
-
-
-Part = tuple[str, str, Tensor]
-"""A LoRA matrix in Hugging Face's model: path of its layer, ``A`` or ``B``, and its values."""
-
-
-@dataclass(frozen=True)
-class PeftLayers:
-    """Maps a model's adapters to the layers of the same model in Hugging Face's transformers.
-
-    Attributes:
-        name: pattern that matches the names of the adapter matrices to export. Other adapters have
-            no counterpart in the Hugging Face model.
-        parts: takes the name and value of one of our adapter matrices, and yields the matrices that
-            replace it in the Hugging Face model, each as a `Part`.
-        target: takes the path of a Hugging Face layer, and returns peft's name for it
-            (``target_modules``).
-        task: peft's ``task_type``.
-    """
-
-    name: re.Pattern[str]
-    parts: Callable[[str, Tensor], Iterator[Part]]
-    target: Callable[[str], str]
-    task: str | None
-
-
-def export_adapters(
-    lora: LoraConfig,
-    root: Path,
-    output: Path,
-    layers: PeftLayers,
-    *,
-    section: str | None = None,
-    step: int | None = None,
-    base_model: str = "",
-) -> list[str]:
-    """Write a checkpoint's adapters in the format of Hugging Face's peft; needs no process group.
-
-    Args:
-        lora: the adapter settings of the run that saved the checkpoint.
-        root: folder of checkpoints.
-        output: folder to write to.
-        layers: maps our adapters to the layers of the Hugging Face model.
-        section: `CRITIC` for the second network, None for the model of the run.
-        step: iteration of the checkpoint; None for the latest.
-        base_model: name or path of the Hugging Face model that the adapters belong to.
-
-    Returns:
-        Names of adapters that have no place in a Hugging Face model and were left out.
-    """
-    from safetensors.torch import save_file
-
-    path = verified_folder(root, step)
-    is_critic = section == CRITIC
-    critic = f"{CRITIC}."
-    names = [
-        name
-        for name in adapters_among(stored_entries(path))
-        if name.startswith(critic) == is_critic
-    ]
-    if lora.lora_rank is None or not names:
-        raise CheckpointError(
-            f"`--load` ({root}) holds a model without adapters; give a run with `--lora-rank`."
-        )
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"`--output` ({output}) is not empty; give a new folder.")
-    matrices: dict[str, dict[str, list[Tensor]]] = {}
-    for name, matrix in read_tensors(path, [x for x in names if layers.name.match(x)]).items():
-        for module, kind, values in layers.parts(name, matrix):
-            matrices.setdefault(module, {"A": [], "B": []})[kind].append(values)
-    tensors = {}
-    ranks = dict[str, int]()
-    for module, found in matrices.items():
-        # Adapters of ours on several parts of one layer are together one of a higher rank.
-        for kind, dimension in (("A", 0), ("B", 1)):
-            joined = torch.cat(found[kind], dim=dimension).contiguous()
-            tensors[f"{PREFIX}.{module}.lora_{kind}.weight"] = joined
-        ranks[layers.target(module)] = lora.lora_rank * len(found["A"])
-    description = _peft_config(lora, ranks, base_model, layers.task)
-    output.mkdir(parents=True, exist_ok=True)
-    # diffusers reads the configuration from the file's header, under names like those of tensors.
-    own = {f"{PREFIX}.{name}": value for name, value in description.items()}
-    header = {"format": "pt", "lora_adapter_metadata": json.dumps(own)}
-    save_file(tensors, cleared(output / WEIGHTS), metadata=header)
-    write_text(output / CONFIG, json.dumps(description, indent=2))
-    return [name for name in names if not layers.name.match(name)]
-
-
-def _peft_config(
-    lora: LoraConfig, ranks: dict[str, int], base_model: str, task: str | None
-) -> dict[str, Any]:
-    """Return peft's description of adapters, which have these ranks by peft's name of the layer."""
-    assert lora.lora_rank is not None
-    alpha = DEFAULT_ALPHA if lora.lora_alpha is None else lora.lora_alpha
-    higher = {name: rank for name, rank in ranks.items() if rank != lora.lora_rank}
-    return {
-        "peft_type": "LORA",
-        "task_type": task,
-        "base_model_name_or_path": base_model,
-        "inference_mode": True,
-        "r": lora.lora_rank,
-        "lora_alpha": alpha,
-        "rank_pattern": higher,
-        # What alpha is divided by, the rank or its root, is larger for them.
-        "alpha_pattern": {
-            name: alpha * (rank / lora.lora_rank) ** (0.5 if lora.lora_rslora else 1.0)
-            for name, rank in higher.items()
-        },
-        "lora_dropout": lora.lora_dropout,
-        "use_rslora": lora.lora_rslora,
-        "target_modules": sorted(ranks),
-        "bias": "none",
-        "fan_in_fan_out": False,
-    }

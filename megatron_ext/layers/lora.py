@@ -39,6 +39,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_ext.config.lora_targets import adapts
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.fused_rows import fused_rows
@@ -159,8 +160,6 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
     Raises:
         ConfigError: a chunk has layers, but ``--lora-target-modules`` names none of them.
     """
-    named = config.lora_target_modules
-    targets: Sequence[str] = ALL_TARGETS if named is None else named
     for chunk in chunks:
         fused = {}
         if config.lora_separate_projections:
@@ -169,7 +168,7 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
         for name, layer in list(chunk.named_modules()):
             own_name = name.rpartition(".")[2]
             in_a_layer = _IN_A_LAYER.search(name)
-            if own_name in targets and in_a_layer and isinstance(layer, Layer):
+            if in_a_layer and isinstance(layer, Layer) and adapts(config, name):
                 config_of_layer: Any = getattr(layer, "config", None)
                 gated = own_name == "linear_fc1" and config_of_layer.gated_linear_unit
                 rows = fused.get(layer.weight, (layer.weight.size(0),))
@@ -177,8 +176,9 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
         matrices = [adapter.a for _, adapter in _adapted(chunk)]
         if not matrices and any(_IN_A_LAYER.search(name) for name, _ in chunk.named_parameters()):
             raise ConfigError(
-                f"`--lora-target-modules` ({' '.join(targets)}) names no linear "
-                "layer of this model; give names that it has, or leave out `--lora-rank`."
+                f"`--lora-target-modules` ({' '.join(config.lora_target_modules or ALL_TARGETS)}) "
+                "names no linear layer of this model; give names that it has, or leave out "
+                "`--lora-rank`."
             )
         uniform = partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
         _draw_by_name(chunk, matrices, uniform, seed)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_ext.config.lora_targets import adapts
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.planning.products import Linear
 
@@ -77,7 +78,7 @@ def weights_of(linear: Linear, lora: LoraConfig, module: str = "") -> list[Weigh
     weights = list(_plain_weights(linear, module))
     name = module + linear.name
     own = name.rpartition(".")[2]
-    if lora.lora_rank and own in (lora.lora_target_modules or []):
+    if lora.lora_rank and adapts(lora, name):
         inner = inner_width(lora, own, gated=linear.gated)
         for kind, numel, ranks in (
             ("a", inner * linear.inputs // linear.columns, linear.columns),

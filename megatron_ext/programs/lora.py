@@ -1,11 +1,11 @@
-"""Merges the adapters of a run with --lora-rank into its weights, or exports them for peft.
+"""Merges the adapters of a run with --lora-rank into its weights, or exports them.
 
 python tools/lora.py merge --load RUN --save MERGED
 python tools/lora.py export --load RUN --output ADAPTER --base-model meta-llama/Llama-3.2-1B
 
-Adapters of a video run (pretrain_video.py) fit diffusers' WanTransformer3DModel when exported. With
---task streaming two networks have adapters, of which --network chooses one; the default is the
-generator.
+Adapters of a video run (pretrain_video.py) have the names of diffusers' class of its network, or,
+by --format, those of kohya's programs, of ComfyUI or of the original code. With --task streaming
+two networks have adapters, of which --network chooses one; the default is the generator.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ext.checkpoint.adapter_forms import FORMS
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.flags import NATURAL
 from megatron_ext.config.run import RunConfig
@@ -35,7 +36,8 @@ from megatron_ext.video.task import FLOW
 
 # Imported when they are called, so that help and a wrong option need no torch.
 _CONVERSION = "megatron_ext.checkpoint.conversion"
-export_adapters = later(f"{_CONVERSION}:export_adapters")
+_FILES = "megatron_ext.checkpoint.adapter_files"
+export_adapters = later(f"{_FILES}:export_adapters")
 adapters_of = later("megatron_ext.video.convert.adapters:adapters_of")
 is_streaming = later("megatron_ext.video.convert.find:is_streaming")
 merge_checkpoint = later(f"{_CONVERSION}:merge_checkpoint")
@@ -51,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(dest="command", required=True)
     merge = commands.add_parser("merge", help="write a checkpoint without adapters")
-    export = commands.add_parser("export", help="write a folder that peft loads")
+    export = commands.add_parser("export", help="write adapters that other programs load")
     for command in (merge, export):
         command.add_argument(
             "--load", type=Path, required=True, help="folder of the run's checkpoints"
@@ -72,7 +74,19 @@ def parser() -> argparse.ArgumentParser:
         help="weights under adapters that were saved alone, as of a streaming run; default: where "
         "the run found them",
     )
-    export.add_argument("--output", type=Path, required=True, help="new folder for the adapters")
+    export.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="new folder for the adapters; for kohya, comfyui and original a new .safetensors file",
+    )
+    export.add_argument(
+        "--format",
+        choices=FORMS,
+        default="peft",
+        help="form of the adapters: a folder that peft or diffusers loads, or a file of kohya "
+        "(musubi-tuner), of ComfyUI, or with the original code's names; default: peft",
+    )
     export.add_argument(
         "--base-model", default="", help="the model's name on Hugging Face, or path"
     )
@@ -110,12 +124,24 @@ def _merge(args: argparse.Namespace) -> None:
 def _export(args: argparse.Namespace) -> None:
     run, task = _saved_run(args)
     video = task is not GPT
-    layers = adapters_of(run, args.network) if video else peft_layers(run, args.load)
+    if not video and args.format != "peft":
+        raise CheckpointError(
+            f"`--format {args.format}` is for runs of `pretrain_video.py`, but `--load` "
+            f"({args.load}) holds a language model; leave it out."
+        )
+    if args.base_model and args.format not in ("peft", "diffusers"):
+        raise CheckpointError(
+            f"`--base-model` ({args.base_model}) has no effect with `--format {args.format}`, "
+            "whose files name no model; leave it out."
+        )
+    form = FORMS[args.format]
+    layers = adapters_of(run, form, args.network) if video else peft_layers(run, args.load)
     left_out = export_adapters(
         run.lora,
         args.load,
         args.output,
         layers,
+        form=form,
         section="critic" if args.network == "critic" else None,
         step=args.ckpt_step,
         base_model=args.base_model,

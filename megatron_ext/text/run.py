@@ -46,13 +46,13 @@ SAMPLES = "megatron_ext.text.generation.samples"
 
 
 def weights_of_folder(
-    config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module]
+    config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module], loaded: Any
 ) -> list[str] | None:
     """Load the weights in the folder of ``--load-hf`` into the model chunks of this rank.
 
-    Return notes for the user, or None if the flag is not given.
+    Return notes for the user, or None without the flag, or if others were ``loaded``.
     """
-    if not loads_folder(config):
+    if loaded is not None or not loads_folder(config):
         return None
     load: Callable[..., list[str]] = later(f"{FOLDERS}:load_initial_weights")
     if not config.optimizer.shards_weights:

@@ -89,7 +89,7 @@ def build_run(
     source, saved_at = "start", 0
     notes: list[str] | None = None
     if task.initial_weights is not None and _needs_base(config):
-        notes = task.initial_weights(config, context, chunks)
+        notes = task.initial_weights(config, context, chunks, None)
     if config.checkpoint.is_used or stores:
         from megatron_ext.checkpoint.resume import Resume
 
@@ -100,8 +100,9 @@ def build_run(
         saved_at = resume.saved_at
     if loaded is not None:
         _continue_schedules(runner, config, loaded, context)
-    if loaded is None and task.initial_weights is not None:
-        notes = notes or task.initial_weights(config, context, chunks)
+    if task.initial_weights is not None and (loaded is None or not loaded.goes_on):
+        if loaded is not None or notes is None:
+            notes = task.initial_weights(config, context, chunks, loaded)
         _follow_new_weights(notes, optimizer, ema, context)
     overlap = config.optimizer.gathers_in_forward and trains
     parameter_gather = ParameterGather(chunks, transformer_config, overlap=overlap)

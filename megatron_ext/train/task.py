@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     PrepareBatches = Callable[[RunConfig, Sequence[Batch], ParallelContext], Sequence[Batch]]
     SourceProvider = Callable[[Any, Any, Any, int, bool], BatchSource]
     InitialWeights = Callable[
-        [RunConfig, ParallelContext, Sequence[torch.nn.Module]], list[str] | None
+        [RunConfig, ParallelContext, Sequence[torch.nn.Module], Any], list[str] | None
     ]
     BoundaryShape = Callable[[Any, torch.nn.Module], Sequence[int]]
 
@@ -155,8 +155,9 @@ class Task(TaskFlags):
         sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
         perplexity: whether the loss named "lm loss" is a cross-entropy; evaluation then also
             reports its exponential.
-        initial_weights: ``(config, context, chunks)``, called if a run loads no checkpoint. It may
-            put weights into the model, and returns notes on them, or None if it changed nothing.
+        initial_weights: ``(config, context, chunks, loaded)``, called if no checkpoint continues,
+            with a checkpoint's weights ``loaded`` or None. It may put others into the model, and
+            returns notes on them, or None if it changed nothing.
         step_runner: ``(config, task, context, transformer_config, chunks, optimizer, scheduler)``
             to the `step.StepRunner` that runs the steps; None for `step.StepRunner` itself.
         preflight: ``(config)`` to the configuration, completed from the data, and the task's

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from megatron_ext.checkpoint.conversion import Part, PeftLayers
+from megatron_ext.checkpoint.adapter_files import Part, PublicLayers, joined_parts
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.convert.config import fitting_family
@@ -19,7 +20,7 @@ _ADAPTER = re.compile(
 )
 
 
-def peft_layers(config: RunConfig, root: Path) -> PeftLayers:
+def peft_layers(config: RunConfig, root: Path) -> PublicLayers:
     """Return the map from our LoRA adapters to the layers of the model's Hugging Face family.
 
     If the model fits no family, its layers get Llama's names; adapters on an MLP without
@@ -71,4 +72,6 @@ def peft_layers(config: RunConfig, root: Path) -> PeftLayers:
                         piece[rows] = values[run.row : run.row + run.count]
                 yield tensor.removesuffix(".weight"), kind, piece
 
-    return PeftLayers(_ADAPTER, parts, lambda path: path.rpartition(".")[2], "CAUSAL_LM")
+    return PublicLayers(
+        _ADAPTER, partial(joined_parts, parts), lambda path: path.rpartition(".")[2], "CAUSAL_LM"
+    )

@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron_ext.config.flags import changed, changed_fields, default_of, flags_of, spelling_of
 from megatron_ext.config.inapplicable import Inapplicable, longer_than_run, names_of
+from megatron_ext.config.lora_targets import without_parts
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
-from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig, section_name
 from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.errors import ConfigError, FlagError
@@ -33,7 +33,13 @@ from megatron_ext.video.config.run import (
     TextDropoutConfig,
     VideoConfig,
 )
-from megatron_ext.video.config.weights import PublishedConfig, starting, weights_errors
+from megatron_ext.video.config.weights import (
+    PublishedConfig,
+    adapter_errors,
+    starting,
+    weights_errors,
+    with_adapters,
+)
 from megatron_ext.video.networks import NETWORKS
 from megatron_ext.video.networks.lookup import (
     all_networks,
@@ -167,6 +173,7 @@ def resolve_flow(config: RunConfig) -> RunConfig:
     resolved = network.resolve(config)
     if not network.takes_adapters:
         return resolved
+    resolved = with_adapters(resolved)
     return dataclasses.replace(resolved, lora=_adapters(resolved.lora))
 
 
@@ -177,7 +184,7 @@ def _adapters(lora: LoraConfig) -> LoraConfig:
     targets = lora.lora_target_modules
     return dataclasses.replace(
         lora,
-        lora_target_modules=list(ALL_TARGETS) if targets is None else targets,
+        lora_target_modules=list(ALL_TARGETS) if targets is None else without_parts(targets),
         saves_adapters_only=True,
     )
 
@@ -199,8 +206,9 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
         ema = dataclasses.replace(ema, ema_start=start, ema_warmup=warmup)
     checkpoint = dataclasses.replace(config.checkpoint, starts_others=streaming.starts_others)
     model = streaming.described(config.model)
+    config = with_adapters(dataclasses.replace(config, model=model))
     lora = _adapters(config.lora)
-    return dataclasses.replace(config, model=model, lora=lora, ema=ema, checkpoint=checkpoint)
+    return dataclasses.replace(config, lora=lora, ema=ema, checkpoint=checkpoint)
 
 
 def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
@@ -210,7 +218,7 @@ def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
     """
     errors = resolved.section(SampleConfig).own_errors(resolved.checkpoint.save)
     errors += weights_errors(config, resolved)
-    errors += target_errors(resolved.lora, ALL_TARGETS)
+    errors += adapter_errors(config, resolved)
     schedule = config.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
         errors.append(

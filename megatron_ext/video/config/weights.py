@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _TRAINING = "megatron_ext.video.convert.training"
 FILL = later(f"{_TRAINING}:fill_network")
 """Loads published weights under adapters, as `checkpoint.conversion.Network.fill`."""
+_ADAPTERS = "megatron_ext.video.convert.adapter_training"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class PublishedConfig(Changeable):
     load_weights_entry: str | None = flag(
         None,
         "entry of a .pt file of --load-weights, such as generator_ema; default: the only one",
+        from_checkpoint=False,
+    )
+    adapter_path: str | None = flag(
+        None,
+        "folder or file of LoRA adapters to go on from, of peft, diffusers, kohya or ComfyUI; it "
+        "gives --lora-rank and the other flags of adapters",
         from_checkpoint=False,
     )
     weights_origin: dict[str, Any] | None = derived()
@@ -85,6 +92,28 @@ def weights_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
     return errors
 
 
+def with_adapters(config: RunConfig) -> RunConfig:
+    """Return the configuration with the flags of adapters that ``--adapter-path`` determines.
+
+    The network's sizes must be known. Nothing changes without the flag.
+    """
+    if config.section(PublishedConfig).adapter_path is None:
+        return config
+    resolved: RunConfig = later(f"{_ADAPTERS}:with_adapters")(config)
+    return resolved
+
+
+def adapter_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
+    """Return an error for each fault in ``--adapter-path`` and the flags of adapters beside it.
+
+    ``config`` has the flags as given, ``resolved`` also values derived from them.
+    """
+    if (config.lora.lora_rank, config.section(PublishedConfig).adapter_path) == (None, None):
+        return []
+    errors: list[FlagError] = later(f"{_ADAPTERS}:adapter_errors")(config, resolved)
+    return errors
+
+
 def check_sizes(config: RunConfig) -> RunConfig:
     """Return ``config``, whose network must have the sizes of ``--load-weights``, if it is given.
 
@@ -104,13 +133,17 @@ def weights_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def initial_weights(
-    config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module]
+    config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module], loaded: Any
 ) -> list[str] | None:
-    """Load the weights of ``--load-weights`` into the model chunks of this rank.
+    """Load the weights of ``--load-weights`` and ``--adapter-path`` into this rank's model chunks.
 
-    Return notes for the user, or None if the flag is not given.
+    If a checkpoint's weights are ``loaded``, only the adapters are. Return notes for the user, or
+    None if neither flag gives any.
     """
-    if config.section(PublishedConfig).load_weights is None:
-        return None
-    notes: list[str] = later(f"{_TRAINING}:load_initial_weights")(config, chunks)
-    return notes
+    given = config.section(PublishedConfig)
+    notes = list[str]()
+    if given.load_weights is not None and loaded is None:
+        notes += later(f"{_TRAINING}:load_initial_weights")(config, chunks)
+    if given.adapter_path is not None:
+        notes += later(f"{_ADAPTERS}:load_adapters")(config, chunks)
+    return notes or None

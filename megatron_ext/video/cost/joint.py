@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from typing_extensions import Self
 
+from megatron_ext.config.lora_targets import adapts
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.network import Flops, Volume, ring
 from megatron_ext.planning.products import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear
@@ -30,6 +31,10 @@ from megatron_ext.video.config.joint import JointConfig, JointSizes
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.cost.clip import BlockBytes, Clip, ClipNetwork
 from megatron_ext.video.model.joint_blocks import stage_blocks
+
+_DOUBLE = ("double_blocks.img", "double_blocks.txt")
+_SINGLE = ("single_blocks",)
+"""The kinds of the streams of a double and of a single block (`config.lora_targets`)."""
 
 
 def flops_of_clip(sizes: JointSizes, num_text: int, num_image: int) -> float:
@@ -248,26 +253,29 @@ class JointNetwork(ClipNetwork):
         Nothing is kept if shifts, scales and gates have no gradient: their weights are frozen, and
         no earlier stage is sent the gradient of ``vec``.
         """
-        targets = self.config.lora.lora_target_modules or []
-        has_gradient = self._trains or "modulation" in targets or self.sizes.pp > 1
+        adapted = any(
+            adapts(self.config.lora, f"{block}.modulation") for block in (*_DOUBLE, *_SINGLE)
+        )
+        has_gradient = self._trains or adapted or self.sizes.pp > 1
         return self.block_bytes.stream * has_gradient
 
-    def _adapters(self) -> int:
+    def _adapters(self, streams: Sequence[str]) -> int:
         """Return the bytes of the products ``A x`` that a block's LoRA adapters keep.
 
-        Text and image have adapters of their own, but each token goes through one of them.
+        ``streams`` are the kinds of the block's streams. Text and image have adapters of their own,
+        but each token goes through one of them.
         """
         lora = self.config.lora
         layers = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-        targets = [name for name in lora.lora_target_modules or [] if name in layers]
-        return self.block_bytes.rows * sum(inner_width(lora, x) for x in targets) * self.sizes.width
+        own = [x for x in layers if any(adapts(lora, f"{stream}.{x}") for stream in streams)]
+        return self.block_bytes.rows * sum(inner_width(lora, x) for x in own) * self.sizes.width
 
     def _double(self) -> LayerBytes:
         width = self.block_bytes
         # What goes through the gate is kept for the gradient of the gate.
         entering = width.stream + width.statistics + width.whole + 2 * self._moved
         attention = LayerBytes(
-            entering + self._attended(joins=True) + self._adapters(),
+            entering + self._attended(joins=True) + self._adapters(_DOUBLE),
             width.stream + width.gradients(3 * width.h),
         )
         inner = self.mlp(self.model.mlp_size)
@@ -285,7 +293,7 @@ class JointNetwork(ClipNetwork):
         width = self.block_bytes
         inner = self.mlp(self.model.mlp_size)
         kept = width.stream + width.statistics + width.whole + 2 * self._moved
-        kept += self._attended(joins=False) + inner.kept + self._adapters()
+        kept += self._attended(joins=False) + inner.kept + self._adapters(_SINGLE)
         transient = max(width.gradients(3 * width.h), inner.transient + width.whole)
         both = in_order(self._modulation(3), LayerBytes(kept, width.stream + transient))
         if not self._trains:

@@ -454,11 +454,11 @@ def test_adapters_on_an_mlp_with_another_gate_have_the_names_of_its_family(
     both = torch.zeros(2 * SIZES["intermediate_size"], 3)
     layers = peft_layers(config, tmp_path)
     assert layers.task == "CAUSAL_LM"
-    parts = layers.parts("decoder.layers.1.mlp.linear_fc1.lora.b", both)
+    ours = "decoder.layers.1.mlp.linear_fc1.lora"
+    pairs = layers.pairs({f"{ours}.a": torch.zeros(3, 8), f"{ours}.b": both})
     names = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up")]
-    assert [(name, kind, len(piece)) for name, kind, piece in parts] == [
-        (name, "B", SIZES["intermediate_size"]) for name in names
-    ]
+    shapes = {name: (len(a), len(b)) for name, (a, b) in pairs.items()}
+    assert shapes == dict.fromkeys(names, (3, SIZES["intermediate_size"]))
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, LLAMA3])

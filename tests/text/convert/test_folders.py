@@ -322,13 +322,11 @@ def test_adapters_of_each_layer_have_its_number_and_heads(more: list[str], tmp_p
         (name, rows),
         (name.replace("s.1.", "s."), torch.stack([0 * rows, rows])),
     ):
-        found = {(tensor, kind): piece for tensor, kind, piece in layers.parts(given, matrix)}
+        low = torch.randn(*matrix.shape[:-2], 3, 32)
+        found = layers.pairs({f"{given[:-1]}a": low, given: matrix})
         assert len(found) == (3 if given is name else 6)
         for part, values in want.items():
-            piece = found[f"model.layers.1.{stem.format(part)}", "B"]
-            assert torch.equal(piece, values.reshape(-1, 3))
-    low = torch.randn(3, 32)
-    found = {(tensor, kind): piece for tensor, kind, piece in layers.parts(f"{name[:-1]}a", low)}
-    assert {tensor for tensor, _ in found} == {f"model.layers.1.{stem.format(x)}" for x in "qkv"}
-    assert all(torch.equal(piece, low) for piece in found.values())
-    assert len({piece.data_ptr() for piece in found.values()}) == 3
+            a, b = found[f"model.layers.1.{stem.format(part)}"]
+            assert torch.equal(b, values.reshape(-1, 3))
+            assert torch.equal(a, low if given is name else low[1])
+        assert len({a.data_ptr() for a, _ in found.values()}) == len(found)

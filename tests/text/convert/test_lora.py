@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_ext.checkpoint.conversion import export_adapters
+from megatron_ext.checkpoint.adapter_files import export_adapters
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.run import RunConfig

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_ext.config.lora_targets import adapts
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.network import Flops, Volume, ring
@@ -19,7 +20,7 @@ from megatron_ext.video.model.chunk import stage_blocks
 from megatron_ext.video.model.window import window_of
 from megatron_ext.video.networks.wan.attention import AttentionPlan
 from megatron_ext.video.networks.wan.config import VideoDiTConfig, VideoDiTSizes, is_causal
-from megatron_ext.video.networks.wan.convert.names import shapes
+from megatron_ext.video.networks.wan.convert.names import BLOCK_MODULES, shapes
 from megatron_ext.video.networks.wan.flops import flops_of_sample
 
 
@@ -208,11 +209,12 @@ class DiTNetwork(StreamedCost):
         """Return the bytes of the products ``A x`` that a block's LoRA adapters keep."""
         lora = self.config.lora
         width = self.block_bytes
-        rows = {"linear_qkv": 1, "linear_proj": 2, "linear_q": 1, "linear_fc1": 1, "linear_fc2": 1}
-        targets = lora.lora_target_modules or []
-        kept = width.rows * sum(rows.get(name, 0) * inner_width(lora, name) for name in targets)
-        if "linear_kv" in targets:
-            kept += self._text_rows * inner_width(lora, "linear_kv")
+        others = {"linear_kv": self._text_rows, "linear_vision_kv": self._vision_rows}
+        kept = 0
+        for layer in BLOCK_MODULES:
+            name = layer.rpartition(".")[2]
+            if name.startswith("linear") and adapts(lora, f"blocks.{layer}"):
+                kept += others.get(name, width.rows) * inner_width(lora, name)
         return kept * self.sizes.width
 
     def layer(self) -> LayerBytes:

@@ -70,15 +70,14 @@ def record(run: Run, path: Path) -> None:
 
 def with_peft(adapters: dict[str, Tensor]) -> Any:
     """Return diffusers' model with peft's adapters on all linear layers of its blocks."""
-    parts = layers_of(CONVERSION, SIZES_OF_CLIPS, RANK).parts
-    names = {name: list(parts(name, matrix)) for name, matrix in adapters.items()}
-    layers = {layer for of_name in names.values() for layer, _, _ in of_name}
-    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=sorted(layers))
+    pairs = layers_of(CONVERSION, SIZES_OF_CLIPS, RANK).pairs(adapters)
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=sorted(pairs))
     model: Any = peft.get_peft_model(network(SIZES_OF_CLIPS), config)
     modules = dict(model.base_model.model.named_modules())
     with torch.no_grad():
-        for layer, kind, matrix in (each for of_name in names.values() for each in of_name):
-            getattr(modules[layer], f"lora_{kind}")["default"].weight.copy_(matrix)
+        for layer, (a, b) in pairs.items():
+            modules[layer].lora_A["default"].weight.copy_(a)
+            modules[layer].lora_B["default"].weight.copy_(b)
     return model.double()
 
 
