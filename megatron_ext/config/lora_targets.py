@@ -1,23 +1,14 @@
 """Names of the layers that get LoRA adapters, as ``--lora-target-modules`` takes them.
 
 A layer's kind is its name without numbers, such as ``blocks.self_attention.linear_qkv``. A target
-names each layer whose kind ends with it: ``linear_qkv``, or ``self_attention.linear_qkv``. Of video
-networks it may also be a part of the blocks, which stands for several.
+names each layer whose kind ends with it: ``linear_qkv``, or ``self_attention.linear_qkv``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
-
-PARTS = {
-    "attn": ("linear_qkv", "linear_proj", "linear_q", "linear_kv", "linear_vision_kv"),
-    "mlp": ("linear_fc1", "linear_fc2"),
-    "modulation": ("modulation",),
-}
-"""The linear layers of a part of a video network's blocks, by the part's name."""
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
@@ -38,8 +29,3 @@ def adapts(lora: LoraConfig, layer: str) -> bool:
         return False
     targets = ALL_TARGETS if lora.lora_target_modules is None else lora.lora_target_modules
     return any(is_named(layer, target) for target in targets)
-
-
-def without_parts(targets: Iterable[str]) -> list[str]:
-    """Return targets with the layers of a part in its place, each once."""
-    return list(dict.fromkeys(x for target in targets for x in PARTS.get(target, (target,))))

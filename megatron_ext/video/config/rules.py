@@ -7,13 +7,12 @@ has the flags as given, ``resolved`` also the values that the engine and the tas
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from megatron_ext.config.flags import changed, changed_fields, default_of, flags_of, spelling_of
 from megatron_ext.config.inapplicable import Inapplicable, longer_than_run, names_of
-from megatron_ext.config.lora_targets import without_parts
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.config.run import RunConfig, section_name
@@ -175,6 +174,19 @@ def resolve_flow(config: RunConfig) -> RunConfig:
         return resolved
     resolved = with_adapters(resolved)
     return dataclasses.replace(resolved, lora=_adapters(resolved.lora))
+
+
+PARTS = {
+    "attn": ("linear_qkv", "linear_proj", "linear_q", "linear_kv", "linear_vision_kv"),
+    "mlp": ("linear_fc1", "linear_fc2"),
+    "modulation": ("modulation",),
+}
+"""The linear layers of a part of a video network's blocks, by the part's name."""
+
+
+def without_parts(targets: Iterable[str]) -> list[str]:
+    """Return targets with the layers of a part in its place, each once."""
+    return list(dict.fromkeys(x for target in targets for x in PARTS.get(target, (target,))))
 
 
 def _adapters(lora: LoraConfig) -> LoraConfig:

@@ -13,12 +13,13 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ext.checkpoint.adapter_files import flattened, read_adapters
 from megatron_ext.checkpoint.adapters import MARK
-from megatron_ext.config.lora_targets import PARTS, adapts, is_named, without_parts
+from megatron_ext.config.lora_targets import adapts, is_named
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError, FlagError
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.parallel.collectives import on_every_rank
+from megatron_ext.video.config.rules import PARTS, without_parts
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.weights import PublishedConfig
 from megatron_ext.video.convert.adapters import AdapterMap, Adapters

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.convert import config as config_module
 from megatron_ext.text.convert.adapters import peft_layers
@@ -450,7 +451,9 @@ def test_adapters_on_an_mlp_with_another_gate_have_the_names_of_its_family(
     """Gemma 2 has GELU as its gate; only models of no family need ``--swiglu``."""
     gpt = Gpt.of_fields(read(tmp_path, "gemma2").fields)
     monkeypatch.setattr(Gpt, "of", lambda config: gpt)
-    config: Any = SimpleNamespace(model=SimpleNamespace(num_layers=2, swiglu=False))
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(num_layers=2, swiglu=False), lora=LoraConfig(lora_rank=3)
+    )
     both = torch.zeros(2 * SIZES["intermediate_size"], 3)
     layers = peft_layers(config, tmp_path)
     assert layers.task == "CAUSAL_LM"

@@ -312,7 +312,7 @@ LLAMA_LIKE = (
 @pytest.mark.parametrize("more", [[], ["--normalization", "LayerNorm"]])
 def test_adapters_of_each_layer_have_its_number_and_heads(more: list[str], tmp_path: Path) -> None:
     """A model of no family has Llama's names. 4 heads of 8 channels share 2 keys and values."""
-    layers = peft_layers(config_of([*SMALL, *LLAMA_LIKE, *more]), tmp_path)
+    layers = peft_layers(config_of([*SMALL, *LLAMA_LIKE, *more, "--lora-rank", "3"]), tmp_path)
     rows = torch.arange(64.0)[:, None].repeat(1, 3)
     groups = rows.view(2, 4, 8, 3)
     want = {"q": groups[:, :2], "k": groups[:, 2:3], "v": groups[:, 3:]}

@@ -6,21 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.adapter_files import read_adapters, write_adapters
 from megatron_ext.checkpoint.adapter_forms import FORMS, AdapterForm
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.video.convert.adapter_training import read_for
-from megatron_ext.video.convert.adapters import Adapters, AdapterMap, layers_of
+from megatron_ext.video.convert.adapters import AdapterMap, Adapters, layers_of
 from megatron_ext.video.convert.exporting import public_tensor
 from megatron_ext.video.networks.hunyuan.config import SIZES as HUNYUAN
 from megatron_ext.video.networks.hunyuan.convert.conversion import CONVERSION as HUNYUAN_WEIGHTS
-from megatron_ext.video.networks.mmdit.convert.conversion import CONVERSION as MMDIT_WEIGHTS
-from megatron_ext.video.networks.published import Conversion
-from megatron_ext.video.networks.wan.convert.conversion import CONVERSION as WAN_WEIGHTS
 from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT
+from megatron_ext.video.networks.mmdit.convert.conversion import CONVERSION as MMDIT_WEIGHTS
+from megatron_ext.video.networks.wan.convert.conversion import CONVERSION as WAN_WEIGHTS
 from tests.video.wan_run import SIZES_OF_CLIPS
 
 NETWORKS = {
