@@ -25,7 +25,7 @@ from megatron_ext.checkpoint.safetensors_files import TensorFolder, check_dtype
 from megatron_ext.checkpoint.state import CRITIC
 from megatron_ext.checkpoint.unpickling import plain_content, read_tensors, stored_entries
 from megatron_ext.config.optimizer import DEFAULT_ALPHA, LoraConfig
-from megatron_ext.disk.reading import read_model_settings
+from megatron_ext.disk.reading import UnreadableFile, parse_json, read_model_settings
 from megatron_ext.disk.writing import cleared, write_text
 from megatron_ext.errors import CheckpointError
 
@@ -351,9 +351,9 @@ def _settings_in(text: str, file: Path) -> dict[str, Any]:
     Each has a beginning, the name of the model that it is for.
     """
     try:
-        content = json.loads(text)
+        content = parse_json(text, file, not_finite=True)
         return {str(name).rpartition(".")[2]: value for name, value in content.items()}
-    except (ValueError, AttributeError) as error:
+    except (UnreadableFile, AttributeError) as error:
         raise CheckpointError(
             f"{file} says `{_HEADER}` in its header, which is no JSON object; save it again."
         ) from error

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers import WanPipeline
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.adapter_files import read_adapters, write_adapters
 from megatron_ext.checkpoint.adapter_forms import FORMS, AdapterForm
 from megatron_ext.config.optimizer import LoraConfig
+from megatron_ext.errors import CheckpointError
 from megatron_ext.video.convert.adapter_training import read_for
 from megatron_ext.video.convert.adapters import AdapterMap, Adapters, layers_of
 from megatron_ext.video.convert.exporting import public_tensor
@@ -19,6 +25,9 @@ from megatron_ext.video.networks.hunyuan.convert.conversion import CONVERSION as
 from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT
 from megatron_ext.video.networks.mmdit.convert.conversion import CONVERSION as MMDIT_WEIGHTS
 from megatron_ext.video.networks.wan.convert.conversion import CONVERSION as WAN_WEIGHTS
+from tests.video.networks.harness import relative
+from tests.video.networks.wan.convert.models import inputs, network
+from tests.video.networks.wan.convert.models import theirs as flow_of
 from tests.video.wan_run import SIZES_OF_CLIPS
 
 NETWORKS = {
@@ -114,3 +123,153 @@ def test_a_file_changes_the_public_weights_as_ours(
         assert torch.allclose(own.scale * own.b @ own.a, wanted, atol=1e-4)
         changed += 1
     assert changed == len(file.layers)
+
+
+def changed(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Write a file of adapters again with other tensors, and without settings in its header."""
+    save_file(change(load_file(path)), path)
+
+
+FIRST = "blocks.0.self_attn.q"
+"""A layer of Wan as the original code names it, whose adapter files of ComfyUI have."""
+
+
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def with_tensor(name: str, values: Tensor) -> Change:
+    return lambda tensors: {**tensors, name: values}
+
+
+def without(part: str) -> Change:
+    return lambda tensors: {name: x for name, x in tensors.items() if part not in name}
+
+
+def only(*parts: str) -> Change:
+    return lambda tensors: {n: x for n, x in tensors.items() if any(part in n for part in parts)}
+
+
+def narrow(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        n: x[:, :32].clone() if n.endswith("q.lora_A.weight") else x for n, x in tensors.items()
+    }
+
+
+def renamed(name: str) -> Change:
+    return lambda tensors: {n.replace(FIRST, name): x for n, x in tensors.items()}
+
+
+OWN = f"diffusion_model.{FIRST}"
+WRONG: dict[str, tuple[Change, str]] = {
+    "dora": (with_tensor(f"{OWN}.dora_scale", torch.ones(4)), "a magnitude of DoRA"),
+    "loha": (with_tensor(f"{OWN}.hada_w1_a", torch.ones(4, 4)), "a matrix of LoHa"),
+    "lokr": (with_tensor(f"{OWN}.lokr_w1", torch.ones(4, 4)), "a matrix of LoKr"),
+    "bias": (with_tensor(f"{OWN}.diff_b", torch.ones(4)), "a change of a whole tensor"),
+    "text": (with_tensor("lora_te1_x.lora_down.weight", torch.ones(4, 4)), "a text encoder"),
+    "other": (with_tensor("blocks.0.norm.weight", torch.ones(4)), "is part of no LoRA adapter"),
+    "half": (without(f"{FIRST}.lora_B"), f"matrix A of `{OWN}` without matrix B"),
+    "alpha": (with_tensor(f"{OWN}.alpha", torch.tensor(0.0)), "must be one number above 0"),
+    "scale": (with_tensor(f"{OWN}.alpha", torch.tensor(2.0)), "would be rounded; give"),
+    "rank": (with_tensor(f"{OWN}.lora_A.weight", torch.ones(3, 64)), "must be [rank, in] and"),
+    "size": (narrow, "with shape [64, 32], but this Wan 2.1 or 2.2 has [64, 64]"),
+    "outer": (renamed("head.head"), "of `head.head`, which is none of the linear layers in the"),
+    "unknown": (renamed("blocks.9.q"), "`blocks.9.q`, which this Wan 2.1 or 2.2 does not have"),
+    "none": (lambda _: {"blocks.0.weight": torch.ones(2)}, "holds no LoRA adapters, but tensors"),
+    "8 bits": (
+        lambda tensors: {n: x.to(torch.float8_e4m3fn) for n, x in tensors.items()},
+        "which is no float32, bfloat16 or float16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_that_cannot_be_held_is_refused(name: str, tmp_path: Path) -> None:
+    change, said = WRONG[name]
+    path = write("wan", FORMS["comfyui"], tmp_path, separate=True)
+    changed(path, change)
+    with pytest.raises(CheckpointError, match=re.escape(said)) as error:
+        read_for(WAN_WEIGHTS, SIZES_OF_CLIPS, path)
+    assert len(error.value.messages) == 1 and str(error.value).endswith(".")
+
+
+def test_wrong_folders_are_refused(tmp_path: Path) -> None:
+    folder = write("wan", FORMS["peft"], tmp_path, separate=True)
+    settings_file = folder / "adapter_config.json"
+    content = json.loads(settings_file.read_text())
+    for changes, said in (
+        ({"use_dora": True}, "holds adapters of DoRA"),
+        ({"peft_type": "LOHA"}, "holds adapters of LOHA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "with which peft has changed the weights"),
+        ({"r": 8}, "of rank 4, but its settings say 8"),
+        ({"lora_alpha": 0}, "says `lora_alpha` 0, which must be above 0"),
+        ({"alpha_pattern": {"(a+)+": 1}}, "must be the name of a layer"),
+    ):
+        settings_file.write_text(json.dumps({**content, **changes}))
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            read_adapters(folder)
+    settings_file.unlink()
+    (folder / "adapter_model.safetensors").rename(folder / "x.txt")
+    for path, said in (
+        (folder, "holds no LoRA adapters."),
+        (folder / "x.txt", "must be a folder, or a file of safetensors"),
+        (folder / "y", "does not exist"),
+    ):
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            read_adapters(path)
+
+
+def test_ranks_and_scales_that_differ_are_held_exactly(tmp_path: Path) -> None:
+    """Missing products are zeros; a scale that is twice the others' doubles B."""
+    path = write("wan", FORMS["comfyui"], tmp_path, separate=True)
+    before = load_file(path)
+    low = {
+        f"{OWN}.lora_A.weight": before[f"{OWN}.lora_A.weight"][:2].clone(),
+        f"{OWN}.lora_B.weight": before[f"{OWN}.lora_B.weight"][:, :2].clone(),
+        f"{OWN}.alpha": torch.tensor(2 * ALPHA / RANK * 2),
+    }
+    changed(path, lambda tensors: {**tensors, **low})
+    found = read_for(WAN_WEIGHTS, SIZES_OF_CLIPS, path)
+    layers = layers_of(WAN_WEIGHTS, SIZES_OF_CLIPS, RANK, "original")
+    a, b = layers.pairs(matrices_of(found))[FIRST]
+    assert torch.equal(a, low[f"{OWN}.lora_A.weight"])
+    assert torch.equal(b, 2 * low[f"{OWN}.lora_B.weight"])
+    assert (found.rank, found.alpha) == (RANK, ALPHA)
+
+
+def test_a_file_names_the_layers_of_the_run(tmp_path: Path) -> None:
+    path = write("wan", FORMS["kohya"], tmp_path, separate=True)
+    changed(path, only("self_attn_q", "self_attn_v"))
+    found = read_for(WAN_WEIGHTS, SIZES_OF_CLIPS, path)
+    assert (found.targets, found.missing) == (["linear_qkv"], 2)
+    a, b = found.matrices["blocks.0.self_attention.linear_qkv"]
+    assert found.given["blocks.0.self_attention.linear_qkv"].view(3, RANK).tolist() == [
+        [True] * RANK, [False] * RANK, [True] * RANK
+    ]  # fmt: skip
+    assert not b.view(4, 3, 16, RANK)[:, 1].any() and not a.view(3, RANK, 64)[1].any()
+    path.unlink()
+    path = write("wan", FORMS["diffusers"], tmp_path, separate=True)
+    changed(path / "pytorch_lora_weights.safetensors", only("attn1"))
+    found = read_for(WAN_WEIGHTS, SIZES_OF_CLIPS, path)
+    assert found.targets == ["linear_qkv", "self_attention.linear_proj"]
+
+
+def test_diffusers_loads_files_of_each_form(tmp_path: Path) -> None:
+    """Its converters of files of kohya and ComfyUI give the adapters that its own form has."""
+    wanted = diffusers_output(write("wan", FORMS["diffusers"], tmp_path / "own", separate=True))
+    for form in ("kohya", "comfyui"):
+        path = write("wan", FORMS[form], tmp_path, separate=True)
+        found = diffusers_output(path)
+        assert relative(found, wanted) <= 1e-5
+        path.unlink()
+    plain = flow_of(network(SIZES_OF_CLIPS), inputs(SIZES_OF_CLIPS))
+    assert relative(plain, wanted) > 1e-2
+
+
+def diffusers_output(path: Path) -> Tensor:
+    """Return what diffusers computes with the adapters that `WanPipeline` finds in a file."""
+    model = network(SIZES_OF_CLIPS)
+    kind = {} if path.is_dir() else {"weight_name": path.name}
+    place = path if path.is_dir() else path.parent
+    state, metadata = WanPipeline.lora_state_dict(place, return_lora_metadata=True, **kind)
+    WanPipeline.load_lora_into_transformer(state, model, adapter_name="x", metadata=metadata)
+    return flow_of(model, inputs(SIZES_OF_CLIPS))

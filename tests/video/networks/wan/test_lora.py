@@ -103,10 +103,15 @@ def theirs(model: Any, steps: list[Any]) -> list[tuple[float, float]]:
 
 
 @pytest.fixture(scope="module")
-def truth(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+def start(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("truth")
     tuned(root, folder / "save", 1, APART, prepare=partial(record, path=folder / "start.pt"))
-    start = torch.load(folder / "start.pt")
+    recorded: dict[str, Any] = torch.load(folder / "start.pt")
+    return recorded
+
+
+@pytest.fixture(scope="module")
+def truth(start: dict[str, Any]) -> list[tuple[float, float]]:
     assert len(start["adapters"]) == 2 * 2 * sum(
         not re.search("norm|vision", name) for name in BLOCK_MODULES
     )
@@ -123,6 +128,27 @@ def test_steps_are_those_of_peft(
     ranks, words = LAYOUTS[name]
     rows = tuned(root, tmp_path / "save", STEPS, f"{words} {APART}", ranks=ranks)
     for row, (loss, norm) in zip(rows, truth, strict=True):
+        assert math.isclose(row["loss"], loss, rel_tol=2e-6)
+        assert math.isclose(row["grad_norm"], norm, rel_tol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one rank", "tp2 pp2"])
+def test_a_run_goes_on_from_a_folder_of_peft(
+    root: Path, start: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    generator = torch.Generator().manual_seed(11)
+    trained = {
+        x: 0.1 * torch.randn(m.shape, generator=generator) if x.endswith("b") else m
+        for x, m in start["adapters"].items()
+    }
+    model = with_peft(trained)
+    model.float().save_pretrained(tmp_path / "peft")
+    wanted = theirs(model.double(), start["steps"])
+    ranks, words = LAYOUTS[name]
+    words = f"{words} --adapter-path {tmp_path / 'peft'}"
+    rows = tuned(root, tmp_path / "save", STEPS, words, ranks=ranks)
+    for row, (loss, norm) in zip(rows, wanted, strict=True):
         assert math.isclose(row["loss"], loss, rel_tol=2e-6)
         assert math.isclose(row["grad_norm"], norm, rel_tol=2e-5)
 
