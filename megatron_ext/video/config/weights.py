@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
 
 _TRAINING = "megatron_ext.video.convert.training"
+_ADAPTERS = "megatron_ext.video.convert.adapter_training"
 FILL = later(f"{_TRAINING}:fill_network")
 """Loads published weights under adapters, as `checkpoint.conversion.Network.fill`."""
-_ADAPTERS = "megatron_ext.video.convert.adapter_training"
 
 
 @dataclass(frozen=True)

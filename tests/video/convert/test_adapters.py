@@ -254,7 +254,7 @@ def test_a_file_names_the_layers_of_the_run(tmp_path: Path) -> None:
 
 
 def test_diffusers_loads_files_of_each_form(tmp_path: Path) -> None:
-    """Its converters of files of kohya and ComfyUI give the adapters that its own form has."""
+    """Files of kohya and ComfyUI go through its converters, and compute as its own form does."""
     wanted = diffusers_output(write("wan", FORMS["diffusers"], tmp_path / "own", separate=True))
     for form in ("kohya", "comfyui"):
         path = write("wan", FORMS[form], tmp_path, separate=True)
