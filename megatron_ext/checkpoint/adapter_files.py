@@ -425,14 +425,12 @@ def _layers(
     seen = set[str]()
     for layer, half in halves.items():
         if len(half) < 2:
-            there, missing = ("A", "B") if "a" in half else ("B", "A")
-            raise CheckpointError(
-                f"{file} holds matrix {there} of `{layer}` without matrix {missing}; copy the file "
-                "again."
+            both = (
+                "matrix A of `{}` without matrix B" if "a" in half else "matrix B of `{}` without A"
             )
-        a, b = half["a"], half["b"]
-        if a.dim() == b.dim() == 4 and a.shape[2:] == b.shape[2:] == (1, 1):
-            a, b = a.flatten(1), b.flatten(1)
+            raise CheckpointError(f"{file} holds {both.format(layer)}; copy the file again.")
+        is_convolution = all(x.dim() == 4 and x.shape[2:] == (1, 1) for x in half.values())
+        a, b = (x.flatten(1) if is_convolution else x for x in (half["a"], half["b"]))
         if a.dim() != 2 or b.dim() != 2 or b.size(1) != len(a) or not len(a):
             raise CheckpointError(
                 f"{file} holds matrices of `{layer}` with shapes {list(a.shape)} and "

@@ -100,7 +100,7 @@ def build_run(
         saved_at = resume.saved_at
     if loaded is not None:
         _continue_schedules(runner, config, loaded, context)
-    if task.initial_weights is not None and (loaded is None or not loaded.goes_on):
+    if task.initial_weights is not None and (loaded is None or loaded.iteration == 0):
         if loaded is not None or notes is None:
             notes = task.initial_weights(config, context, chunks, loaded)
         _follow_new_weights(notes, optimizer, ema, context)

@@ -155,9 +155,8 @@ class Task(TaskFlags):
         sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
         perplexity: whether the loss named "lm loss" is a cross-entropy; evaluation then also
             reports its exponential.
-        initial_weights: ``(config, context, chunks, loaded)``, called if no checkpoint continues,
-            with a checkpoint's weights ``loaded`` or None. It may put others into the model, and
-            returns notes on them, or None if it changed nothing.
+        initial_weights: ``(config, context, chunks, loaded)`` to notes, called at iteration 0. It
+            may change weights, which may be those of the checkpoint ``loaded``; None if it did not.
         step_runner: ``(config, task, context, transformer_config, chunks, optimizer, scheduler)``
             to the `step.StepRunner` that runs the steps; None for `step.StepRunner` itself.
         preflight: ``(config)`` to the configuration, completed from the data, and the task's

@@ -104,8 +104,8 @@ def adapter_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
         return
     theirs = with_adapters(given_sizes(given, run)).lora
     for field in ("lora_rank", "lora_alpha", "lora_rslora"):
-        value, usual = getattr(given.lora, field), getattr(LoraConfig(), field)
-        if value not in (usual, getattr(theirs, field)):
+        value = getattr(given.lora, field)
+        if value not in (getattr(LoraConfig(), field), getattr(theirs, field)):
             yield FlagError(
                 f"--{field.replace('_', '-')}",
                 None if value is True else value,
