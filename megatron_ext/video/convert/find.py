@@ -37,7 +37,7 @@ _LEVELS = ("transformer", "transformer_2", "high_noise_model", "low_noise_model"
 """Folders of the networks within a folder of a whole pipeline, of diffusers or of Wan 2.2."""
 _ADAPTERS = re.compile(
     r"lora_(A|B|up|down|linear_layer|magnitude_vector)\b|\.(hada|lokr)_w|\.lora\.(up|down)\."
-    r"|_lora\d*\.(up|down)\.|\.(diff|diff_b|dora_scale)$"
+    r"|_lora\d*\.(up|down)\.|\.(diff|diff_[bm]|dora_scale)$"
 )
 _QUANTIZED = {
     ".absmax": "bitsandbytes",

@@ -128,8 +128,8 @@ def open_published(
 ) -> Iterator[Published]:
     """Open the weights in a folder or file; yield the model, of which nothing is checked yet.
 
-    A folder's config.json tells form and sizes; of a file, and of a folder that has an index
-    instead, names and shapes of the tensors do.
+    A folder's config.json tells the network and its sizes, and the names of its tensors the form;
+    of a file, and of a folder that has an index instead, names and shapes of the tensors tell all.
 
     Args:
         source: folder with safetensors and config.json or an index, or a file of safetensors or
@@ -164,16 +164,34 @@ def open_published(
             sizes = form.read_shapes(tensors.shapes(), source)
             yield Published(source, conversion, form, sizes, tensors)
         return
-    conversion, form = form_of_folder(source)
-    assert form.read_config is not None
-    sizes = form.read_config(read_config(source), source / "config.json")
-    for path in source.glob(f"{form.stem}*.safetensors"):
+    conversion, named = form_of_folder(source)
+    for path in source.glob(f"{named.stem}*.safetensors"):
         check_no_pointer(path)
-    with TensorFolder(source, _stem(source, form.stem)) as folder:
+    form = _form_of_tensors(source, conversion, named)
+    sizes = None
+    if form.read_config is not None:
+        sizes = form.read_config(read_config(source), source / "config.json")
+    with TensorFolder(source, _stem(source, named.stem)) as folder:
         tensors = PlainTensors(folder, source)
-        if form.completed is not None:
+        if sizes is None:
+            sizes = form.read_shapes(tensors.shapes(), source)
+        elif form.completed is not None:
             sizes = form.completed(sizes, tensors.shapes())
         yield Published(source, conversion, form, sizes, tensors)
+
+
+def _form_of_tensors(folder: Path, conversion: Conversion, named: Form) -> Form:
+    """Return the form of a folder's tensors: ``named`` by config.json, or one that knows them.
+
+    VideoX-Fun has a class of diffusers' name for weights with the names of the original repository.
+    """
+    try:
+        with TensorFolder(folder, _stem(folder, named.stem)) as opened:
+            names = PlainTensors(opened, folder).names
+    except CheckpointError:
+        return named  # Who opens the folder then is told why it cannot be read.
+    forms = (named, *conversion.forms)
+    return next((form for form in forms if form.knows(names)), named)
 
 
 def _stem(folder: Path, stem: str) -> str:

@@ -130,6 +130,9 @@ CONFIGS: dict[str, dict[str, object]] = {
     "AutoencoderKLWan": {"_class_name": "AutoencoderKLWan"},
     "which is a VAE; give the folder of the network": {"_class_name": "AutoencoderKL"},
     "which is a scheduler, which has no weights": {"_class_name": "UniPCMultistepScheduler"},
+    "SkyReels V2, whose models may be told a frame rate, and cannot be converted; give Wan": {
+        "_class_name": "SkyReelsV2Transformer3DModel"
+    },
     "names no `_class_name` but is of umt5, such as a text encoder": {"model_type": "umt5"},
     "quantized by bitsandbytes; give the model before it was quantized": {
         "_class_name": "WanTransformer3DModel",
@@ -244,6 +247,25 @@ def test_a_folder_with_an_index_alone(tmp_path: Path) -> None:
     )
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "a.safetensors"}}))
     assert not holds_video_weights(tmp_path)
+
+
+def test_names_of_tensors_decide_the_form_of_a_folder(tmp_path: Path) -> None:
+    """Read VideoX-Fun's Wan: a class of diffusers' name with arguments and names of the original.
+
+    So, too, a file of Black Forest Labs beside diffusers' config.json with SimpleTuner's class.
+    """
+    for name, named, own in (
+        ("wan, original", "wan, original", "WanTransformer3DModel"),
+        ("flux dev, original", "flux dev, diffusers", "FluxTransformer2DModelWithMasking"),
+    ):
+        model, tensors = chosen(name)
+        folder = chosen(named)[0].folder(tmp_path / own, tensors)
+        content = json.loads((folder / "config.json").read_text())
+        more = {"qk_norm": True} if named == name else {}
+        described(folder, **{**content, "_class_name": own, **more})
+        with open_published(folder) as opened:
+            opened.check()
+            assert (opened.form, opened.sizes) == (model.form, model.sizes)
 
 
 def test_other_models_in_a_file_of_comfyui(tmp_path: Path) -> None:

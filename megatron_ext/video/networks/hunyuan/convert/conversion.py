@@ -85,7 +85,6 @@ CONVERSION = Conversion(
         "HunyuanVideoFramepackTransformer3DModel": "FramePack, which takes embeddings of an image",
         "HunyuanImageTransformer2DModel": "HunyuanImage 2.1, which has other text encoders",
         "HunyuanDiT2DModel": "HunyuanDiT, which has cross attention",
-        "SkyReelsV2Transformer3DModel": "SkyReels V2, which is a Wan network",
     },
     adds=frozenset({"cond_embed"}),
 )

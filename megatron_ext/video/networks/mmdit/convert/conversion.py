@@ -10,7 +10,7 @@ from megatron_ext.video.config.joint import JointSizes
 from megatron_ext.video.networks import joint_weights
 from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.networks.mmdit.convert.sizes import (
-    FLUX_CLASS,
+    FLUX_CLASSES,
     KIN,
     read_config,
     read_shapes,
@@ -68,7 +68,7 @@ def _form(naming: Naming) -> Form:
     in_folders: dict[str, Any] = {}
     if naming is Naming.DIFFUSERS:
         in_folders = {
-            "classes": (FLUX_CLASS,), "read_config": read_config, "write_config": write_config
+            "classes": FLUX_CLASSES, "read_config": read_config, "write_config": write_config
         }  # fmt: skip
     return Form(
         name=naming.value,

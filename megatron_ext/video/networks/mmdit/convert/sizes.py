@@ -15,6 +15,8 @@ from megatron_ext.video.networks.published import CLASS, Shapes
 
 FLUX_CLASS = "FluxTransformer2DModel"
 """The class of FLUX.1 in diffusers."""
+FLUX_CLASSES = (FLUX_CLASS, "FluxTransformer2DModelWithMasking")
+"""Classes with these weights: the second is SimpleTuner's, which also masks the text."""
 _PATCH = 2
 """The patch size of FLUX.1, which neither config.json nor the shapes of its tensors tell."""
 _RATIO = 4

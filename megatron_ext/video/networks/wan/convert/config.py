@@ -40,6 +40,8 @@ REFUSED = {
     "WanAnimateModel": _ANIMATE,
     "WanModel_S2V": _S2V,
     "WanS2VTransformer3DModel": _S2V,
+    "SkyReelsV2Transformer3DModel": "SkyReels V2, whose models may be told a frame rate",
+    "ChronoEditTransformer3DModel": "ChronoEdit, whose frames lie further apart",
 }
 """Values of ``_class_name`` of models of Wan that are not supported, with what they are."""
 _REFUSED_PARTS = {
