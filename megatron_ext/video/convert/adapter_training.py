@@ -23,8 +23,8 @@ from megatron_ext.video.config.rules import PARTS, without_parts
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.weights import PublishedConfig
 from megatron_ext.video.convert.adapters import AdapterMap, Adapters
-from megatron_ext.video.convert.find import is_streaming, sizes_of, writer_of
-from megatron_ext.video.networks.lookup import network_named
+from megatron_ext.video.convert.find import sizes_of, writer_of
+from megatron_ext.video.networks.lookup import conversion_of, network_named, streamed_conversion
 from megatron_ext.video.networks.published import Conversion
 
 
@@ -89,20 +89,26 @@ def adapter_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
 
     ``given`` has the flags as given, ``run`` also values derived from them.
     """
-    conversion = writer_of(run.to_dict())
-    assert conversion is not None
-    kinds = AdapterMap(conversion, conversion.forms[0], sizes_of(run)).layers
-    yield from _target_errors(given.lora, kinds)
+    video = run.section(VideoConfig)
+    name = video.video_model
+    conversion = streamed_conversion() if video.streams else conversion_of(name)
+    takes = video.streams or network_named(name).takes_adapters
+    layers = None
+    if takes and conversion is not None and conversion.adapted is not None:
+        layers = AdapterMap(conversion, conversion.forms[0], sizes_of(run)).layers
+        yield from _target_errors(given.lora, layers)
     path = run.section(PublishedConfig).adapter_path
     if path is None:
         return
-    streams = is_streaming(run.to_dict())
-    name = run.section(VideoConfig).video_model
-    if not streams and not network_named(name).takes_adapters:
-        yield FlagError("--adapter-path", path, f"does not go with `--video-model {name}`, which "
-                        "takes no adapters", "leave it out")  # fmt: skip
+    if layers is None:
+        yield FlagError(
+            "--adapter-path",
+            path,
+            f"does not go with `--video-model {name}`, which has no published adapters",
+            "leave it out",
+        )
         return
-    theirs = with_adapters(given_sizes(given, run)).lora
+    theirs = with_adapters(dataclasses.replace(run, lora=given.lora)).lora
     for field in ("lora_rank", "lora_alpha", "lora_rslora"):
         value = getattr(given.lora, field)
         if value not in (getattr(LoraConfig(), field), getattr(theirs, field)):
@@ -121,11 +127,6 @@ def adapter_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
             f"leaves out `{left_out[0]}`, which has an adapter in `--adapter-path` ({path})",
             "leave the flag out, or name all layers of the file",
         )
-
-
-def given_sizes(given: RunConfig, run: RunConfig) -> RunConfig:
-    """Return the run's configuration with the flags of adapters as they were given."""
-    return dataclasses.replace(run, lora=given.lora)
 
 
 def _target_errors(lora: LoraConfig, layers: Sequence[str]) -> Iterator[FlagError]:

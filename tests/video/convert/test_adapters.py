@@ -25,10 +25,13 @@ from megatron_ext.video.networks.hunyuan.convert.conversion import CONVERSION as
 from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT
 from megatron_ext.video.networks.mmdit.convert.conversion import CONVERSION as MMDIT_WEIGHTS
 from megatron_ext.video.networks.wan.convert.conversion import CONVERSION as WAN_WEIGHTS
+from megatron_ext.video.task import VIDEO
+from tests.training_runs import errors_of
 from tests.video.networks.harness import relative
 from tests.video.networks.wan.convert.models import inputs, network
 from tests.video.networks.wan.convert.models import theirs as flow_of
-from tests.video.wan_run import SIZES_OF_CLIPS
+from tests.video.wan_run import FLAGS as WAN_FLAGS
+from tests.video.wan_run import KINDS, SIZES_OF_CLIPS
 
 NETWORKS = {
     "wan": (WAN_WEIGHTS, SIZES_OF_CLIPS),
@@ -273,3 +276,27 @@ def diffusers_output(path: Path) -> Tensor:
     state, metadata = WanPipeline.lora_state_dict(place, return_lora_metadata=True, **kind)
     WanPipeline.load_lora_into_transformer(state, model, adapter_name="x", metadata=metadata)
     return flow_of(model, inputs(SIZES_OF_CLIPS))
+
+
+FLAGS = [*WAN_FLAGS, *KINDS["video-dit"].split(), "--video-data-path", "x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lora-rank 8", "`--lora-rank` (8) contradicts `--adapter-path` ("),
+        ("--lora-alpha 2", "`--lora-alpha` (2.0) contradicts `--adapter-path` ("),
+        ("--lora-rslora", "`--lora-rslora` contradicts `--adapter-path` ("),
+        ("--lora-target-modules mlp", "leaves out `blocks.0.self_attention.linear_qkv`, which has"),
+    ],
+)
+def test_flags_that_contradict_a_file_are_refused(words: str, said: str, tmp_path: Path) -> None:
+    path = write("wan", FORMS["diffusers"], tmp_path, separate=True)
+    (error,) = errors_of([*FLAGS, "--adapter-path", str(path), *words.split()], VIDEO)
+    assert said in error
+
+
+@pytest.mark.parametrize("name", ["modulation", "self_attention.linear_fc1", "attn2"])
+def test_targets_that_are_no_layers_of_the_network_are_refused(name: str) -> None:
+    (error,) = errors_of([*FLAGS, "--lora-rank", "4", "--lora-target-modules", "attn", name], VIDEO)
+    assert error.startswith(f"`--lora-target-modules` ({name}) must be names among attn, mlp, line")
