@@ -54,12 +54,15 @@ class PublicLayers:
         target: takes the path of a public layer, and returns peft's name for it
             (``target_modules``).
         task: peft's ``task_type``.
+        every: the paths of all layers of the public model, if peft's name of one with an adapter
+            can be that of one without; the former then goes by its path.
     """
 
     name: re.Pattern[str]
     pairs: Callable[[Mapping[str, Tensor]], Pairs]
     target: Callable[[str], str]
     task: str | None
+    every: frozenset[str] = frozenset()
 
 
 def joined_parts(
@@ -153,7 +156,7 @@ def write_adapters(
     folder.mkdir(parents=True, exist_ok=True)
     if form.file is not None:
         ranks = {layer: len(a) for layer, (a, _) in pairs.items()}
-        description = _peft_config(lora, ranks, layers.target, base_model, layers.task)
+        description = _peft_config(lora, ranks, layers, base_model)
         # diffusers reads the configuration from the file's header, under names like those of
         # tensors.
         own = {f"{form.before}{name}": value for name, value in description.items()}
@@ -178,25 +181,30 @@ def _tensors(pairs: Pairs, form: AdapterForm, scale: float) -> Iterator[tuple[st
 def _peft_config(
     lora: LoraConfig,
     ranks: Mapping[str, int],
-    target: Callable[[str], str],
+    layers: PublicLayers,
     base_model: str,
-    task: str | None,
 ) -> dict[str, Any]:
     """Return peft's description of adapters, whose ranks are given by path of their layers."""
     assert lora.lora_rank is not None
     alpha = DEFAULT_ALPHA if lora.lora_alpha is None else lora.lora_alpha
+    without = [f".{layer}" for layer in layers.every - ranks.keys()]
+    clear = {
+        name: not any(layer.endswith(f".{name}") for layer in without)
+        for name in map(layers.target, ranks)
+    }
+    targets = {x: layers.target(x) if clear[layers.target(x)] else x for x in ranks}
     named: dict[str, set[int]] = {}
     for layer, rank in ranks.items():
-        named.setdefault(target(layer), set()).add(rank)
+        named.setdefault(targets[layer], set()).add(rank)
     others: dict[str, int] = {}
     for layer, rank in ranks.items():
         # peft knows a pattern as an ending of paths, so a whole path is one layer's alone.
-        name = target(layer) if len(named[target(layer)]) == 1 else f"^{layer}$"
+        name = targets[layer] if len(named[targets[layer]]) == 1 else f"^{layer}$"
         if rank != lora.lora_rank:
             others[name] = rank
     return {
         "peft_type": "LORA",
-        "task_type": task,
+        "task_type": layers.task,
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": lora.lora_rank,

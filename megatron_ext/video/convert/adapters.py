@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -83,18 +83,12 @@ def layers_of(
             found.setdefault(match["layer"], {})[match["matrix"]] = values
         return places.to_public({name: (x["a"], x["b"]) for name, x in found.items()}, rank)
 
-    outside = {
+    every = frozenset(
         tensor.removesuffix(".weight")
         for tensor in places.mapped.shapes
-        if not _BLOCK.match(tensor)
-    }
-
-    def target(path: str) -> str:
-        """Return a layer's name in all blocks, such as ``attn1.to_q``; else its whole path."""
-        short = _BLOCK.sub("", path)
-        return path if short in outside else short
-
-    return PublicLayers(pattern, pairs, target, None)
+        if tensor.endswith(".weight")
+    )
+    return PublicLayers(pattern, pairs, partial(_BLOCK.sub, ""), None, every)
 
 
 @dataclass(frozen=True)

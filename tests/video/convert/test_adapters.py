@@ -28,6 +28,7 @@ from megatron_ext.video.networks.wan.convert.conversion import CONVERSION as WAN
 from megatron_ext.video.task import VIDEO
 from tests.training_runs import errors_of
 from tests.video.networks.harness import relative
+from tests.video.networks.hunyuan.problem import diffusers_model
 from tests.video.networks.wan.convert.models import inputs, network
 from tests.video.networks.wan.convert.models import theirs as flow_of
 from tests.video.wan_run import FLAGS as WAN_FLAGS
@@ -300,3 +301,12 @@ def test_flags_that_contradict_a_file_are_refused(words: str, said: str, tmp_pat
 def test_targets_that_are_no_layers_of_the_network_are_refused(name: str) -> None:
     (error,) = errors_of([*FLAGS, "--lora-rank", "4", "--lora-target-modules", "attn", name], VIDEO)
     assert error.startswith(f"`--lora-target-modules` ({name}) must be names among attn, mlp, line")
+
+
+def test_settings_of_peft_name_no_layers_without_adapters(tmp_path: Path) -> None:
+    """The refiner of HunyuanVideo has layers of the same names as its blocks."""
+    path = write("hunyuan", FORMS["peft"], tmp_path, separate=True)
+    targets = json.loads((path / "adapter_config.json").read_text())["target_modules"]
+    names = [name for name, _ in diffusers_model(HUNYUAN["tiny"]).named_modules()]
+    found = {n for n in names if any(f".{n}".endswith(f".{target}") for target in targets)}
+    assert found == set(read_adapters(path).layers)
