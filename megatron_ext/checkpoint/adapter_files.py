@@ -242,10 +242,15 @@ _MATRIX = re.compile(
 )
 """Matches the names of A and B; peft's may also have the name of the adapter, "default"."""
 _BEFORE = (
-    f"{PREFIX}.", "transformer.", "model.diffusion_model.", "diffusion_model.", "lora_unet_",
-    "lora_transformer_", "unet.", "pipe.dit.", "dit.", "model.",
+    f"{PREFIX}.", "transformer.", "model.diffusion_model.", "diffusion_model.", "unet.",
+    "pipe.dit.", "dit.", "net.", "model.",
 )  # fmt: skip
 """Text that programs put before the names of a network's layers."""
+_BEFORE_FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_", "Hunyuan_video_I2V_lora_")
+"""Text before names that have ``_`` in place of all dots, or in some programs of the first alone.
+
+The first is VideoX-Fun's, the last Tencent's.
+"""
 _OTHER_MODELS = ("text_encoder", "lora_te", "text_encoders.", "conditioner.", "cond_stage_model.")
 """Beginnings of names of adapters on a text encoder."""
 _OTHER_KINDS = (
@@ -475,6 +480,9 @@ def _refuse_other(name: str, file: Path) -> None:
 
 def _bare(layer: str) -> str:
     """Return a layer's name without what programs put before it."""
+    for text in _BEFORE_FLAT:
+        if layer.startswith(text):
+            return layer.removeprefix(text).replace(".", "_")
     before = next((text for text in _BEFORE if layer.startswith(text)), None)
     return layer if before is None else _bare(layer.removeprefix(before))
 

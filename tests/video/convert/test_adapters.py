@@ -257,6 +257,26 @@ def test_a_file_names_the_layers_of_the_run(tmp_path: Path) -> None:
     assert found.targets == ["linear_qkv", "self_attention.linear_proj"]
 
 
+def test_names_of_other_programs_are_those_of_kohya(tmp_path: Path) -> None:
+    """Read VideoX-Fun's names, those with one dot less, and Tencent's for HunyuanVideo."""
+    for name, kohyas, theirs in (
+        ("wan", "lora_unet_", "lora_unet__"),
+        ("wan", "_(self|cross)_attn_(.)", r".\1_attn.\2"),
+        ("hunyuan", "lora_unet_", "Hunyuan_video_I2V_lora_"),
+    ):
+        conversion, sizes = NETWORKS[name]
+        path = write(name, FORMS["kohya"], tmp_path, separate=False)
+        wanted = matrices_of(read_for(conversion, sizes, path))
+        before = load_file(path)
+        renamed = {re.sub(kohyas, theirs, x): values for x, values in before.items()}
+        assert renamed.keys() != before.keys()
+        save_file(renamed, path)
+        found = matrices_of(read_for(conversion, sizes, path))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[x], wanted[x]) for x in wanted)
+        path.unlink()
+
+
 def test_diffusers_loads_files_of_each_form(tmp_path: Path) -> None:
     """Files of kohya and ComfyUI go through its converters, and compute as its own form does."""
     wanted = diffusers_output(write("wan", FORMS["diffusers"], tmp_path / "own", separate=True))
