@@ -171,6 +171,11 @@ class Network(ABC):
         return dataclasses.replace(this, config=config)  # type: ignore[no-any-return]
 
     @property
+    def trains(self) -> bool:
+        """Return whether the weights of the model itself are trained, not only adapters."""
+        return self.config.lora.lora_rank is None
+
+    @property
     def experts(self) -> tuple[int, int]:
         """Return (experts in a layer, experts that a token uses); (1, 1) without experts."""
         return 1, 1

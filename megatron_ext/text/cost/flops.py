@@ -102,11 +102,6 @@ class GptRun(Network):
         return self.config.section(AttentionConfig)
 
     @property
-    def trains(self) -> bool:
-        """Return whether the weights of the model itself are trained, not only adapters."""
-        return self.config.lora.lora_rank is None
-
-    @property
     def residual(self) -> int:
         """Return the bytes of one tensor of the residual stream ``[s, b, h]`` on one rank."""
         width = FP32 if self.config.model.fp32_residual_connection else self.sizes.width

@@ -242,11 +242,6 @@ class JointNetwork(ClipNetwork):
         return kept + width.exchanged(self.trades_heads)
 
     @property
-    def _trains(self) -> bool:
-        """Return whether the model's own weights are trained, not only LoRA adapters."""
-        return self.config.lora.lora_rank is None
-
-    @property
     def _moved(self) -> int:
         """Return the bytes that a gate keeps for its own gradient, and a modulated norm for its.
 
@@ -256,7 +251,7 @@ class JointNetwork(ClipNetwork):
         adapted = any(
             adapts(self.config.lora, f"{block}.modulation") for block in (*_DOUBLE, *_SINGLE)
         )
-        has_gradient = self._trains or adapted or self.sizes.pp > 1
+        has_gradient = self.trains or adapted or self.sizes.pp > 1
         return self.block_bytes.stream * has_gradient
 
     def _adapters(self, streams: Sequence[str]) -> int:
@@ -285,7 +280,7 @@ class JointNetwork(ClipNetwork):
         # Each layer has an input of its own; attention keeps its output as well.
         alone = 2 * width.whole + width.cut(self.model.mlp_size)
         block = in_order(vectors, attention, second)
-        if not self._trains:
+        if not self.trains:
             return block
         return self.kept_in_8_bits(block, alone=alone, shared=width.cut(width.h))
 
@@ -296,7 +291,7 @@ class JointNetwork(ClipNetwork):
         kept += self._attended(joins=False) + inner.kept + self._adapters(_SINGLE)
         transient = max(width.gradients(3 * width.h), inner.transient + width.whole)
         both = in_order(self._modulation(3), LayerBytes(kept, width.stream + transient))
-        if not self._trains:
+        if not self.trains:
             return both
         # Two layers keep their own copy of one input, which takes as much as the input did.
         alone = width.cut(self.model.mlp_size)
@@ -318,7 +313,7 @@ class JointNetwork(ClipNetwork):
         rows = MULTIPLY_AND_ADD * self.block_bytes.rows / self.sizes.tp
         linear = rows * (4 * h * h + 2 * h * m)
         scores = rows * 2 * self.tokens * h
-        block = Flops(linear, scores=scores, weights=linear * self._trains)
+        block = Flops(linear, scores=scores, weights=linear * self.trains)
         return self.in_8_bits(block)
 
     def flops(self, stage: Stage) -> Flops:
@@ -328,7 +323,7 @@ class JointNetwork(ClipNetwork):
         for number in stage.layers:
             parts = 12 if self._is_double(number) else 3
             vectors = MULTIPLY_AND_ADD * self.sizes.b * parts * h * h
-            total += self._block_flops() + Flops(vectors, weights=vectors * self._trains)
+            total += self._block_flops() + Flops(vectors, weights=vectors * self.trains)
         return total + self._block_flops().recomputed(sum(self._recomputed(stage)))
 
     def sample_flops(self) -> float:

@@ -165,7 +165,7 @@ class DiTNetwork(StreamedCost):
         wide = 2 * width.rows * h // x.tp * FP32 if x.half else 0
         rows = width.rows * self.model.num_heads // x.tp
         # The scaled queries and keys, for the weights of their norms.
-        scaled = 2 * width.cut(h) * self._trains + 3 * width.rows * FP32
+        scaled = 2 * width.cut(h) * self.trains + 3 * width.rows * FP32
         kept = width.cut(3 * h) + wide + scaled + 2 * width.cut(h) + 2 * width.cut(h) + rows * FP32
         # Values, and the outputs, in another order: by frames, and by ranks.
         kept += 2 * width.cut(h) * (x.sequence_size > 1)
@@ -181,8 +181,8 @@ class DiTNetwork(StreamedCost):
         of_text = self._text_rows * h // x.tp
         wide = (width.rows * h // x.tp + of_text) * FP32 if x.half else 0
         rows = width.rows * self.model.num_heads // x.tp
-        queries = (3 + self._trains) * width.cut(h) + (2 * width.rows + self._text_rows) * FP32
-        kept = queries + wide + (3 + self._trains) * of_text * x.width + rows * FP32
+        queries = (3 + self.trains) * width.cut(h) + (2 * width.rows + self._text_rows) * FP32
+        kept = queries + wide + (3 + self.trains) * of_text * x.width + rows * FP32
         return kept + self._vision_attention()
 
     def _vision_attention(self) -> int:
@@ -197,13 +197,8 @@ class DiTNetwork(StreamedCost):
         rows = width.rows * self.model.num_heads // x.tp
         # Its outputs and their sum with those of the attention to the text.
         outputs = 2 * width.cut(h) + rows * FP32
-        keys = (3 + self._trains) * of_vision * x.width + self._vision_rows * FP32
+        keys = (3 + self.trains) * of_vision * x.width + self._vision_rows * FP32
         return outputs + keys + wide
-
-    @property
-    def _trains(self) -> bool:
-        """Return whether the model's own weights are trained, not only LoRA adapters."""
-        return self.config.lora.lora_rank is None
 
     def _adapters(self) -> int:
         """Return the bytes of the products ``A x`` that a block's LoRA adapters keep."""
@@ -225,7 +220,7 @@ class DiTNetwork(StreamedCost):
         modulation = LayerBytes(vectors.kept + self._adapters(), vectors.transient)
         # The input and the modulated norm that the layer takes; where timesteps have a gradient
         # the norm itself, and what the gate scales.
-        moved = self._trains * width.stream
+        moved = self.trains * width.stream
         entering = 2 * width.stream + width.statistics + moved
         attention = LayerBytes(
             entering + self._self_attention() + moved, width.stream + width.gradients(3 * h)
@@ -239,7 +234,7 @@ class DiTNetwork(StreamedCost):
         # Where heads lie on several ranks, a CPU adds the biases of qkv and queries twice.
         twice = 4 * width.cut(h) * (self.sizes.tp > 1 and not self.sizes.gpu)
         block = in_order(LayerBytes(twice, 0), modulation, attention, crossed, fed)
-        if not self._trains:
+        if not self.trains:
             return block
         # Into qkv, queries and fc1, fc2, and both times the heads, which attention keeps too.
         alone = 3 * width.stream + width.cut(self.model.ffn_size) + width.cut(h)
@@ -278,7 +273,7 @@ class DiTNetwork(StreamedCost):
         pairs = sum(queries * keys for queries, keys in self._attended())
         scores = 2 * h * (pairs / x.cp + tokens * text)
         both = [MULTIPLY_AND_ADD * count * x.b / x.tp for count in (linear, scores)]
-        block = Flops(both[0], scores=both[1], weights=both[0] * self._trains)
+        block = Flops(both[0], scores=both[1], weights=both[0] * self.trains)
         return self.in_8_bits(block)
 
     def _run_again(self, stage: Stage) -> int:
