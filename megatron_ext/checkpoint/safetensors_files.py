@@ -180,6 +180,20 @@ def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
         )
 
 
+def only_dtype(place: Path, dtypes: Iterable[str]) -> str:
+    """Return the one dtype of all tensors, such as ``"bfloat16"``; raise an error if two differ.
+
+    ``place`` is the file or folder of the tensors, for the message.
+    """
+    kinds = sorted(set(dtypes))
+    if len(kinds) != 1:
+        raise CheckpointError(
+            f"{place} holds tensors in {' and '.join(kinds) or 'no dtype'}, but a checkpoint has "
+            "one dtype; give it as `--dtype`."
+        )
+    return kinds[0]
+
+
 def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)  # type: ignore[no-any-return]
 

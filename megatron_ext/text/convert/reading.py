@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_ext.checkpoint.conversion import weight_shards
-from megatron_ext.checkpoint.safetensors_files import TensorFolder, check_dtype
+from megatron_ext.checkpoint.safetensors_files import TensorFolder, check_dtype, only_dtype
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import on_every_rank, union_of_all_ranks
@@ -261,19 +261,13 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
     """
     table = model.table()
     with WeightFolder(model) as source:
-        dtypes = {}
+        kinds = set[str]()
         for name in source.names:
             source.check_kind(name)
             if not table.is_exact(name) and not source.is_scales(name):
                 kind = source.dtype(name)
-                dtypes[name] = "bfloat16" if kind == FP8 else kind
-        kinds = sorted(set(dtypes.values()))
-    if len(kinds) != 1:
-        raise CheckpointError(
-            f"{model.path.parent} holds tensors in {' and '.join(kinds) or 'no dtype'}, but a "
-            "checkpoint has one dtype; give it as `--dtype`."
-        )
-    return kinds[0]
+                kinds.add("bfloat16" if kind == FP8 else kind)
+    return only_dtype(model.path.parent, kinds)
 
 
 def least_shapes(needs: Iterable[tuple[str, tuple[int, ...]]]) -> Shapes:

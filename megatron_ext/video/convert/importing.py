@@ -15,14 +15,14 @@ from megatron_ext.checkpoint.conversion import (
     refuse_checkpoints,
     save_streamed,
 )
-from megatron_ext.checkpoint.safetensors_files import torch_dtype
+from megatron_ext.checkpoint.safetensors_files import only_dtype, torch_dtype
 from megatron_ext.config.flag_line import words_of
 from megatron_ext.config.flags import flags_of
 from megatron_ext.config.precision import PRECISIONS
 from megatron_ext.config.run import RunConfig, engine_sections, named
 from megatron_ext.errors import CheckpointError
 from megatron_ext.video.config.rules import SECTIONS, resolve_flow
-from megatron_ext.video.convert.reading import Published, open_published
+from megatron_ext.video.convert.reading import open_published
 from megatron_ext.video.networks.lookup import network_of, streamed_network
 from megatron_ext.video.networks.network import STREAMING, Sections
 from megatron_ext.video.streaming.config import StreamingConfig
@@ -71,7 +71,7 @@ def import_weights(
     refuse_checkpoints(save)
     with open_published(source, entry) as model:
         model.check()
-        dtype = dtype or _only_dtype(model)
+        dtype = dtype or only_dtype(source, model.tensors.dtypes().values())
         if dtype not in PRECISIONS:
             raise CheckpointError(
                 f"{source} holds weights in 8 bits, in which none are trained; give the dtype of "
@@ -94,17 +94,6 @@ def import_weights(
             read = partial(model.parameter, dtype=kept)
             save_streamed(chunk.to(kept), save, context, read, config.to_dict())
     return Imported(kind, sections, dtype)
-
-
-def _only_dtype(model: Published) -> str:
-    """Return the one dtype of all tensors, such as ``"bfloat16"``; raise an error if two differ."""
-    dtypes = sorted(set(model.tensors.dtypes().values()))
-    if len(dtypes) != 1:
-        raise CheckpointError(
-            f"{model.source} holds tensors in {' and '.join(dtypes)}, but a checkpoint has one "
-            "dtype; give it as `--dtype`."
-        )
-    return dtypes[0]
 
 
 def _network(config: RunConfig, kind: str) -> tuple[Any, Any]:
