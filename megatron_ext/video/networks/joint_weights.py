@@ -1,12 +1,14 @@
-"""Lists parameters and flags of networks of double and single blocks, for published weights."""
+"""Published weights of networks of double and single blocks: parameters, flags and sizes."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from megatron_ext.errors import CheckpointError
 from megatron_ext.video.config.joint import JointSizes
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.networks.network import Sections
@@ -104,3 +106,58 @@ def sections(
     own |= {name: getattr(sizes, name) for name in _OF_FLAGS}
     model = {"hidden_size": sizes.hidden_size, "num_attention_heads": sizes.num_heads}
     return {"model": model, "joint": own, **({section: more} if more else {})}
+
+
+def entries_of(
+    raw: Mapping[str, Any], path: Path, known: Mapping[str, Any], kind: str, use: str
+) -> dict[str, Any]:
+    """Return the entries of a config.json; raise CheckpointError for one that ``kind`` lacks.
+
+    Args:
+        raw: the content of the file at ``path``.
+        known: the arguments of the class ``kind`` of diffusers, with the values that missing ones
+            have.
+        use: what to use instead, for the message.
+    """
+    unknown = [name for name in raw if name not in known and not name.startswith("_")]
+    if unknown:
+        raise CheckpointError(
+            f"{path} says `{unknown[0]}` {raw[unknown[0]]!r}, which {kind} does not have; {use}"
+        )
+    return {name: raw.get(name, default) for name, default in known.items()}
+
+
+def refuse_kin(shapes: Shapes, kin: Mapping[str, str], path: Path, use: str) -> None:
+    """Raise CheckpointError if tensors are those of a relative, which is not supported.
+
+    ``kin`` has, by the beginning of names that only a relative's tensors have, words for it.
+    """
+    for beginning, relative in kin.items():
+        if any(name.startswith(beginning) for name in shapes):
+            raise CheckpointError(f"{path} holds {relative}; {use}")
+
+
+def mlp_ratio_of(width: int, hidden_size: int, path: Path, use: str) -> int:
+    """Return the width of MLPs over the hidden size; raise CheckpointError if it is not whole."""
+    if width < hidden_size or width % hidden_size:
+        raise CheckpointError(
+            f"{path} has MLPs of width {width}, which must be a multiple of the hidden size "
+            f"({hidden_size}); {use}"
+        )
+    return width // hidden_size
+
+
+def axes_of(head_dim: int, named: Mapping[str, JointSizes], path: Path) -> tuple[int, int, int]:
+    """Return how many features of a head rotate by frame, row and column.
+
+    No shape tells them, so they are those of a size in ``named`` with equal heads; CheckpointError
+    is raised if there is none.
+    """
+    for sizes in named.values():
+        if sizes.head_dim == head_dim:
+            return sizes.axes_dim
+    known = sorted({sizes.head_dim for sizes in named.values()})
+    raise CheckpointError(
+        f"{path} has heads of {head_dim} features, but how many of these rotate by frame, row and "
+        f"column is known for {', '.join(map(str, known))} alone; give a folder with config.json."
+    )

@@ -10,6 +10,12 @@ from typing import Any
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.video.networks.hunyuan.config import SIZES, HunyuanSizes
 from megatron_ext.video.networks.hunyuan.convert.names import BLOCKS, OUTER, Naming, public_name
+from megatron_ext.video.networks.joint_weights import (
+    axes_of,
+    entries_of,
+    mlp_ratio_of,
+    refuse_kin,
+)
 from megatron_ext.video.networks.published import CLASS, Shapes
 
 HUNYUAN_CLASS = "HunyuanVideoTransformer3DModel"
@@ -31,7 +37,7 @@ _CONDITIONED = {
     "token_replace": "HunyuanVideo I2V that replaces the first frame's tokens",
 }
 """Values of ``image_condition_type`` that cannot be read, with the models that have them."""
-KIN = {
+_KIN = {
     "byt5_in.": "HunyuanVideo 1.5 or HunyuanImage, which take glyphs of a byte-level T5",
     "vision_in.": "HunyuanVideo 1.5, which takes embeddings of an image",
     "image_projection.": "FramePack, which takes embeddings of an image",
@@ -44,13 +50,7 @@ KIN = {
 
 def read_config(raw: Mapping[str, Any], path: Path) -> HunyuanSizes:
     """Return the sizes in a config.json; raise CheckpointError for what cannot be trained here."""
-    unknown = [name for name in raw if name not in _ENTRIES and not name.startswith("_")]
-    if unknown:
-        raise CheckpointError(
-            f"{path} says `{unknown[0]}` {raw[unknown[0]]!r}, which {HUNYUAN_CLASS} does not have; "
-            f"{_USE}"
-        )
-    x = {name: raw.get(name, default) for name, default in _ENTRIES.items()}
+    x = entries_of(raw, path, _ENTRIES, HUNYUAN_CLASS, _USE)
     condition = x["image_condition_type"]
     if condition not in (None, "latent_concat"):
         kind = _CONDITIONED.get(condition, "a model with a condition of another kind")
@@ -121,9 +121,7 @@ def read_shapes(shapes: Shapes, path: Path, naming: Naming) -> HunyuanSizes:
     No shape tells how many features of a head rotate by frame, row and column, nor the base of the
     frequencies; they are those of the named size with heads of equal size.
     """
-    for beginning, kind in KIN.items():
-        if any(name.startswith(beginning) for name in shapes):
-            raise CheckpointError(f"{path} holds {kind}; {_USE}")
+    refuse_kin(shapes, _KIN, path, _USE)
     own = naming is not Naming.DIFFUSERS
 
     def shape(module: str, dimensions: int) -> tuple[int, ...]:
@@ -162,19 +160,8 @@ def read_shapes(shapes: Shapes, path: Path, naming: Naming) -> HunyuanSizes:
         inner = shape(layer(block, 0, "linear_fc1"), 2)[0]
     else:
         inner = shape(layer(block, 0, "linear_fc2"), 2)[1] - h
-    if inner < h or inner % h:
-        raise CheckpointError(
-            f"{path} has MLPs of width {inner}, which must be a multiple of the hidden size ({h}); "
-            f"{_USE}"
-        )
+    ratio = mlp_ratio_of(inner, h, path, _USE)
     latent = shape(OUTER["final_layer.linear"][own], 2)[0] // max(1, patch**2)
-    named = next((sizes for sizes in SIZES.values() if sizes.head_dim == d), None)
-    if named is None:
-        known = ", ".join(map(str, sorted({sizes.head_dim for sizes in SIZES.values()})))
-        raise CheckpointError(
-            f"{path} has heads of {d} features, but how many of these rotate by frame, row and "
-            f"column is known for {known} alone; give a folder with config.json."
-        )
     return _sizes(
         path,
         in_channels=channels,
@@ -182,14 +169,14 @@ def read_shapes(shapes: Shapes, path: Path, naming: Naming) -> HunyuanSizes:
         channels=latent,
         hidden_size=h,
         num_heads=h // max(1, d),
-        axes_dim=named.axes_dim,
+        axes_dim=axes_of(d, SIZES, path),
         num_double_blocks=doubles,
         num_single_blocks=singles,
         num_refiner_blocks=count("embedding.txt_in.blocks.{}", "linear_proj"),
         patch_size=patch,
         text_width=shape(OUTER["embedding.txt_in.linear_in"][own], 2)[1],
         pooled_width=shape(OUTER["embedding.pooled_in.linear_in"][own], 2)[1],
-        mlp_ratio=inner // h,
+        mlp_ratio=ratio,
         guidance_embed=has(OUTER["embedding.guidance_in.linear_in"][own]),
     )
 

@@ -88,8 +88,8 @@ CONVERSION = Conversion(
     sampling=_sampling,
     adapted=joint_weights.ADAPTED,
     refused={
-        "ChromaTransformer2DModel": KIN["distilled_guidance_layer"],
-        "Flux2Transformer2DModel": KIN["double_stream_modulation_img"],
+        "ChromaTransformer2DModel": KIN["distilled_guidance_layer."],
+        "Flux2Transformer2DModel": KIN["double_stream_modulation_img."],
         "SD3Transformer2DModel": "Stable Diffusion 3, which has no single blocks",
         "FluxControlNetModel": "a ControlNet beside FLUX.1",
     },

@@ -9,6 +9,12 @@ from typing import Any
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.video.config.joint import JointSizes
+from megatron_ext.video.networks.joint_weights import (
+    axes_of,
+    entries_of,
+    mlp_ratio_of,
+    refuse_kin,
+)
 from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.networks.mmdit.convert.table import Naming, public_names
 from megatron_ext.video.networks.published import CLASS, Shapes
@@ -38,21 +44,15 @@ _CONDITIONED = {384: "FLUX.1 Fill", 128: "FLUX.1 Canny or Depth"}
 """Widths of the input of FLUX.1's models that take further images, whose output has width 64."""
 
 KIN = {
-    "distilled_guidance_layer": "Chroma, whose modulation comes from one common network",
-    "double_stream_modulation_img": "FLUX.2, whose blocks share their modulation",
+    "distilled_guidance_layer.": "Chroma, whose modulation comes from one common network",
+    "double_stream_modulation_img.": "FLUX.2, whose blocks share their modulation",
 }
-"""Modules that only relatives of FLUX.1 have, with words for the relative."""
+"""Beginnings of names that only relatives of FLUX.1 have, with words for the relative."""
 
 
 def read_config(raw: Mapping[str, Any], path: Path) -> JointSizes:
     """Return the sizes in a config.json; raise CheckpointError for what the MMDiT lacks."""
-    unknown = [name for name in raw if name not in _ENTRIES and not name.startswith("_")]
-    if unknown:
-        raise CheckpointError(
-            f"{path} says `{unknown[0]}` {raw[unknown[0]]!r}, which {FLUX_CLASS} does not have; "
-            f"{_USE}"
-        )
-    x = {name: raw.get(name, default) for name, default in _ENTRIES.items()}
+    x = entries_of(raw, path, _ENTRIES, FLUX_CLASS, _USE)
     for name, value in x.items():
         fits = type(value) is int or (name == "out_channels" and value is None)
         wanted = "an integer"
@@ -113,9 +113,7 @@ def read_shapes(shapes: Shapes, path: Path, naming: Naming) -> JointSizes:
     No shape tells the patch size, unless the model takes reference frames, nor how many features of
     a head rotate by frame, row and column, which are those of the named size with equal heads.
     """
-    for module, kind in KIN.items():
-        if any(name.startswith(f"{module}.") for name in shapes):
-            raise CheckpointError(f"{path} holds {kind}; {_USE}")
+    refuse_kin(shapes, KIN, path, _USE)
 
     def side(module: str, dimension: int) -> int:
         """Return a side of the matrix of our module, which must be one public tensor."""
@@ -133,11 +131,7 @@ def read_shapes(shapes: Shapes, path: Path, naming: Naming) -> JointSizes:
         raise CheckpointError(f"{path} holds no vector `{scale}`, as FLUX.1 does; {_COPY}")
     (d,) = shapes[scale]
     width = side(f"{first}.linear_fc1", 0) if doubles else side(f"{first}.linear_fc2", 1) - h
-    if width < h or width % h:
-        raise CheckpointError(
-            f"{path} has MLPs of width {width}, which must be a multiple of the hidden size ({h}); "
-            f"{_USE}"
-        )
+    ratio = mlp_ratio_of(width, h, path, _USE)
     (cond,) = public_names("embedding.cond_in.weight", naming) or ("",)
     patch = _PATCH
     if cond in shapes:
@@ -150,12 +144,12 @@ def read_shapes(shapes: Shapes, path: Path, naming: Naming) -> JointSizes:
         patch_size=patch,
         hidden_size=h,
         num_heads=h // max(1, d),
-        axes_dim=_axes(d, path),
+        axes_dim=axes_of(d, SIZES, path),
         num_double_blocks=doubles,
         num_single_blocks=singles,
         text_width=side("embedding.txt_in", 1),
         pooled_width=side("embedding.pooled_in.linear_in", 1),
-        mlp_ratio=width // h,
+        mlp_ratio=ratio,
         guidance_embed=guidance in shapes,
         cond_embed=cond in shapes,
     )
@@ -167,18 +161,6 @@ def _number_of_blocks(shapes: Shapes, naming: Naming, block: str) -> int:
     while public_names(f"{block.format(count)}.norm.q_layernorm.weight", naming)[0] in shapes:
         count += 1
     return count
-
-
-def _axes(head_dim: int, path: Path) -> tuple[int, int, int]:
-    """Return how many features of a head rotate by frame, row and column."""
-    for sizes in SIZES.values():
-        if sizes.head_dim == head_dim:
-            return sizes.axes_dim
-    known = sorted({sizes.head_dim for sizes in SIZES.values()})
-    raise CheckpointError(
-        f"{path} has heads of {head_dim} features, but how many of these rotate by frame, row and "
-        f"column is known for {', '.join(map(str, known))} alone; give a folder with config.json."
-    )
 
 
 def _sizes(
