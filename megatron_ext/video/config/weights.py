@@ -146,4 +146,9 @@ def initial_weights(
         notes += later(f"{_TRAINING}:load_initial_weights")(config, chunks)
     if given.adapter_path is not None:
         notes += later(f"{_ADAPTERS}:load_adapters")(config, chunks)
+        if given.load_weights is None and loaded is None:
+            notes.append(
+                "warning: the weights under the adapters are random; give those that the adapters "
+                "were trained on by `--load-weights` or `--pretrained-checkpoint`."
+            )
     return notes or None

@@ -27,12 +27,13 @@ from megatron_ext.video.networks.mmdit.convert.conversion import CONVERSION as M
 from megatron_ext.video.networks.wan.convert.conversion import CONVERSION as WAN_WEIGHTS
 from megatron_ext.video.task import VIDEO
 from tests.training_runs import errors_of
+from tests.video.clips import SHORT, write_clips
 from tests.video.networks.harness import relative
 from tests.video.networks.hunyuan.problem import diffusers_model
 from tests.video.networks.wan.convert.models import inputs, network
 from tests.video.networks.wan.convert.models import theirs as flow_of
 from tests.video.wan_run import FLAGS as WAN_FLAGS
-from tests.video.wan_run import KINDS, SIZES_OF_CLIPS
+from tests.video.wan_run import KINDS, SIZES_OF_CLIPS, train
 
 NETWORKS = {
     "wan": (WAN_WEIGHTS, SIZES_OF_CLIPS),
@@ -315,6 +316,15 @@ def test_flags_that_contradict_a_file_are_refused(words: str, said: str, tmp_pat
     path = write("wan", FORMS["diffusers"], tmp_path, separate=True)
     (error,) = errors_of([*FLAGS, "--adapter-path", str(path), *words.split()], VIDEO)
     assert said in error
+
+
+def test_adapters_on_random_weights_are_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write("wan", FORMS["kohya"], tmp_path, separate=True)
+    data = write_clips(tmp_path / "clips", {SHORT: 4})
+    train(data, tmp_path / "save", f"{KINDS['video-dit']} --adapter-path {path}")
+    assert "> warning: the weights under the adapters are random; give" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["modulation", "self_attention.linear_fc1", "attn2"])
