@@ -8,13 +8,12 @@ and values.
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from megatron_ext.checkpoint.safetensors_files import (
     check_dtype,
 )
 from megatron_ext.checkpoint.unpickling import plain_content
+from megatron_ext.disk.reading import UnreadableFile, parse_json
 from megatron_ext.errors import CheckpointError
 from megatron_ext.video.convert.find import SAFETENSORS
 
@@ -135,11 +135,13 @@ class PlainTensors:
             if not name.endswith(_DESCRIBED):
                 continue
             raw = bytes(self._source.tensor(full).flatten().to(torch.uint8).tolist())
-            try:
-                layer = json.loads(raw)
-                kind, rotated = layer["format"], layer.get("convrot")
-            except (ValueError, TypeError, KeyError, AttributeError):
-                kind, rotated = repr(raw[:50]), False
+            kind: Any = repr(raw[:50])
+            rotated = False
+            with suppress(UnreadableFile):
+                layer = parse_json(raw, self.folder)
+                if isinstance(layer, dict) and "format" in layer:
+                    kind = layer["format"]
+                    rotated = bool(layer.get("convrot"))
             if kind not in _EIGHT_BITS or rotated:
                 raise CheckpointError(
                     f"{self.folder} holds `{name}`, so that ComfyUI has quantized the weight as "

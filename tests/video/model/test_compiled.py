@@ -189,6 +189,6 @@ def test_attention_makes_no_mask_and_no_copy(
     frames = torch.empty(3, LENGTH, B, N, D, device="meta", dtype=torch.bfloat16)
     attention = FrameAttention(context.pgs.cp, trades_heads=False)
     with Copies() as copies:
-        joint = joint_attention(query, key, value).flatten(2)
+        joint = joint_attention(query, key, value, None).flatten(2)
         out = attention(frames, (frames, frames), (), AttentionPlan.bidirectional(3))
     assert joint.is_contiguous() and out.is_contiguous() and copies.found == []

@@ -169,15 +169,6 @@ def test_inputs_of_an_mmdit_are_never_swallowed(context: ParallelContext) -> Non
         one(full, context)(**batch)
 
 
-@ranks()
-def test_adapters_on_an_mmdit_are_refused(context: ParallelContext) -> None:
-    for name in ("linear_fc1", "linear_proj"):
-        chunk = one(MMDiTProblem(), context)
-        getattr(chunk.single_blocks["1"], name).lora = torch.nn.Identity()
-        with pytest.raises(ConfigError, match="`--lora-rank` cannot be used with a network whose"):
-            chunk(**MMDiTProblem().inputs())
-
-
 @pytest.mark.parametrize(
     ("problem", "name", "value", "message"),
     [

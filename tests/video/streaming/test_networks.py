@@ -10,6 +10,7 @@ import torch
 
 from megatron_ext.checkpoint.state import CRITIC
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.streaming import networks
@@ -90,7 +91,8 @@ def test_weights_are_loaded_with_the_runs_flags_and_notes_are_told_once(
         "ckpt_fully_parallel_load": not CheckpointConfig().ckpt_fully_parallel_load,
         "dist_ckpt_strictness": "log_all",
     }
-    run = CheckpointConfig(load="elsewhere", save="there", finetune=True, **changes)
+    flags = CheckpointConfig(load="elsewhere", save="there", finetune=True, **changes)
+    run = RunConfig(checkpoint=flags)
     for is_first in (True, False):
         context: Any = SimpleNamespace(is_reporting_rank=is_first)
         load_weights(run, context, "weights", ["chunk"], None, section=CRITIC)
