@@ -85,16 +85,13 @@ class ClipsInProgress:
         self._patch = patch_size
         self._shape = noise.size(2), noise.size(3), noise.size(4)
         self._texts = text, null_like(null, text)
-        nothing = References.none(noise)
-        self._references = None
-        self._is_guided_by_image = False
-        self._given = nothing
-        self._nothing = nothing
+        self._nothing = References.none(noise)
+        self._given = self._nothing
         if references is not None:
             latents = references.latents.to(noise)
-            self._references = dataclasses.replace(references, latents=latents)
-            self._is_guided_by_image = bool(references.masks.any())
-            self._given = self._references.map(lambda x: x.to(noise.device))
+            given = dataclasses.replace(references, latents=latents)
+            self._given = given.map(lambda x: x.to(noise.device))
+        self._is_guided_by_image = bool(self._given.masks.any())
         self._x = pack(noise, patch_size)
         self._step = 0
 
@@ -151,10 +148,10 @@ class ClipsInProgress:
         With ``keeps_references``, reference frames are as given.
         """
         latents = unpack(self._x, self._shape, self._patch)
-        if self._references is None or not keeps_references:
+        if not keeps_references:
             return latents
-        is_given = self._references.masks.to(latents.device)[:, None, :, None, None]
-        return torch.where(is_given, self._references.latents, latents)
+        is_given = self._given.masks[:, None, :, None, None]
+        return torch.where(is_given, self._given.latents, latents)
 
 
 def _joined(given: Sequence[References]) -> References:
