@@ -61,6 +61,8 @@ def encode_prompts(config: RunConfig, context: ParallelContext) -> EncodedPrompt
     image_encoder = on_reporting_rank(
         partial(source.image_encoder, device), "Building the image encoder", context
     )
+    # Data that is encoded on access opens its lists of clips again to encode the empty caption.
+    null = source.null
     encoded = [
         encode_on_reporting_rank(
             group.requests,
@@ -68,7 +70,7 @@ def encode_prompts(config: RunConfig, context: ParallelContext) -> EncodedPrompt
             codec,
             text_encoder,
             context,
-            null=source.null,
+            null=null,
             conditions=config.section(ConditionConfig),
             needs=network_of(config).needs,
             image_encoder=image_encoder,
