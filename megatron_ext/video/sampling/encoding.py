@@ -87,11 +87,12 @@ def encode_requests(
     if any(negatives):
         empty = null_like(null, encoded)
         null = Text(empty.sequence.clone(), empty.pooled.clone())
+        # All requests may have that of the flag, so each text is encoded once.
+        instead = {x: _encoded(text_encoder, [x]) for x in dict.fromkeys(negatives) if x}
         for number, negative in enumerate(negatives):
             if negative:
-                instead = _encoded(text_encoder, [negative])
-                null.sequence[number] = instead.sequence[0]
-                null.pooled[number] = instead.pooled[0]
+                null.sequence[number] = instead[negative].sequence[0]
+                null.pooled[number] = instead[negative].pooled[0]
     references = None
     needs = needs or DataNeeds()
     given = any(request.reference is not None for request in requests)
