@@ -16,6 +16,7 @@ from megatron_ext.video.data.conditions import (
     sections,
 )
 from megatron_ext.video.data.dataset import VideoBatch
+from megatron_ext.video.data.shards import image_field
 
 
 def reference_latents(batch: VideoBatch, modes: Tensor, config: ConditionConfig) -> Tensor:
@@ -62,7 +63,7 @@ def image_embeds(
     embedding of a given frame.
     """
     if not batch.image_embeds:
-        raise lacks("image_head")
+        raise lacks(image_field("head"))
     like = next(iter(batch.image_embeds.values()))[0]
     rows = []
     for row, mode in enumerate(modes.tolist()):
@@ -74,7 +75,7 @@ def image_embeds(
                 parts.append(torch.zeros_like(like))
                 continue
             if side not in batch.image_embeds:
-                raise lacks(f"image_{side}")
+                raise lacks(image_field(side))
             parts.append(batch.image_embeds[side][row])
         rows.append(torch.cat(parts))
     return torch.stack(rows)

@@ -61,11 +61,6 @@ def sample_options(options: VideoPreprocessOptions, encoder: ClipEncoder) -> dic
     return about
 
 
-def image_sides(manifest: Mapping[str, Any]) -> list[str]:
-    """Return the frames of which a set has image embeddings: "head", "tail" and "middle"."""
-    return [*manifest.get("image_embeds", {}).get("sides", ())]
-
-
 def latent_factor(manifest: Mapping[str, Any], axis: str) -> int | None:
     """Return how many frames (``axis`` "temporal") or pixels ("spatial") a latent one encodes.
 

@@ -53,10 +53,7 @@ from megatron_ext.video.data.dataset import (
 )
 from megatron_ext.video.data.geometry import BucketPlan, parse_plan
 from megatron_ext.video.data.given_frames import remedy_for
-from megatron_ext.video.data.manifest import (
-    image_sides,
-    read_manifest,
-)
+from megatron_ext.video.data.manifest import read_manifest
 from megatron_ext.video.data.options import VideoPreprocessOptions
 from megatron_ext.video.data.priced_shape import clip_of_shape, prepare_shape
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan, must_mix
@@ -65,7 +62,7 @@ from megatron_ext.video.data.sets import (
     check_not_empty,
     joined_manifest,
 )
-from megatron_ext.video.data.shards import MANIFEST, read_null
+from megatron_ext.video.data.shards import MANIFEST, image_field, other_fields, read_null
 from megatron_ext.video.model.tokens import grid
 from megatron_ext.video.networks.lookup import network_of, with_widths
 from megatron_ext.video.step import FlowMicrobatch
@@ -309,8 +306,7 @@ def _check_references(config: RunConfig, split: VideoSplit) -> None:
     """Raise ConfigError if the data lack given frames that a condition mode needs."""
     conditions = config.section(ConditionConfig)
     needs = network_of(config).needs
-    manifest = split.clips.manifest
-    has = [*manifest["references"], *(f"image_{x}" for x in image_sides(manifest))]
+    has = other_fields(split.clips.manifest)
     for t in {geometry.shape[1] for geometry in split.plan.geometries.values()}:
         for mode in conditions.modes if t > 1 else ("t2v",):
             try:
@@ -321,7 +317,7 @@ def _check_references(config: RunConfig, split: VideoSplit) -> None:
             if needs.masked:
                 needed = [masked_name(mode, conditions)]
             if needs.image_places:
-                needed += [f"image_{section.side}" for section in given]
+                needed += [image_field(section.side) for section in given]
             for name in needed:
                 if name not in has:
                     raise ConfigError.about(

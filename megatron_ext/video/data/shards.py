@@ -157,7 +157,8 @@ class ShardWriter:
         import torch
 
         tensors = {"latents": sample.latents, "text": sample.text, "pooled": sample.pooled}
-        given = {**sample.references, **_prefixed(sample.image_embeds)}
+        images = {image_field(side): x for side, x in sample.image_embeds.items()}
+        given = {**sample.references, **images}
         tensors |= {name: given.get(name, torch.zeros(0)) for name in self._others}
         values = {name: to_storage(tensor, self._storage) for name, tensor in tensors.items()}
         geometry = [bucket, *sample.latents.shape[1:], sample.fps, sample.number]
@@ -175,13 +176,13 @@ class ShardWriter:
 
 def other_fields(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the fields that a set has for references and image embeddings."""
-    images = manifest.get("image_embeds", {}).get("sides", ())
-    return (*manifest["references"], *_prefixed(dict.fromkeys(images)))
+    sides = manifest.get("image_embeds", {}).get("sides", ())
+    return (*manifest["references"], *map(image_field, sides))
 
 
-def _prefixed(image_embeds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return image embeddings by the names of their fields, such as ``image_head``."""
-    return {f"image_{side}": value for side, value in image_embeds.items()}
+def image_field(side: str) -> str:
+    """Return the name of the field with image embeddings of a frame, such as ``image_head``."""
+    return f"image_{side}"
 
 
 class Field:
@@ -340,8 +341,7 @@ class Shard:
         about = self._manifest.get("image_embeds")
         if about is None:
             return {}
-        fields = _prefixed(dict.fromkeys(about["sides"]))
-        stored = {side: self.fields[x] for side, x in zip(about["sides"], fields, strict=True)}
+        stored = {side: self.fields[image_field(side)] for side in about["sides"]}
         return {
             side: field.shaped(row, self._manifest["storage"], about["tokens"], about["width"])
             for side, field in stored.items()
