@@ -28,6 +28,14 @@ _TEXT_MODELS = {
 """The flag that names the folder of a text model, by ``model_type`` in its config.json."""
 
 
+def read_part(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file of a pipeline; raise ConfigError if it cannot be read."""
+    try:
+        return read_json_object(path, not_finite=True)
+    except UnreadableFile as error:
+        raise ConfigError(f"{path} cannot be used ({error.reason}); copy it again.") from None
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """The folder of a pipeline.
@@ -50,10 +58,7 @@ class Pipeline:
         path = root / INDEX
         if not path.is_file():
             return None
-        try:
-            pipeline = cls(root, read_json_object(path, not_finite=True))
-        except UnreadableFile as error:
-            raise ConfigError(f"{path} cannot be used ({error.reason}); copy it again.") from None
+        pipeline = cls(root, read_part(path))
         if pipeline.folder(_NETWORK) is None:
             raise ConfigError.about(
                 "--load-weights",
@@ -114,12 +119,7 @@ class Pipeline:
             path = self.folder(name)
             if path is None:
                 continue
-            try:
-                kind = read_json_object(path / "config.json", not_finite=True).get("model_type")
-            except UnreadableFile as error:
-                raise ConfigError(
-                    f"{path / 'config.json'} cannot be used ({error.reason}); copy it again."
-                ) from None
+            kind = read_part(path / "config.json").get("model_type")
             field = _TEXT_MODELS.get(str(kind))
             if field is None:
                 raise ConfigError(

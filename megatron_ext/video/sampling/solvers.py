@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.run import FlowConfig, SampleConfig
 from megatron_ext.video.loss import shift, shift_factor
 from megatron_ext.video.model.tokens import LatentShape, tokens_per_frame
+from megatron_ext.video.sampling.pipeline import read_part
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 _MULTISTEP = {"unipc": "UniPCMultistepScheduler", "dpm++": "DPMSolverMultistepScheduler"}
@@ -193,10 +193,7 @@ def read_scheduler(folder: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or the scheduler cannot sample a flow.
     """
     path = folder / "scheduler_config.json"
-    try:
-        settings = read_json_object(path, not_finite=True)
-    except UnreadableFile as error:
-        raise ConfigError(f"{path} cannot be used ({error.reason}); copy it again.") from None
+    settings = read_part(path)
     name = settings.get("_class_name")
     if name not in SCHEDULERS:
         raise ConfigError(
