@@ -246,10 +246,10 @@ _BEFORE = (
     "pipe.dit.", "dit.", "net.", "model.",
 )  # fmt: skip
 """Text that programs put before the names of a network's layers."""
-_BEFORE_FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_", "Hunyuan_video_I2V_lora_")
+_BEFORE_FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_")
 """Text before names that have ``_`` in place of all dots, or in some programs of the first alone.
 
-The first is VideoX-Fun's, the last Tencent's.
+The first is VideoX-Fun's.
 """
 _OTHER_MODELS = ("text_encoder", "lora_te", "text_encoders.", "conditioner.", "cond_stage_model.")
 """Beginnings of names of adapters on a text encoder."""
@@ -281,10 +281,13 @@ class AdapterFile:
     layers: Mapping[str, LowRank]
 
 
-def read_adapters(path: Path) -> AdapterFile:
+def read_adapters(path: Path, flat: tuple[str, ...] = ()) -> AdapterFile:
     """Read adapters in any public form, which is found by the names of the tensors.
 
-    ``path`` is a folder of peft or diffusers, or a file of safetensors or torch.save.
+    Args:
+        path: folder of peft or diffusers, or file of safetensors or torch.save.
+        flat: further text, beside `_BEFORE_FLAT`, that programs for this kind of network put before
+            names that have ``_`` in place of dots.
 
     Raises:
         CheckpointError: they cannot be read, or are of a kind that cannot be trained here.
@@ -295,7 +298,7 @@ def read_adapters(path: Path) -> AdapterFile:
         settings = _settings_in(header[_HEADER], file)
     if settings is not None:
         _check_settings(settings, path)
-    return AdapterFile(path, dict(_layers(tensors, settings, file)))
+    return AdapterFile(path, dict(_layers(tensors, settings, file, flat)))
 
 
 def _place(path: Path) -> tuple[Path, dict[str, Any] | None]:
@@ -407,7 +410,10 @@ def _is_positive(value: Any) -> bool:
 
 
 def _layers(
-    tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None, file: Path
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, Any] | None,
+    file: Path,
+    flat: tuple[str, ...],
 ) -> Iterator[tuple[str, LowRank]]:
     """Yield each layer's name and adapter; each tensor must be part of one."""
     halves: dict[str, dict[str, Tensor]] = {}
@@ -449,7 +455,7 @@ def _layers(
                 f"{file} holds matrices of `{layer}` with shapes {list(a.shape)} and "
                 f"{list(b.shape)}, which must be [rank, in] and [out, rank]; copy the file again."
             )
-        name = _bare(layer)
+        name = _bare(layer, flat)
         if name in seen:
             raise CheckpointError(
                 f"{file} holds several adapters of `{name}`; save one of them alone."
@@ -478,13 +484,13 @@ def _refuse_other(name: str, file: Path) -> None:
             )
 
 
-def _bare(layer: str) -> str:
+def _bare(layer: str, flat: tuple[str, ...]) -> str:
     """Return a layer's name without what programs put before it."""
-    for text in _BEFORE_FLAT:
+    for text in (*_BEFORE_FLAT, *flat):
         if layer.startswith(text):
             return layer.removeprefix(text).replace(".", "_")
     before = next((text for text in _BEFORE if layer.startswith(text)), None)
-    return layer if before is None else _bare(layer.removeprefix(before))
+    return layer if before is None else _bare(layer.removeprefix(before), flat)
 
 
 def _scale(

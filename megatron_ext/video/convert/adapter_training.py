@@ -27,6 +27,9 @@ from megatron_ext.video.convert.find import sizes_of, writer_of
 from megatron_ext.video.networks.lookup import conversion_of, network_named, streamed_conversion
 from megatron_ext.video.networks.published import Conversion
 
+_BEFORE_FLAT = ("Hunyuan_video_I2V_lora_",)
+"""Text that Tencent's program puts before names of layers, in which ``_`` stands for dots."""
+
 
 def with_adapters(config: RunConfig) -> RunConfig:
     """Return the configuration with the flags of adapters that ``--adapter-path`` determines."""
@@ -77,7 +80,7 @@ def read_for(
     Raises:
         CheckpointError: they cannot be read, or are those of another network.
     """
-    file = read_adapters(source)
+    file = read_adapters(source, _BEFORE_FLAT)
     maps = [AdapterMap(conversion, form, sizes) for form in conversion.forms]
     known = [sum(name in flattened(each.pieces) for name in file.layers) for each in maps]
     best = maps[known.index(max(known))]
