@@ -89,7 +89,7 @@ def forward_of(context: Any, config: RunConfig) -> PackedForward:
     chunks = build_chunks(build_frozen_chunk, config, transformer_config, context, VOCABULARY)
     device = torch.device("cpu")
     wrapped = wrap_chunks(chunks, config, transformer_config, context, device)
-    if weights_of_folder(config, context, wrapped) is None:
+    if weights_of_folder(config, context, wrapped, None) is None:
         manager = CheckpointManager(config.checkpoint, context)
         manager.load(model=wrapped, optimizer=None, scheduler=None)
     return PackedForward(wrapped, transformer_config, config, context, device)
