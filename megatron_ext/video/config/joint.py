@@ -21,10 +21,10 @@ from megatron_ext.config.flags import (
     flag,
 )
 from megatron_ext.errors import ConfigError, FlagError
-from megatron_ext.video.config.sizes import Sizes
+from megatron_ext.video.config.sizes import Sizes, model_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from megatron_ext.config.model import ModelConfig
     from megatron_ext.config.run import RunConfig
@@ -193,7 +193,17 @@ class JointConfig(Changeable):
         return dataclasses.replace(named, **changes)
 
 
-def guidance_errors(config: RunConfig) -> list[FlagError]:
+def resolve_joint(config: RunConfig, *, sizes_of: Callable[[RunConfig], JointSizes]) -> RunConfig:
+    """Return the configuration with the section ``model`` filled in from the network's flags.
+
+    ``sizes_of`` returns the sizes that these flags give. Sizes that do not fit together raise
+    ConfigError.
+    """
+    fields = sizes_of(config).transformer_fields()
+    return dataclasses.replace(config, model=model_of(fields, config.model))
+
+
+def guidance_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
     """Return an error if ``--guidance`` is given without ``--guidance-embed``; else []."""
     flags = config.section(JointConfig)
     if flags.guidance_embed or flags.guidance == default_of(flags, "guidance"):
@@ -201,14 +211,17 @@ def guidance_errors(config: RunConfig) -> list[FlagError]:
     return [FlagError("--guidance", None, "needs `--guidance-embed`", "give both")]
 
 
-def stored_joint(stored: Mapping[str, Any], named: str) -> dict[str, Mapping[str, Any]]:
+def stored_joint(
+    stored: Mapping[str, Any], name: str, *, section: str
+) -> dict[str, Mapping[str, Any]]:
     """Return the flags that describe a checkpoint's network, as ``{section: {field: value}}``.
 
-    ``stored`` is the configuration in the checkpoint, ``named`` the section of the flag that names
-    the network's size. An earlier version stored the flags of `JointConfig` in that section too.
+    ``stored`` is the configuration in the checkpoint; ``name`` is not used. ``section`` has the
+    flag that names the network's size. An earlier version stored the flags of `JointConfig` in it
+    too.
     """
     # What else its model's section holds follows from these.
     names = ("hidden_size", "num_attention_heads")
     model = {name: stored["model"][name] for name in names}
     sections = {name: dict(stored.get(name, {})) for name in ("joint", "lora")}
-    return {"model": model, **sections, named: dict(stored[named])}
+    return {"model": model, **sections, section: dict(stored[section])}

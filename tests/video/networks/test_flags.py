@@ -11,6 +11,7 @@ import torch
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import described
 from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.joint import guidance_errors
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.config.run import MODES, ConditionConfig, VideoConfig
 from megatron_ext.video.config.stored import stored_video_model
@@ -25,7 +26,6 @@ from megatron_ext.video.networks.lookup import (
     network_of,
     with_widths,
 )
-from megatron_ext.video.networks.mmdit import rules as mmdit_rules
 from megatron_ext.video.networks.wan import rules as wan_rules
 from megatron_ext.video.networks.wan.flow import WanBatchBuilder
 from megatron_ext.video.step import num_stages, sharing_ranks
@@ -182,11 +182,11 @@ def test_a_guidance_that_the_model_is_not_told_is_refused() -> None:
         config = mmdit()
         section = next(x for x in config.sections if type(x).__name__ == "JointConfig")
         changed = config.with_section(dataclasses.replace(section, guidance=strength))
-        (error,) = mmdit_rules.rules(changed, changed)
+        (error,) = guidance_errors(changed, changed)
         assert str(error).startswith("`--guidance` needs `--guidance-embed`")
         told = dataclasses.replace(section, guidance=strength, guidance_embed=True)
-        assert mmdit_rules.rules(config.with_section(told), config) == []
-    assert section.guidance == 4.0 and mmdit_rules.rules(config, config) == []
+        assert guidance_errors(config.with_section(told), config) == []
+    assert section.guidance == 4.0 and guidance_errors(config, config) == []
 
 
 def test_flags_without_effect_on_wan_are_refused() -> None:

@@ -1,8 +1,14 @@
 """The MMDiT, the network of Open-Sora 2.0 (arXiv:2503.09642); this package is all its code."""
 
-from megatron_ext.train.task import later
-from megatron_ext.video.config.joint import JointConfig
-from megatron_ext.video.networks.mmdit.config import MMDiTConfig
+from functools import partial
+
+from megatron_ext.video.config.joint import (
+    JointConfig,
+    guidance_errors,
+    resolve_joint,
+    stored_joint,
+)
+from megatron_ext.video.networks.mmdit.config import MMDiTConfig, sizes_of
 from megatron_ext.video.networks.network import VideoNetwork
 
 _HERE = "megatron_ext.video.networks.mmdit"
@@ -11,9 +17,9 @@ NETWORK = VideoNetwork(
     titles={"mmdit": "an MMDiT"},
     sections=(JointConfig, MMDiTConfig),
     flow=f"{_HERE}.flow:MMDiTFlow",
-    resolve=later(f"{_HERE}.rules:resolve"),
-    rules=later(f"{_HERE}.rules:rules"),
-    stored_model=later(f"{_HERE}.rules:stored_model"),
+    resolve=partial(resolve_joint, sizes_of=sizes_of),
+    rules=guidance_errors,
+    stored_model=partial(stored_joint, section="mmdit"),
     takes_pooled=True,
     takes_references=True,
     takes_adapters=True,
