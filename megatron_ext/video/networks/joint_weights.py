@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.video.config.joint import JointSizes
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.networks.network import Sections
-from megatron_ext.video.networks.published import Shape, Shapes
+from megatron_ext.video.networks.published import Form, Rule, Shape, Shapes
 
 ADAPTED = re.compile(
     r"(?:double_blocks\.\d+\.(?:txt|img)|single_blocks\.\d+)"
@@ -106,6 +108,40 @@ def sections(
     own |= {name: getattr(sizes, name) for name in _OF_FLAGS}
     model = {"hidden_size": sizes.hidden_size, "num_attention_heads": sizes.num_heads}
     return {"model": model, "joint": own, **({section: more} if more else {})}
+
+
+def forms(
+    namings: Iterable[Enum],
+    *,
+    in_folders: Enum,
+    classes: Sequence[str],
+    read_config: Callable[[Mapping[str, Any], Path], Any],
+    write_config: Callable[[Any], dict[str, Any]],
+    knows: Callable[..., bool],
+    read_shapes: Callable[..., Any],
+    table: Callable[..., Mapping[str, Rule]],
+) -> tuple[Form, ...]:
+    """Return a network's published forms, of which one is published in folders with config.json.
+
+    Args:
+        namings: the schemes by which tensors are named, one for each form.
+        in_folders: the scheme of the form in folders; the others are of single files alone.
+        classes, read_config, write_config: the fields of `Form` that the form in folders has.
+        knows, read_shapes, table: fields of all forms, functions that also take ``naming``.
+    """
+    of_folders: dict[str, Any] = {
+        "classes": classes, "read_config": read_config, "write_config": write_config
+    }  # fmt: skip
+    return tuple(
+        Form(
+            name=naming.value,
+            knows=partial(knows, naming=naming),
+            read_shapes=partial(read_shapes, naming=naming),
+            table=partial(table, naming=naming),
+            **(of_folders if naming is in_folders else {}),
+        )
+        for naming in namings
+    )
 
 
 def entries_of(

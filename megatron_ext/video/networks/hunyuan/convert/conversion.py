@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Any
 
 from megatron_ext.video.config.encoding import LLAMA_CLIP
@@ -23,7 +22,7 @@ from megatron_ext.video.networks.hunyuan.convert.sizes import (
     write_config,
 )
 from megatron_ext.video.networks.network import Sections
-from megatron_ext.video.networks.published import Conversion, Form
+from megatron_ext.video.networks.published import Conversion
 
 
 def _knows(names: Collection[str], naming: Naming) -> bool:
@@ -56,25 +55,19 @@ def _sampling(sizes: HunyuanSizes, _index: Mapping[str, Any]) -> dict[str, Any]:
     return {**flags, "guidance": 6.0} if sizes.guidance_embed else flags
 
 
-def _form(naming: Naming) -> Form:
-    # The original and ComfyUI's files have no config.json.
-    in_folders: dict[str, Any] = {}
-    if naming is Naming.DIFFUSERS:
-        in_folders = {
-            "classes": (HUNYUAN_CLASS,), "read_config": read_config, "write_config": write_config
-        }  # fmt: skip
-    return Form(
-        name=naming.value,
-        knows=partial(_knows, naming=naming),
-        read_shapes=partial(read_shapes, naming=naming),
-        table=partial(table, naming=naming),
-        **in_folders,
-    )
-
-
 CONVERSION = Conversion(
     title="HunyuanVideo",
-    forms=tuple(_form(naming) for naming in Naming),
+    # The original and ComfyUI's files have no config.json.
+    forms=joint_weights.forms(
+        Naming,
+        in_folders=Naming.DIFFUSERS,
+        classes=(HUNYUAN_CLASS,),
+        read_config=read_config,
+        write_config=write_config,
+        knows=_knows,
+        read_shapes=read_shapes,
+        table=table,
+    ),
     parameters=parameters,
     kinds=lambda _sizes: ("hunyuan-video",),
     sections=_sections,

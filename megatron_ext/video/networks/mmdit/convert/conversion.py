@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Any
 
 from megatron_ext.video.config.joint import JointSizes
@@ -23,7 +22,7 @@ from megatron_ext.video.networks.mmdit.convert.table import (
     table,
 )
 from megatron_ext.video.networks.network import WITHOUT_REFERENCES, Sections
-from megatron_ext.video.networks.published import Conversion, Form
+from megatron_ext.video.networks.published import Conversion
 
 _OUTER = ("embedding.img_in.weight", "embedding.txt_in.weight", "final_layer.linear.weight")
 _OWN = {
@@ -63,25 +62,19 @@ def _sampling(sizes: JointSizes, index: Mapping[str, Any]) -> dict[str, Any]:
     return {**flags, "guidance": 3.5} if sizes.guidance_embed else flags
 
 
-def _form(naming: Naming) -> Form:
-    # Open-Sora and Black Forest Labs publish single files alone.
-    in_folders: dict[str, Any] = {}
-    if naming is Naming.DIFFUSERS:
-        in_folders = {
-            "classes": FLUX_CLASSES, "read_config": read_config, "write_config": write_config
-        }  # fmt: skip
-    return Form(
-        name=naming.value,
-        knows=partial(_knows, naming=naming),
-        read_shapes=partial(read_shapes, naming=naming),
-        table=partial(table, naming=naming),
-        **in_folders,
-    )
-
-
 CONVERSION = Conversion(
     title="FLUX.1 or Open-Sora 2.0",
-    forms=tuple(_form(naming) for naming in Naming),
+    # Open-Sora and Black Forest Labs publish single files alone.
+    forms=joint_weights.forms(
+        Naming,
+        in_folders=Naming.DIFFUSERS,
+        classes=FLUX_CLASSES,
+        read_config=read_config,
+        write_config=write_config,
+        knows=_knows,
+        read_shapes=read_shapes,
+        table=table,
+    ),
     parameters=parameters,
     kinds=lambda _sizes: ("mmdit",),
     sections=_sections,
