@@ -68,7 +68,7 @@ def published(root: Path) -> list[int]:
 def read_tracker(root: Path) -> int | None:
     """Return the iteration that the tracker file names; None if there is no such file."""
     path = root / TRACKER
-    text = _short_text(path)
+    text = short_text(path)
     if text is None:
         return None
     if _NUMBER.fullmatch(text):
@@ -111,12 +111,12 @@ def announced(root: Path) -> int | None:
     writes the announcement before the tracker. If a run is killed between the two writes, the
     announcement names a newer checkpoint than the tracker.
     """
-    text = _short_text(root / ANNOUNCEMENT) or ""
+    text = short_text(root / ANNOUNCEMENT) or ""
     is_number = _NUMBER.fullmatch(text) is not None
     return int(text) if is_number and folder_of(root, int(text)).is_dir() else None
 
 
-def _short_text(path: Path) -> str | None:
+def short_text(path: Path) -> str | None:
     """Return the text of a small file without surrounding spaces; None if there is no file."""
     try:
         with open_regular(path) as file:

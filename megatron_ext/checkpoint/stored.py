@@ -287,8 +287,8 @@ def fault_of(folder: Path) -> str | None:
         return f"{folder / MANIFEST} is missing"
     if any(folder.glob("mp_rank_*/*.pt")):
         return (
-            f"{folder} is in Megatron-LM's old format `torch`, which only Megatron-LM's tools can "
-            "convert to `torch_dist`"
+            f"{folder} is in Megatron-LM's old format `torch`, whose weights "
+            "`tools/convert_checkpoint.py import --checkpoint` imports"
         )
     paths = [folder / name for name in ("metadata.json", ".metadata")]
     missing = next((path for path in paths if not path.is_file()), None)

@@ -12,7 +12,7 @@ import functools
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from io import BytesIO
@@ -49,6 +49,8 @@ COMMON_STATE = "common_state"
 _OBJECT = f"{COMMON_STATE}/shard_0_1"
 _OF_NEWER_FLAGS = ("CudaGraphModule", "InferenceCudaGraphScope")
 """Enumerations that may occur in Megatron-LM's checkpoints, but that older megatron-core lacks."""
+_MAX_INERT = 64
+"""Largest number of another framework's classes in one file."""
 _OLD_PICKLES = 5
 """Number of pickles at the start of a file in ``torch.save``'s old format (no zip archive)."""
 _NUMBERS = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248]|c(8|16))")
@@ -186,7 +188,9 @@ def stored_entries(path: Path) -> dict[str, Any]:
     return entries
 
 
-def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False) -> Any:
+def plain_content(
+    file: Path | BytesIO, place: Path | str, *, mmap: bool = False, inert: Sequence[str] = ()
+) -> Any:
     """Read a file of ``torch.save``: tensors, plain values and megatron-core's enumerations.
 
     Raise a CheckpointError for any other content.
@@ -194,20 +198,37 @@ def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False
     Args:
         place: path of the file, for error messages.
         mmap: whether to map the file into memory, so that a tensor is read only when it is used.
+        inert: names of packages of other frameworks. Each object of their classes is read as an
+            `Inert`; the packages are neither imported nor run.
     """
-    try:
-        _scan(file)
-        with _restricted_names():
-            # Given explicitly, so that no environment variable can change it.
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    # Damaged archives and pickles raise errors of any class.
-    except Exception as error:
-        match = _FOREIGN.search(str(error))
-        if match is not None:
-            raise refused(place, match[1]) from None
-        raise CheckpointError(
-            f"{place} cannot be read ({_first_line(error)}); load another checkpoint."
-        ) from error
+    names: list[str] = []
+    while True:
+        try:
+            _scan(file)
+            with _restricted_names(names):
+                # Given explicitly, so that no environment variable can change it.
+                return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        # Damaged archives and pickles raise errors of any class.
+        except Exception as error:
+            match = _FOREIGN.search(str(error))
+            if match is None:
+                raise CheckpointError(
+                    f"{place} cannot be read ({_first_line(error)}); load another checkpoint."
+                ) from error
+            # torch tells one name at a time.
+            if match[1].split(".")[0] not in inert or len(names) == _MAX_INERT:
+                raise refused(place, match[1]) from None
+            names.append(match[1])
+
+
+class Inert:
+    """An object of another framework, of which only the arguments of its construction are kept."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        """Leave out the state."""
 
 
 def _scan(file: Path | BytesIO) -> None:
@@ -245,11 +266,14 @@ def _scan_opened(file: IO[bytes]) -> None:
 
 
 @contextmanager
-def _restricted_names() -> Iterator[None]:
-    """Within the context, allow ``torch.load`` only the names of `_safe_names`."""
+def _restricted_names(inert: Sequence[str]) -> Iterator[None]:
+    """Within the context, allow ``torch.load`` only the names of `_safe_names`, and ``inert``.
+
+    A name of ``inert`` stands for the class `Inert`.
+    """
     usual = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(_safe_names())
+    torch.serialization.add_safe_globals([*_safe_names(), *((Inert, name) for name in inert)])
     try:
         yield
     finally:
@@ -357,13 +381,18 @@ def common_state_of(path: Path) -> dict[str, Any]:
         content = plain_content(place, place)
     else:
         place = path / _OBJECT
-        state = {_OBJECT: BytesIO()}
-        _fill(state, path, MetadataReader(str(path)))
-        value: Any = state[_OBJECT]
+        value = read_object(path, _OBJECT)
         content = value[0] if isinstance(value, list) and value else None
     if not isinstance(content, dict):
         raise CheckpointError(f"{place} must hold names and values; load another checkpoint.")
     return content
+
+
+def read_object(path: Path, name: str) -> Any:
+    """Return the object ``name`` among the shards of a checkpoint, without running code."""
+    state: dict[str, Any] = {name: BytesIO()}
+    _fill(state, path, MetadataReader(str(path)))
+    return state[name]
 
 
 def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:

@@ -1,12 +1,17 @@
 """Converts public weights to a checkpoint for training, and back.
 
     python tools/convert_checkpoint.py import --hf FOLDER --save CHECKPOINT
+    python tools/convert_checkpoint.py import --checkpoint FOLDER --save CHECKPOINT
     python tools/convert_checkpoint.py export --load CHECKPOINT --hf FOLDER --hf-like ORIGINAL
 
 Folders are local and hold safetensors; nothing is downloaded. docs/huggingface.md lists the
 families of language models. Imported weights load in any layout, with --pretrained-checkpoint
 CHECKPOINT or with --load CHECKPOINT --finetune; with the latter, --use-checkpoint-args takes the
 shape of the model from the checkpoint. pretrain_gpt.py --load-hf FOLDER needs no conversion.
+
+--checkpoint reads the weights of a GPT from a checkpoint of another program, saved in any layout:
+Megatron-LM's formats torch (mp_rank_00/model_optim_rng.pt) and fsdp_dtensor, and DeepSpeed's
+universal checkpoints and model states. The flags of the model are read from it.
 
 Weights of a video model may have the names of diffusers or of the original repository, or be in one
 file: of safetensors, as ComfyUI has them, also in 8 bits, or of torch.save. An export goes to a
@@ -44,6 +49,9 @@ from megatron_ext.video.streaming.config import STORED_ROLES
 _LANGUAGE_MODELS = "megatron_ext.text.convert.huggingface"
 Export = later(f"{_LANGUAGE_MODELS}:Export")
 Import = later(f"{_LANGUAGE_MODELS}:Import")
+_FOREIGN = "megatron_ext.text.convert.foreign.importing"
+ForeignImport = later(f"{_FOREIGN}:ForeignImport")
+import_foreign = later(f"{_FOREIGN}:import_foreign")
 export_model = later(f"{_LANGUAGE_MODELS}:export_model")
 import_model = later(f"{_LANGUAGE_MODELS}:import_model")
 _VIDEO_MODELS = "megatron_ext.video.convert"
@@ -71,12 +79,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--hf",
-        required=True,
         type=Path,
         help="folder of the model to read; for a video model, also a file of safetensors or "
         "torch.save",
+    )
+    source.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="folder of a checkpoint of Megatron-LM or DeepSpeed, or of its checkpoints",
+    )
+    parser.add_argument(
+        "--ckpt-step",
+        type=NATURAL.integer,
+        help="iteration of --checkpoint to read (the latest)",
     )
     parser.add_argument("--save", required=True, type=Path, help="new folder for the checkpoint")
     language = parser.add_argument_group("language models")
@@ -173,6 +191,11 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], kind: str) -> None:
 
 
 def _import(args: argparse.Namespace) -> None:
+    if args.checkpoint is not None:
+        _import_foreign(args)
+        return
+    if args.ckpt_step is not None:
+        raise CheckpointError("`--ckpt-step` goes with `--checkpoint`; leave it out.")
     if holds_video_weights(args.hf):
         _import_video(args)
         return
@@ -187,6 +210,20 @@ def _import(args: argparse.Namespace) -> None:
         print(f"> {note}")
     print(f"{args.hf} -> {args.save}. Train it with these flags, in any layout:")
     print(shlex.join(["--pretrained-checkpoint", str(args.save.resolve()), *words]))
+
+
+def _import_foreign(args: argparse.Namespace) -> None:
+    _refuse(args, [*_VIDEO, *_LANGUAGE], "`--checkpoint`, which stores the flags of its model")
+    if args.verify:
+        raise CheckpointError("`--verify` goes with `--hf`; leave it out.")
+    order = ForeignImport(
+        source=args.checkpoint, save=args.save, step=args.ckpt_step, dtype=args.dtype
+    )
+    words, notes = import_foreign(order)
+    for note in notes:
+        print(f"> {note}")
+    print(f"{args.checkpoint} -> {args.save}. Train it with these flags, in any layout:")
+    print(shlex.join(words))
 
 
 def _import_video(args: argparse.Namespace) -> None:
