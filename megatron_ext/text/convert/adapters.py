@@ -33,7 +33,7 @@ def peft_layers(config: RunConfig, root: Path) -> PublicLayers:
         family = fitting_family(gpt)
     except CheckpointError:
         family = LLAMA
-    table = family.weights(gpt, 1)
+    table = family.table(gpt, 1)
     num_layers = model.num_layers or 0
 
     def parts(name: str, matrix: Tensor) -> Iterator[Part]:

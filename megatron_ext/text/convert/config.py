@@ -6,7 +6,7 @@ RotaryEmbedding of megatron-core.
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ext.errors import CheckpointError, ConfigError, FlagError, MegatronExtError
-from megatron_ext.text.convert.families import FAMILIES
+from megatron_ext.text.convert.families import FAMILIES, LACKING
 from megatron_ext.text.convert.family import (
     Family,
     Fields,
@@ -58,9 +58,13 @@ class HuggingFaceModel:
         """Return our configuration sections that describe this model."""
         return Gpt.of_fields(self.fields)
 
-    def table(self) -> Table:
-        """Return the table that maps our weights to the model's tensors."""
-        return self.family.weights(self.sections(), self.vocab_size)
+    def table(self, names: Collection[str] | None = None) -> Table:
+        """Return the table that maps our weights to the model's tensors.
+
+        ``names`` are those of the tensors in the model's folder; None takes the form in which such
+        a model is written.
+        """
+        return self.family.table(self.sections(), self.vocab_size, names)
 
 
 def read_model(folder: Path) -> HuggingFaceModel:
@@ -213,13 +217,16 @@ _OF_WINDOWS = ("sliding_window", "max_window_layers")
 
 def _unknown(raw: dict[str, Any], path: Path) -> str:
     """Return the error message for an unknown `model_type`; it names the most similar family."""
-    said = f"{path} says `model_type` {raw.get('model_type')!r}, which cannot be converted; use "
-    choices = f"one of {', '.join(FAMILIES)}"
+    kind = raw.get("model_type")
+    said = f"{path} says `model_type` {kind!r}, which cannot be converted"
+    if isinstance(kind, str) and kind in LACKING:
+        said += f", since its models have {LACKING[kind]}"
+    said += f"; use one of the {len(FAMILIES)} families in docs/huggingface.md"
     samples = {name: _sample(family) for name, family in FAMILIES.items()}
     shared = {name: len(raw.keys() & keys) for name, keys in samples.items()}
     nearest = max(shared, key=lambda name: (shared[name], -len(samples[name])))
     if shared[nearest] < 4:
-        return f"{said}{choices}."
+        return f"{said}."
     own = sorted(raw.keys() - samples[nearest] - _UNIMPORTANT)
     lacks = sorted(samples[nearest] - raw.keys() - _UNIMPORTANT)
     parts = []
@@ -228,7 +235,7 @@ def _unknown(raw: dict[str, Any], path: Path) -> str:
     if lacks:
         parts.append(f"lacks {', '.join(f'`{key}`' for key in lacks)}")
     differs = " and ".join(parts) or "has another name for the same settings"
-    return f"{said}{choices} (the nearest is {nearest}, from which it differs: it {differs})."
+    return f"{said} (the nearest is {nearest}, from which it differs: it {differs})."
 
 
 _UNIMPORTANT = set(
@@ -245,8 +252,7 @@ def _sample(family: Family) -> set[str]:
 
     They are compared with those of an unknown config.json to find the most similar family.
     """
-    written = family.settings(Gpt.of_fields(_SAMPLE | dict(family.fixed)))
-    return set(written) | set(family.same.values())
+    return set(family.settings(Gpt.of_fields(_SAMPLE | dict(family.fixed))))
 
 
 _SAMPLE = {
@@ -344,7 +350,7 @@ def config_json(
             base.pop(name, None)
         content = {**base, **like.family.settings(gpt), **own}
         longest = like.fields["max_position_embeddings"]
-        key = like.family.same["max_position_embeddings"]
+        key = like.family.key_of("max_position_embeddings")
         return {**content, key: max(gpt.positions.max_position_embeddings or 0, longest)}
     # Without these entries transformers would assume the token ids of the first Llama.
     own |= {"bos_token_id": None, "eos_token_id": None, **(special_tokens or {})}
@@ -363,13 +369,18 @@ def _fitting(gpt: Gpt) -> tuple[Family, dict[str, Any]]:
     best: tuple[str, list[tuple[str, Any, Any]]] | None = None
     # transformers warns of special tokens beyond the vocabulary, as its defaults would be.
     tokens = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    ours = architecture_of(gpt)
     for name, family in FAMILIES.items():
+        # transformers need not be asked about a family that differs too much in any case.
+        fewest = sum(ours.get(field, value) != value for field, value in family.fixed.items())
+        if fewest and best is not None and fewest >= len(best[1]):
+            continue
         content = family.settings(gpt)
         try:
             again = parse_model({**content, **tokens}, Path("config.json"))
         except CheckpointError:
             continue
-        mismatches = differences(architecture_of(gpt), architecture_of(again.sections()))
+        mismatches = differences(ours, architecture_of(again.sections()))
         depths = gpt.model.mtp_num_layers
         if not mismatches and depths not in (None, again.fields.get("mtp_num_layers")):
             mismatches = [("mtp_num_layers", depths, None)]
@@ -380,10 +391,11 @@ def _fitting(gpt: Gpt) -> tuple[Family, dict[str, Any]]:
     assert best is not None
     nearest, mismatches = best
     said = " and ".join(
-        f"{_flag(name)} is {ours!r}, not {theirs!r}" for name, ours, theirs in mismatches
+        f"{_flag(name)} is {given!r}, not {theirs!r}" for name, given, theirs in mismatches
     )
     raise CheckpointError(
-        f"The checkpoint's model is none of Hugging Face's {', '.join(FAMILIES)}; the nearest is "
+        f"The checkpoint's model is none of Hugging Face's {len(FAMILIES)} in "
+        "docs/huggingface.md; the nearest is "
         f"{nearest}, but {said}, so it cannot be exported."
     )
 

@@ -1,16 +1,18 @@
 """Describes a family of Hugging Face models: how its config.json and its weights relate to ours.
 
-Each file of ``families/`` declares a `Family`. A family is mostly tables; its functions `read` and
-`write` translate entries for which a table is not enough, such as rotary positions.
+A family is data, said relative to its nearest one: the entries of config.json, of which each is
+read and written by one declaration (`megatron_ext.text.convert.entries`); our fields that are the
+same in all its models; and the tensors that hold each weight (`megatron_ext.text.convert.weights`).
+Each file of ``families/`` declares one or several.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_ext.config import flag_line
 from megatron_ext.config.flags import flags_of
@@ -22,6 +24,7 @@ from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.config.rules import SHAPE, SHAPE_SECTIONS
 from megatron_ext.text.convert.table import Table
+from megatron_ext.text.convert.weights import Weights
 
 FREE = (
     "seq_length padded_vocab_size max_position_embeddings mtp_num_layers group_query_attention"
@@ -72,10 +75,15 @@ class Settings:
             f"{advice}."
         )
 
+    def require(self, key: str, value: Any) -> None:
+        """Raise a CheckpointError if an entry is neither missing nor None nor ``value``."""
+        if self[key] not in (None, value):
+            has = "without it" if value in (None, False) else f"with {value}"
+            self.refuse(key, advice=f"use a model {'with true' if value is True else has}")
+
 
 Fields = dict[str, Any]
 """Configuration fields of the sections in a `Gpt`: name -> value."""
-Read = Callable[[Settings], Fields]
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,13 @@ class Gpt:
             moe=section(MoEConfig),
         )
 
+    def value(self, name: str) -> Any:
+        """Return the value of the field ``name``; raise a KeyError if there is none."""
+        for section in (self.model, self.positions, self.attention, self.latent, self.moe):
+            if name in vars(section):
+                return vars(section)[name]
+        raise KeyError(name)
+
     def values(self) -> Fields:
         """Return the values of all fields by name."""
         sections = (self.model, self.positions, self.attention, self.latent, self.moe)
@@ -125,7 +140,27 @@ class Gpt:
 
 SECTIONS = {**SHAPE_SECTIONS, **named((MoEConfig,))}
 """The classes, by section name, of the sections that describe the architecture of a GPT."""
-Write = Callable[[Gpt], dict[str, Any]]
+
+
+class Entry(Protocol):
+    """One or several entries of config.json, which become fields of ours, and come back."""
+
+    @property
+    def fields(self) -> Collection[str]:
+        """The names of the fields that `read` may return."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The names of the entries that `read` reads and `write` returns."""
+
+    def read(self, settings: Settings) -> Fields:
+        """Return our fields; raise a CheckpointError if they cannot express the entries."""
+
+    def write(self, gpt: Gpt) -> dict[str, Any]:
+        """Return the entries of config.json; the inverse of `read`."""
+
+    def limits(self) -> tuple[str, ...]:
+        """Return what `read` refuses, in words, for the documentation."""
 
 
 @dataclass(frozen=True)
@@ -135,24 +170,66 @@ class Family:
     Attributes:
         model_type: the entry `model_type` of its config.json.
         architecture: the name of its class in transformers.
-        same: name of our field -> name of the entry of config.json that has the same value.
+        says: what its models have, in a few words, for the documentation.
+        entries: the entries of config.json that become our fields.
         fixed: our fields that have the same value in all models of the family, by name.
         only: entries of config.json for which just one value is supported, by name; they may also
             be None or missing.
-        read: a function that returns the other fields; it raises a CheckpointError for entries that
-            our fields cannot express.
-        write: a function that returns the other entries of config.json; the inverse of ``read``.
-        weights: a function that returns the table of weights, given ``(gpt, vocab_size)``.
+        weights: the tensors that hold our parameters, as they are written.
+        read_too: other forms of ``weights`` that files of such models may have. The form whose
+            names a folder has is read.
+        nearest: the `model_type` of the family from which this one is derived.
     """
 
     model_type: str
     architecture: str
-    same: Mapping[str, str]
+    says: str
+    entries: Sequence[Entry]
     fixed: Mapping[str, Any]
-    read: Read
-    write: Write
-    weights: Callable[[Gpt, int], Table]
+    weights: Weights
     only: Mapping[str, Any] = field(default_factory=dict)
+    read_too: Sequence[Weights] = ()
+    nearest: str | None = None
+
+    def but(
+        self,
+        *,
+        model_type: str,
+        architecture: str,
+        says: str,
+        entries: Sequence[Entry] = (),
+        fixed: Mapping[str, Any] | None = None,
+        only: Mapping[str, Any] | None = None,
+        without: Collection[str] = (),
+        weights: Weights | None = None,
+        read_too: Sequence[Weights] = (),
+    ) -> Family:
+        """Return a family that differs from this one in what is given.
+
+        What the new family says about a field of ours, or about an entry of config.json, replaces
+        all that this one says about the same: an entry of this family is dropped if it shares a
+        field or a name with something new.
+
+        Args:
+            without: names of entries of config.json and of our fields about which the new family
+                says nothing.
+        """
+        fixed = dict(fixed or {})
+        only = dict(only or {})
+        keys = {key for each in entries for key in each.keys} | only.keys() | set(without)
+        fields = {name for each in entries for name in each.fields} | fixed.keys() | set(without)
+        kept = [x for x in self.entries if not keys & set(x.keys) and not fields & set(x.fields)]
+        return Family(
+            model_type,
+            architecture,
+            says,
+            (*kept, *entries),
+            {name: value for name, value in self.fixed.items() if name not in fields} | fixed,
+            self.weights if weights is None else weights,
+            {key: value for key, value in self.only.items() if key not in keys} | only,
+            read_too,
+            self.model_type,
+        )
 
     def fields(self, settings: Settings) -> Fields:
         """Translate the entries of a config.json into our fields.
@@ -160,22 +237,42 @@ class Family:
         Raise a CheckpointError if our fields cannot express them.
         """
         for key, value in self.only.items():
-            if settings[key] not in (None, value):
-                settings.refuse(key)
-        same = {ours: settings[key] for ours, key in self.same.items()}
-        return {**same, **self.fixed, **self.read(settings)}
+            settings.require(key, value)
+        fields = dict(self.fixed)
+        for entry in self.entries:
+            fields |= entry.read(settings)
+        return fields
 
     def settings(self, gpt: Gpt) -> dict[str, Any]:
         """Return the entries of config.json that describe a model; the inverse of `fields`."""
-        values = gpt.values()
-        same = {key: values[ours] for ours, key in self.same.items()}
-        return {
-            "model_type": self.model_type,
-            "architectures": [self.architecture],
-            **same,
-            **self.only,
-            **self.write(gpt),
-        }
+        settings = {"model_type": self.model_type, "architectures": [self.architecture]}
+        for entry in self.entries:
+            settings |= entry.write(gpt)
+        return settings | dict(self.only)
+
+    def key_of(self, name: str) -> str:
+        """Return the name of the entry of config.json that holds our field ``name``.
+
+        Raise a KeyError if there is none.
+        """
+        for entry in self.entries:
+            if name in entry.fields:
+                return next(iter(entry.keys))
+        raise KeyError(name)
+
+    def table(self, gpt: Gpt, vocab_size: int, names: Collection[str] | None = None) -> Table:
+        """Return the table of weights of a model of this family.
+
+        Args:
+            vocab_size: number of entries of its vocabulary, without padding.
+            names: the names of the tensors in its folder, which decide the form of the weights;
+                None returns the form that is written.
+        """
+        forms = (self.weights, *self.read_too)
+        tables = [form.table(gpt.model, vocab_size) for form in forms]
+        if names is None or len(tables) == 1:
+            return tables[0]
+        return max(tables, key=lambda table: table.names_in(names))
 
 
 def architecture_of(gpt: Gpt) -> Fields:

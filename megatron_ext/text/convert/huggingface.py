@@ -112,7 +112,7 @@ def export_model(order: Export) -> list[str]:
             order.target,
             [chunk],
             context,
-            family.weights(gpt, vocab_size),
+            family.table(gpt, vocab_size),
             content,
             num_layers=config.model.num_layers or 0,
             dtype=dtype,

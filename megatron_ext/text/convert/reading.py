@@ -106,8 +106,8 @@ class _Reading:
         """
         self.model = read_model(self.folder)
         self.notes += self.model.notes()
-        self.table = self.model.table()
         self.source = WeightFolder(self.model)
+        self.table = self.model.table(self.source.names)
         decoder: Shapes = {}
         depths: Shapes = {}
         for shard in self.shards:
@@ -259,8 +259,8 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
     Weights in fp8 count as bfloat16; tensors that are always float32 do not count. Raise a
     CheckpointError if the dtypes differ.
     """
-    table = model.table()
     with WeightFolder(model) as source:
+        table = model.table(source.names)
         kinds = set[str]()
         for name in source.names:
             source.check_kind(name)

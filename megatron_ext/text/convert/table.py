@@ -1,9 +1,9 @@
 """Relates our weights to the tensors of a family of Hugging Face models, in a table of rows.
 
 Along its first axis, each of our parameters is made of runs of rows, where a run comes from one
-Hugging Face tensor. A `Part` describes such a run in all layers, a `Run` in one of them. A
-family's `Table` lists the parts of each parameter. It tells which slices of the Hugging Face
-tensors a slice of our parameter needs, and for an export the reverse.
+Hugging Face tensor. A `Part` describes such a run in all layers, a `Run` in one of them. A model's
+`Table`, which is made of its family's `Weights`, lists the parts of each parameter. It tells which
+slices of the Hugging Face tensors a slice of our parameter needs, and for an export the reverse.
 
 Two of our weights are fused. ``linear_qkv`` holds, for each of g query groups, the rows of its
 query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]``, flattened to ``[rows, h]``
@@ -14,7 +14,7 @@ the rows of the gate, then the rows of the other projection: ``[2 * ffn, h]``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.config.model import ModelConfig
@@ -123,6 +123,15 @@ class Table:
         """Tell whether a tensor stays in float32, whatever the model's dtype."""
         return tensor.endswith(self.exact) if self.exact else False
 
+    def names_in(self, names: Collection[str]) -> int:
+        """Return how many of the tensors ``names`` hold parts of parameters."""
+        known = {
+            part.tensor.format(layer="*", expert="*")
+            for parts in (*self.outer.values(), *self.layer.values(), *self.depth.values())
+            for part in parts
+        }
+        return sum(_NUMBER.sub("*", name) in known for name in names)
+
     def runs(self, name: str, rows: int, num_layers: int) -> list[Run] | None:
         """Return the runs that make up our parameter ``name``, which has ``rows`` rows.
 
@@ -172,6 +181,7 @@ class OurName:
     expert: int | None
 
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _NAME = re.compile(
     r"(?P<block>decoder|mtp)\.layers\.(?:(?P<number>\d+)\.)?(?P<inner>transformer_layer\.)?"
     r"(?P<rest>[^\[]+)(?P<indices>(?:\[\d+\])*)$"
@@ -196,26 +206,16 @@ def parse(name: str) -> OurName | None:
     return OurName(block, numbers[0], match["rest"], numbers[1] if len(numbers) > 1 else None)
 
 
-def whole(tensor: str, *, transposed: bool = False) -> Parts:
-    """Return the parts of a parameter that equals one whole tensor, or its transpose."""
-    return (Part(tensor, transposed=transposed),)
-
-
-def joined(*tensors: str) -> Parts:
-    """Return the parts of a parameter that concatenates ``tensors``, all with equally many rows."""
-    return tuple(Part(tensor) for tensor in tensors)
-
-
 def grouped_qkv(model: ModelConfig, query: str, key: str, value: str) -> Parts:
     """Return the parts of ``linear_qkv`` from separate tensors of queries, keys and values."""
     return _qkv(model, ((query, 0), (key, 0), (value, 0)))
 
 
-def fused_qkv(model: ModelConfig, tensor: str, *, transposed: bool = False) -> Parts:
+def fused_qkv(model: ModelConfig, tensor: str) -> Parts:
     """Return the parts of ``linear_qkv`` from one tensor: all queries, then keys, then values."""
     heads, groups, size = head_sizes(model)
     starts = (0, heads * size, (heads + groups) * size)
-    return _qkv(model, [(tensor, start) for start in starts], transposed=transposed)
+    return _qkv(model, [(tensor, start) for start in starts])
 
 
 def head_sizes(model: ModelConfig) -> tuple[int, int, int]:
@@ -226,13 +226,11 @@ def head_sizes(model: ModelConfig) -> tuple[int, int, int]:
     return heads, model.num_query_groups or heads, size
 
 
-def _qkv(
-    model: ModelConfig, places: Iterable[tuple[str, int]], *, transposed: bool = False
-) -> Parts:
+def _qkv(model: ModelConfig, places: Iterable[tuple[str, int]]) -> Parts:
     heads, groups, size = head_sizes(model)
     counts = (heads // groups * size, size, size)
     return tuple(
-        Part(tensor, count, start + group * count, transposed=transposed)
+        Part(tensor, count, start + group * count)
         for group in range(groups)
         for (tensor, start), count in zip(places, counts, strict=True)
     )

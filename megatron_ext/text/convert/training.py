@@ -221,7 +221,7 @@ def write_run(
         target,
         chunks,
         context,
-        family.weights(gpt, vocab_size),
+        family.table(gpt, vocab_size),
         content,
         num_layers=model.num_layers or 0,
         dtype=dtype,

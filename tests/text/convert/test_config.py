@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.convert.config import HuggingFaceModel, config_json, parse_model, read_model
-from megatron_ext.text.convert.families.llama import write_scaling
+from megatron_ext.text.convert.entries import write_scaling
 from megatron_ext.text.convert.family import Gpt, architecture_of, words_of
 from tests.text.convert.models import LLAMA3, MODELS, SIZES
 from tests.training_runs import SMALL, config_of

@@ -12,10 +12,9 @@ from megatron_ext.text.convert.table import (
     Table,
     fused_qkv,
     grouped_qkv,
-    joined,
     parse,
-    whole,
 )
+from megatron_ext.text.convert.weights import Sizes, fused_qkv_of
 from megatron_ext.text.convert.writing import Described, Plan
 
 SHAPES = [(8, 2, 4), (4, 4, 6), (6, 1, 2), (1, 1, 8)]
@@ -68,7 +67,9 @@ def test_fused_rows_of_queries_keys_and_values(
     table = Table({}, {"qkv": fused_qkv(model_of(*shape), "c")})
     assert torch.equal(read(table, "decoder.layers.1.qkv", {"c": fused}, ours), ours)
     if columns:
-        table = Table({}, {"qkv": fused_qkv(model_of(*shape), "c", transposed=True)})
+        turned = fused_qkv_of("c", transposed=True)
+        sizes = Sizes(model_of(*shape), 0)
+        table = Table({}, {"qkv": turned.parts(sizes, is_matrix=True)})
         assert torch.equal(read(table, "decoder.layers.1.qkv", {"c": fused.t()}, ours), ours)
 
 
@@ -85,10 +86,10 @@ def test_rows_of_stacked_experts_whose_gate_and_other_rows_alternate() -> None:
 
 def test_names_of_layers_and_depths() -> None:
     layer = {
-        "a.weight": joined("l.{layer}.gate", "l.{layer}.up"),
-        "e.weight": whole("l.{layer}.{expert}"),
+        "a.weight": (Part("l.{layer}.gate"), Part("l.{layer}.up")),
+        "e.weight": (Part("l.{layer}.{expert}"),),
     }
-    table = Table({"w": whole("W")}, layer, {"eh_proj.weight": whole("l.{layer}.eh")})
+    table = Table({"w": (Part("W"),)}, layer, {"eh_proj.weight": (Part("l.{layer}.eh"),)})
     names = {
         "w": ["W"],
         "decoder.layers.a.weight[5]": ["l.5.gate", "l.5.up"],
@@ -115,7 +116,7 @@ def test_exact_tensors_are_those_with_the_named_endings() -> None:
 def test_copies_are_written_where_their_original_is() -> None:
     """A model with tied embeddings has no output layer that a depth could copy."""
     copies = {"copy.a": "A", "copy.b": "B"}
-    table = Table({"a": whole("A"), "b": whole("B")}, {}, copies=copies)
+    table = Table({"a": (Part("A"),), "b": (Part("B"),)}, {}, copies=copies)
     both = [[Described("a", (4, 2), (0, 0), (2, 2))], [Described("a", (4, 2), (2, 0), (2, 2))]]
     plan = Plan.of(table, both, 1, torch.float16)
     assert {name: tuple(x.shape) for name, x in plan.tensors.items()} == {

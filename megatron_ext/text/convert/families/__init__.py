@@ -1,25 +1,58 @@
-"""The families of Hugging Face models that can be converted, one file each."""
+"""The families of Hugging Face models that can be converted, found by `model_type`.
 
-from megatron_ext.text.convert.families import (
-    deepseek_v2,
-    deepseek_v3,
-    gemma2,
-    gemma3,
-    glm4_moe,
-    gpt2,
-    gpt_oss,
-    llama,
-    mistral,
-    mixtral,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-)
-
-_DENSE = (llama, mistral, qwen2, qwen3, phi3, gpt2, gemma2, gemma3)
-_EXPERTS = (mixtral, qwen2_moe, qwen3_moe, gpt_oss, glm4_moe, deepseek_v2, deepseek_v3)
-FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (*_DENSE, *_EXPERTS)}
-"""Families by `model_type`. A model trained from scratch is exported as the first family that fits.
+A family's module is imported when its `model_type` is looked up. A module has a `FAMILY`, or
+`FAMILIES` if it declares several.
 """
+
+import importlib
+from collections.abc import Iterator, Mapping
+
+from megatron_ext.text.convert.family import Family
+
+MODULES = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "gpt2": "gpt2",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "mixtral": "mixtral",
+    "qwen2_moe": "qwen2_moe",
+    "qwen3_moe": "qwen3_moe",
+    "gpt_oss": "gpt_oss",
+    "glm4_moe": "glm4_moe",
+    "deepseek_v2": "deepseek_v2",
+    "deepseek_v3": "deepseek_v3",
+    # dense decoders
+    # decoders with experts
+    # older decoders
+}
+"""The module of each `model_type`.
+
+A model trained from scratch is exported as the first family that fits.
+"""
+LACKING: dict[str, str] = {
+    # linear attention and state spaces
+    # other
+}
+"""The part that no layer here has, in words, for each `model_type` that is refused by name."""
+
+
+class _Families(Mapping[str, Family]):
+    """The families by `model_type`; each is imported when it is looked up."""
+
+    def __getitem__(self, model_type: str) -> Family:
+        module = importlib.import_module(f"{__name__}.{MODULES[model_type]}")
+        families: tuple[Family, ...] = getattr(module, "FAMILIES", None) or (module.FAMILY,)
+        return next(family for family in families if family.model_type == model_type)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(MODULES)
+
+    def __len__(self) -> int:
+        return len(MODULES)
+
+
+FAMILIES: Mapping[str, Family] = _Families()

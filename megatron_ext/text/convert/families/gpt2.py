@@ -1,73 +1,56 @@
 """GPT-2: learned positions, LayerNorm, biases, and projections that are stored ``[in, out]``."""
 
-from typing import Any
+from megatron_ext.text.convert.entries import TIED, Choice, Dropout, Heads, Translated, copies
+from megatron_ext.text.convert.family import Family
+from megatron_ext.text.convert.weights import Weights, fused_qkv_of, vocabulary, whole
 
-from megatron_ext.text.convert.family import Family, Fields, Gpt, Settings
-from megatron_ext.text.convert.table import Part, Parts, Table, fused_qkv, whole
-
-LAYER = "transformer.h.{layer}"
-_TANH = ("gelu_new", "gelu_pytorch_tanh")
-"""transformers' names of the tanh approximation of GELU."""
-
-
-def read(settings: Settings) -> Fields:
-    activation = settings["activation_function"]
-    if activation not in ("gelu", *_TANH):
-        settings.refuse("activation_function")
-    return {
-        "openai_gelu": activation in _TANH,
-        "ffn_hidden_size": settings["n_inner"] or 4 * settings["n_embd"],
-        "untie_embeddings_and_output_weights": not settings["tie_word_embeddings"],
-        "attention_dropout": float(settings["attn_pdrop"]),
-        "hidden_dropout": float(settings["resid_pdrop"]),
-    }
-
-
-def write(gpt: Gpt) -> dict[str, Any]:
-    return {
-        "n_inner": gpt.model.ffn_hidden_size,
-        "activation_function": "gelu_new" if gpt.model.openai_gelu else "gelu",
-        "tie_word_embeddings": not gpt.model.untie_embeddings_and_output_weights,
-    }
-
-
-def weights(gpt: Gpt, vocab_size: int) -> Table:
-    embedding, positions = "transformer.wte.weight", "transformer.wpe.weight"
-    outer: dict[str, Parts] = {
-        "embedding.word_embeddings.weight": (Part(embedding, vocab_size),),
-        "embedding.position_embeddings.weight": whole(positions),
-        "output_layer.weight": (Part("lm_head.weight", vocab_size),),
-    }
-    layer: dict[str, Parts] = {}
-    for kind in ("weight", "bias"):
-        outer[f"decoder.final_layernorm.{kind}"] = whole(f"transformer.ln_f.{kind}")
-        layer |= {
-            f"self_attention.linear_qkv.layer_norm_{kind}": whole(f"{LAYER}.ln_1.{kind}"),
-            f"mlp.linear_fc1.layer_norm_{kind}": whole(f"{LAYER}.ln_2.{kind}"),
-            f"self_attention.linear_qkv.{kind}": fused_qkv(
-                gpt.model, f"{LAYER}.attn.c_attn.{kind}", transposed=kind == "weight"
-            ),
-        }
-        for ours, theirs in (
-            ("self_attention.linear_proj", "attn.c_proj"),
-            ("mlp.linear_fc1", "mlp.c_fc"),
-            ("mlp.linear_fc2", "mlp.c_proj"),
-        ):
-            tensor = f"{LAYER}.{theirs}.{kind}"
-            layer[f"{ours}.{kind}"] = whole(tensor, transposed=kind == "weight")
-    return Table(outer, layer)
-
-
+TANH = {"openai_gelu": True}
+GELUS = {"gelu_new": TANH, "gelu": {"openai_gelu": False}, "gelu_pytorch_tanh": TANH}
+"""transformers' names of GELU, of which two stand for its tanh approximation."""
+WIDTH = Translated(
+    ("ffn_hidden_size",),
+    ("n_inner",),
+    lambda settings: {"ffn_hidden_size": settings["n_inner"] or 4 * settings["n_embd"]},
+    lambda gpt: {"n_inner": gpt.model.ffn_hidden_size},
+)
+"""The width of the MLP; by default four times the hidden size."""
+WEIGHTS = Weights.of(
+    "transformer.h.{layer}",
+    outer={
+        "embedding.word_embeddings.weight": vocabulary("transformer.wte.weight"),
+        "embedding.position_embeddings.weight": "transformer.wpe.weight",
+        "decoder.final_layernorm.{kind}": "transformer.ln_f.{kind}",
+        "output_layer.{kind}": vocabulary("lm_head.{kind}"),
+    },
+    layer={
+        "self_attention.linear_qkv.layer_norm_{kind}": "ln_1.{kind}",
+        "self_attention.linear_qkv.{kind}": fused_qkv_of("attn.c_attn.{kind}", transposed=True),
+        "self_attention.linear_proj.{kind}": whole("attn.c_proj.{kind}", transposed=True),
+        "mlp.linear_fc1.layer_norm_{kind}": "ln_2.{kind}",
+        "mlp.linear_fc1.{kind}": whole("mlp.c_fc.{kind}", transposed=True),
+        "mlp.linear_fc2.{kind}": whole("mlp.c_proj.{kind}", transposed=True),
+    },
+)
 FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    same={
-        "num_layers": "n_layer",
-        "hidden_size": "n_embd",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-        "norm_epsilon": "layer_norm_epsilon",
-    },
+    says="learned positions, LayerNorm, weights stored `[in, out]`, both kinds of GELU",
+    entries=(
+        *copies(
+            {
+                "num_layers": "n_layer",
+                "hidden_size": "n_embd",
+                "max_position_embeddings": "n_positions",
+                "norm_epsilon": "layer_norm_epsilon",
+            }
+        ),
+        Heads("n_head", groups=None, size=None, hidden="n_embd"),
+        WIDTH,
+        Choice("activation_function", GELUS),
+        TIED,
+        Dropout("attention_dropout", "attn_pdrop"),
+        Dropout("hidden_dropout", "resid_pdrop"),
+    ),
     fixed={
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
@@ -78,7 +61,5 @@ FAMILY = Family(
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     },
-    read=read,
-    write=write,
-    weights=weights,
+    weights=WEIGHTS,
 )

@@ -1,0 +1,244 @@
+"""Says where the weights of a family lie in its files: our name of each, and its tensors.
+
+A family's `Weights` are data, derived from those of its nearest family by adding, removing and
+renaming. `Weights.table` fills in the sizes of one model.
+
+Names are templates: ``{layer}`` and ``{expert}`` stand for their numbers, and an item whose name
+has ``{kind}`` stands for two, a weight and a bias. Names that a model lacks do no harm, since only
+the parameters that it has are looked up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.text.convert.table import Part, Parts, Table, fused_qkv, grouped_qkv
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one model that decide how rows are arranged in its tensors.
+
+    Attributes:
+        model: the sizes of its heads and layers.
+        vocab_size: number of rows of the embedding, without padding.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+
+
+Arrange = Callable[[tuple[str, ...], Sizes], Parts]
+"""A function from the names of tensors to the runs of their rows that make up our parameter."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors that hold one of our parameters, and how its rows are arranged in them.
+
+    Attributes:
+        tensors: templates of the tensors' names.
+        arrange: returns the rows of our parameter, in order.
+        transposed: whether matrices are stored ``[in, out]``; biases never are.
+        stacked: whether each tensor holds all experts along its first axis.
+    """
+
+    tensors: tuple[str, ...]
+    arrange: Arrange
+    transposed: bool = False
+    stacked: bool = False
+
+    def with_names(self, change: Callable[[str], str]) -> Source:
+        """Return a copy in which ``change`` has been applied to each tensor's name."""
+        return dataclasses.replace(self, tensors=tuple(map(change, self.tensors)))
+
+    def parts(self, sizes: Sizes, *, is_matrix: bool) -> Parts:
+        """Return the parts of our parameter for a model of the given sizes."""
+        turned = self.transposed and is_matrix
+        return tuple(
+            dataclasses.replace(part, transposed=turned, stacked=self.stacked)
+            for part in self.arrange(self.tensors, sizes)
+        )
+
+
+def _concatenated(tensors: tuple[str, ...], sizes: Sizes) -> Parts:
+    return tuple(Part(tensor) for tensor in tensors)
+
+
+def _vocabulary(tensors: tuple[str, ...], sizes: Sizes) -> Parts:
+    return (Part(tensors[0], sizes.vocab_size),)
+
+
+def _separate_qkv(tensors: tuple[str, ...], sizes: Sizes) -> Parts:
+    return grouped_qkv(sizes.model, *tensors)
+
+
+def _fused_qkv(tensors: tuple[str, ...], sizes: Sizes) -> Parts:
+    return fused_qkv(sizes.model, tensors[0])
+
+
+def _alternating(tensors: tuple[str, ...], sizes: Sizes) -> Parts:
+    return tuple(Part(tensors[0], start=start, step=2) for start in (0, 1))
+
+
+def whole(tensor: str, *, transposed: bool = False, stacked: bool = False) -> Source:
+    """Return the source of a parameter that is one whole tensor; a plain name means the same."""
+    return Source((tensor,), _concatenated, transposed, stacked)
+
+
+def joined(*tensors: str, transposed: bool = False, stacked: bool = False) -> Source:
+    """Return the source of a parameter that concatenates tensors with equally many rows."""
+    return Source(tensors, _concatenated, transposed, stacked)
+
+
+def alternating(tensor: str, *, transposed: bool = False, stacked: bool = False) -> Source:
+    """Return the source of a gated projection in one tensor, whose even rows are the gate's."""
+    return Source((tensor,), _alternating, transposed, stacked)
+
+
+def vocabulary(tensor: str) -> Source:
+    """Return the source of a parameter with one row for each token; ours may have padding rows."""
+    return Source((tensor,), _vocabulary)
+
+
+def separate_qkv(query: str, key: str, value: str, *, transposed: bool = False) -> Source:
+    """Return the source of ``linear_qkv`` in separate tensors of queries, keys and values."""
+    return Source((query, key, value), _separate_qkv, transposed)
+
+
+def fused_qkv_of(tensor: str, *, transposed: bool = False) -> Source:
+    """Return the source of ``linear_qkv`` in one tensor: all queries, then keys, then values.
+
+    A tensor that holds, for each query group, its queries, its key and its value has our own order,
+    and is `whole`.
+    """
+    return Source((tensor,), _fused_qkv, transposed)
+
+
+Given = Mapping[str, "Source | str"]
+"""Our name of a parameter -> its source; a plain tensor name means `whole`."""
+Sources = Mapping[str, Source]
+
+
+def _sources(given: Given) -> dict[str, Source]:
+    """Return ``given`` with a source for each name, and an item for each ``{kind}``."""
+    result: dict[str, Source] = {}
+    for name, value in given.items():
+        source = whole(value) if isinstance(value, str) else value
+        for kind in ("weight", "bias") if "{kind}" in name else ("",):
+            filled = source.with_names(lambda x, kind=kind: x.replace("{kind}", kind))  # type: ignore[misc]
+            result[name.replace("{kind}", kind)] = filled
+    return result
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a family of models, by our names of the parameters that they hold.
+
+    Attributes:
+        layers: template of the path of a layer, such as ``model.layers.{layer}``, which precedes
+            each tensor in ``layer`` and ``depth``.
+        outer: sources of the parameters outside of layers.
+        layer: sources of the parameters of a decoder layer, by our name within the layer.
+        depth: sources of the parameters of an MTP depth, except those of its transformer layer.
+            transformers numbers depths as layers after the decoder's.
+        depth_copies: names of the tensors of a depth that are copies, each with its original.
+        exact: suffixes of the names of tensors that stay in float32, whatever the model's dtype.
+    """
+
+    layers: str
+    outer: Sources
+    layer: Sources
+    depth: Sources = field(default_factory=dict)
+    depth_copies: Mapping[str, str] = field(default_factory=dict)
+    exact: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, layers: str, outer: Given, layer: Given) -> Weights:
+        """Return weights from templates that may have ``{kind}`` in their names."""
+        return cls(layers, _sources(outer), _sources(layer))
+
+    def but(
+        self,
+        *,
+        outer: Given | None = None,
+        layer: Given | None = None,
+        depth: Given | None = None,
+        depth_copies: Mapping[str, str] | None = None,
+        exact: tuple[str, ...] = (),
+        without: Collection[str] = (),
+        renamed: Mapping[str, str] | None = None,
+    ) -> Weights:
+        """Return weights that differ from these in what is given.
+
+        Args:
+            outer, layer, depth, depth_copies: items that are added, or replace those of the same
+                name.
+            exact: suffixes that are added.
+            without: beginnings of our names of parameters that the family does not have.
+            renamed: path within a tensor's name, such as ``self_attn`` or ``mlp.gate_proj`` -> the
+                path in its place. It applies to the tensors of the nearest family only.
+        """
+        change = _renaming(renamed or {})
+
+        def merged(old: Sources, new: Given | None) -> Sources:
+            kept = {
+                name: source.with_names(change)
+                for name, source in old.items()
+                if not name.startswith(tuple(without))
+            }
+            return kept | _sources(new or {})
+
+        copies = {change(name): change(original) for name, original in self.depth_copies.items()}
+        return Weights(
+            change(self.layers),
+            merged(self.outer, outer),
+            merged(self.layer, layer),
+            merged(self.depth, depth),
+            copies | dict(depth_copies or {}),
+            (*self.exact, *exact),
+        )
+
+    def table(self, model: ModelConfig, vocab_size: int) -> Table:
+        """Return the table of the rows of each parameter, for a model of the given sizes."""
+        sizes = Sizes(model, vocab_size)
+
+        def filled(sources: Sources, before: str = "") -> dict[str, Parts]:
+            return {
+                name: source.with_names(lambda tensor: before + tensor).parts(
+                    sizes, is_matrix=not name.endswith("bias")
+                )
+                for name, source in sources.items()
+            }
+
+        prefix = f"{self.layers}."
+        first = model.num_layers or 0
+        copies = {
+            f"{self.layers.format(layer=number)}.{name}": original
+            for number in range(first, first + (model.mtp_num_layers or 0))
+            for name, original in self.depth_copies.items()
+        }
+        return Table(
+            filled(self.outer),
+            filled(self.layer, prefix),
+            filled(self.depth, prefix),
+            copies,
+            self.exact,
+        )
+
+
+def _renaming(renamed: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a function that replaces paths in the name of a tensor, the longest first.
+
+    A path is one or more whole components of the name. What has been replaced is not replaced
+    again.
+    """
+    if not renamed:
+        return lambda name: name
+    paths = sorted(renamed, key=len, reverse=True)
+    pattern = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, paths))})(?![^.])")
+    return lambda name: pattern.sub(lambda match: renamed[match[1]], name)
