@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ext.config.flags import flags_of
 from megatron_ext.errors import CheckpointError
-from megatron_ext.text.convert.families.llama import list_flag
+from megatron_ext.text.convert.entries import list_flag
 from megatron_ext.text.convert.family import SECTIONS
 
 _RENAMED = {
