@@ -1,7 +1,8 @@
 """Names of the layers that get LoRA adapters, as ``--lora-target-modules`` takes them.
 
 A layer's kind is its name without numbers, such as ``blocks.self_attention.linear_qkv``. A target
-names each layer whose kind ends with it: ``linear_qkv``, or ``self_attention.linear_qkv``.
+names each layer whose kind ends with it: ``linear_qkv``, or ``self_attention.linear_qkv``. The
+kinds of routed experts end with ``experts.linear_fc1`` and ``experts.linear_fc2``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_NUMBER = re.compile(r"(\.local_experts)?\.\d+(?=\.|$)")
 
 
 def kind_of(layer: str) -> str:

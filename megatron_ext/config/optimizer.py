@@ -320,6 +320,15 @@ LATENT_TARGETS = (
 )  # fmt: skip
 """LoRA targets in blocks with multi-latent attention: the linear layers that TP ranks split."""
 
+LATENT_DOWN_TARGETS = ("linear_q_down_proj", "linear_kv_down_proj")
+"""The linear layers of multi-latent attention that are whole on each TP rank; named, they adapt."""
+
+EXPERT_TARGETS = (
+    "mlp.linear_fc1", "mlp.linear_fc2", "experts.linear_fc1", "experts.linear_fc2",
+    "shared_experts.linear_fc1", "shared_experts.linear_fc2",
+)  # fmt: skip
+"""Names of the dense layers, routed and shared experts alone, of which ``linear_fc1`` is all."""
+
 ALL_TARGETS = (*TARGETS, "linear_q", "linear_kv", "linear_vision_kv")
 """Linear layers that may have adapters; the last three are projections of cross-attention."""
 

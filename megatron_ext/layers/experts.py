@@ -273,19 +273,23 @@ class JointExperts(SequentialMLP):  # type: ignore[misc]
         ]
         return (
             len(x) > 0
-            and all(linear.fp8 is None and linear.lora is None for linear in linears)
+            and all(linear.fp8 is None for linear in linears)
+            and all(linear.lora is None or linear.lora.groups for linear in linears)
             and x.dtype == linears[0].weight.dtype
         )
 
     def _product(self, x: Tensor, ends: Tensor, name: str) -> Tensor:
         """Multiply the tokens of each expert by that expert's weight; return ``[tokens, out]``.
 
+        The outputs of adapters are added.
+
         Args:
             x: tokens ``[tokens, in]``, sorted by expert.
             ends: index of the row after each expert's last token, ``[e]``.
             name: "linear_fc1" or "linear_fc2", the layer whose weights ``[out, in]`` to use.
         """
-        weights = [getattr(expert, name).weight for expert in self.local_experts]
+        linears = [getattr(expert, name) for expert in self.local_experts]
+        weights = [linear.weight for linear in linears]
         trains = weights[0].requires_grad
         config = self.config
         queue = config.weight_gradients if trains and x.requires_grad else None
@@ -294,6 +298,21 @@ class JointExperts(SequentialMLP):  # type: ignore[misc]
         # For deferred gradients, autograd must not see the weights.
         seen = weights if queue is None else [weight.detach() for weight in weights]
         product: Tensor = self._product_function.apply(x, ends, call, *seen)
+        adapters = [linear.lora for linear in linears]
+        if adapters[0] is None:
+            return product
+        multiply = functools.partial(self._multiplied, ends)
+        return product + adapters[0].grouped(adapters, x, multiply)  # type: ignore[no-any-return]
+
+    def _multiplied(self, ends: Tensor, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Return each expert's tokens times its matrix ``[out, in]``, whose gradient is autograd's.
+
+        The other arguments are those of `_product`.
+        """
+        by_onednn = onednn.takes(weights[0].numel(), x.dtype, x.device.type)
+        aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in weights[0].shape)
+        function = self._product_function if aligned else _ProductPerExpert
+        product: Tensor = function.apply(x, ends, _Call(weights, None, False, by_onednn), *weights)
         return product
 
     def _biases(self, ends: Tensor, name: str, like: Tensor) -> Tensor | None:

@@ -14,9 +14,12 @@ without splits        whole         whole         kept
 
 Under sequence parallelism, a rank's gradient of the unsplit matrix covers only its part of the
 sequence. megatron-core sums it over the ranks, since the parameter is marked ``sequence_parallel``.
-If the layer leaves communication to its caller (``communicates`` is False), so does the adapter:
-``A x`` is kept, and the gradient of the unsplit matrix is summed over the ranks in its backward
-pass. Gradients of A and B are never deferred.
+If the layer leaves communication to its caller, as an expert does to the token dispatcher, so does
+the adapter: ``A x`` is kept, and the gradient of the unsplit matrix is summed over the ranks in its
+backward pass. Gradients of A and B are never deferred.
+
+Each routed expert has an A and a B of its own. Where a rank's experts are computed together, so are
+their adapters (`Adapter.grouped`).
 """
 
 from __future__ import annotations
@@ -44,10 +47,16 @@ from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.fused_rows import fused_rows
 from megatron_ext.layers.initialization import Initialize, draw, memory_key, shards_of
-from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, enter, leave
+from megatron_ext.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    WholeLinear,
+    enter,
+    leave,
+)
 from megatron_ext.layers.replicated_linear import ReplicatedLinear
 
-Layer = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
+Layer = ColumnParallelLinear | RowParallelLinear | WholeLinear | ReplicatedLinear
 _IN_A_LAYER = re.compile(r"(^|[._])(layers|blocks)\.")
 """Matches names of parameters that belong to layers, not to an embedding or output head."""
 
@@ -55,14 +64,17 @@ _IN_A_LAYER = re.compile(r"(^|[._])(layers|blocks)\.")
 class Adapter(torch.nn.Module):
     """The matrices A and B that adapt a layer with weight ``[out/tp, in]`` or ``[out, in/tp]``.
 
-    A `ReplicatedLinear` has the weight ``[out, in]``. B starts at zero. The two halves of a gated
-    layer's output are sharded separately.
+    A `ReplicatedLinear` or `WholeLinear` has the weight ``[out, in]``. B starts at zero. The two
+    halves of a gated layer's output are sharded separately.
 
     Args:
         gated: whether the layer's outputs are two halves, a gate and what it multiplies.
         rows: numbers of rows of the projections that the layer joins and that get an adapter each
             (`fused_rows`); a single number if the layer gets one.
     """
+
+    groups = True
+    """Whether the adapters of several experts can be computed together (`grouped`)."""
 
     def __init__(
         self, layer: Layer, config: LoraConfig, *, gated: bool, rows: Sequence[int]
@@ -79,9 +91,10 @@ class Adapter(torch.nn.Module):
         self.tp_group = layer.tp_group
         self.sequence_parallel = layer.sequence_parallel
         self.is_row = isinstance(layer, RowParallelLinear)
-        self.communicates = layer.communicates
+        self.communicates = layer.communicates and not getattr(layer, "explicit_expert_comm", False)
         self.sides_cut = {"a": 1} if self.is_row else {"b": 0}
-        if isinstance(layer, ReplicatedLinear):
+        if isinstance(layer, WholeLinear | ReplicatedLinear):
+            self.communicates = False
             self.sides_cut = {}
         """The dimension along which matrix "a" or "b" is split; no entry for a whole matrix."""
         self.owner: Tensor | None
@@ -96,8 +109,25 @@ class Adapter(torch.nn.Module):
         for name, parameter in self.named_parameters():
             if name in self.sides_cut:
                 set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)
-            else:
+            elif self.communicates or not self.sides_cut:
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            if getattr(layer, "is_expert", False):
+                self._mark_of_expert(parameter, weight)
+
+    def _mark_of_expert(self, parameter: torch.nn.Parameter, weight: Tensor) -> None:
+        """Let an expert's matrix be summed over the ranks with copies of its weight.
+
+        If those are other ranks than of dense layers, count a matrix that is whole on the
+        expert-tensor-parallel ranks on the first of them alone in the gradient norm: megatron-core
+        0.16 would count it by the rank among those that split dense layers.
+        """
+        among_experts = not getattr(weight, "allreduce", True)
+        parameter.allreduce = not among_experts  # type: ignore[attr-defined]
+        if among_experts and not getattr(parameter, "tensor_model_parallel", False):
+            if self.tp_group.rank() == 0:
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            else:
+                parameter.shared = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the term to add to the layer's output, given the layer's input on this rank."""
@@ -111,6 +141,28 @@ class Adapter(torch.nn.Module):
         between = leave if self.is_row else enter
         low = between(F.linear(dropped, self.a), self.tp_group, self.sequence_parallel)
         return F.linear(low * self.scale, self._outputs(self.b))
+
+    def grouped(
+        self,
+        adapters: Sequence[Adapter],
+        x: Tensor,
+        multiply: Callable[[Tensor, Sequence[Tensor]], Tensor],
+    ) -> Tensor:
+        """Return the term to add to the output of a rank's experts, ``[tokens, out]``.
+
+        Args:
+            adapters: those of all experts, in the order of their tokens in ``x`` ``[tokens, in]``.
+            multiply: takes tokens and a matrix ``[out, in]`` for each expert, and returns the
+                products of each expert's tokens.
+        """
+        dropped = F.dropout(x, self.dropout, self.training)
+        sides = {}
+        for name in ("a", "b"):
+            matrices = torch.stack([getattr(adapter, name) for adapter in adapters])
+            if name not in self.sides_cut and self.tp_group.size() > 1:
+                matrices = copy_to_tensor_model_parallel_region(matrices, group=self.tp_group)
+            sides[name] = matrices.unbind()
+        return multiply(multiply(dropped, sides["a"]) * self.scale, sides["b"])
 
     def _outputs(self, b: Tensor) -> Tensor:
         """Return B ``[out, r]`` as the matrix that multiplies the products with all rows of A.
@@ -172,6 +224,9 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
                 config_of_layer: Any = getattr(layer, "config", None)
                 gated = own_name == "linear_fc1" and config_of_layer.gated_linear_unit
                 rows = fused.get(layer.weight, (layer.weight.size(0),))
+                if getattr(layer, "is_expert", False):
+                    # As in peft, whose experts have one parameter for gate and up.
+                    rows = (layer.weight.size(0),)
                 layer.lora = Adapter(layer, config, gated=gated, rows=rows)
         matrices = [adapter.a for _, adapter in _adapted(chunk)]
         if not matrices and any(_IN_A_LAYER.search(name) for name, _ in chunk.named_parameters()):

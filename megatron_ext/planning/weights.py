@@ -62,11 +62,12 @@ def inner_width(lora: LoraConfig, layer: str, *, gated: bool = False) -> int:
     """Return the number of rows of matrix A of a linear layer's adapter; 0 without adapters.
 
     Args:
-        layer: the layer's own name, such as "linear_qkv".
+        layer: the layer's name or kind, such as "self_attention.linear_qkv".
         gated: whether its outputs are a gate and what it multiplies.
     """
-    joined = 2 if gated else PROJECTIONS.get(layer, 1)
-    return (lora.lora_rank or 0) * (joined if lora.lora_separate_projections else 1)
+    joined = 2 if gated else PROJECTIONS.get(layer.rpartition(".")[2], 1)
+    separate = lora.lora_separate_projections and ROUTED not in f".{layer}"
+    return (lora.lora_rank or 0) * (joined if separate else 1)
 
 
 def weights_of(linear: Linear, lora: LoraConfig, module: str = "") -> list[Weight]:
@@ -77,9 +78,8 @@ def weights_of(linear: Linear, lora: LoraConfig, module: str = "") -> list[Weigh
     """
     weights = list(_plain_weights(linear, module))
     name = module + linear.name
-    own = name.rpartition(".")[2]
     if lora.lora_rank and adapts(lora, name):
-        inner = inner_width(lora, own, gated=linear.gated)
+        inner = inner_width(lora, name, gated=linear.gated)
         for kind, numel, ranks in (
             ("a", inner * linear.inputs // linear.columns, linear.columns),
             ("b", linear.outputs // linear.rows * lora.lora_rank, linear.rows),

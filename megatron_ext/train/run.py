@@ -273,12 +273,13 @@ def summed(
     experts = zero
     for chunk in chunks:
         for parameter in chunk.parameters():
-            if not param_is_not_tensor_parallel_duplicate(parameter):
+            first = param_is_not_tensor_parallel_duplicate(parameter)
+            if not (first and param_is_not_shared(parameter)):
                 continue
-            if not getattr(parameter, "allreduce", True):
-                experts = experts + measured(parameter)
-            elif param_is_not_shared(parameter):
+            if getattr(parameter, "allreduce", True):
                 dense = dense + measured(parameter)
+            else:
+                experts = experts + measured(parameter)
     dense = dense.clone()
     experts = experts.clone()
     torch.distributed.all_reduce(dense, group=context.pgs.mp)

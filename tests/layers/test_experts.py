@@ -1,6 +1,7 @@
 """Experts in grouped products against plain arithmetic and against one expert after the other."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,7 +192,7 @@ def test_what_a_grouped_product_cannot_do_runs_expert_by_expert(context: Paralle
     assert not layer._groups(tokens.double())
     for name in ("fp8", "lora"):
         linear = layer.local_experts[0].linear_fc1
-        setattr(linear, name, object())
+        setattr(linear, name, SimpleNamespace(groups=False))
         assert not layer._groups(tokens)
         setattr(linear, name, None)
     assert layer._groups(tokens)

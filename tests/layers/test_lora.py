@@ -53,6 +53,17 @@ def loss_of(model: Any, run: RunConfig) -> Tensor:
     return model(batch.tokens, batch.position_ids, None, labels=batch.labels).mean()
 
 
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 "
+    "--moe-shared-expert-intermediate-size 16 --moe-token-dispatcher-type alltoall"
+).split()
+LATENT = (
+    "--multi-latent-attention --qk-layernorm --q-lora-rank 12 --kv-lora-rank 16 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 12 --no-rope-fusion"
+).split()
+DOWN = "linear_q_down_proj linear_kv_down_proj linear_q_up_proj linear_kv_up_proj".split()
+
+
 class PlainLora:
     """LoRA in plain torch: full weights ``W + scale * B A`` of a model without adapters.
 
@@ -92,20 +103,31 @@ def near(got: Tensor, want: Tensor, name: str, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize(
-    ("targets", "more"),
-    [(list(TARGETS), []), (["linear_qkv", "linear_fc2"], []), (list(TARGETS), [APART])],
+    ("targets", "more", "count"),
+    [
+        (list(TARGETS), [], 4),
+        (["linear_qkv", "linear_fc2"], [], 2),
+        (list(TARGETS), [APART], 4),
+        (["linear_fc1", "experts.linear_fc2"], [APART, *MOE], 4 + 1 + 4),
+        (["linear_qkv", "linear_fc1", "linear_fc2"], ["--moe-grouped-gemm", *MOE], 1 + 2 * 5),
+        ([*DOWN, "shared_experts.linear_fc1"], [*LATENT, *MOE], 4 + 1),
+    ],
 )
 @ranks()
 def test_three_steps_are_those_of_plain_torch(
-    context: ParallelContext, targets: list[str], more: list[str]
+    context: ParallelContext, targets: list[str], more: list[str], count: int
 ) -> None:
     run = gpt_config(*LORA, "--lora-target-modules", *targets, *CONSTANT, *more)
     transformer_config = build_transformer_config(run)
     chunk = bare_chunk(run, context)
     before = {k: v.clone() for k, v in chunk.named_parameters() if ".lora." not in k}
     own = dict(chunk.named_parameters())
-    truth = PlainLora(gpt_chunk(gpt_config(), context), {k: own[k] for k in own if "lora" in k}, 2)
-    assert len(truth.adapters) == 2 * 2 * len(targets)
+    base = gpt_chunk(gpt_config(*[word for word in more if word != APART]), context)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            parameter.copy_(own[name])
+    truth = PlainLora(base, {k: own[k] for k in own if ".lora." in k}, 2)
+    assert len(truth.adapters) == 2 * 2 * count
     reference = torch.optim.AdamW(
         truth.adapters.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
     )
@@ -306,6 +328,39 @@ def test_targets_that_a_model_lacks(context: ParallelContext) -> None:
     lora = dataclasses.replace(run.lora, lora_target_modules=["linear_q"])
     with pytest.raises(ConfigError, match=r"`--lora-target-modules` \(linear_q\) names no linear"):
         bare_chunk(dataclasses.replace(run, lora=lora), context)
+
+
+KEPT = f"--moe-keep-dispatched-tokens {RECOMPUTE}"
+EXPERT_LAYOUTS = [
+    "ep2etp2",
+    "tp4spetp2",
+    "tp2spetp1[--moe-shared-expert-overlap]",
+    f"ep2dp2do[{KEPT}]",
+    "ep2pp2vpp2[--overlap-moe-expert-parallel-comm]",
+    "ep2[--moe-token-dispatcher-type allgather]",
+    "ep2[--moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity]",
+]
+"""The capacity of the last is that of all tokens, so that only padding is added."""
+
+
+@pytest.fixture(scope="module")
+def experts_on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> parity.Recording:
+    words = [*SAME_WEIGHTS, *MOE, APART, "--num-query-groups", "4"]
+    truth = run_layout("dp1", words, tmp_path_factory.mktemp("experts") / "run")
+    assert truth.failure is None
+    return truth
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_experts_train_as_on_one_rank(
+    layout: str, experts_on_one_rank: parity.Recording, tmp_path: Path
+) -> None:
+    words = [*SAME_WEIGHTS, *MOE, APART, "--num-query-groups", "4"]
+    recording = run_layout(layout, words, tmp_path / "run")
+    assert_same(parity.compare(recording, experts_on_one_rank, parity.Tolerances()))
+    gradients = parity.read_gradients(recording.folder, STEPS)
+    assert len(gradients) == 4 * 2 * (2 + 2 + 2 * 4)
+    assert all(gradient.any() for gradient in gradients.values())
 
 
 EXPERTS = (

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.config.flags import must_divide
+from megatron_ext.config.lora_targets import adapts
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.optimizer import TARGETS
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import FlagError
-from megatron_ext.text.config.attention import LatentAttentionConfig
 from megatron_ext.text.config.moe import PADDING, MoEConfig, pads_for_quantization
 
 CAPACITY_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 TENSOR = "--tensor-model-parallel-size"
+ROUTED_LAYERS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
+"""The kinds of the linear layers of routed experts."""
 
 
 def expert_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
@@ -44,7 +45,7 @@ def expert_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
         yield from _layer_errors(moe, model, config.parallel)
         yield from _router_errors(moe)
         yield from _dispatch_errors(moe, config.parallel, config.training, model)
-    yield from _adapter_errors(moe, config)
+    yield from _adapter_errors(config)
     yield from _fp8_errors(moe, config)
     if {moe.moe_dispatch_fwd_dtype, moe.moe_combine_bwd_dtype} != {"bf16"}:
         from megatron_ext.text.config.flex import format_errors, values_of
@@ -82,21 +83,18 @@ def _fp8_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
     yield from side_errors(config.fp8, sides)
 
 
-def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
-    """Yield an error if the flags ask for LoRA adapters on experts."""
+def _adapter_errors(config: RunConfig) -> Iterator[FlagError]:
+    """Yield an error if ranks that share an expert would drop different inputs of its adapter."""
     lora = config.lora
-    if lora.lora_rank is None:
-        return
-    targets = TARGETS if lora.lora_target_modules is None else lora.lora_target_modules
-    mlp = [name for name in targets if name.startswith("linear_fc")]
-    if mlp:
-        latent = config.section(LatentAttentionConfig).multi_latent_attention
-        projections = "linear_q_up_proj linear_kv_up_proj" if latent else "linear_qkv"
+    parallel = config.parallel
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if lora.lora_dropout and etp > 1 and any(adapts(lora, layer) for layer in ROUTED_LAYERS):
         yield FlagError(
-            "--lora-target-modules",
-            " ".join(mlp),
-            f"does not go with `--num-experts` ({moe.num_experts}), since experts take no adapters",
-            f"use {projections} linear_proj",
+            "--lora-dropout",
+            lora.lora_dropout,
+            f"on experts does not go with `--expert-tensor-parallel-size` ({etp}), whose ranks "
+            "would drop different inputs of one expert",
+            "give `--expert-tensor-parallel-size 1`, or no dropout",
         )
 
 

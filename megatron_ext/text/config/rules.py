@@ -7,7 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.optimizer import LATENT_TARGETS, TARGETS
+from megatron_ext.config.optimizer import (
+    EXPERT_TARGETS,
+    LATENT_DOWN_TARGETS,
+    LATENT_TARGETS,
+    TARGETS,
+)
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, FlagError
@@ -63,9 +68,19 @@ def resolve_text(config: RunConfig) -> RunConfig:
 
 
 def _targets(config: RunConfig) -> Sequence[str]:
-    """Return the names of a GPT's linear layers that may have LoRA adapters."""
+    """Return the names of a GPT's linear layers that get LoRA adapters by default."""
     latent = config.section(LatentAttentionConfig).multi_latent_attention
     return LATENT_TARGETS if latent else TARGETS
+
+
+def _all_targets(config: RunConfig) -> list[str]:
+    """Return the names of a GPT's linear layers that may have LoRA adapters."""
+    targets = list(_targets(config))
+    if config.section(LatentAttentionConfig).multi_latent_attention:
+        targets += LATENT_DOWN_TARGETS
+    if config.section(MoEConfig).num_experts is not None:
+        targets += EXPERT_TARGETS
+    return targets
 
 
 def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
@@ -78,7 +93,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
         *direct_errors(data, run),
         *run.section(FimConfig).own_errors(),
         *sft_errors(sft, run),
-        *target_errors(run.lora, _targets(run)),
+        *target_errors(run.lora, _all_targets(run)),
         *_mask_errors(data, sft, run.model.transformer_impl),
         *latent_attention_errors(given),
         *_rotary_errors(run),

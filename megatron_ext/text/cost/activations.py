@@ -12,8 +12,10 @@ product runs in 8 bits (`layers.fp8`). A layer with a frozen weight keeps no inp
 adapter (`layers.lora`) does.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_ext.config.lora_targets import adapts
 from megatron_ext.planning.stages import (
     FP32,
     INT64,
@@ -28,6 +30,7 @@ from megatron_ext.planning.weights import inner_width
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.flops import GptRun
 from megatron_ext.text.cost.latent import LatentSizes
+from megatron_ext.text.cost.products import attention_matrices
 
 
 @dataclass(frozen=True)
@@ -206,10 +209,7 @@ class Activations(GptRun):
     @property
     def joins_experts(self) -> bool:
         """Return whether a CPU computes a rank's experts together, in float32 (`JointExperts`)."""
-        lora = self.config.lora
-        adapted = {"linear_fc1", "linear_fc2"} & set(lora.lora_target_modules or [])
-        sizes = self.sizes
-        return not (sizes.gpu or sizes.half or (lora.lora_rank and adapted))
+        return not (self.sizes.gpu or self.sizes.half)
 
     def _inner(self, tokens: int, width: int, *, scaled: bool) -> LayerBytes:
         """Return the memory of an MLP from the output of fc1 to the input of fc2.
@@ -281,13 +281,13 @@ class Activations(GptRun):
         """
         fp8 = self.config.fp8
         width = self.sizes.width
-        inputs = self._inputs(number)
         # Attention keeps its output, which is the input of linear_proj, unless it is run again.
         attended = not (self.attends_eagerly or self.recomputes("core_attn"))
         if not self.trains:
-            return self._adapters(inputs, attended=attended)
+            return self._adapters(number, attended=attended)
         if not (self.sizes.in_8_bits(fp8, number) and fp8.fp8_wgrad):
             return 0
+        inputs = self._inputs(number)
         proj = inputs.pop("linear_proj")
         return (proj if attended else -proj * (width - 1)) - sum(inputs.values()) * (width - 1)
 
@@ -315,27 +315,45 @@ class Activations(GptRun):
             first = {f"linear_{x}_up_proj": sizes.residual_tokens * n for x, n in ranks.items()}
         return {**first, "linear_proj": proj, "linear_fc1": fc1, "linear_fc2": fc2}
 
-    def _adapters(self, inputs: dict[str, int], *, attended: bool) -> int:
+    def _adapters(self, number: int, *, attended: bool) -> int:
         """Return the bytes that LoRA adapters add, minus the inputs that frozen layers do not keep.
 
         Args:
-            inputs: number of elements in each linear layer's input, by the layer's name.
+            number: index of the layer, from 0.
             attended: whether attention keeps its output, the input of ``linear_proj``. If so, this
                 input is kept even if ``linear_proj`` has no adapter.
         """
         lora = self.config.lora
         sizes = self.sizes
-        targets = lora.lora_target_modules or []
         gated = self.config.model.gated
-        widths = (inner_width(lora, x, gated=gated and x == "linear_fc1") for x in targets)
-        total = sizes.tokens * sum(widths) * sizes.width
-        for name, numbers in inputs.items():
-            if name in targets and lora.lora_dropout:
-                # The adapter keeps the dropped input instead, and what was dropped.
-                total += numbers * (1 if sizes.gpu else sizes.width)
-            elif name not in targets and not (name == "linear_proj" and attended):
+        total = 0
+        for kind, rows in self._adapted_rows(number):
+            width = inner_width(lora, kind, gated=gated and kind.endswith("fc1"))
+            total += rows * width * sizes.width
+        mlp = "mlp.experts" if sizes.experts[number] else "mlp"
+        for name, numbers in self._inputs(number).items():
+            kind = f"{mlp if 'fc' in name else 'self_attention'}.{name}"
+            if adapts(lora, kind):
+                # With dropout, the adapter keeps the dropped input instead, and what was dropped.
+                total += self.dropout(numbers, lora.lora_dropout)
+            elif not (name == "linear_proj" and attended):
                 total -= numbers * sizes.width
         return total
+
+    def _adapted_rows(self, number: int) -> Iterator[tuple[str, int]]:
+        """Yield the kind of each layer's linear layers with adapters, and the rows that it gets."""
+        sizes = self.sizes
+        rows = {f"self_attention.{x.name}": sizes.tokens for x in attention_matrices(self.config)}
+        rows |= {x: sizes.residual_tokens for x in rows if x.endswith("_down_proj")}
+        groups = {"mlp": sizes.tokens}
+        if sizes.experts[number]:
+            groups = {"mlp.experts": self.routed}
+            if self.moe.moe_shared_expert_intermediate_size:
+                groups["mlp.shared_experts"] = sizes.tokens
+        if not self.recomputes("moe" if sizes.experts[number] else "mlp"):
+            for group, tokens in groups.items():
+                rows |= {f"{group}.linear_fc1": tokens, f"{group}.linear_fc2": tokens}
+        return ((kind, count) for kind, count in rows.items() if adapts(self.config.lora, kind))
 
     def activations(self, stage: Stage) -> LayerBytes:
         sizes = self.sizes
