@@ -98,6 +98,11 @@ class TensorFolder:
 
     @property
     def names(self) -> set[str]:
+        return self.stored_names
+
+    @property
+    def stored_names(self) -> set[str]:
+        """Return the names of the tensors in the files, whatever they stand for."""
         return set(self._file_of)
 
     def dtypes(self) -> dict[str, str]:
@@ -111,6 +116,9 @@ class TensorFolder:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         slices = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
         return {name: tuple(part.get_shape()) for name, part in slices.items()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(name).get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """Return torch's name of a tensor's dtype; safetensors' name if it is not in `DTYPES`."""

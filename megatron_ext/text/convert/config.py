@@ -24,6 +24,7 @@ from megatron_ext.text.convert.family import (
     architecture_of,
     differences,
 )
+from megatron_ext.text.convert.quantization import ENTRY, read_quantization
 from megatron_ext.text.convert.settings import SETTINGS, read_settings
 from megatron_ext.text.convert.table import Table
 
@@ -182,8 +183,7 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
             ignored.append(key)
     inner = raw.get("rope_parameters") or {}
     ignored += [key for key in ("rope_theta",) if {key} <= raw.keys() & inner.keys()]
-    quantized = raw.get("quantization_config") or {}
-    ignored += [f"quantization_config.{key}" for key in quantized if key not in _BLOCK_SCALED]
+    ignored += [f"{ENTRY}.{key}" for key in read_quantization(raw, settings.path).unused]
     return tuple(ignored)
 
 
@@ -281,33 +281,17 @@ def _configuration(raw: dict[str, Any]) -> Any:
 
 
 def _refuse_unsupported(settings: Settings, raw: dict[str, Any], family: Family) -> None:
-    """Raise a CheckpointError for a feature that conversion would lose, such as quantization."""
+    """Raise a CheckpointError for weights of another class, or ones that cannot be read."""
+    read_quantization(raw, settings.path)
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         settings.refuse(
             "architectures", architectures, f"use a model of class {family.architecture}"
         )
-    quantized = raw.get("quantization_config")
-    if quantized and not is_block_scaled(quantized):
-        settings.refuse(
-            "quantization_config",
-            quantized,
-            "use the model before it was quantized, or one in fp8 with `weight_block_size`",
-        )
-
-
-def is_block_scaled(quantized: Mapping[str, Any]) -> bool:
-    """Tell whether weights are stored in fp8 with a scale per block, as DeepSeek's are.
-
-    ``quantized`` is the entry `quantization_config`.
-    """
-    return quantized.get("quant_method") == "fp8" and bool(quantized.get("weight_block_size"))
 
 
 _MOST_LAYERS = 10_000
 _LARGEST_ENTRY = 1 << 48
-_BLOCK_SCALED = ("quant_method", "weight_block_size")
-"""Entries of ``quantization_config`` that decide how fp8 weights are read."""
 
 
 TOKENIZER_FILES = (

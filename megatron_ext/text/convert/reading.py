@@ -1,12 +1,13 @@
 """Fills model chunks, in any layout, from a folder of Hugging Face weights.
 
-Each rank reads only its slices. Weights in fp8 with a scale for each block (``weight_scale_inv``,
-as in DeepSeek-V3's files) are multiplied by their scales when they are read.
+Each rank reads only its slices. Weights that are stored with few bits become plain values while
+they are read (`stored`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import on_every_rank, union_of_all_ranks
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.config import HuggingFaceModel, read_model
+from megatron_ext.text.convert.quantization import ENTRY, read_quantization
+from megatron_ext.text.convert.stored import FP8, Finder
 from megatron_ext.text.convert.table import (
     Index,
     Run,
@@ -33,9 +36,6 @@ from megatron_ext.text.convert.table import (
     widen,
 )
 
-FP8 = "F8_E4M3"
-SCALES = "_scale_inv"
-"""The suffix in the names of tensors that hold the scales of an fp8 weight."""
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 """Our names of the weights that have one row for each token of the vocabulary."""
 
@@ -108,6 +108,7 @@ class _Reading:
         self.notes += self.model.notes()
         self.source = WeightFolder(self.model)
         self.table = self.model.table(self.source.names)
+        self.notes += self.source.notes()
         decoder: Shapes = {}
         depths: Shapes = {}
         for shard in self.shards:
@@ -181,63 +182,75 @@ class _Reading:
 
 
 class WeightFolder(TensorFolder):
-    """A folder with the weights of a Hugging Face model, from which slices of tensors are read."""
+    """A folder with the weights of a Hugging Face model, from which slices of weights are read.
+
+    A weight may be stored with few bits in several tensors; ``names`` has the weight's name alone,
+    and ``shapes`` the shape that it has in the model.
+    """
 
     def __init__(self, model: HuggingFaceModel) -> None:
         super().__init__(model.path.parent)
-        quantized = model.raw.get("quantization_config") or {}
-        self._block: Sequence[int] = quantized.get("weight_block_size") or (1, 1)
+        try:
+            self._quantization = read_quantization(model.raw, model.path)
+            found = Finder(self, self._quantization)
+        except BaseException:
+            self.close()
+            raise
+        self.quantized = found.weights
+        self.unused = found.unused
+        self._names = (self.stored_names - found.parts - found.unused) | found.weights.keys()
 
-    def is_scales(self, name: str) -> bool:
-        """Tell whether the tensor ``name`` holds the scales of another tensor."""
-        return name.endswith(SCALES) and name.removesuffix(SCALES) in self.names
+    @property
+    def names(self) -> set[str]:
+        return self._names
+
+    def shapes(self) -> Shapes:
+        plain = {x: self.shape(x) for x in self._names - self.quantized.keys()}
+        return plain | {name: weight.shape for name, weight in self.quantized.items()}
+
+    def notes(self) -> list[str]:
+        """Return a note, in a list, on tensors that are not used; [] if there are none."""
+        if not self.unused:
+            return []
+        ends = sorted({name.rpartition(".")[2] for name in self.unused})
+        return [
+            f"{self.folder} holds {len(self.unused)} tensors for quantized activations "
+            f"({', '.join(f'`{end}`' for end in ends)}), which have no effect here."
+        ]
 
     def check_kind(self, name: str) -> None:
-        """Raise a CheckpointError if the tensor ``name`` has a dtype that cannot be read."""
-        kind = self.dtype(name)
-        if kind == FP8 and name + SCALES in self.names:
+        """Raise a CheckpointError if the weight ``name`` has a dtype that cannot be read."""
+        if name in self.quantized:
             return
+        kind = self.dtype(name)
+        if kind in FP8 and not self._quantization.method:
+            raise CheckpointError(
+                f"{self.folder} holds `{name}` as {kind}, but its config.json has no "
+                f"`{ENTRY}`, which says how to read it; copy config.json again."
+            )
         check_dtype(self.folder, name, kind, kind)
 
+    def whole(self, name: str) -> Tensor:
+        """Return the values of a whole weight."""
+        if name not in self.quantized:
+            return self.tensor(name)
+        *lead, rows, columns = self.quantized[name].shape
+        values = torch.empty((*lead, rows, columns), dtype=torch.bfloat16)
+        for own in itertools.product(*map(range, lead)):
+            index: Index = (*own, slice(0, rows), slice(0, columns))
+            self.copy(name, index, values[own], transposed=False)
+        return values
+
     def copy(self, name: str, index: Index, target: Tensor, *, transposed: bool) -> None:
-        """Copy a slice of the tensor ``name`` to ``target``.
+        """Copy a slice of the weight ``name`` to ``target``.
 
         ``index`` selects the slice. If ``transposed``, ``target`` gets the transpose of the slice.
-        Weights in fp8 are multiplied by their scales.
         """
-        values = self.block(name, index)
-        if values.dtype != torch.float8_e4m3fn:
-            target.copy_(values.t() if transposed else values)
+        if name in self.quantized:
+            self.quantized[name].copy(self, index, target.t() if transposed else target)
             return
-        sides = zip(index[-2:], values.shape, self._block, strict=True)
-        (rows, own_rows), (columns, own_columns) = (_blocks(*side) for side in sides)
-        scales = self.block(name + SCALES, (rows, columns)).float()
-        # Convert a few rows at a time, since float32 takes four times the memory of fp8.
-        for start in range(0, len(own_rows), 128):
-            some = slice(start, start + 128)
-            part = values[some].float() * scales[own_rows[some]][:, own_columns]
-            if transposed:
-                target[:, some] = part.t()
-            else:
-                target[some] = part
-
-
-def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
-    """Find which blocks hold the values that an index selects along one axis of an fp8 weight.
-
-    Args:
-        entry: the index along this axis, a slice that selects ``size`` values.
-        block: number of neighbouring values that form a block, which has one scale.
-
-    Returns:
-        The range of block numbers that covers the selected values, as a slice; and for each value
-        the number of its block, counted from the start of this range, ``[size]``.
-    """
-    assert isinstance(entry, slice)
-    positions = torch.arange(size) * (entry.step or 1) + (entry.start or 0)
-    first = int(positions[0]) // block
-    last = int(positions[-1]) // block
-    return slice(first, last + 1), positions // block - first
+        values = self.block(name, index)
+        target.copy_(values.t() if transposed else values)
 
 
 def without_missing_depths(model: HuggingFaceModel) -> HuggingFaceModel:
@@ -256,17 +269,18 @@ def without_missing_depths(model: HuggingFaceModel) -> HuggingFaceModel:
 def check_one_dtype(model: HuggingFaceModel) -> str:
     """Return the dtype that all of a model's weights have, such as ``"bfloat16"``.
 
-    Weights in fp8 count as bfloat16; tensors that are always float32 do not count. Raise a
-    CheckpointError if the dtypes differ.
+    Quantized weights have that of the others, or bfloat16 if there are no others; tensors that are
+    always float32 do not count. Raise a CheckpointError if the dtypes differ.
     """
     with WeightFolder(model) as source:
         table = model.table(source.names)
         kinds = set[str]()
         for name in source.names:
             source.check_kind(name)
-            if not table.is_exact(name) and not source.is_scales(name):
-                kind = source.dtype(name)
-                kinds.add("bfloat16" if kind == FP8 else kind)
+            if not table.is_exact(name) and name not in source.quantized:
+                kinds.add(source.dtype(name))
+        if source.quantized and not kinds:
+            kinds.add("bfloat16")
     return only_dtype(model.path.parent, kinds)
 
 
@@ -311,12 +325,12 @@ def check_tensors(
                 f"{source.folder} holds `{name}` with shape {list(shapes[name])}, but its "
                 f"config.json implies {list(shape)}; copy the whole model again."
             )
-    extra = {x for x in shapes if x not in needs and not source.is_scales(x)}
+    extra = shapes.keys() - needs.keys()
     extra = {x for x in extra if not x.endswith("rotary_emb.inv_freq") and x not in table.copies}
     extra -= beyond_decoder(extra, num_layers)
     embedding, head = (table.outer[name][0].tensor for name in (EMBEDDING, HEAD))
     if head in extra:
-        if not torch.equal(source.tensor(head), source.tensor(embedding)):
+        if not torch.equal(source.whole(head), source.whole(embedding)):
             raise CheckpointError(
                 f"{source.folder} holds a `{head}` of its own, but its config.json says "
                 "`tie_word_embeddings` true; say false."

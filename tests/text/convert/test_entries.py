@@ -16,7 +16,6 @@ from megatron_ext.text.convert.config import (
     HuggingFaceModel,
     config_json,
     disagreements,
-    is_block_scaled,
     read_model,
     tokenizer_files,
 )
@@ -229,11 +228,6 @@ def test_each_depth_has_a_copy_of_the_embedding_and_the_head(tmp_path: Path) -> 
         ),
         (
             "llama",
-            {"quantization_config": {"quant_method": "fp8"}},
-            "`quantization_config` {'quant",
-        ),
-        (
-            "llama",
             {"architectures": ["LlamaForCausalLM", "LlamaForTokenClassification"]},
             "`architectures` ['LlamaForCausalLM', 'LlamaForTokenClassification']",
         ),
@@ -306,13 +300,6 @@ def test_of_an_entry_given_twice_the_lost_one_is_named(tmp_path: Path) -> None:
     kept = {"hidden_size": 48, "n_embd": 64}
     del kept[lost]
     assert [*kept.values()] == [other.fields["hidden_size"]]
-
-
-def test_only_scales_for_blocks_can_be_read() -> None:
-    assert is_block_scaled({"quant_method": "fp8", "weight_block_size": [128, 128]})
-    assert not is_block_scaled({"quant_method": "fp8"})
-    assert not is_block_scaled({"quant_method": "fp8", "weight_block_size": None})
-    assert not is_block_scaled({"quant_method": "int8", "weight_block_size": [8, 8]})
 
 
 def test_an_export_like_its_source_keeps_what_flags_do_not_determine(tmp_path: Path) -> None:

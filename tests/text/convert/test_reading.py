@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +16,13 @@ from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.convert.reading import WeightFolder, load_folder
+from megatron_ext.text.convert.reading import load_folder
 from megatron_ext.text.convert.training import write_run
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.ranks import on_ranks, ranks
 from tests.text import tiny
 from tests.text.convert.models import make
+from tests.text.convert.stored_models import in_mxfp4
 from tests.training_runs import config_of
 
 PLAIN = (
@@ -149,6 +149,28 @@ def test_weights_in_fp8_get_their_scales(tmp_path: Path) -> None:
     on_ranks(check_fp8, sizes, source=source, split=sizes)
 
 
+def check_mxfp4(context: ParallelContext, *, source: Path, split: dict[str, int]) -> None:
+    _, chunk = build(context, source.with_name("plain"), **split)
+    load_folder([chunk], source.with_name("plain"), context)
+    plain = {name: parameter.clone() for name, parameter in chunk.named_parameters()}
+    loaded = load_folder([chunk], source, context)
+    for name, parameter in chunk.named_parameters():
+        assert torch.equal(plain[name], parameter), name
+    shards = list(shards_of(chunk, buffers=True))
+    experts = [x for x in shards if "experts" in x.name and ".weight" in x.name]
+    values = sum(shard.tensor.numel() for shard in experts)
+    others = sum(shard.tensor.numel() for shard in shards) - values
+    # Four bits for a value, and a byte for 32 of them.
+    own = values / 2 + values / 32 + 4 * others
+    assert 0.9 * own < loaded.bytes_read <= 1.1 * own, (loaded.bytes_read, own)
+
+
+def test_experts_in_mxfp4_are_read_in_slices(tmp_path: Path) -> None:
+    source = in_mxfp4(make("gpt_oss", tmp_path / "hf", changed={"intermediate_size": 64}))
+    sizes = {"ep": 2, "dp": 2}
+    on_ranks(check_mxfp4, sizes, source=source, split=sizes)
+
+
 def add_depth(folder: Path) -> None:
     """Add the weights of a depth of multi-token prediction, as DeepSeek's folders have them."""
     path = folder / "model.safetensors"
@@ -211,10 +233,3 @@ def test_only_folders_of_hugging_face_need_its_packages(tmp_path: Path) -> None:
     words = [sys.executable, "-c", script, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tiny.ROOT, timeout=120)
     assert "run `pip install safetensors`" in done.stdout, done.stderr
-
-
-def test_scales_belong_to_a_weight_of_the_folder() -> None:
-    folder: Any = SimpleNamespace(names={"a", "a_scale_inv", "b_scale_inv"})
-    assert WeightFolder.is_scales(folder, "a_scale_inv")
-    assert not WeightFolder.is_scales(folder, "b_scale_inv")
-    assert not WeightFolder.is_scales(folder, "a")
