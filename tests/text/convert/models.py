@@ -1,6 +1,7 @@
 """Tiny random models of transformers, and checks of our model with their weights."""
 
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,24 @@ def make(
     return folder
 
 
+def make_tiny(settings: dict[str, Any], folder: Path, **save: Any) -> Path:
+    """Save a random model of transformers' class, with entries of config.json beyond `SIZES`.
+
+    Noise is added to the initial values of all weights, so that a norm keeps its kind of gain, and
+    no two norms or biases can be mixed up.
+    """
+    torch.manual_seed(len(str(settings)))
+    config = AutoConfig.for_model(**{**SIZES, **settings})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    floating = [x for x in model.buffers() if x.is_floating_point() and x.requires_grad is False]
+    stored = {x.data_ptr() for x in model.state_dict().values()}
+    with torch.no_grad():
+        for weight in (*model.parameters(), *(x for x in floating if x.data_ptr() in stored)):
+            weight += (0.1 if weight.dim() < 2 else 0.3) * torch.randn_like(weight)
+    model.save_pretrained(folder, **save)
+    return folder
+
+
 def tokens() -> Tensor:
     """Return tokens ``[b, s]``."""
     return torch.randint(0, 300, (2, LENGTH), generator=torch.Generator().manual_seed(5))
@@ -233,3 +252,17 @@ def check_logits(context: Any, config: RunConfig, expected: Tensor) -> None:
     vocabulary = expected.shape[-1]
     scale = expected.abs().max().item()
     torch.testing.assert_close(logits[..., :vocabulary], expected, rtol=0, atol=1e-5 * scale)
+
+
+def main() -> None:
+    """Write tiny folders: ``python -m tests.text.convert.models FAMILY... FOLDER``."""
+    from tests.text.convert.settings import SETTINGS
+
+    *names, folder = sys.argv[1:]
+    for name in names or SETTINGS:
+        for number, settings in enumerate(SETTINGS[name]):
+            print(make_tiny({"model_type": name, **settings}, Path(folder) / f"{name}_{number}"))
+
+
+if __name__ == "__main__":
+    main()

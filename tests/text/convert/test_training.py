@@ -115,7 +115,18 @@ def curve_of(rows: Rows) -> list[tuple[float, float]]:
 
 
 def check_model(name: str, layouts: list[str], tmp_path: Path) -> None:
-    source, steps = make(name, tmp_path / "hf"), tmp_path / "steps.pt"
+    check_folder(make(name, tmp_path / "hf"), layouts, tmp_path)
+
+
+def check_folder(
+    source: Path, layouts: list[str], tmp_path: Path, *, tolerance: float = 1e-6
+) -> None:
+    """Compare steps of a run from a folder, on one rank and in layouts, with transformers.
+
+    Loss and gradient norm may differ by ``tolerance``, relatively, and the second step's norm by
+    five times as much, since updated weights differ by rounding, which its gradients multiply.
+    """
+    steps = tmp_path / "steps.pt"
     rows = train(flags_of(source), tmp_path / "one", prepare=lambda run: record(steps, run))
     want = truth(source, torch.load(steps))
     assert len(want) == STEPS
@@ -126,11 +137,10 @@ def check_model(name: str, layouts: list[str], tmp_path: Path) -> None:
         found[layout] = curve_of(train(flags, tmp_path / layout, count))
     for layout, curve in found.items():
         # Ranks of context parallelism sum the gradients of a sequence's parts in another order.
-        limit = 2e-6 if layout == "cp2" else 1e-6
+        limit = max(tolerance, 2e-6 if layout == "cp2" else 0)
         assert curve[0] == pytest.approx(want[0], rel=limit), layout
-        # Updated weights differ by rounding, which the second step's gradients multiply.
-        assert curve[1][0] == pytest.approx(want[1][0], rel=1e-6), layout
-        assert curve[1][1] == pytest.approx(want[1][1], rel=5e-6), layout
+        assert curve[1][0] == pytest.approx(want[1][0], rel=tolerance), layout
+        assert curve[1][1] == pytest.approx(want[1][1], rel=5 * tolerance), layout
 
 
 QUICK = {"qwen2 tied": ["tp2pp2"], "qwen3_moe": ["tp2pp2ep2"], "mistral with a window": ["pp2dp2"]}

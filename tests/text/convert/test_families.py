@@ -1,0 +1,119 @@
+"""Every family, in two odd settings, against transformers' own class.
+
+``python -m pytest tests/text/convert/test_families.py -k "olmo2 and not step"`` tests one family.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megatron_ext.checkpoint.conversion import one_rank
+from megatron_ext.text.convert.config import config_json, read_model
+from megatron_ext.text.convert.families import FAMILIES, MODULES
+from megatron_ext.text.convert.huggingface import build_bare
+from megatron_ext.text.convert.reading import load_folder, without_missing_depths
+from megatron_ext.text.convert.writing import write_model
+from tests.text.convert.models import LENGTH, in_child, make_tiny, theirs, tokens
+from tests.text.convert.settings import SETTINGS
+from tests.text.convert.test_training import LAYOUTS, check_folder
+from tests.training_runs import config_of
+
+PLAIN = (
+    "--seq-length 24 --micro-batch-size 1 --skip-train --tokenizer-type NullTokenizer "
+    "--vocab-size 299"
+).split()
+CASES = [
+    pytest.param(name, number, marks=[pytest.mark.slow] if number else [])
+    for name in MODULES
+    for number in (0, 1)
+]
+
+
+def made(name: str, number: int, folder: Path) -> Path:
+    return make_tiny({"model_type": name, **SETTINGS[name][number]}, folder)
+
+
+def round_trip(source: Path, back: Path) -> float:
+    """Read a folder, and write it again; return how far the logits are from transformers'.
+
+    The difference is relative to the largest logit.
+    """
+    model = without_missing_depths(read_model(source))
+    config = config_of(["--load-hf", str(source), *PLAIN])
+    with one_rank(1) as context:
+        chunk = build_bare(config, context)
+        assert load_folder([chunk], source, context).notes == model.notes()
+        with torch.no_grad():
+            positions = torch.arange(LENGTH)[None]
+            ours = chunk.eval()(tokens(), positions, None)[..., : model.vocab_size]
+        gpt = model.sections()
+        content = config_json(gpt, vocab_size=300, dtype=torch.float32, like=None)
+        if content["model_type"] != model.family.model_type:
+            # Another family describes the same model, and is written for one from scratch.
+            content = config_json(gpt, vocab_size=300, dtype=torch.float32, like=model)
+        table = model.table()
+        write_model(back, [chunk], context, table, content, num_layers=2, dtype=torch.float32)
+    expected = theirs(source)
+    return float((ours - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_logits_and_the_way_back(name: str, number: int, tmp_path: Path) -> None:
+    source, back = made(name, number, tmp_path / "hf"), tmp_path / "back"
+    assert in_child(lambda: round_trip(source, back), tmp_path / "difference") < 1e-5
+    before, after = (load_file(x / "model.safetensors") for x in (source, back))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    reread = json.loads((back / "config.json").read_text())
+    assert reread["model_type"] == name
+    assert torch.equal(theirs(back), theirs(source))
+    assert type(AutoModelForCausalLM.from_pretrained(back)).__name__ == FAMILIES[name].architecture
+
+
+STEPS = {"qwen3": "tp2pp2"}
+"""Families of which a step is tested quickly, and its layout."""
+
+
+def layout_of(name: str, number: int) -> str:
+    """Return a layout that can split the model: with experts, if it has any."""
+    content: dict[str, Any] = {"num_key_value_heads": 2, **SETTINGS[name][number]}
+    experts = any("expert" in key and value for key, value in content.items())
+    heads = content.get("num_attention_heads", 4), content["num_key_value_heads"]
+    splits = all(count % 2 == 0 for count in heads)
+    if experts:
+        return "tp2pp2ep2" if splits else "pp2ep2"
+    return "tp2pp2" if splits else "pp2dp2"
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param(name, n, marks=[] if (n == 0 and name in STEPS) else [pytest.mark.slow])
+        for name in MODULES
+        for n in (0, 1)
+    ],
+)
+def test_a_step_is_that_of_transformers(name: str, number: int, tmp_path: Path) -> None:
+    source = made(name, number, tmp_path / "hf")
+    check_folder(source, [layout_of(name, number)], tmp_path, tolerance=2e-6)
+
+
+def test_every_family_has_settings() -> None:
+    assert SETTINGS.keys() == MODULES.keys()
+    assert all(FAMILIES[name].model_type == name for name in MODULES)
+    assert {"tp2pp2", "tp2pp2ep2", "pp2ep2", "pp2dp2"} <= LAYOUTS.keys()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_nothing_is_said_twice(name: str) -> None:
+    """Each field of ours, and each entry of config.json, has one declaration."""
+    family = FAMILIES[name]
+    fields = [field for entry in family.entries for field in entry.fields] + [*family.fixed]
+    assert len(fields) == len(set(fields)), fields
+    written = [{*entry.keys} for entry in family.entries] + [{*family.only}]
+    assert sum(map(len, written)) == len(set().union(*written)), written
