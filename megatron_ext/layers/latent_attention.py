@@ -154,7 +154,9 @@ class LatentAttention(Attention):  # type: ignore[misc]
         )
 
     def _norm(self, kind: Any, size: int) -> Any:
-        return kind(config=self.config, hidden_size=size, eps=self.config.layernorm_epsilon)
+        own = getattr(self.config, "latent_norm_epsilon", None)
+        eps = self.config.layernorm_epsilon if own is None else own
+        return kind(config=self.config, hidden_size=size, eps=eps)
 
     def forward(
         self,

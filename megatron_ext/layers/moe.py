@@ -30,35 +30,59 @@ from megatron_ext.layers.dropout import HiddenDropout
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-class GroupRanking:
-    """Chooses each token's experts from its best groups of experts only.
+class ExpertChoice:
+    """Chooses each token's experts in ways that megatron-core's own choice does not offer.
 
-    A group ranks by the sum of its ``count`` best scores; in megatron-core this number is always
-    ``topk // group_topk``. A router takes this object as its ``router_replay``: the interface of
-    megatron-core for replaying recorded choices, which overrides the router's own choice.
+    A router takes this object as its ``router_replay``: the interface of megatron-core for
+    replaying recorded choices, which overrides the router's own choice.
+
+    Attributes:
+        count: how many of a group's best scores are summed to rank the group; None means
+            ``topk // group_topk``, megatron-core's number.
+        normalizes: whether each token's weights are divided by their sum.
+        biased: the router whose ``expert_bias`` is added to the scores for the choice alone; None
+            adds nothing. megatron-core adds the bias itself to sigmoid scores.
     """
 
     layer_number: int | None = None
 
-    def __init__(self, count: int) -> None:
+    def __init__(
+        self, count: int | None = None, normalizes: bool = False, biased: Router | None = None
+    ) -> None:
         self.count = count
+        self.normalizes = normalizes
+        self.biased = biased
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, *_default: Any
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        *_default: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and indices of each token's experts, both ``[tokens, topk]``.
+        """Return the weights and indices of each token's experts, both ``[tokens, topk]``.
 
-        The e experts form ``num_groups`` groups. A token's experts are chosen from its
-        ``group_topk`` best groups (DeepSeek-V2, arXiv:2405.04434, section 2.2.2). ``scores`` are
-        the scores of all experts, ``[tokens, e]``.
+        ``scores`` are the scores of all e experts, ``[tokens, e]``. If they form ``num_groups``
+        groups, a token's experts are chosen from its ``group_topk`` best groups (DeepSeek-V2,
+        arXiv:2405.04434, section 2.2.2).
         """
-        grouped = scores.view(len(scores), num_groups, -1)
-        ranks = grouped.topk(self.count, dim=-1).values.sum(-1)
-        chosen = ranks.topk(group_topk, dim=-1).indices
-        hidden = torch.ones_like(ranks, dtype=torch.bool).scatter(1, chosen, False)
-        allowed = grouped.masked_fill(hidden.unsqueeze(-1), float("-inf"))
-        best = allowed.flatten(1).topk(topk, dim=-1)
-        return best.values, best.indices
+        ranked = scores
+        if self.biased is not None:
+            ranked = scores + self.biased.expert_bias
+        if num_groups and group_topk:
+            count = self.count or topk // group_topk
+            grouped = ranked.view(len(scores), num_groups, -1)
+            ranks = grouped.topk(count, dim=-1).values.sum(-1)
+            chosen = ranks.topk(group_topk, dim=-1).indices
+            hidden = torch.ones_like(ranks, dtype=torch.bool).scatter(1, chosen, False)
+            ranked = grouped.masked_fill(hidden.unsqueeze(-1), float("-inf")).flatten(1)
+        indices = ranked.topk(topk, dim=-1).indices
+        weights = scores.gather(1, indices)
+        if self.normalizes:
+            # The same small number as in megatron-core's sum of sigmoid scores.
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights, indices
 
 
 class Router(TopKRouter):  # type: ignore[misc]
@@ -71,8 +95,10 @@ class Router(TopKRouter):  # type: ignore[misc]
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
         self._groups = pg_collection
         count = getattr(self.config, "moe_router_group_scores", None)
-        if count is not None:
-            self.router_replay = GroupRanking(count)
+        normalizes = getattr(self.config, "moe_router_norm_topk_prob", False)
+        biased = self.enable_expert_bias and self.score_function == "softmax"
+        if count is not None or normalizes or biased:
+            self.router_replay = ExpertChoice(count, normalizes, self if biased else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Move the router; keep its token counts and the experts' bias in float32 when it is cast.

@@ -105,6 +105,10 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         has_local_rotary: whether layers with a window have their own rotary angles.
         moe_router_group_scores: group-limited routing ranks a group of experts by the sum of this
             many of its best scores; None means router top-k / group top-k.
+        moe_router_norm_topk_prob: whether the probabilities of a token's experts, from a softmax
+            over all experts, are divided by their sum.
+        latent_norm_epsilon: epsilon of the norms within multi-latent attention; None means
+            ``layernorm_epsilon``.
         moe_ranks_per_node: number of ranks on each node, to which tokens are sent once; None sends
             them as ``moe_token_dispatcher_type`` says.
         moe_keep_dispatched_tokens: whether there are ``kept_tokens``.
@@ -131,10 +135,25 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     rotary_magnitude: float = 1.0
     has_local_rotary: bool = False
     moe_router_group_scores: int | None = None
+    moe_router_enable_expert_bias: bool = False
+    moe_router_norm_topk_prob: bool = False
+    latent_norm_epsilon: float | None = None
     moe_ranks_per_node: int | None = None
     moe_keep_dispatched_tokens: bool = False
     moe_dispatch_fwd_dtype: str = "bf16"
     moe_combine_bwd_dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        """Check the fields by megatron-core's rules, and derive others.
+
+        megatron-core has no bias on the scores of a softmax, which our router has, so its rule
+        against one is not asked.
+        """
+        has_bias: bool = self.moe_router_enable_expert_bias
+        if self.moe_router_score_function == "softmax":
+            self.moe_router_enable_expert_bias = False
+        super().__post_init__()
+        self.moe_router_enable_expert_bias = has_bias
 
 
 @dataclass

@@ -67,6 +67,10 @@ def test_norms_of_small_vectors_have_the_models_epsilon_and_engines_names(
     context: ParallelContext,
 ) -> None:
     """Transformer Engine's layers save them as parts of the layers that follow."""
+    own = config_of([*SMALL, *LATENT, "--latent-norm-epsilon", "1e-4"])
+    (chunk,) = build_chunks(build_gpt_chunk, own, build_transformer_config(own), context)
+    layer = next(module for module in chunk.modules() if isinstance(module, LatentAttention))
+    assert layer.q_layernorm.eps == layer.kv_layernorm.eps == 1e-4
     config = config_of([*SMALL, *LATENT])
     (chunk,) = build_chunks(build_gpt_chunk, config, build_transformer_config(config), context)
     layers = [module for module in chunk.modules() if isinstance(module, LatentAttention)]

@@ -17,7 +17,7 @@ from megatron_ext.extras.audit.reproduce_router import (
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.dropout import microbatch_masks, uniform
 from megatron_ext.layers.expert_parameters import mark_experts
-from megatron_ext.layers.moe import GroupRanking, Router
+from megatron_ext.layers.moe import ExpertChoice, Router
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext
@@ -365,7 +365,7 @@ def test_a_shared_expert_follows_what_a_step_sets(context: ParallelContext) -> N
 def test_groups_of_experts_are_ranked_by_their_best_scores(count: int) -> None:
     """``count`` 2 is megatron-core's own number here, and 1 is that of DeepSeek-V2."""
     scores = torch.rand(64, 12, generator=torch.Generator().manual_seed(3))
-    values, indices = GroupRanking(count).get_replay_topk(scores, 4, 4, 2)
+    values, indices = ExpertChoice(count).get_replay_topk(scores, 4, 4, 2)
     for token, row in enumerate(scores.tolist()):
         groups = [sorted(row[3 * g : 3 * g + 3], reverse=True) for g in range(4)]
         best = sorted(range(4), key=lambda g: -sum(groups[g][:count]))[:2]
@@ -375,3 +375,53 @@ def test_groups_of_experts_are_ranked_by_their_best_scores(count: int) -> None:
     torch.testing.assert_close(values, scores.gather(1, indices), rtol=0, atol=0)
     _, usual = group_limited_topk(scores, 4, 64, 12, 4, 2)
     assert torch.equal(usual.sort().values, indices.sort().values) == (count == 2)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@ranks()
+def test_a_bias_on_a_softmax_changes_the_choice_and_not_the_weights(
+    context: ParallelContext, groups: int | None
+) -> None:
+    """The truth is transformers' router of ERNIE 4.5; with groups, that of Mistral 4."""
+    from transformers import AutoConfig
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+    from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
+
+    router, _ = router_of(
+        context,
+        Router,
+        AuxiliaryScale(),
+        moe_router_pre_softmax=True,
+        moe_router_norm_topk_prob=True,
+        moe_router_enable_expert_bias=groups is None,
+        moe_router_num_groups=groups,
+        moe_router_group_topk=groups and 1,
+        moe_router_group_scores=groups,
+        moe_router_dtype="fp32",
+    )
+    router.eval()
+    sizes = {"hidden_size": H, "num_experts_per_tok": TOPK}
+    if groups is None:
+        truth = Ernie4_5_MoeTopKRouter(
+            AutoConfig.for_model("ernie4_5_moe", moe_num_experts=E, moe_k=TOPK, **sizes)
+        )
+        bias = 0.3 * torch.randn(E, generator=torch.Generator().manual_seed(1))
+        truth.moe_statics.e_score_correction_bias.data.copy_(bias[None])
+        router.expert_bias.copy_(bias)
+    else:
+        truth = Mistral4TopkRouter(
+            AutoConfig.for_model(
+                "mistral4", n_routed_experts=E, n_group=groups, topk_group=1, norm_topk_prob=True,
+                routed_scaling_factor=1.0, num_key_value_heads=32, **sizes,
+            )
+        )  # fmt: skip
+    truth.weight.data.copy_(router.weight)
+    hidden = torch.randn(S, B, H, generator=torch.Generator().manual_seed(2))
+    probs, chosen = router(hidden)
+    _, weights, indices = truth(hidden.flatten(0, 1)[None] if groups else hidden.flatten(0, 1))
+    want = torch.zeros_like(probs).scatter(1, indices, weights.to(probs.dtype))
+    assert torch.equal(chosen, want > 0)
+    torch.testing.assert_close(probs, want, rtol=0, atol=1e-6)
+    without = router.weight @ hidden.flatten(0, 1).T
+    plain_choice = without.T.topk(TOPK).indices.sort().values
+    assert not torch.equal(plain_choice, indices.sort().values)

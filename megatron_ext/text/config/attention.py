@@ -162,6 +162,12 @@ class LatentAttentionConfig(LayerSection):
         0.0, "weight of the growth of attention's scores by scaling", WEIGHT
     )
 
+    latent_norm_epsilon: float | None = resumed_flag(
+        None,
+        "epsilon of the norms of those vectors; default: --norm-epsilon; 1e-6 in DeepSeek's models",
+        Range(0, 1, above=True),
+    )
+
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
         """Map the fields of megatron-core's MLATransformerConfig to the values for this run.
 
@@ -176,6 +182,10 @@ class LatentAttentionConfig(LayerSection):
             "rotary_percent": positions.rotary_percent,
             "softmax_scale": softmax_scale(self),
         }
+
+    def torch_only(self) -> list[str]:
+        """Return the user's flags that only the torch layers support, not Transformer Engine's."""
+        return [] if self.latent_norm_epsilon is None else ["--latent-norm-epsilon"]
 
     def resolved_model(self, model: ModelConfig) -> ModelConfig:
         """Return ``model`` with the head size ``v_head_dim``, and no query groups or QKV biases.
@@ -299,11 +309,11 @@ def _yarn_errors(latent: LatentAttentionConfig, positions: PositionConfig) -> It
             "`--qk-pos-emb-head-dim`",
             "use `--rope-type rope`",
         )
-    if latent.beta_slow >= latent.beta_fast:
+    if latent.beta_slow > latent.beta_fast:
         yield FlagError(
             "--beta-slow",
             f"{latent.beta_slow:g}",
-            f"must be below `--beta-fast` ({latent.beta_fast:g})",
+            f"must not be above `--beta-fast` ({latent.beta_fast:g})",
             f"use {latent.beta_fast / 32:g}",
         )
     if positions.rotary_base <= 1:

@@ -207,7 +207,7 @@ TEXT_FLAGS = (
         "--multi-latent-attention",
         "q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rope-type "
         "rotary-scaling-factor original-max-position-embeddings beta-fast beta-slow mscale "
-        "mscale-all-dim",
+        "mscale-all-dim latent-norm-epsilon",
     ),
     without("--rope-type yarn", "original-max-position-embeddings beta-fast beta-slow mscale"),
     without("--mtp-num-layers", "mtp-loss-scaling-factor"),
@@ -217,7 +217,8 @@ TEXT_FLAGS = (
         "moe-shared-expert-gate moe-shared-expert-overlap moe-router-topk "
         "moe-router-load-balancing-type moe-aux-loss-coeff "
         "moe-z-loss-coeff moe-input-jitter-eps moe-router-dtype moe-router-score-function "
-        "moe-router-pre-softmax moe-router-num-groups moe-router-group-topk "
+        "moe-router-pre-softmax moe-router-norm-topk-prob moe-router-num-groups "
+        "moe-router-group-topk "
         "moe-router-group-scores moe-router-topk-scaling-factor moe-router-enable-expert-bias "
         "moe-router-bias-update-rate moe-router-force-load-balancing moe-token-dispatcher-type "
         "moe-flex-dispatcher-backend moe-ranks-per-node "
@@ -226,6 +227,18 @@ TEXT_FLAGS = (
         "moe-combine-bwd-dtype moe-apply-probs-on-input",
     ),
     without("--moe-router-group-topk", "moe-router-num-groups"),
+    Inapplicable(
+        "moe-router-norm-topk-prob",
+        "other scores are always divided by their sum",
+        says="has no effect without a softmax over all experts, `--moe-router-pre-softmax`",
+        holds=lambda values: (
+            values["num_experts"] is not None
+            and (
+                values["moe_router_score_function"] != "softmax"
+                or not values["moe_router_pre_softmax"]
+            )
+        ),
+    ),
     without("--moe-router-enable-expert-bias", "moe-router-bias-update-rate"),
     without("--moe-token-dispatcher-type flex", "moe-flex-dispatcher-backend moe-ranks-per-node"),
     without(

@@ -68,6 +68,10 @@ class MoEConfig(LayerSection):
     moe_router_pre_softmax: bool = resumed_flag(
         False, "take the softmax before the top experts are chosen"
     )
+    moe_router_norm_topk_prob: bool = resumed_flag(
+        False,
+        "divide a token's probabilities by their sum, after --moe-router-pre-softmax",
+    )
     moe_router_num_groups: int | None = resumed_flag(
         None, "groups of experts, of which a token may choose only --moe-router-group-topk", SIZE
     )

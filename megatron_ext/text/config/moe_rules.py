@@ -162,21 +162,31 @@ def _router_errors(moe: MoEConfig) -> Iterator[FlagError]:
             "leave it out",
         )
     softmax = moe.moe_router_score_function == "softmax"
-    if moe.moe_router_enable_expert_bias and moe.moe_router_score_function != "sigmoid":
+    after_softmax = softmax and not moe.moe_router_pre_softmax
+    if moe.moe_router_enable_expert_bias and after_softmax:
         yield FlagError(
             "--moe-router-enable-expert-bias",
             None,
-            "needs `--moe-router-score-function sigmoid`",
-            "give both",
+            "needs `--moe-router-score-function sigmoid` or `--moe-router-pre-softmax`",
+            "give one of them",
         )
     one = moe.moe_router_topk == 1 and kinds != ["sinkhorn"]
-    if one and softmax and not moe.moe_router_pre_softmax:
+    if one and after_softmax:
         yield FlagError(
             "--moe-router-topk",
             "1",
             "with a softmax over one expert has no gradient",
             "give `--moe-router-pre-softmax`",
         )
+    if one and softmax and moe.moe_router_norm_topk_prob:
+        yield FlagError(
+            "--moe-router-norm-topk-prob",
+            None,
+            "makes the weight of a single expert 1, which has no gradient "
+            "(`--moe-router-topk` is 1)",
+            "leave it out",
+        )
+    yield from _fused_router_errors(moe)
     chosen = moe.moe_router_group_topk
     groups = moe.moe_router_num_groups
     if chosen is None:
@@ -218,13 +228,32 @@ def _router_errors(moe: MoEConfig) -> Iterator[FlagError]:
             f"must be at most the experts of a group ({group_size})",
             f"use {group_size} or less",
         )
-    if ranked is not None and moe.moe_router_fusion:
+
+
+def _fused_router_errors(moe: MoEConfig) -> Iterator[FlagError]:
+    """Yield an error for each way of choosing experts that the fused router does not have."""
+    if not moe.moe_router_fusion:
+        return
+    if moe.moe_router_group_topk is not None and moe.moe_router_group_scores is not None:
         yield FlagError(
             "--moe-router-fusion",
             None,
             "ranks groups as Megatron-LM does",
             "leave it out with `--moe-router-group-scores`",
         )
+    softmax = moe.moe_router_score_function == "softmax"
+    own = {
+        "--moe-router-norm-topk-prob": moe.moe_router_norm_topk_prob,
+        "--moe-router-enable-expert-bias": moe.moe_router_enable_expert_bias,
+    }
+    for name, given in own.items():
+        if softmax and given:
+            yield FlagError(
+                "--moe-router-fusion",
+                None,
+                f"has no `{name}` after a softmax",
+                "leave one of them out",
+            )
 
 
 def _dispatch_errors(

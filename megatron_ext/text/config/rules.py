@@ -200,7 +200,8 @@ SHAPE = (
     "untie_embeddings_and_output_weights "
     "padded_vocab_size mtp_num_layers seq_length multi_latent_attention q_lora_rank kv_lora_rank "
     "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
-    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
+    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
+    "latent_norm_epsilon"
 )
 """Fields that determine what a GPT computes with its weights: names, separated by spaces.
 
