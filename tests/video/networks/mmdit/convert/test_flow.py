@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.layers.initialization import shards_of
-from megatron_ext.programs import convert_checkpoint, lora
+from megatron_ext.programs import convert_checkpoint
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.joint import JointSizes
 from megatron_ext.video.config.run import FlowConfig
@@ -164,35 +163,6 @@ def test_a_step_is_that_of_diffusers(
     (row,) = training_rows(rows)
     assert math.isclose(row["loss"], truth.loss, rel_tol=2e-6)
     assert math.isclose(row["grad_norm"], truth.norm, rel_tol=2e-6)
-
-
-def test_adapters_leave_alone_and_merged(clips_of: dict[str, Path], tmp_path: Path) -> None:
-    """Diffusers computes the same with adapters as with weights that they are merged into.
-
-    Two adapters on the columns of one layer of FLUX.1 leave as one of twice the rank.
-    """
-    public = flux(TINY)
-    public.save_pretrained(tmp_path / "flux")
-    words = f"--hf {tmp_path / 'flux'} --save {tmp_path / 'ours'}"
-    assert convert_checkpoint.main(["import", *words.split()]) == 0
-    words = (
-        f"--pretrained-checkpoint {tmp_path / 'ours'} --lora-rank 4 --lr 1e-1 --train-iters 2 "
-        "--tensor-model-parallel-size 2"
-    )
-    clips.train(clips_of["schnell"], tmp_path / "run", words, flags=FLAGS, ranks=2)
-    load = ["--load", str(tmp_path / "run")]
-    assert lora.main(["export", *load, "--output", str(tmp_path / "adapter")]) == 0
-    assert lora.main(["merge", *load, "--save", str(tmp_path / "merged")]) == 0
-    words = f"--load {tmp_path / 'merged'} --hf {tmp_path / 'whole'}"
-    assert convert_checkpoint.main(["export", *words.split()]) == 0
-    inputs = {n: x.float() for n, x in microbatch([0, 1], [0, 1], "schnell")[0].items()}
-    with torch.no_grad():
-        before = theirs(public, inputs)
-        weights = {"prefix": "base_model.model", "weight_name": "adapter_model.safetensors"}
-        public.load_lora_adapter(tmp_path / "adapter", **weights, adapter_name="default")
-        wanted = theirs(public, inputs)
-        found = theirs(FluxTransformer2DModel.from_pretrained(tmp_path / "whole"), inputs)
-    assert relative(before, wanted) > 1e-2 and relative(found, wanted) <= 1e-5
 
 
 START = (
