@@ -50,10 +50,13 @@ class Draws:
     seen: set[tuple[str, str]] = field(default_factory=set)
 
     def case(self, number: int) -> Case:
-        """Draw the next case: six options that bring new pairs, or two to five at random."""
+        """Draw the next case: six options that bring new pairs, or two to five at random.
+
+        The first one names a network, if the program has several.
+        """
         dice = self.dice
         wide = dice.random() < 0.6
-        first = dice.choice(self._pool())
+        first = dice.choice(self.program.networks or self._pool())
         chosen, settings = [first], dict(first.settings)
         count = 6 if wide else dice.randint(2, 5)
         experts = "num_experts" in settings or dice.random() < 0.15

@@ -6,19 +6,39 @@ import os
 import random
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import peft
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.video.networks.hunyuan.config import SIZES as HUNYUAN
+from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT
+from megatron_ext.video.networks.mmdit.convert.table import parameters
+from megatron_ext.video.networks.wan.config import SIZES as WAN
 from tests.text import tiny
 from tests.text.sft import tiny as chats
-from tests.video.clips import IMAGE, LONG, SHORT, write_clips
+from tests.video.clips import (
+    CHANNELS,
+    IMAGE,
+    IMAGE_WIDTH,
+    LONG,
+    POOLED,
+    SHORT,
+    WIDTH,
+    write_clips,
+)
+from tests.video.networks.hunyuan.test_convert import network as hunyuan
+from tests.video.networks.mmdit.convert.models import flux, public_of
+from tests.video.networks.wan.convert.models import network as wan
 from tests.video.streaming.runs import write_prompts
 
 VOCABULARY = 127
-USUAL_PLACE = Path(tempfile.gettempdir()) / "megatron_ext_combinations_9"
+USUAL_PLACE = Path(tempfile.gettempdir()) / "megatron_ext_combinations_10"
 """The folder of the inputs; its number changes when they do."""
 
 
@@ -33,6 +53,7 @@ def make(folder: Path = USUAL_PLACE) -> Path:
             _write_documents(fresh)
             _write_chats(fresh)
             _write_video(fresh)
+            _write_weights(fresh / "weights")
             os.rename(fresh, folder)
     return folder
 
@@ -105,3 +126,34 @@ def _write_video(folder: Path) -> None:
     write_clips(folder / "valid_clips", {SHORT: 8, LONG: 9})
     Image.new("RGB", (64, 64), (200, 50, 120)).save(folder / "start.png")
     write_prompts(folder)
+
+
+def _write_weights(folder: Path) -> None:
+    """Write published weights and adapters of networks that fit the clips."""
+    folder.mkdir()
+    widths = {"channels": CHANNELS, "text_width": WIDTH}
+    joint = {**widths, "pooled_width": POOLED}
+    t2v = replace(WAN["tiny"], **widths)
+    i2v = replace(t2v, condition_channels=CHANNELS + 4, vision_width=IMAGE_WIDTH)
+    models = {
+        "flux": flux(replace(MMDIT["tiny"], **joint)),
+        "wan": wan(t2v),
+        "wan32": wan(replace(t2v, text_width=32)),
+        "wan_i2v": wan(i2v),
+        "wan_flf2v": wan(replace(i2v, vision_positions=6)),
+        "hunyuan": hunyuan(replace(HUNYUAN["tiny"], **joint, guidance_embed=True)),
+        "hunyuan_i2v": hunyuan(replace(HUNYUAN["tiny"], **joint, cond_embed=True)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    sizes = replace(MMDIT["tiny"], **joint, cond_embed=True)
+    generator = torch.Generator().manual_seed(2)
+    weights = {
+        name: 0.1 * torch.randn(shape, generator=generator)
+        for name, shape in parameters(sizes).items()
+    }
+    save_file(public_of(weights, sizes, "open-sora"), folder / "open_sora.safetensors")
+    for name in ("flux", "wan", "wan32", "hunyuan"):
+        targets = ["to_q", "to_k", "to_v", "ff.net.2" if name != "wan" else "ffn.net.2"]
+        config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False)
+        peft.get_peft_model(models[name], config).save_pretrained(folder / f"{name}_adapter")

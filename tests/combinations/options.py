@@ -30,6 +30,11 @@ def _lists(name: str) -> dict[str, list[str]]:
 
 VALUES, NEEDS = _lists("values"), _lists("needs")
 SECTION_NEEDS, FIXED = _pairs("section needs"), _pairs("fixed")
+NETWORKS = {
+    name.removeprefix("networks "): lines
+    for name, lines in SECTIONS.items()
+    if name.startswith("networks ")
+}
 WHOLES = {name: lines for name, lines in SECTIONS.items() if name.startswith("whole")}
 
 
@@ -154,3 +159,9 @@ def options_of(sections: tuple[str, ...], script: str) -> tuple[Option, ...]:
             found.update({text: Option(text, name) for text in WHOLES[name]})
     foreign = words_elsewhere(script)
     return tuple(found[text] for text in found if not foreign & set(text.split()))
+
+
+@functools.cache
+def networks_of(program: str) -> tuple[Option, ...]:
+    """Return the options that name the networks of a program, one of which each case has."""
+    return tuple(Option(text, "networks") for text in NETWORKS.get(program, ()))

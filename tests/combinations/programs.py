@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_ext.train.main import main
 from tests.combinations import layouts
 from tests.combinations.layouts import Layout
-from tests.combinations.options import Option, joined, options_of
+from tests.combinations.options import Option, joined, networks_of, options_of
 
 ENGINE = (
     "precision fp8 cuda_graphs engine training optimizer offload ema checkpoint fault_tolerance "
@@ -42,6 +42,10 @@ class Program:
     @property
     def options(self) -> tuple[Option, ...]:
         return options_of((*self.sections, *self.others), self.script)
+
+    @property
+    def networks(self) -> tuple[Option, ...]:
+        return networks_of(self.name)
 
 
 def _gpt(words: list[str]) -> int:
@@ -106,7 +110,7 @@ FLOW = Program(
     _video,
     (
         "whole flow",
-        *"video joint mmdit hunyuan video_dit flow conditions text_dropout sample".split(),
+        *"video joint mmdit hunyuan video_dit flow conditions text_dropout sample lora".split(),
     ),
     ("codec", "text_encoder", "encode", *ENGINE),
     _flow_layout,

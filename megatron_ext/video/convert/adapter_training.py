@@ -23,7 +23,7 @@ from megatron_ext.video.config.rules import PARTS, without_parts
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.weights import PublishedConfig
 from megatron_ext.video.convert.adapters import AdapterMap, Adapters
-from megatron_ext.video.convert.find import sizes_of, writer_of
+from megatron_ext.video.convert.find import sizes_of, stamps_of, writer_of
 from megatron_ext.video.networks.lookup import conversion_of, network_named, streamed_conversion
 from megatron_ext.video.networks.published import Conversion
 
@@ -53,15 +53,9 @@ def _adapters_of(config: RunConfig) -> Adapters:
     conversion = writer_of(config.to_dict())
     assert conversion is not None
     source = Path(path)
-    stamps = tuple(sorted((x.name, x.stat().st_mtime_ns) for x in _files_of(source)))
+    stamps = stamps_of(source)
     separate = config.lora.lora_separate_projections
     return _read(conversion, sizes_of(config), source, stamps, separate)
-
-
-def _files_of(source: Path) -> list[Path]:
-    if not source.exists():
-        return []
-    return [source] if source.is_file() else [x for x in source.iterdir() if x.is_file()]
 
 
 @lru_cache(maxsize=1)

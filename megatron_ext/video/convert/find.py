@@ -333,3 +333,14 @@ def sizes_of(run: RunConfig, network: str | None = None) -> Any:
         return network_of(run).sizes
     role: Role = network or "generator"  # type: ignore[assignment]
     return run.section(StreamingConfig).sizes(role)
+
+
+def stamps_of(source: Path) -> tuple[tuple[str, int], ...]:
+    """Return name and time of change of a file, or of the files in a folder; () if it is missing.
+
+    What has been read of them may be kept as long as this is equal.
+    """
+    if not source.exists():
+        return ()
+    files = [source] if source.is_file() else [x for x in source.iterdir() if x.is_file()]
+    return tuple(sorted((x.name, x.stat().st_mtime_ns) for x in files))

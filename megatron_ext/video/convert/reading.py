@@ -34,20 +34,34 @@ from megatron_ext.video.networks.published import Conversion, Form, Mapped, Part
 
 
 @dataclass(frozen=True)
-class Published:
-    """An opened model of published weights.
+class Description:
+    """A description of a model of published weights, without its tensors.
 
     Attributes:
         source: its folder or file.
         sizes: its sizes, of the network's own class.
-        tensors: its tensors.
     """
 
     source: Path
     conversion: Conversion
     form: Form
     sizes: Any
+
+
+@dataclass(frozen=True)
+class Published(Description):
+    """An opened model of published weights.
+
+    Attributes:
+        tensors: its tensors.
+    """
+
     tensors: PlainTensors
+
+    @property
+    def description(self) -> Description:
+        """Return what describes the model when it has been closed."""
+        return Description(self.source, self.conversion, self.form, self.sizes)
 
     @cached_property
     def mapped(self) -> Mapped:

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from megatron_ext.errors import CheckpointError, ConfigError, FlagError
 from megatron_ext.parallel.collectives import on_every_rank
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.weights import PublishedConfig
-from megatron_ext.video.convert.find import sizes_of
-from megatron_ext.video.convert.reading import Published, fill, open_published
+from megatron_ext.video.convert.find import sizes_of, stamps_of
+from megatron_ext.video.convert.reading import Description, fill, open_published
 from megatron_ext.video.networks.lookup import named_by
 from megatron_ext.video.networks.network import STREAMING
 
@@ -31,13 +32,13 @@ _ENTRY = "--load-weights-entry"
 
 @dataclass(frozen=True)
 class _Described:
-    """The published weights that a run starts from, without the tensors.
+    """The published weights that a run starts from.
 
     Attributes:
         kinds: the kinds of run that can train them, of the run's task alone.
     """
 
-    model: Published
+    model: Description
     kinds: Sequence[str]
 
     @property
@@ -53,19 +54,28 @@ def described(config: RunConfig) -> _Described:
     """
     given = config.section(PublishedConfig)
     assert given.load_weights is not None
-    with open_published(Path(given.load_weights), given.load_weights_entry, _ENTRY) as model:
-        streams = config.section(VideoConfig).streams
-        own = model.conversion.kinds(model.sizes)
-        kinds = [kind for kind in own if (kind == STREAMING) == streams]
-        if not kinds:
-            task = "flow" if streams else "streaming"
-            raise CheckpointError.about(
-                "--load-weights",
-                given.load_weights,
-                f"holds {model.conversion.title} of a kind that only `--task {task}` can train",
-                "give it, or other weights",
-            )
-        return _Described(model, kinds)
+    source = Path(given.load_weights)
+    model = _opened(source, given.load_weights_entry, stamps_of(source))
+    streams = config.section(VideoConfig).streams
+    own = model.conversion.kinds(model.sizes)
+    kinds = [kind for kind in own if (kind == STREAMING) == streams]
+    if not kinds:
+        task = "flow" if streams else "streaming"
+        raise CheckpointError.about(
+            "--load-weights",
+            given.load_weights,
+            f"holds {model.conversion.title} of a kind that only `--task {task}` can train",
+            "give it, or other weights",
+        )
+    return _Described(model, kinds)
+
+
+@lru_cache(maxsize=1)
+def _opened(source: Path, entry: str | None, _stamps: Any) -> Description:
+    """Check published weights and keep what describes them, since flags are resolved often."""
+    with open_published(source, entry, _ENTRY) as model:
+        model.check()
+        return model.description
 
 
 def model_of_weights(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
@@ -171,7 +181,7 @@ def weights_errors(given: RunConfig, run: RunConfig) -> list[FlagError]:
     return errors + (contradictions or _size_errors(run, weights.model))
 
 
-def _contradictions(given: RunConfig, model: Published, kind: str) -> Iterator[FlagError]:
+def _contradictions(given: RunConfig, model: Description, kind: str) -> Iterator[FlagError]:
     """Yield an error for each flag whose value is not that of the model."""
     sections = given.by_name()
     for name, values in model.conversion.sections(model.sizes, kind).items():
@@ -188,27 +198,49 @@ def _contradictions(given: RunConfig, model: Published, kind: str) -> Iterator[F
                 )
 
 
-def _adds(model: Published, field: str, theirs: Any, ours: Any) -> bool:
+def _adds(model: Description, field: str, theirs: Any, ours: Any) -> bool:
     """Return whether a size differs by a branch that the run may add to the model."""
     return field in model.conversion.adds and not theirs and bool(ours)
 
 
-def _size_errors(run: RunConfig, model: Published) -> list[FlagError]:
-    """Return an error if the network that the run builds has not the sizes of the weights."""
-    words = _differences(sizes_of(run), model)
-    if not words:
+def _size_errors(run: RunConfig, model: Description) -> list[FlagError]:
+    """Return an error if the weights are not all that the run's network needs.
+
+    It may have other sizes, or a branch that the weights lack and that nothing would train.
+    """
+    sizes = sizes_of(run)
+    words = _differences(sizes, model)
+    if words:
+        return [
+            FlagError(
+                "--load-weights",
+                model.source,
+                f"holds a model with {words} as this run by its flags and its data",
+                "leave out the flags of its size, or give data that is encoded for it",
+            )
+        ]
+    new = _lacks(sizes, model)
+    if not new or run.lora.lora_rank is None:
         return []
     return [
         FlagError(
             "--load-weights",
             model.source,
-            f"holds a model with {words} as this run by its flags and its data",
-            "leave out the flags of its size, or give data that is encoded for it",
+            f"holds no `{min(new)}`, and a run with `--lora-rank` trains adapters alone, so that "
+            "it would stay as it starts",
+            "give weights that have it, train all weights, or leave out what needs it, such as "
+            "condition modes other than t2v",
         )
     ]
 
 
-def _differences(ours: Any, model: Published) -> str:
+def _lacks(sizes: Any, model: Description) -> set[str]:
+    """Return the names of the parameters of a network of these sizes that the weights lack."""
+    parameters = model.conversion.parameters
+    return parameters(sizes).keys() - parameters(model.sizes).keys()
+
+
+def _differences(ours: Any, model: Description) -> str:
     """Return text on the sizes of a model that are not ``ours``; "" if it has all of them."""
     if type(ours) is not type(model.sizes):
         return f"the blocks of {model.conversion.title}"
@@ -238,7 +270,7 @@ def check_network(flag: str, path: str, sizes: Any) -> None:
 
 
 def check_sizes(config: RunConfig) -> None:
-    """Raise ConfigError if the run builds a network of other sizes than its ``--load-weights``.
+    """Raise ConfigError if the ``--load-weights`` do not give the network that the run builds.
 
     It is checked again when the data has been opened, which decides some of the sizes.
     """
@@ -288,15 +320,7 @@ def load_weights(
     def load() -> Loaded:
         with open_published(source, entry) as model:
             model.check()
-            parameters = model.conversion.parameters
-            new = parameters(sizes).keys() - parameters(model.sizes).keys()
-            if new and config.lora.lora_rank is not None:
-                raise CheckpointError(
-                    f"{source} holds no `{min(new)}`, and a run with `--lora-rank` trains adapters "
-                    "alone, so that it would stay as it starts; give weights that have it, train "
-                    "all weights, or leave out what needs it, such as condition modes other than "
-                    "t2v."
-                )
+            new = _lacks(sizes, model)
             shards = [
                 shard for chunk in unwrap_model(list(chunks)) for shard in weight_shards(chunk)
             ]

@@ -39,7 +39,7 @@ from megatron_ext.video.config.encoding import (
     TextEncoderConfig,
 )
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig, VideoConfig
-from megatron_ext.video.config.weights import PublishedConfig
+from megatron_ext.video.config.weights import PublishedConfig, check_sizes
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.data.blend import Blend, blend_of
 from megatron_ext.video.data.codecs import check_codec_beside
@@ -247,7 +247,7 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     manifest = open_videos(config, _training_paths(config)).manifest
     if config.section(SampleConfig).sample_interval is not None:
         check_sampling(config)
-    config = network_of(with_widths(config, manifest)).checked()
+    config = check_sizes(network_of(with_widths(config, manifest)).checked())
     weights = config.section(PublishedConfig).load_weights
     if weights is not None:
         check_codec_beside(weights, " ".join(_training_paths(config)), manifest)

@@ -31,7 +31,7 @@ from megatron_ext.video.loss import FlowTargets
 from megatron_ext.video.model.joint_blocks import JointOptions, stage_blocks
 from megatron_ext.video.model.joint_chunk import SWITCHES, check_inputs
 from megatron_ext.video.model.tokens import TokenRange, pack, position_ids
-from megatron_ext.video.networks.network import FlowNetwork
+from megatron_ext.video.networks.network import DataNeeds, FlowNetwork
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 from megatron_ext.video.step import (
     FlowBatchBuilder,
@@ -103,6 +103,11 @@ class JointFlow(FlowNetwork):
     def sizes(self) -> JointSizes: ...
 
     @property
+    def needs(self) -> DataNeeds:
+        references = self.config.section(ConditionConfig).modes != ("t2v",)
+        return DataNeeds(references=references or self.config.section(JointConfig).cond_embed)
+
+    @property
     def sequence_multiple(self) -> int:
         """Return the number of ranks that split [text; image]; it must divide the token count."""
         return sharing_ranks(self.config.parallel)
@@ -126,8 +131,7 @@ class JointFlow(FlowNetwork):
             ConfigError: there are too many stages, or ``a2a`` cannot split the heads equally.
         """
         flags = self.config.section(JointConfig)
-        references = self.config.section(ConditionConfig).modes != ("t2v",)
-        flags = dataclasses.replace(flags, cond_embed=references or flags.cond_embed)
+        flags = dataclasses.replace(flags, cond_embed=self.needs.references)
         sizes = self.sizes
         parallel = self.config.parallel
         stage_blocks(sizes, num_stages(parallel), flags.double_block_cost)

@@ -138,11 +138,13 @@ class DataNeeds:
     """The form in which a network is given frames of a clip, and which a set must have.
 
     Attributes:
+        references: whether the network can be given frames.
         masked: whether given frames come as masked clips (Wan's image-to-video), not as references.
         image_places: the frames whose image embeddings the network is given
             (`data.given_frames.image_embeds`).
     """
 
+    references: bool = True
     masked: bool = False
     image_places: tuple[str, ...] = ()
 

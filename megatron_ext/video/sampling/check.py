@@ -33,6 +33,12 @@ def check_sampling(config: RunConfig) -> SampleSource:
             f"The prompt {with_reference.text!r} has a reference ({with_reference.reference}), but "
             f"`--video-model {model}` is given no reference frames; leave it out."
         )
+    if with_reference is not None and not network_of(config).needs.references:
+        raise ConfigError(
+            f"The prompt {with_reference.text!r} has a reference ({with_reference.reference}), but "
+            "the model is of text to video alone and has no input for it; leave it out, or train "
+            "with a condition mode such as `--i2v-head-weight 1`."
+        )
     _check_given(config, requests)
     led_away = next((x for x in requests if x.negative_prompt), None)
     if led_away is not None and not has_guidance(sample):

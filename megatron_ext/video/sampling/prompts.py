@@ -58,9 +58,12 @@ def encode_prompts(config: RunConfig, context: ParallelContext) -> EncodedPrompt
     codec = built()
     encoder = partial(source.text_encoder, device)
     text_encoder = on_reporting_rank(encoder, "Building the text encoder", context)
-    image_encoder = on_reporting_rank(
-        partial(source.image_encoder, device), "Building the image encoder", context
-    )
+    needs = network_of(config).needs
+    image_encoder = None
+    if needs.image_places:
+        image_encoder = on_reporting_rank(
+            partial(source.image_encoder, device), "Building the image encoder", context
+        )
     # Data that is encoded on access opens its lists of clips again to encode the empty caption.
     null = source.null
     encoded = [
@@ -72,7 +75,7 @@ def encode_prompts(config: RunConfig, context: ParallelContext) -> EncodedPrompt
             context,
             null=null,
             conditions=config.section(ConditionConfig),
-            needs=network_of(config).needs,
+            needs=needs,
             image_encoder=image_encoder,
         )
         for group in groups

@@ -42,7 +42,7 @@ from tests.video.wan_run import microbatch as wan_microbatch
 
 RANK, ALPHA, RATE, STEPS = 4, 8.0, 1e-2, 3
 EPSILON = 1e-8
-"""With the usual 1e-15, gradients of rounding size would move A by the whole learning rate."""
+"""The epsilon of Adam. The usual 1e-15 would let gradients of rounding size move A by the rate."""
 FLAGS = (
     f"--lr {RATE} --lr-warmup-iters 0 --weight-decay 0 --adam-eps {EPSILON} --clip-grad 1 "
     "--micro-batch-size 2 --global-batch-size 4 --log-interval 1 --num-workers 0 "
