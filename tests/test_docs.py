@@ -13,6 +13,8 @@ import megatron.core
 import pytest
 
 from examples.custom_model.train import CapFlags
+from examples.distillation.train import DistillationFlags
+from examples.dpo.train import DpoFlags
 from megatron_ext.config.flags import flags_of
 from megatron_ext.config.inapplicable import megatron_flags
 from megatron_ext.config.sections import OWN_FLAGS, spellings
@@ -139,13 +141,19 @@ def help_of(main: object, words: list[str]) -> str:
 
 
 @functools.cache
+def own_flags() -> frozenset[str]:
+    """Return the flags that programs in examples/ add to those of GPT."""
+    kinds = (CapFlags, DpoFlags, DistillationFlags)
+    flags = [flag for kind in kinds for flag in flags_of("own", kind)]
+    return frozenset(name for flag in flags for name in (*flag.positive, *flag.negative))
+
+
+@functools.cache
 def all_arguments() -> frozenset[str]:
     folders = ("megatron_ext", "tools", "benchmarks", "examples", "tests/combinations")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    cap = flags_of("cap_flags", CapFlags)
-    own = {name for flag in cap for name in (*flag.positive, *flag.negative)}
     tools = [flags_of_tool(path) for path in (ROOT / "tools").glob("*.py")]
-    return frozenset(OTHERS | own | engine_flags()).union(*map(arguments_of, files), *tools)
+    return frozenset(OTHERS | own_flags() | engine_flags()).union(*map(arguments_of, files), *tools)
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -180,7 +188,7 @@ def flags_of_program(program: str) -> frozenset[str]:
         return flags_of_tool(path)
     if arguments_of(path):
         return arguments_of(path)
-    return engine_flags() | {"--hidden-cap"}
+    return engine_flags() | own_flags()
 
 
 def test_every_command_names_a_program_and_its_flags() -> None:

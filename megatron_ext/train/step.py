@@ -249,7 +249,7 @@ class StepRunner:
     def compute_gradients(self, inputs: StepInputs) -> StepLosses:
         """Run all forward and backward passes of a step; reduce its gradients and losses."""
         num_microbatches = inputs.num_microbatches
-        batches = self._prepared(inputs.batches)
+        batches = self.prepared(inputs)
         counts = self._count(batches, num_microbatches)
         masks = self._masks(inputs.consumed_samples)
         observed = self.observer is not None
@@ -261,7 +261,7 @@ class StepRunner:
                     self._forward_step,
                     batches or [_NO_BATCH] * num_microbatches,
                     num_microbatches,
-                    self._shape(batches, inputs.seq_length),
+                    self.boundary_shape(batches, inputs.seq_length),
                     counts=counts,
                     masks=masks,
                     force_all_reduce=observed,
@@ -328,7 +328,7 @@ class StepRunner:
         On the last stage a report is ``[sum, count]`` of each loss; with ``collect_non_loss_data``
         it is the data for `Task.process_non_loss_data`. Before the last stage the list is empty.
         """
-        batches = self._prepared(batches)
+        batches = self.prepared(StepInputs(batches, num_microbatches))
         masks = self._masks(0)
         if self.engine is None:
             return self._run_by_core(
@@ -345,7 +345,7 @@ class StepRunner:
             self._forward_step,
             batches or [_NO_BATCH] * num_microbatches,
             num_microbatches,
-            self._shape(batches, None),
+            self.boundary_shape(batches, None),
             masks=masks,
             forward_only=True,
             collect_non_loss_data=collect_non_loss_data,
@@ -389,8 +389,14 @@ class StepRunner:
             )
         return reports
 
-    def _prepared(self, batches: Sequence[Batch] | None) -> Sequence[Batch] | None:
-        """Return a step's micro-batches, changed by `Task.prepare_batches` on the last stage."""
+    def prepared(self, inputs: StepInputs) -> Sequence[Batch] | None:
+        """Return a step's micro-batches, changed by `Task.prepare_batches` on the last stage.
+
+        Return None on stages that read no data. All ranks call this together before the first
+        forward pass, in training and in evaluation, so that a subclass may run another network on
+        the micro-batches first.
+        """
+        batches = inputs.batches
         prepare = self.task.prepare_batches
         if prepare is None or batches is None or not self.context.is_last_stage:
             return batches
@@ -414,7 +420,7 @@ class StepRunner:
 
         return masks
 
-    def _shape(self, batches: Sequence[Any] | None, seq_length: int | None) -> Shape:
+    def boundary_shape(self, batches: Sequence[Any] | None, seq_length: int | None) -> Shape:
         """Return the shape ``[s, b, h]`` of the tensors that this rank sends to the next stage.
 
         If the task has a `Task.boundary_shape`, return a list with the shape of each micro-batch.

@@ -32,6 +32,8 @@ SMOKING = {
     "custom_loss/train.sh custom_model/dit.sh sft/quickstart.sh sft/sft_qwen_8gpu.sh "
     "video/quickstart.sh",
     "test_video.py": "video/pretrain_stage1_256px.sh video/pretrain_i2v_768px.sh",
+    "test_preferences.py": "dpo/train.sh",
+    "test_distillation.py": "distillation/train.sh",
     "test_streaming.py": "streaming/quickstart.sh streaming/longtune_1.3b.sh",
 }
 """Files whose slow tests run scripts with ``SMOKE=1``."""

@@ -268,7 +268,7 @@ def test_the_shape_between_stages(
         task=SimpleNamespace(boundary_shape=None),
         transformer_config=SimpleNamespace(sequence_parallel=parallel, hidden_size=5),
     )
-    assert runner._shape(None, given) == (length, 2, 5)
+    assert runner.boundary_shape(None, given) == (length, 2, 5)
 
 
 def test_dropout_masks_follow_the_number_of_the_first_sample(
@@ -289,8 +289,8 @@ def test_dropout_masks_follow_the_number_of_the_first_sample(
 def test_a_task_prepares_the_batches_of_the_last_stage(last: bool, prepared: bool) -> None:
     task = SimpleNamespace(prepare_batches=lambda config, batches, context: [*batches, "more"])
     runner = runner_with(task=task, context=SimpleNamespace(is_last_stage=last))
-    assert runner._prepared(None) is None
-    assert runner._prepared(["a"]) == ["a", *["more"] * prepared]
+    assert runner.prepared(StepInputs(None, 1)) is None
+    assert runner.prepared(StepInputs(["a"], 1)) == ["a", *["more"] * prepared]
 
 
 @pytest.mark.parametrize(
