@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.layers import onednn, sdpa
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.kv_cache import KeyValueCache
+from megatron_ext.layers.latent_attention import LatentAttention
 from megatron_ext.layers.linear import (
     BiasedColumnParallelLinear,
     BiasedRowParallelLinear,
@@ -320,13 +321,19 @@ class InferenceLayer:
         self._attention_norm = _norm(getattr(layer, "post_self_attn_layernorm", None))
         self._mlp_input_norm = _norm(layer.pre_mlp_layernorm)
         self._mlp_norm = _norm(getattr(layer, "post_mlp_layernorm", None))
+        self._factor: float = getattr(layer.config, "residual_multiplier", 1.0)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the hidden states ``[T, h]`` after this layer."""
         attended = self._attention(x if self._input_norm is None else self._input_norm(x))
-        x = x + (attended if self._attention_norm is None else self._attention_norm(attended))
+        x = self._added(x, attended, self._attention_norm)
         output = self._mlp(x if self._mlp_input_norm is None else self._mlp_input_norm(x))
-        return x + (output if self._mlp_norm is None else self._mlp_norm(output))
+        return self._added(x, output, self._mlp_norm)
+
+    def _added(self, x: Tensor, output: Tensor, output_norm: OnRows | None) -> Tensor:
+        """Return ``x`` plus the output of attention or MLP, normalized and multiplied."""
+        output = output if output_norm is None else output_norm(output)
+        return x + output if self._factor == 1.0 else x + output * self._factor
 
 
 def _is_known(attention: torch.nn.Module) -> bool:
@@ -386,10 +393,13 @@ def _is_usual(layer: torch.nn.Module) -> bool:
     adds = layer.self_attn_bda, layer.mlp_bda
     # Without dropout, which evaluation mode has not, these add in the same way.
     changed = any(
-        getattr(layer.config, name, False) for name in ("deterministic_dropout", "sandwich_norm")
+        getattr(layer.config, name, False) for name in ("deterministic_dropout", "changes_outputs")
     )
+    attention = layer.self_attention
     return (
-        not any(isinstance(part, IdentityOp) for part in parts)
+        # Other attention needs the rotary angles, which only the decoder as a module gives it.
+        (isinstance(attention, LatentAttention) or _is_known(attention))
+        and not any(isinstance(part, IdentityOp) for part in parts)
         and isinstance(layer.cross_attention, IdentityOp)
         and (changed or all(add is get_bias_dropout_add for add in adds))
     )

@@ -186,7 +186,8 @@ def drop_unread_outputs(chunk: torch.nn.Module, usual: type[torch.nn.Module]) ->
 
 def _recomputes_singly(config: TransformerConfig) -> bool:
     alone = config.recompute_method == "block" or config.recompute_num_layers == 1
-    return alone and not getattr(config, "sandwich_norm", False)
+    norms = ("sandwich_norm", "reordered_norm")
+    return alone and not any(getattr(config, name, False) for name in norms)
 
 
 def _drop_outputs(layers: Iterable[Any]) -> None:

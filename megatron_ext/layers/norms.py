@@ -107,6 +107,10 @@ class Norm:
                 f"`--normalization` ({config.normalization}) must be LayerNorm or RMSNorm with "
                 "the torch layers."
             )
+        if not getattr(config, "norm_elementwise_affine", True):
+            from megatron_ext.layers.weightless_norm import WeightlessNorm
+
+            return WeightlessNorm(config, hidden_size, eps)
         zero_centered = config.layernorm_zero_centered_gamma
         fuses = fusions_of(config).norm
         norm: torch.nn.Module = NORMS[config.normalization](

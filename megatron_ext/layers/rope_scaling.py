@@ -104,6 +104,8 @@ class RotarySettings:
         llama_factor: factor of megatron-core's version of Llama 3.1's scaling; None for none.
         scaling: any other scaling of the frequencies; if set, ``interpolation_factor`` and
             ``llama_factor`` are ignored.
+        query_growth: b of the factors ``1 + b ln(1 + floor(p / n))`` of queries at the positions p,
+            for the original length n of ``scaling``; None for none.
     """
 
     percent: float
@@ -112,6 +114,7 @@ class RotarySettings:
     interpolation_factor: int | None
     llama_factor: float | None
     scaling: RopeScaling | None
+    query_growth: float | None = None
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:

@@ -114,7 +114,8 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
     """megatron-core's rotary embedding with scaled frequencies and an optional second base.
 
     The angles are ``[s, 1, k, d]`` with k = 1. With ``--rope-local-base-freq`` k is 2; the second
-    angles are for layers with a window.
+    angles are for layers with a window. If queries grow with their position, one table more, the
+    last one, holds their factors instead of angles.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
         self.sizes = transformer_config.kv_channels, settings.percent
         self.base = settings.base
         self.local_base = settings.local_base
+        self.query_growth = settings.query_growth
 
     @property
     def short_length(self) -> int | None:
@@ -159,6 +161,11 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
         if self.local_base is not None:
             plain = inverse_frequencies(*self.sizes, self.local_base)
             angles.append(torch.outer(positions, plain.to(device, non_blocking=True)))
+        if self.query_growth is not None:
+            assert self.scaling is not None
+            turns = torch.floor(positions / self.scaling.original_max_position_embeddings)
+            factors = 1 + self.query_growth * torch.log(1 + turns)
+            angles.append(factors[:, None].expand_as(angles[0]))
         once = torch.stack(angles, dim=1)
         if self.rotary_interleaved:
             return once.repeat_interleave(2, dim=-1).unsqueeze(1)

@@ -109,13 +109,18 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
 
         core.moe_submodules(mlp).router = Router
     attention, names = _attention(transformer_config)
+    input_norm: Any = Norm
+    if getattr(transformer_config, "reordered_norm", False):
+        from megatron_ext.layers.weightless_norm import Unnormalized
+
+        input_norm = Unnormalized
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
+            input_layernorm=input_norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm,
+            pre_mlp_layernorm=input_norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             # Transformer Engine's fused layers use these names in checkpoints for the same tensors.
@@ -157,6 +162,12 @@ def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[
         from megatron_ext.layers.latent_attention import LatentAttention
 
         return ModuleSpec(module=LatentAttention, params=causal, submodules=modules), names
+    kind: Any = SelfAttention
+    if getattr(transformer_config, "varies_attention", False):
+        from megatron_ext.layers.attention_variants import VariantSelfAttention, norm_in_core
+
+        kind = VariantSelfAttention
+        qk_norm = norm_in_core(transformer_config, qk_norm)
     modules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=DotProductAttention,
@@ -165,7 +176,7 @@ def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[
         k_layernorm=qk_norm,
     )
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    return ModuleSpec(module=SelfAttention, params=causal, submodules=modules), names
+    return ModuleSpec(module=kind, params=causal, submodules=modules), names
 
 
 def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:

@@ -98,7 +98,15 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         attn_logit_softcapping, final_logit_softcapping: soft caps c of the scores of attention and
             of the logits: x becomes c tanh(x / c). None sets no cap.
         sandwich_norm: whether the outputs of attention and MLP are normalized, too.
+        reordered_norm: whether the outputs of attention and MLP are normalized instead of the
+            inputs.
+        qk_layernorm_all_heads: whether the norms of queries and keys span all heads together.
+        qk_layernorm_after_rope: whether queries and keys are normalized after their rotation.
+        norm_elementwise_affine: whether norms have weights.
         embedding_multiplier: factor of the token embeddings.
+        residual_multiplier: factor of the outputs of attention and MLP before they are added.
+        logits_scaling: divisor of the logits.
+        llama_4_scaling_beta: growth of attention's scores with the position; None for none.
         proj_bias, mlp_bias: whether the output projection of attention, and dense MLPs, have biases
             even without ``add_bias_linear``.
         rotary_magnitude: factor of the cosines and sines of scaled rotary positions.
@@ -129,7 +137,14 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     sandwich_norm: bool = False
+    reordered_norm: bool = False
+    qk_layernorm_all_heads: bool = False
+    qk_layernorm_after_rope: bool = False
+    norm_elementwise_affine: bool = True
     embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    llama_4_scaling_beta: float | None = None
     proj_bias: bool = False
     mlp_bias: bool = False
     rotary_magnitude: float = 1.0
@@ -154,6 +169,17 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
             self.moe_router_enable_expert_bias = False
         super().__post_init__()
         self.moe_router_enable_expert_bias = has_bias
+
+    @property
+    def changes_outputs(self) -> bool:
+        """Return whether the outputs of attention and MLP are normalized or multiplied."""
+        return self.sandwich_norm or self.reordered_norm or self.residual_multiplier != 1.0
+
+    @property
+    def varies_attention(self) -> bool:
+        """Return whether self-attention is a `layers.attention_variants.VariantSelfAttention`."""
+        scales = self.llama_4_scaling_beta is not None
+        return scales or self.qk_layernorm_all_heads or self.qk_layernorm_after_rope
 
 
 @dataclass

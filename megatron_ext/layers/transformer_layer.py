@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_ext.core import numbered_after_the_decoder
 from megatron_ext.layers import compiled
 from megatron_ext.layers.compiled import compiles, fusions_of
-from megatron_ext.layers.norms import LayerNorm, Norm, RMSNorm
+from megatron_ext.layers.norms import LayerNorm, RMSNorm
 from megatron_ext.layers.subclass import specialize
 
 if TYPE_CHECKING:
@@ -214,21 +214,6 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     return function
 
 
-def _after_norm(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``add``, such as `get_bias_dropout_add`, so that it normalizes ``x + bias`` first."""
-
-    def bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
-        function: Callable[..., Tensor] = add(training, fused)
-
-        def add_norm(x_with_bias: WithBias, residual: Tensor, probability: float) -> Tensor:
-            x, bias = x_with_bias
-            return function((norm(x if bias is None else x + bias), None), residual, probability)
-
-        return add_norm
-
-    return bias_dropout_add
-
-
 def _dispatcher_class(config: TransformerConfig) -> type[MoEAlltoAllTokenDispatcher]:
     if getattr(config, "kept_tokens", None) is not None:
         from megatron_ext.layers.keeping_dispatcher import KeepingDispatcher
@@ -279,8 +264,10 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 )
                 for name in ("attention", "mlp")
             )
-        if getattr(self.config, "sandwich_norm", False):
-            self._normalize_outputs()
+        if getattr(self.config, "changes_outputs", False):
+            from megatron_ext.layers.branch_outputs import change_outputs
+
+            change_outputs(self)
         mlp = self.mlp
         joins = any(
             getattr(self.config, name, False) for name in ("groups_experts", "multiplies_by_onednn")
@@ -296,17 +283,6 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
             )
             if mlp.shared_expert_overlap:
                 mlp.token_dispatcher.set_shared_experts(mlp.shared_experts)
-
-    def _normalize_outputs(self) -> None:
-        """Add a norm after attention and one after the MLP, if the layer has these parts."""
-        size = self.config.hidden_size
-        epsilon = self.config.layernorm_epsilon
-        if not isinstance(self.self_attention, IdentityOp):
-            self.post_self_attn_layernorm = Norm(self.config, size, epsilon)
-            self.self_attn_bda = _after_norm(self.post_self_attn_layernorm, self.self_attn_bda)
-        if not isinstance(self.mlp, IdentityOp):
-            self.post_mlp_layernorm = Norm(self.config, size, epsilon)
-            self.mlp_bda = _after_norm(self.post_mlp_layernorm, self.mlp_bda)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output and context; replay a CUDA graph if one fits the call."""

@@ -25,6 +25,7 @@ from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.model import RECOMPUTED, RECOMPUTED_LATENT
 from megatron_ext.config.run import LayerSection, RunConfig, Side
 from megatron_ext.errors import FlagError
+from megatron_ext.text.config.block import BlockConfig
 from megatron_ext.text.config.positions import PositionConfig
 
 REPLACED = {
@@ -33,6 +34,9 @@ REPLACED = {
     "rotary_interleaved": "its channels are always rotated in neighbouring pairs",
     "rope_scaling": "its frequencies are scaled by `--rope-type yarn`",
     "rope_local_base_freq": "all its layers have one base",
+    "llama_4_scaling_beta": "its queries do not grow with their position",
+    "qk_layernorm_all_heads": "its norms are those of the vectors before the heads",
+    "qk_layernorm_after_rope": "its norms are those of the vectors before the heads",
     "no_rope_freq": "all its layers rotate a part of each head",
     "softmax_scale": "its factor follows from the channels of a key and `--mscale-all-dim`",
 }
@@ -253,10 +257,11 @@ def latent_attention_errors(given: RunConfig) -> Iterator[FlagError]:
     latent = given.section(LatentAttentionConfig)
     positions = given.section(PositionConfig)
     attention = given.section(AttentionConfig)
+    block = given.section(BlockConfig)
     if not latent.multi_latent_attention:
         return
     for field, reason in REPLACED.items():
-        section = next(x for x in (positions, attention, model) if hasattr(x, field))
+        section = next(x for x in (positions, attention, block, model) if hasattr(x, field))
         if getattr(section, field) != default_of(section, field):
             spelled = spelling_of(section, field)
             yield FlagError(spelled, None, f"does not go with {name}: {reason}", "leave it out")

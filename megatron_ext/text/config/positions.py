@@ -86,6 +86,13 @@ class PositionConfig(LayerSection):
         True, "round the bounds of YaRN's ramp to whole channels"
     )
 
+    llama_4_scaling_beta: float | None = resumed_flag(
+        None,
+        "growth b of the queries at the position p, which are multiplied by 1 + b ln(1 + "
+        "floor(p / n)); n is original_max_position_embeddings of --rope-scaling (Ministral 3)",
+        FACTOR,
+    )
+
     def resolved(self) -> PositionConfig:
         """Return a copy in which the YaRN flags are replaced by an equivalent ``--rope-scaling``.
 
@@ -147,6 +154,7 @@ class PositionConfig(LayerSection):
             interpolation_factor=self.rotary_seq_len_interpolation_factor,
             llama_factor=self.rope_scaling_factor if self.use_rope_scaling else None,
             scaling=scaling,
+            query_growth=self.llama_4_scaling_beta,
         )
 
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
@@ -161,6 +169,7 @@ class PositionConfig(LayerSection):
             "no_rope_freq": lacking,
             "rotary_magnitude": scaling.magnitude if scaling is not None else 1.0,
             "has_local_rotary": self.rope_local_base_freq is not None,
+            "llama_4_scaling_beta": self.llama_4_scaling_beta,
         }
 
     def torch_only(self) -> list[str]:
@@ -174,6 +183,7 @@ class PositionConfig(LayerSection):
         given = {
             "--rope-local-base-freq": self.rope_local_base_freq is not None,
             "--rope-scaling": magnitude != 1,
+            "--llama-4-scaling-beta": self.llama_4_scaling_beta is not None,
         }
         return [name for name, has in given.items() if has]
 
@@ -243,6 +253,7 @@ def rotary_errors(positions: PositionConfig, size: int, *, windowed: bool) -> It
             "is the base of layers with a window, which `--window-size` gives",
             "give both",
         )
+    yield from _growth_errors(positions)
     others = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
     given = [f"--{x.replace('_', '-')}" for x in others if getattr(positions, x)]
     if positions.rope_scaling is None:
@@ -265,6 +276,32 @@ def rotary_errors(positions: PositionConfig, size: int, *, windowed: bool) -> It
                 "of channels that are rotated",
                 "mend it",
             )
+
+
+def _growth_errors(positions: PositionConfig) -> Iterator[FlagError]:
+    """Yield an error if ``--llama-4-scaling-beta`` lacks the original length, or some positions."""
+    if positions.llama_4_scaling_beta is None:
+        return
+    name = "--llama-4-scaling-beta"
+    value = f"{positions.llama_4_scaling_beta:g}"
+    try:
+        scaling = positions.scaling()
+    except ValueError:
+        return  # said by `rotary_errors`
+    if scaling is None or not scaling.original_max_position_embeddings:
+        yield FlagError(
+            name,
+            value,
+            "needs `--rope-scaling` with original_max_position_embeddings",
+            "give a scaling of rope_type yarn, llama3 or longrope",
+        )
+    if positions.no_rope_freq is not None:
+        yield FlagError(
+            name,
+            value,
+            "does not go with `--no-rope-freq`, whose layers do not know their positions",
+            "leave one out",
+        )
 
 
 def _yarn_errors(positions: PositionConfig) -> Iterator[FlagError]:

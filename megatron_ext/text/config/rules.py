@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_ext.config.flags import changed_fields
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import (
     EXPERT_TARGETS,
@@ -21,6 +22,7 @@ from megatron_ext.text.config.attention import (
     LatentAttentionConfig,
     latent_attention_errors,
 )
+from megatron_ext.text.config.block import BlockConfig
 from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig, rotary_errors
@@ -34,6 +36,7 @@ SECTIONS = (
     PositionConfig,
     AttentionConfig,
     LatentAttentionConfig,
+    BlockConfig,
     MoEConfig,
     DataConfig,
     FimConfig,
@@ -89,6 +92,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
     return [
         *_pattern_errors(given, run),
         *_expert_errors(run),
+        *_block_errors(run),
         *data.own_errors(full_validation=run.training.full_validation),
         *direct_errors(data, run),
         *run.section(FimConfig).own_errors(),
@@ -118,6 +122,15 @@ def _expert_errors(run: RunConfig) -> Iterator[FlagError]:
         from megatron_ext.text.config.moe_rules import expert_errors
 
         yield from expert_errors(moe, run)
+
+
+def _block_errors(run: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each wrong flag of norms and factors in a layer, if one is given."""
+    block = run.section(BlockConfig)
+    if changed_fields(block):
+        from megatron_ext.text.config.block_rules import block_errors
+
+        yield from block_errors(block, run)
 
 
 def _rotary_errors(run: RunConfig) -> Iterator[FlagError]:
@@ -186,6 +199,7 @@ SHAPE_SECTIONS = {
     "positions": PositionConfig,
     "attention": AttentionConfig,
     "latent_attention": LatentAttentionConfig,
+    "block": BlockConfig,
 }
 """The configuration sections that hold the fields of `SHAPE`: section name -> class."""
 SHAPE = (
@@ -197,6 +211,8 @@ SHAPE = (
     "final_logit_softcapping normalization norm_epsilon apply_layernorm_1p swiglu squared_relu "
     "quick_geglu geglu openai_gelu activation_func_clamp_value glu_linear_offset add_bias_linear "
     "add_qkv_bias add_proj_bias add_mlp_bias qk_layernorm sandwich_norm embedding_multiplier "
+    "reordered_norm qk_layernorm_all_heads qk_layernorm_after_rope norm_elementwise_affine "
+    "residual_multiplier logits_scaling llama_4_scaling_beta "
     "untie_embeddings_and_output_weights "
     "padded_vocab_size mtp_num_layers seq_length multi_latent_attention q_lora_rank kv_lora_rank "
     "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "

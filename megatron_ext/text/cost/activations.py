@@ -46,9 +46,9 @@ class Activations(GptRun):
     def output_norm(self) -> int:
         """Return the bytes kept for the norm after attention or an MLP, including the norm's input.
 
-        Return 0 without ``--sandwich-norm``, which adds this norm.
+        Return 0 without ``--sandwich-norm`` and ``--reordered-norm``, which add this norm.
         """
-        if not self.config.model.sandwich_norm:
+        if not self.normalizes_outputs:
             return 0
         return self.residual + self.norm(self.sizes.residual_tokens, self.sizes.h)
 

@@ -114,7 +114,7 @@ def kept_tokens(run: GptRun) -> int:
         kept = x.residual_tokens * moe.moe_router_topk * (row + _probability(run))
     model = run.config.model
     whole = model.recompute_granularity == "full"
-    read = whole and (run.group_size > 1 or model.sandwich_norm)
+    read = whole and (run.group_size > 1 or run.normalizes_outputs)
     output = x.residual_tokens * x.h * x.width if read else 0
     return round(kept) + x.residual_tokens * (moe.num_experts or 0) + output
 

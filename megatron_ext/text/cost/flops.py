@@ -13,6 +13,7 @@ from megatron_ext.planning.network import Flops, Network
 from megatron_ext.planning.products import MULTIPLY_AND_ADD
 from megatron_ext.planning.stages import FP32, Ranks, Stage
 from megatron_ext.text.config.attention import AttentionConfig
+from megatron_ext.text.config.block import BlockConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.latent import LatentSizes
 from megatron_ext.text.cost.products import (
@@ -100,6 +101,16 @@ class GptRun(Network):
     def scoring(self) -> AttentionConfig:
         """Return the configuration section for attention windows and attention scores."""
         return self.config.section(AttentionConfig)
+
+    @property
+    def block(self) -> BlockConfig:
+        """Return the configuration section for norms and factors of a layer."""
+        return self.config.section(BlockConfig)
+
+    @property
+    def normalizes_outputs(self) -> bool:
+        """Return whether the outputs of attention and MLP are normalized."""
+        return self.config.model.sandwich_norm or self.block.reordered_norm
 
     @property
     def residual(self) -> int:

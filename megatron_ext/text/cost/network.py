@@ -109,22 +109,25 @@ class Parameters(GptRun):
             yield Weight("embedding.position_embeddings.weight", count * x.h)
 
     def _norm_weights(self, name: str, size: int | None = None) -> Iterator[Weight]:
+        if not self.block.norm_elementwise_affine:
+            return
         size = self.sizes.h if size is None else size
         yield Weight(f"{name}.weight", size)
         if self.config.model.normalization == "LayerNorm":
             yield Weight(f"{name}.bias", size)
 
     def _layer_weights(self, name: str, experts: bool) -> list[Weight]:
-        weights = list(self._norm_weights(f"{name}.input_layernorm"))
-        weights += self._attention_weights(f"{name}.self_attention")
-        weights += self._norm_weights(f"{name}.pre_mlp_layernorm")
+        weights = self._attention_weights(f"{name}.self_attention")
+        if not self.block.reordered_norm:
+            weights += self._norm_weights(f"{name}.input_layernorm")
+            weights += self._norm_weights(f"{name}.pre_mlp_layernorm")
         if experts:
             weights += self._expert_weights(f"{name}.mlp")
         else:
             bias = self.config.model.has_mlp_bias
             mlp = self._mlp(self.sizes.f, self.sizes.tp, bias=bias)
             weights += self._linear_weights(f"{name}.mlp", mlp)
-        if self.config.model.sandwich_norm:
+        if self.normalizes_outputs:
             weights += self._norm_weights(f"{name}.post_self_attn_layernorm")
             weights += self._norm_weights(f"{name}.post_mlp_layernorm")
         return weights
@@ -144,7 +147,12 @@ class Parameters(GptRun):
         if self.scoring.softmax_type == "learnable":
             weights.append(Weight(f"{name}.core_attention.softmax_offset", x.n // x.tp, x.tp))
         weights += self._linear_weights(name, attention_matrices(self.config, x.tp))
-        norms = {"q": x.d, "k": x.d}
+        if self.block.qk_layernorm_all_heads:
+            for part, heads in (("q", x.n), ("k", x.g)):
+                weights.append(Weight(f"{name}.{part}_norm.weight", heads * x.d // x.tp, x.tp))
+            return weights
+        place = "rotated_" if self.block.qk_layernorm_after_rope else ""
+        norms = {f"{place}q": x.d, f"{place}k": x.d}
         if x.latent is not None:
             norms = {"q": x.latent.query_rank, "kv": x.latent.rank}
         for part, size in norms.items():

@@ -286,7 +286,9 @@ class PackedForward:
         embedded = self._model.embedding(
             input_ids=batch.arguments["input_ids"], position_ids=batch.arguments["position_ids"]
         )
-        return self._model.before_head(self._decoder(embedded).to(self._config.params_dtype))
+        hidden = self._model.before_head(self._decoder(embedded).to(self._config.params_dtype))
+        divisor = self._model.logits_divisor
+        return hidden if divisor == 1.0 else hidden / divisor
 
     def _gathered(self, output: Tensor) -> Tensor:
         """Gather hidden states, split by sequence parallelism, into ``[s, 1, h]``."""

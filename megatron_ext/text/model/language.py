@@ -23,12 +23,16 @@ class TextModel(LanguageModule):  # type: ignore[misc]
 
     Attributes:
         has_changed_layers: whether `build_gpt_chunk` was given ``change_layers``.
+        logits_divisor: number by which the hidden states are divided before the output head
+            multiplies them, which divides the logits (``--logits-scaling``).
     """
 
     has_changed_layers = False
+    logits_divisor: float = 1.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logits_divisor = getattr(self.config, "logits_scaling", 1.0)
         if self.post_process:
             # Our layer can defer the gradient of its weight; it has no adapter and no 8-bit scales.
             specialize(self.output_layer, OutputLayer)
@@ -115,6 +119,8 @@ class TextModel(LanguageModule):  # type: ignore[misc]
         if not self.post_process:
             return hidden.to(self.config.pipeline_dtype)  # type: ignore[no-any-return]
         hidden = self.before_head(hidden)
+        if self.logits_divisor != 1.0:
+            hidden = hidden / self.logits_divisor
         if hidden_states_only:
             return hidden
         if has_depths:

@@ -158,6 +158,41 @@ FAMILIES = {
         "[0]+[1]*3 --moe-router-load-balancing-type none "
         "--untie-embeddings-and-output-weights",
     ),
+    "olmo2": Family(
+        "Olmo2",
+        dict(rope_parameters=rope(10000.0), tie_word_embeddings=False),
+        "--disable-bias-linear --swiglu --qk-layernorm --qk-layernorm-all-heads --reordered-norm "
+        "--untie-embeddings-and-output-weights",
+    ),
+    "granite": Family(
+        "Granite",
+        dict(
+            rope_parameters=rope(10000.0), embedding_multiplier=12.0, residual_multiplier=0.22,
+            attention_multiplier=0.07, logits_scaling=6.0, tie_word_embeddings=True,
+        ),
+        "--disable-bias-linear --swiglu --embedding-multiplier 12 --residual-multiplier 0.22 "
+        "--softmax-scale 0.07 --logits-scaling 6",
+    ),
+    "hunyuan": Family(
+        "HunYuanDenseV1",
+        dict(rope_parameters=rope(10000.0), tie_word_embeddings=True),
+        "--disable-bias-linear --swiglu --qk-layernorm --qk-layernorm-after-rope",
+    ),
+    "ministral3": Family(
+        "Ministral3",
+        dict(
+            rope_parameters=rope(10000.0, llama_4_scaling_beta=0.3, **YARN),
+            tie_word_embeddings=False, sliding_window=None,
+        ),
+        "--disable-bias-linear --swiglu --llama-4-scaling-beta 0.3 "
+        "--untie-embeddings-and-output-weights", YARN,
+    ),
+    "olmo": Family(
+        "Olmo",
+        dict(rope_parameters=rope(10000.0), tie_word_embeddings=True),
+        "--normalization LayerNorm --norm-epsilon 1e-5 --no-norm-elementwise-affine "
+        "--disable-bias-linear --swiglu",
+    ),
     "llama": Family(
         "Llama",
         dict(
@@ -203,9 +238,13 @@ def attention_of(layer: dict[str, Tensor]) -> dict[str, Tensor]:
             found[f"linear_qkv.{kind}"] = joined_heads(parts)
         if f"self_attn.o_proj.{kind}" in layer:
             found[f"linear_proj.{kind}"] = layer[f"self_attn.o_proj.{kind}"]
-    for x in "qk":
+    for x, kind in (("q", "query"), ("k", "key")):
         if f"self_attn.{x}_norm.weight" in layer:
-            found[f"{x}_layernorm.weight"] = layer[f"self_attn.{x}_norm.weight"]
+            norm = layer[f"self_attn.{x}_norm.weight"]
+            found[f"{x}_norm.weight" if len(norm) > D else f"{x}_layernorm.weight"] = norm
+        if f"self_attn.{kind}_layernorm.weight" in layer:
+            norm = layer[f"self_attn.{kind}_layernorm.weight"]
+            found[f"rotated_{x}_layernorm.weight"] = norm
     if "self_attn.sinks" in layer:
         found["core_attention.softmax_offset"] = layer["self_attn.sinks"]
     return found
@@ -254,8 +293,9 @@ def ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of a transformers model, or their gradients, under our names."""
     found = {
         "embedding.word_embeddings.weight": tensors["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": tensors["model.norm.weight"],
     }
+    if "model.norm.weight" in tensors:
+        found["decoder.final_layernorm.weight"] = tensors["model.norm.weight"]
     if "lm_head.weight" in tensors:
         found["output_layer.weight"] = tensors["lm_head.weight"]
     for number in range(LAYERS):
@@ -271,7 +311,13 @@ def ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 "post_self_attn_layernorm": "post_attention_layernorm",
                 "post_mlp_layernorm": "post_feedforward_layernorm",
             }
-        found |= {f"{own}{x}.weight": layer[f"{y}.weight"] for x, y in names.items()}
+        if "input_layernorm.weight" not in layer:
+            names = {
+                "post_self_attn_layernorm": "post_attention_layernorm",
+                "post_mlp_layernorm": "post_feedforward_layernorm",
+            }
+        known = {x: y for x, y in names.items() if f"{y}.weight" in layer}
+        found |= {f"{own}{x}.weight": layer[f"{y}.weight"] for x, y in known.items()}
         found |= {f"{own}self_attention.{x}": y for x, y in attention_of(layer).items()}
         found |= {f"{own}mlp.{x}": y for x, y in mlp_of(layer).items()}
     return found
@@ -331,6 +377,21 @@ LAYOUTS = {
         (2, "--context-parallel-size 2"),
     ),
     "phi3": ((2, "--context-parallel-size 2"),),
+    "olmo2": (
+        (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
+        (4, "--tensor-model-parallel-size 2 --context-parallel-size 2 --recompute-granularity "
+         "full --recompute-method uniform --recompute-num-layers 1"),
+    ),
+    "hunyuan": (
+        (2, "--tensor-model-parallel-size 2 --recompute-granularity selective"),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    ),
+    "granite": (
+        (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+         "--num-virtual-stages-per-pipeline-rank 2"),
+    ),
+    "ministral3": ((4, "--context-parallel-size 2 --tensor-model-parallel-size 2"),),
+    "olmo": ((2, "--tensor-model-parallel-size 2 --sequence-parallel"),),
     "llama": ((4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
                "--sequence-parallel"),),
 }  # fmt: skip

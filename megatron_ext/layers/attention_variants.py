@@ -1,0 +1,139 @@
+"""Self-attention that some families compute otherwise than Megatron-LM: where it normalizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.layers.norms import Norm
+from megatron_ext.layers.transformer_layer import SelfAttention
+
+
+def norm_in_core(transformer_config: TransformerConfig, usual: Any) -> Any:
+    """Return the class of the norms of queries and keys in megatron-core's places.
+
+    This is ``usual``, or IdentityOp if `VariantSelfAttention` normalizes in places of its own.
+    """
+    names = ("qk_layernorm_all_heads", "qk_layernorm_after_rope")
+    moved = any(getattr(transformer_config, name, False) for name in names)
+    return IdentityOp if moved else usual
+
+
+class HeadsNorm(torch.nn.Module):
+    """RMSNorm (arXiv:1910.07467) over the channels of all heads, of which each rank holds some.
+
+    Its weight has one entry for each channel of this rank's heads.
+
+    Args:
+        heads: number of heads on all ranks together.
+    """
+
+    def __init__(self, config: TransformerConfig, heads: int, tp_group: ProcessGroup) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.tp_group = tp_group
+        self.count = heads * config.kv_channels
+        device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        fill = torch.zeros if self.zero_centered else torch.ones
+        own = self.count // tp_group.size()
+        self.weight = torch.nn.Parameter(fill(own, dtype=config.params_dtype, device=device))
+        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return the normalized heads; they are ``[s, b, n, d]``, n of them on this rank."""
+        x = heads.float() if heads.dtype in (torch.bfloat16, torch.float16) else heads
+        squares = x.square().sum((-2, -1), keepdim=True)
+        if self.tp_group.size() > 1:
+            # The sum reaches the output of each rank, whose gradients add up.
+            total = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
+            squares = copy_to_tensor_model_parallel_region(total, group=self.tp_group)
+        gain = self.weight.to(x.dtype).view(heads.shape[-2:])
+        if self.zero_centered:
+            gain = gain + 1
+        normed = x * torch.rsqrt(squares / self.count + self.eps) * gain
+        return normed.to(heads.dtype)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the sharded state: the weight, split over the tensor-parallel ranks."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        return state
+
+
+class VariantSelfAttention(SelfAttention):
+    """Self-attention whose queries and keys are normalized over all heads, or after rotation.
+
+    Its spec has no norm of queries and keys in megatron-core's places.
+
+    Attributes:
+        scale_table: index, in ``[s, 1, k, d]`` of the rotary embedding, of the factors of queries
+            that grow with their position; None for none.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        scales = getattr(config, "llama_4_scaling_beta", None) is not None
+        self.scale_table = -1 if scales else None
+        self.q_norm: HeadsNorm | None = None
+        self.k_norm: HeadsNorm | None = None
+        self.rotated_q_layernorm: Any = None
+        self.rotated_k_layernorm: Any = None
+        if not config.qk_layernorm:
+            return
+        if getattr(config, "qk_layernorm_all_heads", False):
+            tp_group = self.pg_collection.tp
+            self.q_norm = HeadsNorm(config, config.num_attention_heads, tp_group)
+            groups = config.num_query_groups or config.num_attention_heads
+            self.k_norm = HeadsNorm(config, groups, tp_group)
+        elif getattr(config, "qk_layernorm_after_rope", False):
+            # megatron-core sums the gradients of weights with `q_layernorm` in their names over
+            # the tensor-parallel ranks, each of which normalizes its own heads.
+            size, eps = self.hidden_size_per_attention_head, config.layernorm_epsilon
+            self.rotated_q_layernorm = Norm(config, size, eps)
+            self.rotated_k_layernorm = Norm(config, size, eps)
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Return False: `fused_layer.projected` knows only megatron-core's norms."""
+        return False
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what megatron-core's method does, with a norm over all heads applied."""
+        projected = super().get_query_key_value_tensors(*args, **kwargs)
+        if self.q_norm is None or self.k_norm is None:
+            return projected
+        query, key, *rest = projected
+        return (self.q_norm(query), self.k_norm(key), *rest)
+
+    def _projected_by_core(
+        self, hidden: Tensor, rotary: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super()._projected_by_core(hidden, rotary)
+        if self.rotated_q_layernorm is not None:
+            query = self.rotated_q_layernorm(query)
+            key = self.rotated_k_layernorm(key)
+        if self.scale_table is not None and rotary is not None:
+            query = query * rotary[:, :, self.scale_table, :1].unsqueeze(2).to(query.dtype)
+        return query, key, value

@@ -1,0 +1,90 @@
+"""Rules for the flags of norms and factors in a decoder layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import FlagError, exclusive
+from megatron_ext.text.config.block import BlockConfig
+from megatron_ext.text.config.positions import PositionConfig
+
+
+def block_errors(block: BlockConfig, config: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each flag of ``block`` that does not go with the others of ``config``."""
+    model = config.model
+    if block.reordered_norm and model.sandwich_norm:
+        yield exclusive("--reordered-norm", "--sandwich-norm")
+    if not block.norm_elementwise_affine and model.apply_layernorm_1p:
+        yield FlagError(
+            "--apply-layernorm-1p",
+            None,
+            "stores the weight of a norm minus one, but `--no-norm-elementwise-affine` gives norms "
+            "no weight",
+            "leave it out",
+        )
+    if model.apply_residual_connection_post_layernorm and block.reordered_norm:
+        yield FlagError(
+            "--apply-residual-connection-post-layernorm",
+            None,
+            "takes the residual after a norm that `--reordered-norm` does not have",
+            "leave it out",
+        )
+    yield from _qk_norm_errors(block, config)
+
+
+def _qk_norm_errors(block: BlockConfig, config: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each fault in where queries and keys are normalized."""
+    model = config.model
+    given = {
+        "--qk-layernorm-all-heads": block.qk_layernorm_all_heads,
+        "--qk-layernorm-after-rope": block.qk_layernorm_after_rope,
+    }
+    names = [name for name, has in given.items() if has]
+    if len(names) > 1:
+        yield exclusive(*names)
+    for name in names:
+        if not model.qk_layernorm:
+            yield FlagError(
+                name, None, "says where `--qk-layernorm` normalizes queries and keys", "give both"
+            )
+    if block.qk_layernorm_after_rope:
+        kind = config.section(PositionConfig).position_embedding_type
+        if kind != "rope":
+            yield FlagError(
+                "--qk-layernorm-after-rope",
+                None,
+                f"needs rotary positions, not `--position-embedding-type {kind}`",
+                "use rope",
+            )
+    if block.qk_layernorm_all_heads:
+        yield from _all_heads_errors(block, config)
+
+
+def _all_heads_errors(block: BlockConfig, config: RunConfig) -> Iterator[FlagError]:
+    """Yield an error if the norm over all heads has no form for the model or its ranks."""
+    name = "--qk-layernorm-all-heads"
+    model = config.model
+    if model.normalization != "RMSNorm":
+        yield FlagError(
+            name, None, "needs `--normalization RMSNorm`", f"leave {name} out, or give it"
+        )
+    if not block.norm_elementwise_affine:
+        yield exclusive(name, "--no-norm-elementwise-affine")
+    groups = model.num_query_groups or model.num_attention_heads or 0
+    ranks = config.parallel.tensor_model_parallel_size
+    if groups % ranks:
+        yield FlagError(
+            name,
+            None,
+            f"needs the groups of heads ({groups}) to be divisible by "
+            f"`--tensor-model-parallel-size` ({ranks}), so that ranks share no keys",
+            "use fewer ranks",
+        )
+    if config.optimizer.apply_wd_to_qk_layernorm:
+        yield FlagError(
+            "--apply-wd-to-qk-layernorm",
+            None,
+            f"knows the norms of single heads only, not `{name}`'s",
+            "leave it out",
+        )
