@@ -130,6 +130,7 @@ class VariantSelfAttention(SelfAttention):
     def _projected_by_core(
         self, hidden: Tensor, rotary: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the base class does, with norms after the rotation and factors applied."""
         query, key, value = super()._projected_by_core(hidden, rotary)
         if self.rotated_q_layernorm is not None:
             query = self.rotated_q_layernorm(query)

@@ -1,4 +1,4 @@
-"""What happens to the outputs of attention and MLP before they are added to the residual stream."""
+"""Multiplies or normalizes the outputs of attention and MLP before they are added."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ENGINE = (
     "logging planning parallel"
 ).split()
 """Sections that every program shares."""
-LAYERS = ("model", "positions", "attention", "latent_attention", "moe")
+LAYERS = ("model", "positions", "attention", "latent_attention", "block", "moe")
 """Sections that describe a GPT."""
 
 

@@ -20,6 +20,7 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.run import RunConfig, named
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.config.attention import AttentionConfig, LatentAttentionConfig
+from megatron_ext.text.config.block import BlockConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.config.rules import SHAPE, SHAPE_SECTIONS
@@ -94,6 +95,7 @@ class Gpt:
     positions: PositionConfig
     attention: AttentionConfig
     latent: LatentAttentionConfig
+    block: BlockConfig
     moe: MoEConfig
 
     @classmethod
@@ -104,6 +106,7 @@ class Gpt:
             positions=config.section(PositionConfig),
             attention=config.section(AttentionConfig),
             latent=config.section(LatentAttentionConfig),
+            block=config.section(BlockConfig),
             moe=config.section(MoEConfig),
         )
 
@@ -122,20 +125,24 @@ class Gpt:
             positions=section(PositionConfig).resolved(),
             attention=section(AttentionConfig),
             latent=latent,
+            block=section(BlockConfig),
             moe=section(MoEConfig),
         )
 
     def value(self, name: str) -> Any:
         """Return the value of the field ``name``; raise a KeyError if there is none."""
-        for section in (self.model, self.positions, self.attention, self.latent, self.moe):
+        for section in self._sections:
             if name in vars(section):
                 return vars(section)[name]
         raise KeyError(name)
 
     def values(self) -> Fields:
         """Return the values of all fields by name."""
-        sections = (self.model, self.positions, self.attention, self.latent, self.moe)
-        return {name: value for section in sections for name, value in vars(section).items()}
+        return {name: value for each in self._sections for name, value in vars(each).items()}
+
+    @property
+    def _sections(self) -> Sequence[Any]:
+        return self.model, self.positions, self.attention, self.latent, self.block, self.moe
 
 
 SECTIONS = {**SHAPE_SECTIONS, **named((MoEConfig,))}

@@ -43,6 +43,12 @@ class Activations(GptRun):
             return layer_norm(tokens)
         return rms_norm(self.sizes, tokens, size, frozen=not self.trains)
 
+    def input_norm(self) -> int:
+        """Return the bytes kept for the norm before attention or an MLP, including its output."""
+        if self.block.reordered_norm:
+            return 0
+        return self.residual + self.norm(self.sizes.residual_tokens, self.sizes.h)
+
     def output_norm(self) -> int:
         """Return the bytes kept for the norm after attention or an MLP, including the norm's input.
 
@@ -92,12 +98,13 @@ class Activations(GptRun):
         mixed = queries + 2 * keys
         gathered = 2 * keys * sizes.cp
         rotates = self.config.section(PositionConfig).position_embedding_type == "rope"
-        # Where groups of heads share keys, the queries are cut out of the projection by a copy.
-        copied = queries if sizes.g != sizes.n else 0
+        # Where groups of heads share keys, the queries are cut out of the projection by a copy,
+        # unless a rank has one group.
+        copied = queries if sizes.g not in (sizes.n, sizes.tp) else 0
         kept = 4 * sizes.s // sizes.cp * sizes.d * sizes.width if rotates else 0
         if model.qk_layernorm:
-            kept += mixed + copied + self.norm(sizes.tokens * sizes.n // sizes.tp, sizes.d)
-            kept += self.norm(sizes.tokens * sizes.g // sizes.tp, sizes.d)
+            kept += mixed + (queries + keys if self.block.qk_layernorm_after_rope else copied)
+            kept += self.qk_norms()
         if sizes.gpu and model.apply_rope_fusion and rotates and not model.qk_layernorm:
             # One kernel copies all three out of the projection, whose memory is then freed. All
             # layers share the rotary tables.
@@ -112,6 +119,17 @@ class Activations(GptRun):
             # Keys and values of a group are copied for each of its heads, see `scores`.
             return kept + queries
         return kept + viewed + (queries + keys if fresh else copied)
+
+    def qk_norms(self) -> int:
+        """Return the bytes that the norms of queries and keys keep besides their inputs."""
+        x = self.sizes
+        if not self.block.qk_layernorm_all_heads:
+            heads = (x.n // x.tp, x.g // x.tp)
+            return sum(self.norm(x.tokens * count, x.d) for count in heads)
+        # Separate functions compute these norms, on a GPU too, and keep what they return.
+        channels = (x.n + x.g) * x.d // x.tp
+        wide = FP32 - x.width if x.half else 0
+        return x.tokens * (channels * (FP32 + wide) + 2 * FP32)
 
     @property
     def _exchange(self) -> str | None:
@@ -167,8 +185,7 @@ class Activations(GptRun):
         sizes = self.sizes
         model = self.config.model
         out = sizes.tokens * sizes.n // sizes.tp * sizes.d * sizes.width
-        entering = self.residual + self.norm(sizes.residual_tokens, sizes.h)
-        kept = self.residual + entering + self.qk() + out + self.output_norm()
+        kept = self.residual + self.input_norm() + self.qk() + out + self.output_norm()
         kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
         scores = self.scores()
         if self.recomputes("core_attn"):
@@ -188,7 +205,7 @@ class Activations(GptRun):
     def mlp(self, experts: bool) -> LayerBytes:
         sizes = self.sizes
         model = self.config.model
-        kept = 2 * self.residual + self.norm(sizes.residual_tokens, sizes.h) + self.output_norm()
+        kept = self.residual + self.input_norm() + self.output_norm()
         kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
         dense = self._inner(sizes.tokens, sizes.f // sizes.tp, scaled=False)
         inner = self._experts() if experts else dense

@@ -116,11 +116,13 @@ class Parameters(GptRun):
         if self.config.model.normalization == "LayerNorm":
             yield Weight(f"{name}.bias", size)
 
+    def _input_norm_weights(self, name: str) -> Iterator[Weight]:
+        return iter(()) if self.block.reordered_norm else self._norm_weights(name)
+
     def _layer_weights(self, name: str, experts: bool) -> list[Weight]:
-        weights = self._attention_weights(f"{name}.self_attention")
-        if not self.block.reordered_norm:
-            weights += self._norm_weights(f"{name}.input_layernorm")
-            weights += self._norm_weights(f"{name}.pre_mlp_layernorm")
+        weights = list(self._input_norm_weights(f"{name}.input_layernorm"))
+        weights += self._attention_weights(f"{name}.self_attention")
+        weights += self._input_norm_weights(f"{name}.pre_mlp_layernorm")
         if experts:
             weights += self._expert_weights(f"{name}.mlp")
         else:

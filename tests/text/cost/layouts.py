@@ -45,6 +45,10 @@ MORE = {
     "sinks, norms and biases tp2": "--softmax-type learnable --sandwich-norm --add-proj-bias "
     "--add-mlp-bias --window-size 31 0 --window-attn-skip-freq [1,0,1,1] "
     "--tensor-model-parallel-size 2 --nproc-per-node 2",
+    "outputs and all heads normalized tp2": "--reordered-norm --qk-layernorm "
+    "--qk-layernorm-all-heads --tensor-model-parallel-size 2 --nproc-per-node 2",
+    "rotated heads normalized, factors": "--qk-layernorm --qk-layernorm-after-rope "
+    "--residual-multiplier 0.3 --logits-scaling 6",
     "tied pp2": "--no-untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 "
     "--use-distributed-optimizer --nproc-per-node 2",
     "mtp1 pp2": "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --nproc-per-node 2 "
