@@ -6,6 +6,7 @@ names of its tensors. Files without any scale have scale 1, as in diffusers and 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.checkpoint.adapter_forms import FORMS, PREFIX, WEIGHTS, AdapterForm
@@ -33,6 +35,13 @@ CONFIG = "adapter_config.json"
 _SAFETENSORS = ".safetensors"
 _HEADER = "lora_adapter_metadata"
 """The entry of a safetensors header in which diffusers tells rank and alpha."""
+
+MAGNITUDE = "lora_magnitude_vector"
+"""The end of the names of DoRA's magnitudes in peft."""
+_VARIANT = re.compile(r"\.lora\.(magnitude|removed\.[ab])$")
+"""Matches the names of tensors that adapters have beside A and B (`layers.adapter_start`)."""
+_LENGTHS = ".lora.magnitude"
+_REMOVED = ".lora.removed."
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 """The matrices A and B by the path of a public layer."""
@@ -133,9 +142,9 @@ def export_adapters(
             f"`--load` ({root}) holds a model without adapters; give a run with `--lora-rank`."
         )
     check_output(output, form)
-    matrices = read_tensors(path, [x for x in names if layers.name.match(x)])
-    write_adapters(lora, matrices, layers, output, form, base_model)
-    return [name for name in names if not layers.name.match(name)]
+    placed = [name for name in names if layers.name.match(_VARIANT.sub(".lora.a", name))]
+    write_adapters(lora, read_tensors(path, placed), layers, output, form, base_model)
+    return sorted({*names} - {*placed})
 
 
 def write_adapters(
@@ -149,8 +158,14 @@ def write_adapters(
     """Write our adapter matrices, given by name, in a public form; see `export_adapters`."""
     from safetensors.torch import save_file
 
-    pairs = layers.pairs(matrices)
+    own = {name: values for name, values in matrices.items() if not _VARIANT.search(name)}
+    pairs = layers.pairs(own)
+    magnitudes: Mapping[str, Tensor] = {}
+    if len(own) < len(matrices):
+        magnitudes = _public_magnitudes(matrices, layers, output, form)
+        lora, pairs = _with_removed(lora, matrices, layers, pairs)
     tensors = dict(_tensors(pairs, form, lora.scale))
+    tensors |= {f"{form.before}{x}.{MAGNITUDE}": values for x, values in magnitudes.items()}
     header = {"format": "pt"}
     folder = output.parent if form.file is None else output
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,6 +179,73 @@ def write_adapters(
         if form.file == WEIGHTS:
             write_text(output / CONFIG, json.dumps(description, indent=2))
     save_file(tensors, cleared(folder / (form.file or output.name)), metadata=header)
+
+
+def _with_removed(
+    lora: LoraConfig, matrices: Mapping[str, Tensor], layers: PublicLayers, pairs: Pairs
+) -> tuple[LoraConfig, Pairs]:
+    """Return settings and matrices of plain adapters ``[A | A0], [B | -B0]`` on published weights.
+
+    A0 and B0 are the start that PiSSA has removed from the weights. The rank is twice ours, as in
+    peft's conversion. Without such parts, return the arguments.
+
+    Args:
+        matrices: all tensors of our adapters, by name.
+        pairs: A and B by public layer.
+    """
+    removed = {
+        name.replace(_REMOVED, ".lora."): values
+        for name, values in matrices.items()
+        if _REMOVED in name
+    }
+    if not removed:
+        return lora, pairs
+    starts = layers.pairs(removed)
+    joined = {
+        layer: (torch.cat([a, starts[layer][0]]), torch.cat([b, -starts[layer][1]], dim=1))
+        for layer, (a, b) in pairs.items()
+    }
+    assert lora.lora_rank is not None
+    alpha = DEFAULT_ALPHA if lora.lora_alpha is None else lora.lora_alpha
+    alpha *= math.sqrt(2) if lora.lora_rslora else 2
+    return dataclasses.replace(lora, lora_rank=2 * lora.lora_rank, lora_alpha=alpha), joined
+
+
+def _public_magnitudes(
+    matrices: Mapping[str, Tensor], layers: PublicLayers, output: Path, form: AdapterForm
+) -> dict[str, Tensor]:
+    """Return DoRA's magnitudes ``[out]`` by public layer; {} without any.
+
+    Args:
+        matrices: all tensors of our adapters, by name.
+
+    Raises:
+        CheckpointError: the form has no place for them, or a public layer adds up several of ours.
+    """
+    rows = {}
+    for name, values in matrices.items():
+        if name.endswith(_LENGTHS):
+            layer = name.removesuffix("magnitude")
+            rank = matrices[f"{layer}b"].size(-1)
+            # They are cut and joined as the rows of B are: let them be its first column.
+            rows[f"{layer}b"] = F.pad(values.unsqueeze(-1), (0, rank - 1))
+            rows[f"{layer}a"] = matrices[f"{layer}a"]
+    if not rows:
+        return {}
+    if form.file is None:
+        raise CheckpointError(
+            f"`--output` ({output}) cannot have magnitudes of `--lora-use-dora` in the form "
+            f"`{form.name}`; give `--format peft`, or merge them with `tools/lora.py merge`."
+        )
+    found = {}
+    for layer, (_, columns) in layers.pairs(rows).items():
+        if bool(((columns != 0).sum(dim=1) > 1).any()):
+            raise CheckpointError(
+                f"`{layer}` adds up several layers with magnitudes (`--lora-use-dora`) each, so "
+                "that it has none of its own; merge the adapters with `tools/lora.py merge`."
+            )
+        found[layer] = columns.sum(dim=1)
+    return found
 
 
 def _tensors(pairs: Pairs, form: AdapterForm, scale: float) -> Iterator[tuple[str, Tensor]]:
@@ -217,6 +299,7 @@ def _peft_config(
         },
         "lora_dropout": lora.lora_dropout,
         "use_rslora": lora.lora_rslora,
+        "use_dora": lora.lora_use_dora,
         "target_modules": sorted(named),
         "bias": "none",
         "fan_in_fan_out": False,

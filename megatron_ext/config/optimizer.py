@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import (
@@ -334,6 +335,12 @@ ALL_TARGETS = (*TARGETS, "linear_q", "linear_kv", "linear_vision_kv")
 
 DEFAULT_ALPHA = 32.0
 
+KAIMING = "kaiming"
+PRINCIPAL = re.compile(r"pissa(_niter_(?P<iterations>[1-9]\d{0,2}))?")
+"""Matches values of ``--lora-init`` that start adapters from a weight's singular values."""
+STARTS = (KAIMING, "gaussian", "orthogonal")
+"""The other values of ``--lora-init``."""
+
 
 @dataclass(frozen=True)
 class LoraConfig(Changeable):
@@ -353,6 +360,26 @@ class LoraConfig(Changeable):
     lora_rslora: bool = resumed_flag(
         False,
         "scale adapters by --lora-alpha over the root of the rank, not the rank (arXiv:2312.03732)",
+        names="--lora-use-rslora",
+    )
+    lora_use_dora: bool = resumed_flag(
+        False,
+        "train the lengths of the adapted weights' rows apart from their directions (DoRA, "
+        "arXiv:2402.09353)",
+    )
+    lora_init: str = flag(
+        KAIMING,
+        "start of the adapters: kaiming and gaussian draw A, and B is 0; orthogonal draws both, "
+        "with a product of 0; pissa takes the largest singular values of the weight and subtracts "
+        "this start from it (arXiv:2404.02948), pissa_niter_N approximates them in N iterations",
+        advice="use kaiming, gaussian, orthogonal, pissa or pissa_niter_16",
+    )
+    lora_plus_lr_ratio: float | None = flag(
+        None,
+        "learning rate of the matrices B, and of all trained vectors, over that of the matrices A "
+        "(LoRA+, arXiv:2402.12354)",
+        Range(1, 1e6),
+        advice="use 16",
     )
 
     lora_separate_projections: bool = resumed_flag(
@@ -370,6 +397,21 @@ class LoraConfig(Changeable):
         assert self.lora_rank is not None
         alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
         return alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
+
+    @property
+    def is_principal(self) -> bool:
+        """Return whether adapters start from the largest singular values of their weights."""
+        return PRINCIPAL.fullmatch(self.lora_init) is not None
+
+    @property
+    def is_variant(self) -> bool:
+        """Return whether adapters are of another kind, or start otherwise, than LoRA's."""
+        return self.lora_use_dora or self.lora_init != KAIMING
+
+    @property
+    def starts_from_weights(self) -> bool:
+        """Return whether adapters can start only when the frozen weights are there."""
+        return self.lora_rank is not None and (self.lora_use_dora or self.is_principal)
 
     def resolved(self) -> LoraConfig:
         """Return a copy with default alpha and target layers filled in, if there are adapters."""

@@ -71,7 +71,10 @@ def build_chunks(
         # A rank's later random draws must not depend on the modules that it has built.
         torch.set_rng_state(random_state)
     if config.lora.lora_rank is not None:
-        from megatron_ext.layers.lora import attach_adapters
+        if config.lora.is_variant:
+            from megatron_ext.layers.adapter_start import attach_variants as attach_adapters
+        else:
+            from megatron_ext.layers.lora import attach_adapters
 
         attach_adapters(chunks, config.lora, config.training.seed)
         # The bias of the experts' scores is a buffer, and frozen with the model.

@@ -309,7 +309,7 @@ def _draw_parts(
 
 
 @contextmanager
-def _generator_of(name: str, seed: int) -> Iterator[None]:
+def generator_of(name: str, seed: int) -> Iterator[None]:
     """Seed the CPU's generator with a name and the run's seed; restore it after the block."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
@@ -319,7 +319,7 @@ def _generator_of(name: str, seed: int) -> Iterator[None]:
 
 def draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -> Tensor:
     full = torch.empty(shard.full_shape, dtype=torch.float32)
-    with _generator_of(shard.name, seed):
+    with generator_of(shard.name, seed):
         if not shard.is_vocabulary or vocab_size is None or vocab_size >= len(full):
             method(full)
         else:
@@ -374,7 +374,7 @@ def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:
         for key, parameter in module._parameters.items()
     }
     reset: Any = fresh.reset_parameters
-    with _generator_of(name, seed):
+    with generator_of(name, seed):
         reset()
     for key, parameter in module.named_parameters(recurse=False):
         value = fresh._parameters[key]

@@ -107,5 +107,5 @@ def _up_projection(attention: Any) -> Tensor:
     layer = attention.linear_kv_up_proj
     weight: Tensor = layer.weight
     if layer.lora is not None:
-        weight = weight + layer.lora.delta().to(weight.dtype)
+        weight = layer.lora.merged(weight).to(weight.dtype)
     return weight.view(attention.num_attention_heads_per_partition, -1, weight.size(-1))

@@ -2,8 +2,8 @@
 
 The matrix product of a weight gradient may be deferred, or add to the gradient buffer directly (see
 `layers.linear_function`). Large products in float32 on a CPU are oneDNN's (see `layers.onednn`);
-otherwise the results equal megatron-core's bit for bit. A layer may hold an adapter and add the
-adapter's output to its own (see `layers.lora`). It may multiply in 8 bits (see `layers.fp8`).
+otherwise the results equal megatron-core's bit for bit. A layer may hold an adapter, which
+changes its output (see `layers.lora`). It may multiply in 8 bits (see `layers.fp8`).
 """
 
 from __future__ import annotations
@@ -98,12 +98,17 @@ class _ParallelLinear:
         return getattr(self.config, "adds_in_place", False)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the output, with the adapter's added, and a bias that the caller must add.
+        """Return the output, changed by an adapter, and a bias that the caller must add.
 
         The bias is None if the layer has none or has added it.
         """
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
-        return (output if self.lora is None else output + self.lora(input_)), bias
+        return (output if self.lora is None else self.lora(self, input_, output)), bias
+
+    def without_adapter(self, x: Tensor) -> Tensor:
+        """Return the output for ``x`` as it is without an adapter."""
+        output: Tensor = super().forward(x)[0]  # type: ignore[misc]
+        return output
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the shards of the layer and of its adapter."""

@@ -65,7 +65,8 @@ class Adapter(torch.nn.Module):
     """The matrices A and B that adapt a layer with weight ``[out/tp, in]`` or ``[out, in/tp]``.
 
     A `ReplicatedLinear` or `WholeLinear` has the weight ``[out, in]``. B starts at zero. The two
-    halves of a gated layer's output are sharded separately.
+    halves of a gated layer's output are sharded separately. A layer calls its adapter with its own
+    input and output, and returns the result.
 
     Args:
         gated: whether the layer's outputs are two halves, a gate and what it multiplies.
@@ -87,6 +88,8 @@ class Adapter(torch.nn.Module):
         self.b = torch.nn.Parameter(weight.new_zeros(weight.size(0), config.lora_rank))
         self.scale = config.scale
         self.dropout = config.lora_dropout
+        self.removed: Adapter | None = None
+        """A frozen adapter whose term is subtracted, set by `layers.adapter_start`."""
         self.gated = gated
         self.tp_group = layer.tp_group
         self.sequence_parallel = layer.sequence_parallel
@@ -106,13 +109,8 @@ class Adapter(torch.nn.Module):
             ends = torch.tensor(rows, device=weight.device).cumsum(0)
             owner = F.one_hot(torch.bucketize(places, ends, right=True), len(rows))
             self.owner = owner.to(weight.dtype)
-        for name, parameter in self.named_parameters():
-            if name in self.sides_cut:
-                set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)
-            elif self.communicates or not self.sides_cut:
-                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-            if getattr(layer, "is_expert", False):
-                self._mark_of_expert(parameter, weight)
+        for name, _ in list(self.named_parameters()):
+            self._mark(name, layer)
 
     def _mark_of_expert(self, parameter: torch.nn.Parameter, weight: Tensor) -> None:
         """Let an expert's matrix be summed over the ranks with copies of its weight.
@@ -129,17 +127,39 @@ class Adapter(torch.nn.Module):
             else:
                 parameter.shared = True  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the term to add to the layer's output, given the layer's input on this rank."""
+    def _mark(self, name: str, layer: Layer) -> None:
+        """Tell megatron-core how a parameter is split, or that its gradients may be partial."""
+        parameter = getattr(self, name)
+        if name in self.sides_cut:
+            set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)
+        elif self.communicates or not self.sides_cut:
+            parameter.sequence_parallel = self.sequence_parallel
+        if getattr(layer, "is_expert", False):
+            self._mark_of_expert(parameter, layer.weight)
+
+    def forward(self, layer: Layer, x: Tensor, output: Tensor) -> Tensor:
+        """Return the output of the adapted layer, given the layer's input and own output."""
+        del layer
+        return self._kept(x, output) + self._term(self._dropped(x))
+
+    def _kept(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return the layer's output without the part that the start has removed from its weight."""
+        return output if self.removed is None else output - self.removed._term(x)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Return the layer's input on this rank after dropout."""
         # Under sequence parallelism, megatron-core's blocks already use each rank's own generator.
         draws_apart = self.is_row and self.dropout and not self.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws_apart else nullcontext():
-            dropped = F.dropout(x, self.dropout, self.training)
+            return F.dropout(x, self.dropout, self.training)
+
+    def _term(self, x: Tensor) -> Tensor:
+        """Return ``scale * B A x``, to add to the layer's output; x is the input on this rank."""
         if not self.communicates:
             a = self._whole("a")
-            return F.linear(F.linear(dropped, a) * self.scale, self._outputs(self._whole("b")))
+            return F.linear(F.linear(x, a) * self.scale, self._outputs(self._whole("b")))
         between = leave if self.is_row else enter
-        low = between(F.linear(dropped, self.a), self.tp_group, self.sequence_parallel)
+        low = between(F.linear(x, self.a), self.tp_group, self.sequence_parallel)
         return F.linear(low * self.scale, self._outputs(self.b))
 
     def grouped(
@@ -181,8 +201,16 @@ class Adapter(torch.nn.Module):
         return copy_to_tensor_model_parallel_region(matrix, group=self.tp_group)  # type: ignore[no-any-return]
 
     def delta(self) -> Tensor:
-        """Return ``scale * B A`` in float32, split like the layer's weight."""
-        return self.scale * (self._outputs(self.b.float()) @ self.a.float())
+        """Return ``scale * B A`` in float32, split like the layer's weight.
+
+        What the start has removed from the weight is subtracted.
+        """
+        own = self.scale * (self._outputs(self.b.float()) @ self.a.float())
+        return own if self.removed is None else own - self.removed.delta()
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return the weight of the adapted layer in float32, given the layer's own weight."""
+        return weight.float() + self.delta()
 
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -190,24 +218,34 @@ class Adapter(torch.nn.Module):
         """Return the shards of A and B, under names that do not depend on the layout."""
         metadata = metadata or {}
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
+            dict(self.named_parameters(recurse=False)),
             prefix,
             self.sides_cut,
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        if self.gated:
-            state[f"{prefix}b"] = apply_swiglu_sharded_factory(
-                state[f"{prefix}b"], sharded_offsets, metadata.get("singleton_local_shards", False)
+        singleton = metadata.get("singleton_local_shards", False)
+        for name in (name for name, side in self.sides_cut.items() if self.gated and side == 0):
+            entry = state[f"{prefix}{name}"]
+            state[f"{prefix}{name}"] = apply_swiglu_sharded_factory(
+                entry, sharded_offsets, singleton
             )
+        if self.removed is not None:
+            removed = self.removed.sharded_state_dict(
+                f"{prefix}removed.", sharded_offsets, metadata
+            )
+            state.update(removed)
         return state
 
 
-def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed: int) -> None:
+def attach_adapters(
+    chunks: Sequence[torch.nn.Module], config: LoraConfig, seed: int, kind: type[Adapter] = Adapter
+) -> None:
     """Freeze the model chunks of this rank and attach adapters to target layers of their blocks.
 
-    The initial A is kaiming-uniform, as in the authors' code, and the same on every layout.
+    The initial A is kaiming-uniform, as in the authors' code, and the same on every layout. Other
+    starts, and other kinds of adapters, are those of `layers.adapter_start`.
 
     Raises:
         ConfigError: a chunk has layers, but ``--lora-target-modules`` names none of them.
@@ -227,8 +265,12 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
                 if getattr(layer, "is_expert", False):
                     # As in peft, whose experts have one parameter for gate and up.
                     rows = (layer.weight.size(0),)
-                layer.lora = Adapter(layer, config, gated=gated, rows=rows)
-        matrices = [adapter.a for _, adapter in _adapted(chunk)]
+                layer.lora = kind(layer, config, gated=gated, rows=rows)
+                if config.is_principal:
+                    removed = Adapter(layer, config, gated=gated, rows=rows)
+                    layer.lora.removed = removed.requires_grad_(False)
+                    layer.lora.groups = False
+        matrices = [adapter.a for _, adapter in adapted_layers(chunk)]
         if not matrices and any(_IN_A_LAYER.search(name) for name, _ in chunk.named_parameters()):
             raise ConfigError(
                 f"`--lora-target-modules` ({' '.join(config.lora_target_modules or ALL_TARGETS)}) "
@@ -236,7 +278,7 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
                 "`--lora-rank`."
             )
         uniform = partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
-        _draw_by_name(chunk, matrices, uniform, seed)
+        draw_by_name(chunk, matrices, uniform, seed)
         embedding: Any = getattr(chunk, "embedding", None)
         if embedding is not None:
             # A backward pass must begin here for recomputed layers, and for a stage without layers.
@@ -250,7 +292,8 @@ def _require_gradient(_module: Any, _inputs: Any, output: Any) -> None:
         hidden.requires_grad_(True)
 
 
-def _adapted(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
+def adapted_layers(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
+    """Yield each layer of a chunk that has an adapter, and its adapter."""
     for module in chunk.modules():
         if isinstance(module, Layer) and module.lora is not None:
             yield module, module.lora
@@ -259,36 +302,35 @@ def _adapted(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
 def merged_weight_of(chunks: Sequence[torch.nn.Module]) -> dict[int, Callable[[], Tensor]]:
     """Return, for each weight with an adapter, a function that computes the merged weight.
 
-    The keys are the Python ids of the weights. The merged weight is ``W + scale * B A`` in W's
-    dtype.
+    The keys are the Python ids of the weights. The merged weight (`Adapter.merged`) has W's dtype.
     """
 
     def merge(layer: Layer, adapter: Adapter) -> Tensor:
         with torch.no_grad():
-            return (layer.weight.float() + adapter.delta()).to(layer.weight.dtype)
+            return adapter.merged(layer.weight).to(layer.weight.dtype)
 
     return {
         id(layer.weight): partial(merge, layer, adapter)
         for chunk in chunks
-        for layer, adapter in _adapted(chunk)
+        for layer, adapter in adapted_layers(chunk)
     }
 
 
 @torch.no_grad()
 def merge_adapters(chunks: Sequence[torch.nn.Module]) -> int:
-    """Add ``scale * B A`` to the weights and remove the adapters; return the number of adapters.
+    """Put the adapters into the weights and remove them; return the number of adapters.
 
-    The sum is computed in float32.
+    The merged weights (`Adapter.merged`) are computed in float32.
     """
-    adapted = [pair for chunk in chunks for pair in _adapted(chunk)]
+    adapted = [pair for chunk in chunks for pair in adapted_layers(chunk)]
     for layer, adapter in adapted:
-        layer.weight.copy_(layer.weight.float() + adapter.delta())
+        layer.weight.copy_(adapter.merged(layer.weight))
         layer.lora = None
     return len(adapted)
 
 
 @torch.no_grad()
-def _draw_by_name(
+def draw_by_name(
     chunk: torch.nn.Module, parameters: Sequence[Tensor], method: Initialize, seed: int
 ) -> None:
     """Draw the given parameters of an unwrapped chunk, seeded by their full tensors' names."""

@@ -29,6 +29,10 @@ class ReplicatedLinear(torch.nn.Linear):
         return getattr(self.weight, "sequence_parallel", False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output, with the adapter's added."""
+        """Return the output, changed by an adapter."""
         output = super().forward(input)
-        return output if self.lora is None else output + self.lora(input)
+        return output if self.lora is None else self.lora(self, input, output)
+
+    def without_adapter(self, x: Tensor) -> Tensor:
+        """Return the output for ``x`` as it is without an adapter."""
+        return super().forward(x)

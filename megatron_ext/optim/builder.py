@@ -55,6 +55,10 @@ def build_optimizer(
         if "max_lr" in override:
             # megatron-core matches the groups of a checkpoint by this mark, but does not set it.
             override["is_decoupled_lr"] = True
+    if config.lora.lora_plus_lr_ratio is not None:
+        from megatron_ext.optim.lora_plus import lora_plus_override
+
+        overrides |= lora_plus_override(config.optimizer, config.lora.lora_plus_lr_ratio)
     optimizer = core.get_megatron_optimizer(
         core_config, chunks, config_overrides=overrides, use_gloo_process_groups=False
     )

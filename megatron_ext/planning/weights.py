@@ -71,19 +71,26 @@ def inner_width(lora: LoraConfig, layer: str, *, gated: bool = False) -> int:
 
 
 def weights_of(linear: Linear, lora: LoraConfig, module: str = "") -> list[Weight]:
-    """Return a rank's weight, bias and two adapter matrices of a linear layer, in module order.
+    """Return a rank's weight, bias and adapter's tensors of a linear layer, in module order.
 
-    The adapter (`layers.lora`) is there if the flags give the layer one. ``module`` is the name of
+    The adapter (`layers.lora`, `layers.adapter_start`) is there if the flags give the layer one. ``module`` is the name of
     the module that holds the layer, with a dot at its end.
     """
     weights = list(_plain_weights(linear, module))
     name = module + linear.name
     if lora.lora_rank and adapts(lora, name):
         inner = inner_width(lora, name, gated=linear.gated)
-        for kind, numel, ranks in (
+        height = linear.outputs // linear.rows
+        matrices = (
             ("a", inner * linear.inputs // linear.columns, linear.columns),
-            ("b", linear.outputs // linear.rows * lora.lora_rank, linear.rows),
-        ):
+            ("b", height * lora.lora_rank, linear.rows),
+        )
+        tensors = list(matrices)
+        if lora.lora_use_dora:
+            tensors.append(("magnitude", height, linear.rows))
+        if lora.is_principal:
+            tensors += [(f"removed.{kind}", numel, ranks) for kind, numel, ranks in matrices]
+        for kind, numel, ranks in tensors:
             parts = ranks * linear.copies
             weights.append(Weight(f"{name}.lora.{kind}", numel, parts, linear.expert))
     return weights
@@ -110,7 +117,8 @@ def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:
     """Return the weights; if the run trains LoRA adapters, mark all other weights as frozen."""
     if lora.lora_rank is None:
         return list(weights)
-    return [w if ".lora." in w.name else dataclasses.replace(w, frozen=True) for w in weights]
+    trained = re.compile(r"\.lora\.(?!removed)")
+    return [w if trained.search(w.name) else dataclasses.replace(w, frozen=True) for w in weights]
 
 
 def distinct(chunks: Iterable[Iterable[Weight]]) -> int:

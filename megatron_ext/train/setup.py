@@ -104,6 +104,11 @@ def build_run(
         if loaded is not None or notes is None:
             notes = task.initial_weights(config, context, chunks, loaded)
         _follow_new_weights(notes, optimizer, ema, context)
+    if config.lora.starts_from_weights:
+        from megatron_ext.layers.adapter_start import start_adapters
+
+        if start_adapters(bare, config.lora, context, config.training.seed):
+            _follow_new_weights([], optimizer, ema, context)
     overlap = config.optimizer.gathers_in_forward and trains
     parameter_gather = ParameterGather(chunks, transformer_config, overlap=overlap)
     parameter_gather.switch_off(gather=False)

@@ -9,7 +9,9 @@ from functools import partial
 from megatron_ext.config.flags import spelling_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import (
+    KAIMING,
     QUINTIC_STEPS,
+    STARTS,
     TARGETS,
     EmaConfig,
     LoraConfig,
@@ -368,6 +370,7 @@ def lora_errors(
             "needs our torch layers, not `--transformer-impl transformer_engine`",
             "use torch",
         )
+    yield from _start_errors(lora, optimizer)
     if lora.lora_dropout and model.deterministic_dropout:
         yield FlagError(
             "--lora-dropout",
@@ -388,5 +391,31 @@ def lora_errors(
             "--decoupled-lr",
             None,
             "is for the embedding and the output layer, which `--lora-rank` freezes",
+            "leave it out",
+        )
+
+
+def _start_errors(lora: LoraConfig, optimizer: OptimizerConfig) -> Iterator[FlagError]:
+    """Yield an error for each fault in the flags of the adapters' start and learning rates."""
+    start = lora.lora_init
+    if start not in STARTS and not lora.is_principal:
+        yield FlagError(
+            "--lora-init",
+            start,
+            f"must be {', '.join(STARTS)}, pissa or pissa_niter_N with N from 1 to 999",
+            f"use {KAIMING}",
+        )
+    if start == "orthogonal" and (lora.lora_rank or 0) % 2:
+        yield FlagError(
+            "--lora-init orthogonal",
+            None,
+            f"needs an even `--lora-rank` ({lora.lora_rank}): A and B share the rows of a matrix",
+            "give an even rank",
+        )
+    if lora.lora_plus_lr_ratio is not None and optimizer.lr_warmup_init:
+        yield FlagError(
+            "--lr-warmup-init",
+            optimizer.lr_warmup_init,
+            "is one rate for all matrices, which does not go with `--lora-plus-lr-ratio`",
             "leave it out",
         )

@@ -102,12 +102,16 @@ class RowPiece(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
         """Return (this rank's partial sum ``[s, b, out]``, bias), given ``[s, b, in / tp]``."""
-        output = self._forward_impl(
-            input=input_, weight=self.weight, bias=None,
+        output = self.without_adapter(input_)
+        return (output if self.lora is None else self.lora(self, input_, output)), self.bias
+
+    def without_adapter(self, x: Tensor) -> Tensor:
+        """Return this rank's partial sum without an adapter's."""
+        return self._forward_impl(
+            input=x, weight=self.weight, bias=None,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
             allreduce_dgrad=False, sequence_parallel=False, tp_group=None, grad_output_buffer=None,
         )  # fmt: skip
-        return (output if self.lora is None else output + self.lora(input_)), self.bias
 
 
 def column(
