@@ -82,6 +82,9 @@ PEAKS = {
     "--nproc-per-node 2",
     "lora dropout tp2sp": "--lora-rank 4 --lora-dropout 0.1 --tensor-model-parallel-size 2 "
     "--sequence-parallel --nproc-per-node 2",
+    "dora dropout tp2sp": "--lora-rank 4 --lora-use-dora --lora-init pissa --lora-dropout 0.1 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2",
+    "dora experts": "--lora-rank 4 --lora-use-dora --num-experts 4 --moe-ffn-hidden-size 96",
     "lora of qkv pp2": "--lora-rank 4 --lora-target-modules linear_qkv "
     "--pipeline-model-parallel-size 2 --nproc-per-node 2",
     "lora tied pp2": "--lora-rank 4 --no-untie-embeddings-and-output-weights "
