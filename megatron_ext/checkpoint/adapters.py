@@ -139,8 +139,8 @@ def check_adapters(
     if dropped:
         raise CheckpointError(
             f"{path} holds the adapter `{dropped[0]}`, which the model would drop; give the "
-            "`--lora-rank`, `--lora-target-modules`, `--lora-use-dora` and `--lora-init` that it was "
-            "saved with, or merge the adapters first with `tools/lora.py merge`."
+            "`--lora-rank`, `--lora-target-modules`, `--lora-use-dora` and `--lora-init` that it "
+            "was saved with, or merge the adapters first with `tools/lora.py merge`."
         )
     if missing:
         raise CheckpointError(

@@ -73,8 +73,8 @@ def inner_width(lora: LoraConfig, layer: str, *, gated: bool = False) -> int:
 def weights_of(linear: Linear, lora: LoraConfig, module: str = "") -> list[Weight]:
     """Return a rank's weight, bias and adapter's tensors of a linear layer, in module order.
 
-    The adapter (`layers.lora`, `layers.adapter_start`) is there if the flags give the layer one. ``module`` is the name of
-    the module that holds the layer, with a dot at its end.
+    The adapter (`layers.lora`, `layers.adapter_start`) is there if the flags give the layer one.
+    ``module`` is the name of the module that holds the layer, with a dot at its end.
     """
     weights = list(_plain_weights(linear, module))
     name = module + linear.name

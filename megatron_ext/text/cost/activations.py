@@ -15,7 +15,7 @@ adapter (`layers.lora`) does.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.lora_targets import adapts, kind_of
+from megatron_ext.config.lora_targets import adapts
 from megatron_ext.planning.stages import (
     FP32,
     INT64,
@@ -347,8 +347,6 @@ class Activations(GptRun):
         for kind, rows in self._adapted_rows(number):
             width = inner_width(lora, kind, gated=gated and kind.endswith("fc1"))
             total += rows * width * sizes.width
-        if lora.lora_use_dora:
-            total += self._scaled_outputs(number) * sizes.width
         mlp = "mlp.experts" if sizes.experts[number] else "mlp"
         for name, numbers in self._inputs(number).items():
             kind = f"{mlp if 'fc' in name else 'self_attention'}.{name}"
@@ -357,20 +355,6 @@ class Activations(GptRun):
                 total += self.dropout(numbers, lora.lora_dropout)
             elif not (name == "linear_proj" and attended):
                 total -= numbers * sizes.width
-        return total
-
-    def _scaled_outputs(self, number: int) -> int:
-        """Return the number of outputs of a layer's linear layers that magnitudes multiply."""
-        widths = {
-            kind_of(weight.name.partition(".lora.")[0]): weight.numel
-            for weight in self._layer_weights("0", self.sizes.experts[number])
-            if weight.name.endswith(".lora.magnitude")
-        }
-        total = 0
-        for kind, rows in self._adapted_rows(number):
-            # Outputs of layers whose input is split are split along the sequence.
-            summed = kind.endswith(("linear_proj", "mlp.linear_fc2", "shared_experts.linear_fc2"))
-            total += (self.sizes.residual_tokens if summed else rows) * widths[f"0.{kind}"]
         return total
 
     def _adapted_rows(self, number: int) -> Iterator[tuple[str, int]]:

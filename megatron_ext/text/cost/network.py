@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config.lora_targets import kind_of
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.rules.parallel import mtp_stage, stages_of
 from megatron_ext.config.run import RunConfig
@@ -234,6 +235,22 @@ class GptNetwork(Parameters, Activations, GptFlops):
             latent=LatentSizes.of(config),
         )
         return cls(config, sizes)
+
+    def _adapters(self, number: int, *, attended: bool) -> int:
+        kept = super()._adapters(number, attended=attended)
+        if not self.config.lora.lora_use_dora:
+            return kept
+        widths = {
+            kind_of(weight.name.partition(".lora.")[0]): weight.numel
+            for weight in self._layer_weights("0", self.sizes.experts[number])
+            if weight.name.endswith(".lora.magnitude")
+        }
+        for kind, rows in self._adapted_rows(number):
+            # Magnitudes keep the outputs, which are split along s where they are summed over ranks.
+            summed = kind.endswith(("linear_proj", "mlp.linear_fc2", "shared_experts.linear_fc2"))
+            outputs = (self.sizes.residual_tokens if summed else rows) * widths[f"0.{kind}"]
+            kept += outputs * self.sizes.width
+        return kept
 
     @property
     def experts(self) -> tuple[int, int]:
