@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,10 +23,12 @@ from megatron_ext import limits
 from megatron_ext.checkpoint.files import is_plain_name, make_durable, sync_folder
 from megatron_ext.disk.reading import UnreadableFile, read_json
 from megatron_ext.disk.writing import cleared, open_new, write_text
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, FlagError
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""safetensors' name of a dtype -> torch's name."""
+"""safetensors' name of a dtype of plain weights -> torch's name."""
+_WRITTEN = {**DTYPES, "F8_E4M3": "float8_e4m3fn", "U8": "uint8"}
+"""safetensors' name of each dtype that can be written -> torch's name."""
 
 
 def _safetensors() -> Any:
@@ -258,8 +261,20 @@ MADE_BY_TORCH = {"format": "pt"}
 """The metadata to write into a safetensors file; transformers refuses a file without it."""
 
 
+def size_errors(flag: str, size: str) -> list[FlagError]:
+    """Return an error, in a list, unless ``size`` is a size of files; ``flag`` gave it."""
+    if re.fullmatch(r"[1-9]\d{0,8}(KB|MB|GB|TB)", size, re.IGNORECASE):
+        return []
+    return [FlagError(flag, size, "must be a number of KB, MB, GB or TB", "give a size like 5GB")]
+
+
 def plan_files(
-    folder: Path | None, described: dict[str, Tensor], max_shard_size: int | str, stem: str
+    folder: Path | None,
+    described: dict[str, Tensor],
+    max_shard_size: int | str,
+    stem: str,
+    *,
+    parameters: int | None = None,
 ) -> dict[str, list[str]]:
     """Divide the tensors of a folder among files, and write the index.
 
@@ -270,6 +285,8 @@ def plan_files(
         described: all tensors by name, on the meta device.
         max_shard_size: size limit of each file, in bytes or as text such as ``"5GB"``.
         stem: beginning of the files' names.
+        parameters: number of the model's parameters, which transformers writes into the index;
+            None leaves it out, as diffusers does.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -277,8 +294,12 @@ def plan_files(
         described, max_shard_size=max_shard_size, filename_pattern=f"{stem}{{suffix}}.safetensors"
     )
     if plan.is_sharded and folder is not None:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        write_text(folder / index_of(stem), json.dumps(index, indent=2) + "\n")
+        counted = {} if parameters is None else {"total_parameters": parameters}
+        index = {
+            "metadata": {**counted, **plan.metadata},
+            "weight_map": plan.tensor_to_filename,
+        }
+        write_text(folder / index_of(stem), json.dumps(index, indent=2, sort_keys=True) + "\n")
     return dict(plan.filename_to_tensors)
 
 
@@ -291,7 +312,7 @@ def write_tensors(path: Path, described: Mapping[str, Tensor], values: Iterable[
     Args:
         described: all tensors on the meta device, in the order of ``values``.
     """
-    kinds = {name: kind for kind, name in DTYPES.items()}
+    kinds = {name: kind for kind, name in _WRITTEN.items()}
     header: dict[str, Any] = {"__metadata__": MADE_BY_TORCH}
     end = 0
     for name, tensor in described.items():

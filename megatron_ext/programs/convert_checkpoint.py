@@ -47,6 +47,7 @@ from megatron_ext.video.streaming.config import STORED_ROLES
 
 # Imported when they are called, so that help and a wrong option need no torch.
 _LANGUAGE_MODELS = "megatron_ext.text.convert.huggingface"
+size_errors = later("megatron_ext.checkpoint.safetensors_files:size_errors")
 Export = later(f"{_LANGUAGE_MODELS}:Export")
 Import = later(f"{_LANGUAGE_MODELS}:Import")
 _FOREIGN = "megatron_ext.text.convert.foreign.importing"
@@ -149,6 +150,12 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         help="model to copy tokenizer files and the rest of config.json from",
     )
     language.add_argument(
+        "--quantization",
+        choices=("fp8", "mxfp4"),
+        help="number format of the linear layers, in the form that transformers and vLLM load "
+        "(plain values)",
+    )
+    language.add_argument(
         "--vocab-size",
         type=COUNT.integer,
         help="rows of the vocabulary to write (those of --hf-like)",
@@ -168,7 +175,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 _LANGUAGE = (
-    "target_tensor_parallel_size make_vocab_size_divisible_by seq_length hf_like vocab_size"
+    "target_tensor_parallel_size make_vocab_size_divisible_by seq_length hf_like vocab_size "
+    "quantization"
 ).split()
 _VIDEO = "entry network naming prefix".split()
 
@@ -253,6 +261,9 @@ def _export(args: argparse.Namespace) -> None:
         "ema": args.ema,
     }
     notes: list[str] = []
+    if args.max_shard_size is not None:
+        for error in size_errors("--max-shard-size", args.max_shard_size):
+            raise CheckpointError(str(error))
     conversion = writer_of(read_run_config(args.load, args.ckpt_step))
     if conversion is not None:
         _refuse(args, _LANGUAGE, "a video model, which has no vocabulary")
@@ -265,7 +276,8 @@ def _export(args: argparse.Namespace) -> None:
     else:
         _refuse(args, _VIDEO, "a language model")
         order["max_shard_size"] = args.max_shard_size or "5GB"
-        notes = export_model(Export(**order, like=args.hf_like, vocab_size=args.vocab_size))
+        order |= {"like": args.hf_like, "quantization": args.quantization}
+        notes = export_model(Export(**order, vocab_size=args.vocab_size))
     for note in notes:
         print(f"> {note}")
     print(f"{args.load} -> {args.hf}")

@@ -65,7 +65,7 @@ def resolved(config: RunConfig) -> RunConfig:
 def folder_errors(config: RunConfig) -> list[str]:
     """Return a sentence on each error in flags such as ``--load-hf`` and ``--save-hf``."""
     given = config.section(HuggingFaceConfig)
-    if (given.load_hf, given.save_hf, given.save_hf_interval) == (None, None, None):
+    if given == dataclasses.replace(HuggingFaceConfig(), origin=given.origin):
         return []
     errors: list[str] = later(f"{FOLDERS}:folder_errors")(config)
     return errors

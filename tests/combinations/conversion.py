@@ -19,7 +19,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Case:
-    """One round trip; `run` are flags of the run between import and export."""
+    """One round trip; `run` are flags of the run between import and export.
+
+    With a ``quantization`` the model is exported in that format too, and imported again.
+    """
 
     model: str
     stored: str
@@ -28,6 +31,7 @@ class Case:
     layout: Layout
     run: str
     shards: str
+    quantization: str | None
 
 
 def draw(dice: random.Random) -> Case:
@@ -43,6 +47,7 @@ def draw(dice: random.Random) -> Case:
         Layout(layout.ranks, layout.pieces),
         dice.choice(runs),
         dice.choice(("5GB", "100KB")),
+        dice.choice((None, None, "fp8", "mxfp4")),
     )
 
 
@@ -82,7 +87,15 @@ def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
         if third.code != 0:
             return _ended(third, commands)
         name = _difference(folder, case)
-        return ("differs", "\n".join([*commands, name])) if name else ("equal", "")
+        if name:
+            return "differs", "\n".join([*commands, name])
+        if case.quantization is not None:
+            small = f"--hf small --vocab-size 300 --quantization {case.quantization}"
+            for words in (f"export --load trained {small}", "import --hf small --save again"):
+                done = tool(words.split()[0], words)
+                if done.code != 0:
+                    return _ended(done, commands)
+        return "equal", ""
 
 
 def _ended(ended: Ended, commands: list[str]) -> tuple[str, str]:

@@ -34,6 +34,18 @@ class HuggingFaceConfig(Changeable):
         "steps",
         from_checkpoint=False,
     )
+    save_hf_quantization: str | None = flag(
+        None,
+        "number format of the linear layers in --save-hf, in the form that transformers and vLLM "
+        "load: fp8 has a scale for each block, mxfp4 is for gpt-oss (plain values)",
+        choices="fp8 mxfp4",
+        from_checkpoint=False,
+    )
+    save_hf_shard_size: str | None = flag(
+        None,
+        "largest size of a file of weights in --save-hf, such as 5GB (5GB)",
+        from_checkpoint=False,
+    )
     origin: dict[str, Any] | None = derived()
     """The content of the config.json of the Hugging Face model from which the weights come.
 

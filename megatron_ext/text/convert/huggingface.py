@@ -22,7 +22,7 @@ from megatron_ext.config.model import padded_size
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.precision import PRECISIONS
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import CheckpointError, MegatronExtError
+from megatron_ext.errors import CheckpointError, FlagError, MegatronExtError
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.fp8.scaling import HISTORY
 from megatron_ext.layers.initialization import shards_of
@@ -38,7 +38,9 @@ from megatron_ext.text.convert.config import (
     tokenizer_files,
 )
 from megatron_ext.text.convert.family import Gpt, words_of
+from megatron_ext.text.convert.quantizing import Quantizer
 from megatron_ext.text.convert.reading import check_one_dtype, load_folder, without_missing_depths
+from megatron_ext.text.convert.table import Table
 from megatron_ext.text.convert.training import special_tokens
 from megatron_ext.text.convert.writing import write_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
@@ -64,6 +66,8 @@ class Export:
             of the Hugging Face model from which the run began, or else all rows, including padding.
         max_shard_size: the largest size of a file, in bytes or as text like ``"5GB"``.
         ema: whether to write the averaged weights (``--ema-decay``) instead of the last ones.
+        quantization: number format of the linear layers, "fp8" or "mxfp4"; None writes plain
+            values.
     """
 
     load: Path
@@ -74,6 +78,7 @@ class Export:
     vocab_size: int | None = None
     max_shard_size: int | str = "5GB"
     ema: bool = False
+    quantization: str | None = None
 
 
 def export_model(order: Export) -> list[str]:
@@ -100,6 +105,8 @@ def export_model(order: Export) -> list[str]:
             notes.append(f"config.json names no end of a text, for want of the tokenizer: {error}")
     content = config_json(gpt, vocab_size=vocab_size, dtype=dtype, like=like, special_tokens=tokens)
     family = fitting_family(gpt) if like is None else like.family
+    table = family.table(gpt, vocab_size)
+    quantizer = _quantizer(order, gpt, table, like)
     with conversion.one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         _check_nothing_is_lost(order, chunk)
@@ -112,16 +119,29 @@ def export_model(order: Export) -> list[str]:
             order.target,
             [chunk],
             context,
-            family.table(gpt, vocab_size),
+            table,
             content,
             num_layers=config.model.num_layers or 0,
             dtype=dtype,
             copied=() if order.like is None else tokenizer_files(order.like),
             generation=tokens,
             max_shard_size=order.max_shard_size,
+            quantizer=quantizer,
             value_of=lambda parameter: averages.get(id(parameter), parameter),
         )
     return notes
+
+
+def _quantizer(
+    order: Export, gpt: Gpt, table: Table, like: HuggingFaceModel | None
+) -> Quantizer | None:
+    if order.quantization is None:
+        return None
+    quantizer = Quantizer.of(order.quantization, None if like is None else like.raw)
+    error = quantizer.error(gpt, table)
+    if error is not None:
+        raise CheckpointError(str(FlagError("--quantization", order.quantization, *error)))
+    return quantizer
 
 
 def build_bare(config: RunConfig, context: ParallelContext) -> Any:

@@ -11,6 +11,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_ext.checkpoint.safetensors_files import size_errors
 from megatron_ext.config.model import padded_size
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.iterations import name_of
@@ -111,8 +112,14 @@ def folder_errors(run: RunConfig) -> list[str]:
                     "leave one out",
                 )
             )
-    if given.save_hf_interval is not None and given.save_hf is None:
-        errors.append(FlagError("--save-hf-interval", None, "needs `--save-hf`", "give a folder"))
+    if given.save_hf is None:
+        errors += [
+            FlagError(f"--save-hf-{name}", None, "needs `--save-hf`", "give a folder")
+            for name in ("interval", "quantization", "shard-size")
+            if getattr(given, f"save_hf_{name.replace('-', '_')}") is not None
+        ]
+    if given.save_hf_shard_size is not None:
+        errors += size_errors("--save-hf-shard-size", given.save_hf_shard_size)
     if given.save_hf is not None:
         error = write_error("--save-hf", given.save_hf)
         if error is not None:
@@ -128,7 +135,25 @@ def folder_errors(run: RunConfig) -> list[str]:
                     FlagError("--save-hf", None, f"is not possible: {text.removesuffix('.')}")
                     for text in unfit.messages
                 ]
+                return errors
+        if given.save_hf_quantization is not None:
+            errors += _quantization_errors(run)
     return errors
+
+
+def _quantization_errors(run: RunConfig) -> list[FlagError]:
+    from megatron_ext.text.convert.config import fitting_family
+    from megatron_ext.text.convert.family import Gpt
+    from megatron_ext.text.convert.quantizing import Quantizer
+
+    given = run.section(HuggingFaceConfig)
+    assert given.save_hf_quantization is not None
+    like = given.model()
+    gpt = Gpt.of(run)
+    family = fitting_family(gpt) if like is None else like.family
+    error = Quantizer.of(given.save_hf_quantization, None).error(gpt, family.table(gpt, 1))
+    flag = "--save-hf-quantization"
+    return [] if error is None else [FlagError(flag, given.save_hf_quantization, *error)]
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
@@ -206,11 +231,15 @@ def write_run(
     """Write the model of a run as a Hugging Face folder; all ranks call this together."""
     from megatron_ext.text.convert.config import config_json, fitting_family
     from megatron_ext.text.convert.family import Gpt
+    from megatron_ext.text.convert.quantizing import Quantizer
     from megatron_ext.text.convert.writing import write_model
 
     model = config.model
     gpt = Gpt.of(config)
     like = config.section(HuggingFaceConfig).model()
+    given = config.section(HuggingFaceConfig)
+    quantization = given.save_hf_quantization
+    raw = None if like is None else like.raw
     dtype = params_dtype(config.precision)
     vocab_size = model.unpadded_vocab_size or model.padded_vocab_size or 0
     vocab_size = vocab_size if like is None else like.vocab_size
@@ -228,6 +257,8 @@ def write_run(
         copied=_tokenizer_of(config),
         value_of=merged_weights(chunks),
         generation=tokens if like is None else {},
+        max_shard_size=given.save_hf_shard_size or "5GB",
+        quantizer=None if quantization is None else Quantizer.of(quantization, raw),
         flag="--save-hf",
     )
 

@@ -30,6 +30,8 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.quantization import ENTRY
+from megatron_ext.text.convert.quantizing import Quantizer
 from megatron_ext.text.convert.table import Index, Shapes, Table, widen
 
 
@@ -71,10 +73,14 @@ class Described:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors to write (on the meta device, without values) and their pieces, both by name."""
+    """The tensors to write (on the meta device, without values) and their pieces, both by name.
+
+    ``quantized`` names those that are stored with few bits.
+    """
 
     tensors: dict[str, Tensor]
     pieces: dict[str, list[Piece]]
+    quantized: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -83,6 +89,7 @@ class Plan:
         by_rank: Sequence[Sequence[Described]],
         num_layers: int,
         dtype: torch.dtype,
+        quantizer: Quantizer | None = None,
     ) -> Plan:
         """Plan which tensors of the Hugging Face checkpoint to write, and from which shards.
 
@@ -90,6 +97,7 @@ class Plan:
         ``dtype`` is the dtype to write. Raise a CheckpointError if a parameter is not in the table.
         """
         shapes: Shapes = {}
+        quantized = set[str]()
         pieces: dict[str, list[Piece]] = {}
         for rank, shards in enumerate(by_rank):
             for number, shard in enumerate(shards):
@@ -99,6 +107,8 @@ class Plan:
                         f"`{shard.name}` has no place in the Hugging Face model; export a "
                         "checkpoint of the plain model."
                     )
+                if quantizer is not None and quantizer.quantizes(shard.name, runs):
+                    quantized |= {run.tensor for run in runs}
                 for run in runs:
                     widen(shapes, run.tensor, run.shape(shard.full_shape))
                     overlap = run.overlap(shard.offset, shard.shape)
@@ -115,7 +125,7 @@ class Plan:
             )
             for name in sorted(pieces)
         }
-        return cls(tensors, pieces)
+        return cls(tensors, pieces, frozenset(quantized))
 
 
 def write_model(
@@ -131,6 +141,7 @@ def write_model(
     max_shard_size: int | str = "5GB",
     value_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
     generation: Mapping[str, Any] | None = None,
+    quantizer: Quantizer | None = None,
     flag: str = "--hf",
 ) -> None:
     """Write the model of all ranks as a Hugging Face folder; all ranks call this together.
@@ -148,28 +159,36 @@ def write_model(
         value_of: maps a parameter to the values to write instead, in the same shape.
         generation: the content of generation_config.json. The file is not written if this is empty
             or ``copied`` has such a file.
+        quantizer: stores the weights of linear layers with few bits; None writes plain values.
         flag: the flag that gave the target, for errors.
     """
     sender = _Sender(chunks, context, value_of)
     by_rank = gather_or_raise(sender.describe, f"{target} cannot be written")
-    plan = Plan.of(table, by_rank, num_layers, dtype)
-    files = plan_files(None, plan.tensors, max_shard_size, "model")
+    plan = Plan.of(table, by_rank, num_layers, dtype, quantizer)
+    stored = StoredTensors(plan, quantizer)
+    files = plan_files(None, stored.described, max_shard_size, "model")
+    # A weight is gathered when the first of the tensors that store it is written.
+    order = dict.fromkeys(stored.origin[name] for names in files.values() for name in names)
     fault: CheckpointError | None = None
     if context.rank != 0:
-        for names in files.values():
-            for name in names:
-                sender.gather(plan, name)
+        for name in order:
+            sender.gather(plan, name)
     else:
-        left = iter([name for names in files.values() for name in names])
+        left = iter(order)
+        values = stored.values(files, lambda: sender.gather(plan, next(left)))
         try:
             with written_aside(target, flag) as folder:
-                plan_files(folder, plan.tensors, max_shard_size, "model")
+                count = sum(
+                    x.numel() for name, x in plan.tensors.items() if name not in table.copies
+                )
+                plan_files(folder, stored.described, max_shard_size, "model", parameters=count)
                 shown = {"unit": "file", "delay": 1.0, "leave": False, "disable": None}
                 for file, names in tqdm(files.items(), "Writing", **shown):
-                    described = {name: plan.tensors[name] for name in names}
-                    values = (sender.gather(plan, next(left)) for _ in names)
-                    write_tensors(folder / file, described, _whole(values))
-                write_others(folder, config, copied)
+                    write_tensors(folder / file, {x: stored.described[x] for x in names}, values)
+                entry = (
+                    {} if quantizer is None else {ENTRY: quantizer.entry(stored.plain_modules())}
+                )
+                write_others(folder, {**config, **entry}, copied)
                 settings = folder / "generation_config.json"
                 if generation and not settings.exists():
                     write_text(settings, json.dumps(dict(generation), indent=2) + "\n")
@@ -181,10 +200,52 @@ def write_model(
     from_all_ranks(None, fault)
 
 
-def _whole(values: Iterator[Tensor | None]) -> Iterator[Tensor]:
-    for value in values:
-        assert value is not None
-        yield value
+class StoredTensors:
+    """The tensors in the files of a folder, some of which store a weight together.
+
+    Attributes:
+        described: all of them by name, on the meta device.
+        origin: the name of the weight that each of them stores.
+    """
+
+    def __init__(self, plan: Plan, quantizer: Quantizer | None) -> None:
+        self._plan = plan
+        self._quantizer = quantizer
+        self.described: dict[str, Tensor] = {}
+        self.origin: dict[str, str] = {}
+        for name, tensor in plan.tensors.items():
+            parts = {name: tensor}
+            if quantizer is not None and name in plan.quantized:
+                parts = quantizer.described(name, tensor)
+            self.described |= parts
+            self.origin |= dict.fromkeys(parts, name)
+
+    def plain_modules(self) -> list[str]:
+        """Return the names of the modules that have a matrix of plain values."""
+        plain = self._plan.tensors.keys() - self._plan.quantized
+        matrices = [x for x in plain if self._plan.tensors[x].dim() > 1 and x.endswith(".weight")]
+        return sorted(name.removesuffix(".weight") for name in matrices)
+
+    def values(
+        self, files: Mapping[str, Sequence[str]], gather: Callable[[], Tensor | None]
+    ) -> Iterator[Tensor]:
+        """Yield the values of the tensors of all files, in order.
+
+        ``gather`` returns the next weight, in the order in which the files begin them.
+        """
+        ready: dict[str, Tensor] = {}
+        for name in (name for names in files.values() for name in names):
+            if name not in ready:
+                weight = gather()
+                assert weight is not None
+                origin = self.origin[name]
+                if self._quantizer is not None and origin in self._plan.quantized:
+                    ready |= self._quantizer.stored(origin, weight)
+                else:
+                    ready[name] = weight
+                # No name holds the weight while the next one is gathered.
+                del weight
+            yield ready.pop(name)
 
 
 class _Sender:
