@@ -4,18 +4,21 @@ Sources: the configuration classes and ``modeling_rope_utils.py`` of transformer
 RotaryEmbedding of megatron-core.
 """
 
+from __future__ import annotations
+
 import copy
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_ext.checkpoint.safetensors_files import TensorFolder
 from megatron_ext.errors import CheckpointError, ConfigError, FlagError, MegatronExtError
-from megatron_ext.text.convert.families import FAMILIES, LACKING
+from megatron_ext.text.convert.families import FAMILIES, LACKING, MULTIMODAL
 from megatron_ext.text.convert.family import (
     Family,
     Fields,
@@ -24,6 +27,7 @@ from megatron_ext.text.convert.family import (
     architecture_of,
     differences,
 )
+from megatron_ext.text.convert.multimodal import Multimodal, Wrapping, other_files, text_config
 from megatron_ext.text.convert.quantization import ENTRY, read_quantization
 from megatron_ext.text.convert.settings import SETTINGS, read_settings
 from megatron_ext.text.convert.table import Table
@@ -39,6 +43,7 @@ class HuggingFaceModel:
         fields: our configuration fields that describe the same model, by name.
         path: the path of config.json, for messages.
         ignored: entries that have no effect here, although they differ from transformers' defaults.
+        wrapping: the multimodal model of which this is the text part; None if there is none.
     """
 
     family: Family
@@ -47,13 +52,26 @@ class HuggingFaceModel:
     vocab_size: int
     path: Path
     ignored: tuple[str, ...] = ()
+    wrapping: Wrapping | None = None
 
     def notes(self) -> list[str]:
-        """Return a note, in a list, on the ignored entries of config.json; [] if there are none."""
-        if not self.ignored:
-            return []
-        names = ", ".join(f"`{name}`" for name in self.ignored)
-        return [f"{self.path}: these entries have no effect here: {names}"]
+        """Return a note on the ignored entries of config.json, and one if only a part is used."""
+        notes = []
+        if self.wrapping is not None:
+            notes.append(
+                f"{self.path} describes a {self.wrapping.kind.model_type} model, of which the text "
+                "part is used; what is written has the folder's other tensors as they are"
+            )
+        if self.ignored:
+            names = ", ".join(f"`{name}`" for name in self.ignored)
+            notes.append(f"{self.path}: these entries have no effect here: {names}")
+        return notes
+
+    def alone(self) -> HuggingFaceModel:
+        """Return the text model alone if the folder with the other parts is not known."""
+        if self.wrapping is None or self.wrapping.folder is not None:
+            return self
+        return self.wrapping.text
 
     def sections(self) -> Gpt:
         """Return our configuration sections that describe this model."""
@@ -65,20 +83,37 @@ class HuggingFaceModel:
         ``names`` are those of the tensors in the model's folder; None takes the form in which such
         a model is written.
         """
-        return self.family.table(self.sections(), self.vocab_size, names)
+        return self.table_of(self.sections(), self.vocab_size, names)
+
+    def table_of(self, gpt: Gpt, vocab_size: int, names: Collection[str] | None = None) -> Table:
+        """Return the `table` for a run's configuration, which may differ in its MTP depths."""
+        wrapping = self.wrapping
+        if wrapping is None:
+            return self.family.table(gpt, vocab_size, names)
+        if names is None and wrapping.folder is not None:
+            with TensorFolder(wrapping.folder) as folder:
+                stored = folder.stored_names
+        else:
+            stored = set(names or ())
+        return self.family.table(
+            gpt, vocab_size, names, lambda weights: wrapping.weights(weights, stored)
+        )
 
 
 def read_model(folder: Path) -> HuggingFaceModel:
     """Read the config.json in a folder; raise a CheckpointError if it is unusable."""
-    return parse_model(read_settings(folder), folder / SETTINGS)
+    return parse_model(read_settings(folder), folder / SETTINGS, folder)
 
 
-def parse_model(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
+def parse_model(raw: dict[str, Any], path: Path, folder: Path | None = None) -> HuggingFaceModel:
     """Return the model that ``raw``, the content of the config.json at ``path``, describes.
 
-    Raise a CheckpointError if our flags cannot describe it.
+    ``folder`` holds the model's tensors; None means that they are not known. Raise a
+    CheckpointError if our flags cannot describe the model.
     """
     kind = raw.get("model_type")
+    if isinstance(kind, str) and kind in MULTIMODAL:
+        return _parse_text_part(MULTIMODAL[kind], raw, path, folder)
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(_unknown(raw, path))
     _check_sizes(raw, path)
@@ -89,6 +124,30 @@ def parse_model(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
     # Versions of transformers differ in the error that they raise for a bad entry.
     except Exception as error:
         raise _unreadable(raw, path, error) from error
+
+
+def _parse_text_part(
+    kind: Multimodal, raw: dict[str, Any], path: Path, folder: Path | None
+) -> HuggingFaceModel:
+    """Return the text part of the multimodal model that ``raw`` describes."""
+    if (raw.get("architectures") or [kind.architecture]) != [kind.architecture]:
+        raise CheckpointError(
+            f"{path} says `architectures` {raw['architectures']!r}, but of {kind.model_type} only "
+            f"{kind.architecture} can be converted; use a model of this class."
+        )
+    try:
+        whole = _configuration(raw)
+    except MegatronExtError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({' '.join(str(error).split())[:300].rstrip('.')}); copy it "
+            "again."
+        ) from error
+    text = parse_model(text_config(kind, raw, whole, path), path)
+    ignored = tuple(f"{kind.key}.{name}" for name in text.ignored)
+    wrapping = Wrapping(kind, text, folder)
+    return replace(text, raw=raw, ignored=ignored, wrapping=wrapping)
 
 
 def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
@@ -310,6 +369,16 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
+def files_to_copy(model: HuggingFaceModel) -> list[Path]:
+    """Return the files of a model's folder that an export copies.
+
+    These are its tokenizer's files, and all files of a multimodal model that hold no weights.
+    """
+    if model.wrapping is not None and model.wrapping.folder is not None:
+        return other_files(model.wrapping.folder)
+    return tokenizer_files(model.path.parent)
+
+
 def config_json(
     gpt: Gpt,
     *,
@@ -325,6 +394,10 @@ def config_json(
     none of `FAMILIES`, or differs from ``like``.
     """
     own = {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
+    if like is not None and like.wrapping is not None:
+        text = like.wrapping.text
+        inner = config_json(gpt, vocab_size=vocab_size, dtype=dtype, like=text)
+        return like.wrapping.content(like.raw, inner, "torch_dtype")
     if like is not None:
         _check_like(gpt, like)
         base = dict(like.raw)

@@ -9,7 +9,7 @@ Each file of ``families/`` declares one or several.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -267,16 +267,23 @@ class Family:
                 return next(iter(entry.keys))
         raise KeyError(name)
 
-    def table(self, gpt: Gpt, vocab_size: int, names: Collection[str] | None = None) -> Table:
+    def table(
+        self,
+        gpt: Gpt,
+        vocab_size: int,
+        names: Collection[str] | None = None,
+        change: Callable[[Weights], Weights] = lambda weights: weights,
+    ) -> Table:
         """Return the table of weights of a model of this family.
 
         Args:
             vocab_size: number of entries of its vocabulary, without padding.
             names: the names of the tensors in its folder, which decide the form of the weights;
                 None returns the form that is written.
+            change: is applied to the weights of each form first.
         """
         forms = (self.weights, *self.read_too)
-        tables = [form.table(gpt.model, vocab_size) for form in forms]
+        tables = [change(form).table(gpt.model, vocab_size) for form in forms]
         if names is None or len(tables) == 1:
             return tables[0]
         return max(tables, key=lambda table: table.names_in(names))

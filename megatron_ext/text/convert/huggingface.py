@@ -33,6 +33,7 @@ from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.convert.config import (
     HuggingFaceModel,
     config_json,
+    files_to_copy,
     fitting_family,
     read_model,
     tokenizer_files,
@@ -91,6 +92,8 @@ def export_model(order: Export) -> list[str]:
     like = config.section(HuggingFaceConfig).model()
     if order.like is not None:
         like = read_model(order.like)
+    elif like is not None:
+        like = like.alone()
     vocab_size, notes = _vocab_size(order, config.model.padded_vocab_size or 0, like)
     safetensors_files.check_target(order.target)
     dtype = params_dtype(config.precision)
@@ -104,8 +107,10 @@ def export_model(order: Export) -> list[str]:
         except MegatronExtError as error:
             notes.append(f"config.json names no end of a text, for want of the tokenizer: {error}")
     content = config_json(gpt, vocab_size=vocab_size, dtype=dtype, like=like, special_tokens=tokens)
-    family = fitting_family(gpt) if like is None else like.family
-    table = family.table(gpt, vocab_size)
+    if like is None:
+        table = fitting_family(gpt).table(gpt, vocab_size)
+    else:
+        table = like.table_of(gpt, vocab_size)
     quantizer = _quantizer(order, gpt, table, like)
     with conversion.one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
@@ -123,8 +128,9 @@ def export_model(order: Export) -> list[str]:
             content,
             num_layers=config.model.num_layers or 0,
             dtype=dtype,
-            copied=() if order.like is None else tokenizer_files(order.like),
+            copied=() if order.like is None or like is None else files_to_copy(like),
             generation=tokens,
+            like=like,
             max_shard_size=order.max_shard_size,
             quantizer=quantizer,
             value_of=lambda parameter: averages.get(id(parameter), parameter),
@@ -263,15 +269,14 @@ It is relative to the largest logit.
 @torch.no_grad()
 def reference_logits(model: HuggingFaceModel) -> tuple[Tensor, Tensor]:
     """Return random tokens ``[1, s]``, and transformers' float32 logits ``[1, s, v]`` for them."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.vocab_size, (1, 16), generator=generator)
-    reference = AutoModelForCausalLM.from_pretrained(
-        model.path.parent, dtype=torch.float32, local_files_only=True
-    )
+    kind = AutoModelForCausalLM if model.wrapping is None else AutoModelForImageTextToText
+    reference = kind.from_pretrained(model.path.parent, dtype=torch.float32, local_files_only=True)
     return tokens, reference.eval()(tokens).logits
 
 

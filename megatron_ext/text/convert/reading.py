@@ -25,6 +25,7 @@ from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import on_every_rank, union_of_all_ranks
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.config import HuggingFaceModel, read_model
+from megatron_ext.text.convert.multimodal import roots_of
 from megatron_ext.text.convert.quantization import ENTRY, read_quantization
 from megatron_ext.text.convert.stored import FP8, Finder
 from megatron_ext.text.convert.table import (
@@ -186,6 +187,10 @@ class WeightFolder(TensorFolder):
 
     A weight may be stored with few bits in several tensors; ``names`` has the weight's name alone,
     and ``shapes`` the shape that it has in the model.
+
+    Attributes:
+        others: names of the weights of a multimodal model that are not of its text part, and not in
+            ``names``.
     """
 
     def __init__(self, model: HuggingFaceModel) -> None:
@@ -198,7 +203,12 @@ class WeightFolder(TensorFolder):
             raise
         self.quantized = found.weights
         self.unused = found.unused
-        self._names = (self.stored_names - found.parts - found.unused) | found.weights.keys()
+        names = (self.stored_names - found.parts - found.unused) | found.weights.keys()
+        self.others = set[str]()
+        if model.wrapping is not None:
+            roots = roots_of(model.wrapping.kind.form(names))
+            self.others = {name for name in names if not name.startswith(roots)}
+        self._names = names - self.others
 
     @property
     def names(self) -> set[str]:
@@ -206,7 +216,8 @@ class WeightFolder(TensorFolder):
 
     def shapes(self) -> Shapes:
         plain = {x: self.shape(x) for x in self._names - self.quantized.keys()}
-        return plain | {name: weight.shape for name, weight in self.quantized.items()}
+        quantized = {x: self.quantized[x].shape for x in self._names & self.quantized.keys()}
+        return plain | quantized
 
     def notes(self) -> list[str]:
         """Return a note, in a list, on tensors that are not used; [] if there are none."""

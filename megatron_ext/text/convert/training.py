@@ -229,7 +229,7 @@ def write_run(
     target: Path, config: RunConfig, chunks: Sequence[torch.nn.Module], context: ParallelContext
 ) -> None:
     """Write the model of a run as a Hugging Face folder; all ranks call this together."""
-    from megatron_ext.text.convert.config import config_json, fitting_family
+    from megatron_ext.text.convert.config import config_json, files_to_copy, fitting_family
     from megatron_ext.text.convert.family import Gpt
     from megatron_ext.text.convert.quantizing import Quantizer
     from megatron_ext.text.convert.writing import write_model
@@ -237,6 +237,7 @@ def write_run(
     model = config.model
     gpt = Gpt.of(config)
     like = config.section(HuggingFaceConfig).model()
+    like = None if like is None else like.alone()
     given = config.section(HuggingFaceConfig)
     quantization = given.save_hf_quantization
     raw = None if like is None else like.raw
@@ -245,20 +246,28 @@ def write_run(
     vocab_size = vocab_size if like is None else like.vocab_size
     tokens = special_tokens(config.section(TokenizerConfig), vocab_size)
     content = config_json(gpt, vocab_size=vocab_size, dtype=dtype, like=like, special_tokens=tokens)
-    family = fitting_family(gpt) if like is None else like.family
+    table = fitting_family(gpt).table(gpt, vocab_size) if like is None else None
+    copied = _tokenizer_of(config)
+    if like is not None:
+        table = like.table_of(gpt, vocab_size)
+        own = {path.name for path in copied}
+        others = files_to_copy(like) if like.wrapping is not None else []
+        copied += [path for path in others if path.name not in own]
+    assert table is not None
     write_model(
         target,
         chunks,
         context,
-        family.table(gpt, vocab_size),
+        table,
         content,
         num_layers=model.num_layers or 0,
         dtype=dtype,
-        copied=_tokenizer_of(config),
+        copied=copied,
         value_of=merged_weights(chunks),
         generation=tokens if like is None else {},
         max_shard_size=given.save_hf_shard_size or "5GB",
         quantizer=None if quantization is None else Quantizer.of(quantization, raw),
+        like=like,
         flag="--save-hf",
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ from megatron_ext.checkpoint.safetensors_files import (
 from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import Shard
-from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
+from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise, on_every_rank
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.quantization import ENTRY
 from megatron_ext.text.convert.quantizing import Quantizer
+from megatron_ext.text.convert.config import HuggingFaceModel
+from megatron_ext.text.convert.multimodal import OtherTensors
 from megatron_ext.text.convert.table import Index, Shapes, Table, widen
 
 
@@ -76,11 +78,18 @@ class Plan:
     """The tensors to write (on the meta device, without values) and their pieces, both by name.
 
     ``quantized`` names those that are stored with few bits.
+    ``others`` are tensors that come from another folder instead of the model, or None.
     """
 
     tensors: dict[str, Tensor]
     pieces: dict[str, list[Piece]]
     quantized: frozenset[str] = frozenset()
+    others: OtherTensors | None = None
+
+    def with_others(self, others: OtherTensors) -> Plan:
+        """Return a plan that also writes the tensors of a multimodal model's other parts."""
+        tensors = {**self.tensors, **others.described}
+        return replace(self, tensors={x: tensors[x] for x in sorted(tensors)}, others=others)
 
     @classmethod
     def of(
@@ -142,6 +151,7 @@ def write_model(
     value_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
     generation: Mapping[str, Any] | None = None,
     quantizer: Quantizer | None = None,
+    like: HuggingFaceModel | None = None,
     flag: str = "--hf",
 ) -> None:
     """Write the model of all ranks as a Hugging Face folder; all ranks call this together.
@@ -160,11 +170,16 @@ def write_model(
         generation: the content of generation_config.json. The file is not written if this is empty
             or ``copied`` has such a file.
         quantizer: stores the weights of linear layers with few bits; None writes plain values.
+        like: the model from whose folder the tensors of other parts than the text come, if it is
+            multimodal.
         flag: the flag that gave the target, for errors.
     """
     sender = _Sender(chunks, context, value_of)
     by_rank = gather_or_raise(sender.describe, f"{target} cannot be written")
     plan = Plan.of(table, by_rank, num_layers, dtype, quantizer)
+    if like is not None and like.wrapping is not None:
+        others = on_every_rank(lambda: OtherTensors(like), f"{target} cannot be written")
+        plan = plan.with_others(others)
     stored = StoredTensors(plan, quantizer)
     files = plan_files(None, stored.described, max_shard_size, "model")
     # A weight is gathered when the first of the tensors that store it is written.
@@ -284,6 +299,8 @@ class _Sender:
 
     def gather(self, plan: Plan, name: str) -> Tensor | None:
         """Gather the Hugging Face tensor ``name`` on the first rank; elsewhere return None."""
+        if plan.others is not None and name in plan.others.described:
+            return plan.others.read(name) if self._rank == 0 else None
         described = plan.tensors[name]
         by_rank = dict[int, list[Piece]]()
         for piece in plan.pieces[name]:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.checkpoint.conversion import one_rank
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.config import config_json, read_model
 from megatron_ext.text.convert.families import FAMILIES, MODULES
 from megatron_ext.text.convert.huggingface import build_bare
@@ -38,28 +40,42 @@ def made(name: str, number: int, folder: Path) -> Path:
     return make_tiny({"model_type": name, **SETTINGS[name][number]}, folder)
 
 
-def round_trip(source: Path, back: Path) -> float:
-    """Read a folder, and write it again; return how far the logits are from transformers'.
+def chunk_of(source: Path, context: ParallelContext) -> Any:
+    """Return our model with the weights of a folder, on one rank."""
+    model = read_model(source)
+    chunk = build_bare(config_of(["--load-hf", str(source), *PLAIN]), context)
+    assert load_folder([chunk], source, context).notes == model.notes()
+    return chunk.eval()
 
-    The difference is relative to the largest logit.
-    """
-    model = without_missing_depths(read_model(source))
-    config = config_of(["--load-hf", str(source), *PLAIN])
+
+def difference_in(chunk: Any, ids: Tensor, expected: Tensor) -> float:
+    """Return how far our logits are from ``expected`` ``[b, s, v]``, relative to the largest."""
+    with torch.no_grad():
+        ours = chunk(ids, torch.arange(LENGTH)[None], None)[..., : expected.shape[-1]]
+    return float((ours - expected).abs().max() / expected.abs().max())
+
+
+def difference_of(source: Path, ids: Tensor, expected: Tensor) -> float:
+    """Return how far the logits of a folder's model are from ``expected`` ``[b, s, v]``."""
     with one_rank(1) as context:
-        chunk = build_bare(config, context)
-        assert load_folder([chunk], source, context).notes == model.notes()
-        with torch.no_grad():
-            positions = torch.arange(LENGTH)[None]
-            ours = chunk.eval()(tokens(), positions, None)[..., : model.vocab_size]
-        gpt = model.sections()
+        return difference_in(chunk_of(source, context), ids, expected)
+
+
+def round_trip(source: Path, back: Path) -> float:
+    """Read a folder, and write it again; return how far the logits are from transformers'."""
+    model = without_missing_depths(read_model(source))
+    gpt = model.sections()
+    with one_rank(1) as context:
+        chunk = chunk_of(source, context)
+        difference = difference_in(chunk, tokens(), theirs(source))
         content = config_json(gpt, vocab_size=300, dtype=torch.float32, like=None)
         if content["model_type"] != model.family.model_type:
             # Another family describes the same model, and is written for one from scratch.
             content = config_json(gpt, vocab_size=300, dtype=torch.float32, like=model)
+        layers = gpt.model.num_layers or 0
         table = model.table()
-        write_model(back, [chunk], context, table, content, num_layers=2, dtype=torch.float32)
-    expected = theirs(source)
-    return float((ours - expected).abs().max() / expected.abs().max())
+        write_model(back, [chunk], context, table, content, num_layers=layers, dtype=torch.float32)
+    return difference
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)

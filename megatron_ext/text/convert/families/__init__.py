@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 
 from megatron_ext.text.convert.family import Family
+from megatron_ext.text.convert.multimodal import Multimodal
 
 MODULES = {
     "llama": "llama",
@@ -38,6 +39,13 @@ LACKING: dict[str, str] = {
     # other
 }
 """The part that no layer here has, in words, for each `model_type` that is refused by name."""
+
+
+MULTIMODAL = {
+    kind.model_type: kind
+    for kind in (Multimodal("gemma3", "Gemma3ForConditionalGeneration", ("gemma3_text",)),)
+}
+"""Multimodal models of which the text part can be converted, by `model_type`."""
 
 
 class _Families(Mapping[str, Family]):
