@@ -27,10 +27,25 @@ from megatron_ext.text.convert.family import (
     architecture_of,
     differences,
 )
-from megatron_ext.text.convert.multimodal import Multimodal, Wrapping, other_files, text_config
+from megatron_ext.text.convert.multimodal import Multimodal, other_files, text_config
 from megatron_ext.text.convert.quantization import ENTRY, read_quantization
 from megatron_ext.text.convert.settings import SETTINGS, read_settings
 from megatron_ext.text.convert.table import Table
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """The multimodal model around a text model.
+
+    Attributes:
+        kind: what kind of model it is.
+        text: the text model, as if it stood alone.
+        folder: the folder with its tensors; None if only its config.json is known.
+    """
+
+    kind: Multimodal
+    text: HuggingFaceModel
+    folder: Path | None
 
 
 @dataclass(frozen=True)
@@ -96,7 +111,7 @@ class HuggingFaceModel:
         else:
             stored = set(names or ())
         return self.family.table(
-            gpt, vocab_size, names, lambda weights: wrapping.weights(weights, stored)
+            gpt, vocab_size, names, lambda weights: weights.but(renamed=wrapping.kind.form(stored))
         )
 
 
@@ -397,7 +412,7 @@ def config_json(
     if like is not None and like.wrapping is not None:
         text = like.wrapping.text
         inner = config_json(gpt, vocab_size=vocab_size, dtype=dtype, like=text)
-        return like.wrapping.content(like.raw, inner, "torch_dtype")
+        return like.wrapping.kind.content(like.raw, inner)
     if like is not None:
         _check_like(gpt, like)
         base = dict(like.raw)

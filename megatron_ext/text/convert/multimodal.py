@@ -10,16 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from megatron_ext.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from megatron_ext.text.convert.config import HuggingFaceModel
-    from megatron_ext.text.convert.weights import Weights
 
 Paths = Mapping[str, str]
 """Path of a text model's tensors in its own files -> their path in a multimodal folder."""
@@ -57,46 +50,24 @@ class Multimodal:
 
         return max(self.forms, key=count)
 
-
-def roots_of(form: Paths) -> tuple[str, ...]:
-    """Return the beginnings of the names of all tensors of a text model."""
-    return tuple(f"{path}." for path in form.values())
-
-
-@dataclass(frozen=True)
-class Wrapping:
-    """The multimodal model around a text model.
-
-    Attributes:
-        kind: what kind of model it is.
-        text: the text model, as if it stood alone.
-        folder: the folder with its tensors; None if only its config.json is known.
-    """
-
-    kind: Multimodal
-    text: HuggingFaceModel
-    folder: Path | None
-
-    def weights(self, weights: Weights, names: Collection[str]) -> Weights:
-        """Return ``weights`` of a text model with the paths that they have in this folder."""
-        return weights.but(renamed=self.kind.form(names))
-
-    def content(
-        self, raw: Mapping[str, Any], text: Mapping[str, Any], key_of_dtype: str
-    ) -> dict[str, Any]:
-        """Return the content of config.json.
+    def content(self, raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of config.json with a changed text model.
 
         Args:
             raw: its content as it was read.
             text: the new content of the text model's own config.json.
-            key_of_dtype: name of the entry with the dtype, which both have.
         """
         inner = dict(text)
-        if "architectures" not in raw[self.kind.key]:
+        if "architectures" not in raw[self.key]:
             del inner["architectures"]
         whole = {key: value for key, value in raw.items() if key not in NOT_KEPT}
-        whole |= {self.kind.key: inner, key_of_dtype: text[key_of_dtype]}
-        return whole | {"tie_word_embeddings": text["tie_word_embeddings"]}
+        shared = {name: text[name] for name in ("torch_dtype", "tie_word_embeddings")}
+        return {**whole, self.key: inner, **shared}
+
+
+def roots_of(form: Paths) -> tuple[str, ...]:
+    """Return the beginnings of the names of all tensors of a text model."""
+    return tuple(f"{path}." for path in form.values())
 
 
 NOT_KEPT = ("dtype", "quantization_config")
@@ -149,34 +120,3 @@ def other_files(folder: Path) -> list[Path]:
         and path.name != "config.json"
         and not any(path.match(pattern) for pattern in _OF_WEIGHTS)
     )
-
-
-class OtherTensors:
-    """The tensors of a multimodal folder that do not belong to its text model.
-
-    Attributes:
-        described: all of them, by name, without values (on the meta device).
-    """
-
-    def __init__(self, model: HuggingFaceModel) -> None:
-        from megatron_ext.text.convert.reading import WeightFolder
-
-        self._source = WeightFolder(model)
-        packed = self._source.others & self._source.quantized.keys()
-        if packed:
-            self._source.close()
-            raise CheckpointError(
-                f"{self._source.folder} holds `{min(packed)}`, which is not of the text model, "
-                "with few bits, but weights are written plain; use the folder of the model before "
-                "it was quantized."
-            )
-        self.described = {
-            name: torch.empty_like(self._source.tensor(name), device="meta")
-            for name in sorted(self._source.others)
-        }
-
-    def read(self, name: str) -> Tensor:
-        return self._source.tensor(name)
-
-    def close(self) -> None:
-        self._source.close()

@@ -264,6 +264,35 @@ class WeightFolder(TensorFolder):
         target.copy_(values.t() if transposed else values)
 
 
+class OtherTensors:
+    """The tensors of a multimodal folder that do not belong to its text model.
+
+    Attributes:
+        described: all of them, by name, without values (on the meta device).
+    """
+
+    def __init__(self, model: HuggingFaceModel) -> None:
+        self._source = WeightFolder(model)
+        packed = self._source.others & self._source.quantized.keys()
+        if packed:
+            self._source.close()
+            raise CheckpointError(
+                f"{self._source.folder} holds `{min(packed)}`, which is not of the text model, "
+                "with few bits, but weights are written plain; use the folder of the model before "
+                "it was quantized."
+            )
+        self.described = {
+            name: torch.empty_like(self._source.tensor(name), device="meta")
+            for name in sorted(self._source.others)
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self._source.tensor(name)
+
+    def close(self) -> None:
+        self._source.close()
+
+
 def without_missing_depths(model: HuggingFaceModel) -> HuggingFaceModel:
     """Return ``model`` without MTP depths if its folder has no weights for them, else unchanged.
 

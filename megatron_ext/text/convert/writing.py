@@ -33,7 +33,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.quantization import ENTRY
 from megatron_ext.text.convert.quantizing import Quantizer
 from megatron_ext.text.convert.config import HuggingFaceModel
-from megatron_ext.text.convert.multimodal import OtherTensors
+from megatron_ext.text.convert.reading import OtherTensors
 from megatron_ext.text.convert.table import Index, Shapes, Table, widen
 
 
