@@ -30,9 +30,9 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise, on_every_rank
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.config import HuggingFaceModel
 from megatron_ext.text.convert.quantization import ENTRY
 from megatron_ext.text.convert.quantizing import Quantizer
-from megatron_ext.text.convert.config import HuggingFaceModel
 from megatron_ext.text.convert.reading import OtherTensors
 from megatron_ext.text.convert.table import Index, Shapes, Table, widen
 
