@@ -4,6 +4,8 @@ megatron-core's model is saved by megatron-core in `torch_dist`, whose tensors a
 model is written in the other forms, as their programs name files and entries.
 """
 
+import collections
+import datetime
 import pickle
 import re
 import shutil
@@ -30,7 +32,9 @@ from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
 from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.foreign import importing
+from megatron_ext.text.convert.foreign.arguments import sections_of
 from megatron_ext.text.convert.foreign.importing import ForeignImport, import_foreign
+from megatron_ext.text.convert.foreign.rank_files import read_file
 from tests.ranks import on_ranks
 
 ARGS: dict[str, Any] = {
@@ -646,3 +650,23 @@ def test_flags_are_those_of_the_source(tmp_path: Path, monkeypatch: pytest.Monke
     import_foreign(ForeignImport(tmp_path, tmp_path / "ours"))
     theirs = torch.load(tmp_path / "logits.pt")
     torch.testing.assert_close(found[0], theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_flags_of_other_releases(tmp_path: Path) -> None:
+    """Objects of packages that may not be here are passed over, unless the model needs them."""
+    args = Namespace(
+        **ARGS | {"layernorm_zero_centered_gamma": True, "moe_layer_freq": 2, "num_experts": 4},
+        timeout=datetime.timedelta(minutes=3),
+        recent=collections.deque([3]),
+    )
+    path = tmp_path / "args.pt"
+    torch.save({"args": args}, path)
+    found = sections_of(read_file(path)["args"], path)
+    assert found["model"]["apply_layernorm_1p"] is True
+    assert found["model"]["swiglu"] is True
+    assert found["moe"]["moe_layer_freq"] == "2"
+    assert found["latent_attention"] == {}
+    args.hidden_size = datetime.timedelta(minutes=3)
+    torch.save({"args": args}, path)
+    with pytest.raises(CheckpointError, match="with a `hidden_size` that is Inert of unknown val"):
+        sections_of(read_file(path)["args"], path)

@@ -18,9 +18,9 @@ from megatron_ext.text.convert.family import SECTIONS
 
 _RENAMED = {
     "layernorm_epsilon": "norm_epsilon",
-    "num_layers_per_stage": "num_layers",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
-"""Names of arguments in older releases -> their names today."""
+"""Names of arguments in some releases of Megatron-LM -> our names."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_hybrid_model": (False,),
     "hybrid_layer_pattern": (),
@@ -78,7 +78,7 @@ def sections_of(arguments: Namespace, place: Path) -> dict[str, dict[str, Any]]:
             sections[section] = {}
             continue
         fields = {flag.field for flag in flags_of(section, kind)} & given.keys() - _OF_A_RUN
-        values = {name: _plain(name, given[name]) for name in fields}
+        values = {name: _plain(name, given[name], place) for name in fields}
         sections[section] = {name: value for name, value in values.items() if value is not None}
     return sections
 
@@ -114,21 +114,25 @@ def _from_older(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _plain(name: str, value: Any) -> Any:
-    """Return an argument's value in the form that our field has; None if it has no plain form."""
+def _plain(name: str, value: Any, place: Path) -> Any:
+    """Return an argument's value in the form that our field has.
+
+    Raise a CheckpointError for an object that has no plain form.
+    """
     if isinstance(value, Enum):
         value = value.name
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    if not all(part is None or isinstance(part, (str, int, float)) for part in parts):
+        raise CheckpointError(
+            f"{place} was saved with a `{name}` that is {type(value).__name__} of unknown values; "
+            "give a checkpoint whose flags are numbers and texts."
+        )
     if isinstance(value, (list, tuple)):
-        if not all(isinstance(each, (str, int, float)) for each in value):
-            return None
-        return list_flag(int(each) for each in value) if name in _OF_LISTS else list(value)
+        return list_flag(int(part) for part in value) if name in _OF_LISTS else list(value)
     if name in _OF_LISTS and value is not None:
         return str(value)
-    if name == "moe_aux_loss_coeff" and isinstance(value, (int, float)):
-        return [value]
-    if name == "moe_router_load_balancing_type" and isinstance(value, str):
-        return [value]
-    return value if isinstance(value, (str, int, float)) else None
+    wants_list = name in ("moe_aux_loss_coeff", "moe_router_load_balancing_type")
+    return [value] if wants_list and value is not None else value
 
 
 def tokenizer_of(arguments: Namespace) -> tuple[list[str], list[str]]:
