@@ -4,7 +4,6 @@ megatron-core's model is saved by megatron-core in `torch_dist`, whose tensors a
 model is written in the other forms, as their programs name files and entries.
 """
 
-import collections
 import datetime
 import pickle
 import re
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import dist_checkpointing
@@ -657,7 +657,7 @@ def test_flags_of_other_releases(tmp_path: Path) -> None:
     args = Namespace(
         **ARGS | {"layernorm_zero_centered_gamma": True, "moe_layer_freq": 2, "num_experts": 4},
         timeout=datetime.timedelta(minutes=3),
-        recent=collections.deque([3]),
+        momentum=np.float64(0.9),
     )
     path = tmp_path / "args.pt"
     torch.save({"args": args}, path)

@@ -23,7 +23,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.text.convert.foreign import names
 from megatron_ext.text.convert.foreign.source import Key, Source, Stored, arguments_of, key_of
 
-INERT = "megatron deepspeed apex transformers collections datetime numpy".split()
+INERT = "megatron deepspeed apex transformers datetime numpy".split()
 """Packages whose objects may be among the flags and states of a file; none of their code is run."""
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _WEIGHTS = re.compile(r"model(\d*)$")
