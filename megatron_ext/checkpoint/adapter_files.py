@@ -380,7 +380,7 @@ def read_adapters(path: Path, flat: tuple[str, ...] = ()) -> AdapterFile:
     if settings is None and _HEADER in header:
         settings = _settings_in(header[_HEADER], file)
     if settings is not None:
-        _check_settings(settings, path)
+        check_settings(settings, path)
     return AdapterFile(path, dict(_layers(tensors, settings, file, flat)))
 
 
@@ -458,7 +458,7 @@ def _settings_in(text: str, file: Path) -> dict[str, Any]:
         ) from error
 
 
-def _check_settings(settings: Mapping[str, Any], path: Path) -> None:
+def check_settings(settings: Mapping[str, Any], path: Path) -> None:
     kind = settings.get("peft_type", "LORA")
     start = settings.get("init_lora_weights")
     if kind != "LORA" or settings.get("use_dora"):
@@ -544,7 +544,7 @@ def _layers(
                 f"{file} holds several adapters of `{name}`; save one of them alone."
             )
         seen.add(name)
-        yield name, LowRank(a, b, _scale(alphas.get(layer), name, len(a), settings, file))
+        yield name, LowRank(a, b, scale_of(alphas.get(layer), name, len(a), settings, file))
 
 
 def _refuse_other(name: str, file: Path) -> None:
@@ -576,7 +576,7 @@ def _bare(layer: str, flat: tuple[str, ...]) -> str:
     return layer if before is None else _bare(layer.removeprefix(before), flat)
 
 
-def _scale(
+def scale_of(
     alpha: Tensor | None, layer: str, rank: int, settings: Mapping[str, Any] | None, file: Path
 ) -> float:
     """Return the scale of a layer's adapter, from its own tensor or from peft's settings."""

@@ -1,7 +1,8 @@
-"""Merges the adapters of a run with --lora-rank into its weights, or exports them.
+"""Merges the adapters of a run with --lora-rank into its weights, exports or adds up adapters.
 
 python tools/lora.py merge --load RUN --save MERGED
 python tools/lora.py export --load RUN --output ADAPTER --base-model meta-llama/Llama-3.2-1B
+python tools/lora.py combine --adapters ADAPTER OTHER --weights 0.7 0.3 --output BOTH
 
 Adapters of a video run (pretrain_video.py) have the names of diffusers' class of its network, or,
 by --format, those of kohya's programs, of ComfyUI or of the original code. With --task streaming
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.adapter_forms import FORMS
 from megatron_ext.checkpoint.stored import read_run_config
-from megatron_ext.config.flags import NATURAL
+from megatron_ext.config.flags import FINITE, NATURAL, SIZE
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import described
 from megatron_ext.device import select
@@ -37,6 +38,7 @@ from megatron_ext.video.task import FLOW
 # Imported when they are called, so that help and a wrong option need no torch.
 _CONVERSION = "megatron_ext.checkpoint.conversion"
 _FILES = "megatron_ext.checkpoint.adapter_files"
+add_weighted = later("megatron_ext.checkpoint.weighted_adapters:add_weighted")
 export_adapters = later(f"{_FILES}:export_adapters")
 adapters_of = later("megatron_ext.video.convert.adapters:adapters_of")
 is_streaming = later("megatron_ext.video.convert.find:is_streaming")
@@ -47,13 +49,14 @@ peft_layers = later("megatron_ext.text.convert.adapters:peft_layers")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of the commands merge and export."""
+    """Build the parser of the commands merge, export and combine."""
     top = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = top.add_subparsers(dest="command", required=True)
     merge = commands.add_parser("merge", help="write a checkpoint without adapters")
     export = commands.add_parser("export", help="write adapters that other programs load")
+    _add_options_of_sums(commands.add_parser("combine", help="add adapters of peft's with weights"))
     for command in (merge, export):
         command.add_argument(
             "--load", type=Path, required=True, help="folder of the run's checkpoints"
@@ -93,13 +96,37 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_options_of_sums(combine: argparse.ArgumentParser) -> None:
+    combine.add_argument(
+        "--adapters", type=Path, nargs="+", required=True, help="folders of peft, as export writes"
+    )
+    combine.add_argument(
+        "--weights",
+        type=FINITE.number,
+        nargs="+",
+        required=True,
+        help="a factor for each, which may be negative",
+    )
+    combine.add_argument(
+        "--combination-type",
+        choices=("linear", "cat", "svd"),
+        default="svd",
+        help="cat is exact, its rank the sum of the ranks; svd is the nearest of --svd-rank; "
+        "linear adds A and B, which is a rough approximation; default: svd",
+    )
+    combine.add_argument(
+        "--svd-rank", type=SIZE.integer, help="rank of svd; default: the largest of the ranks"
+    )
+    combine.add_argument("--output", type=Path, required=True, help="new folder for the sum")
+
+
 def main(argv: Sequence[str]) -> int:
-    """Merge or export adapters; return the exit code."""
+    """Merge, export or combine adapters; return the exit code."""
     args = parser().parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     silence_known_warnings(select().kind)
     try:
-        _merge(args) if args.command == "merge" else _export(args)
+        {"merge": _merge, "export": _export, "combine": _combine}[args.command](args)
     except MegatronExtError as error:
         tell_errors(error.messages)
         return 1
@@ -119,6 +146,16 @@ def _merge(args: argparse.Namespace) -> None:
             run, network, args.load, args.save, select(), step=args.ckpt_step, base=base
         )
     )
+
+
+def _combine(args: argparse.Namespace) -> None:
+    if args.svd_rank is not None and args.combination_type != "svd":
+        raise CheckpointError(
+            f"`--svd-rank` ({args.svd_rank}) has no effect with `--combination-type "
+            f"{args.combination_type}`; leave it out."
+        )
+    add_weighted(args.adapters, args.weights, args.output, args.combination_type, args.svd_rank)
+    print(args.output)
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -18,11 +18,15 @@ from tests.ranks import ranks
 from tests.text.convert.test_lora import (
     GROUPS,
     LORA,
+    MODEL,
     export,
     hugging_face_llama,
     llama_like,
     save,
+    tool,
+    train,
 )
+from tests.training_runs import mock_data, train_on_ranks
 
 WORDS = [
     *LORA, "--lora-separate-projections", "--group-query-attention",
@@ -144,3 +148,33 @@ def test_three_steps_are_those_of_peft(
     with torch.no_grad():
         want = model(batch.tokens).logits
     assert (logits - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+VARIANTS = [
+    "--lora-use-dora --lora-init pissa --ema-decay 0.5",
+    "--lora-use-dora --lora-plus-lr-ratio 4",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_go_on_in_another_layout_and_merge(variant: str, tmp_path: Path) -> None:
+    words = [*LORA, *variant.split()]
+    truth = train(tmp_path / "truth", *words)
+    saved = tmp_path / "saved"
+    first = train(saved, *words, "--exit-interval", "2")
+    assert [*first, *train(tmp_path / "same", *words, "--load", str(saved))] == truth
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel".split()
+    more = train(tmp_path / "more", *words, "--load", str(saved), *layout, ranks=2)
+    assert [*first, *more] == pytest.approx(truth, rel=1e-5)
+    assert tool("merge", "--load", saved, "--save", tmp_path / "merged") == 0
+    flags = [*MODEL, *mock_data(), "--eval-iters", "2", "--skip-train", "--train-iters", "4"]
+
+    def evaluated(name: str, *more: str) -> float:
+        code, rows = train_on_ranks([*flags, *more], save=tmp_path / name)
+        assert code == 0
+        return float(rows[-1]["lm loss"])
+
+    plain = [word for word in words if not word.startswith("--ema") and word != "0.5"]
+    want = evaluated("adapters", *plain, "--load", str(saved))
+    assert evaluated("whole", "--load", str(tmp_path / "merged")) == pytest.approx(want, rel=2e-6)
